@@ -1,0 +1,53 @@
+# Every target works from a bare clone: it makes .venv and installs what it needs, once.
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check
+CONSTRAINTS := constraints/cpu.txt
+
+.PHONY: help install check test test-gpu demo bench
+help:
+	@echo "make demo      route one batch coarse to fine and show the numbers"
+	@echo "make test      lint, type-check and test"
+	@echo "make check     lint and type-check only"
+	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make bench     speed and memory beside the paper's listing and PEER-pytorch, on the CPU"
+	@echo "make install   set up $(VENV) (all of the above do it by themselves)"
+
+install: $(VENV)/installed
+
+# The stamps: newer than what they were installed from, so nothing installs twice.
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "airmoe needs Python 3.11 or newer; '$(PYTHON) --version' says: $$($(PYTHON) --version 2>&1 | head -n 1)" >&2; \
+	  echo "Name one that is, for example: make $(or $(MAKECMDGOALS),install) PYTHON=python3.12" >&2; exit 1; }
+	@echo "Installing into $(VENV) (a few minutes the first time) ..."
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[dev]'
+	@touch $@
+
+$(VENV)/installed-bench: $(VENV)/installed
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[bench]'
+	@touch $@
+
+check: install
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m pyright
+
+test: check
+	$(RUN) -m pytest $(PYTEST_ARGS)
+
+demo: install
+	@$(RUN) examples/demo.py
+
+bench: $(VENV)/installed-bench
+	@$(RUN) -m benchmarks.cpu
+
+# With $(PYTHON) itself where it already has pytest and a torch that sees a GPU (a GPU image): no install.
+test-gpu:
+	@if $(PYTHON) -c 'import pytest, torch; assert torch.cuda.is_available()' 2>/dev/null; \
+	then python=$(PYTHON); else $(MAKE) --no-print-directory install && python=$(RUN); fi && \
+	PYTHONPATH=src $$python -m pytest -m gpu $(PYTEST_ARGS)

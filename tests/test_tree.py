@@ -1,0 +1,183 @@
+"""The shape of the project: imports go one way, importing is light, no file knows a machine."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "airmoe"
+
+# The parts of airmoe, lowest first: each imports only what stands before it.
+ORDER = (
+    "errors",
+    "config",
+    "distributed",
+    "kernels",
+    "routers",
+    "moe",
+    "losses",
+    "metrics",
+    "data",
+    "model",
+    "training",
+    "experiments",
+    "cli",
+)
+# Text preparation must run without the model, so it stands apart from what comes before it.
+NARROWER = {"data": ("errors", "config")}
+
+
+def part_of(module: str) -> str:
+    """`airmoe.routers.air` -> `routers`; `airmoe` itself -> the empty string."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def imported_modules(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, absolute module) of every import, those inside functions included."""
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            origin = ".".join(filter(None, (base, node.module)))
+            if origin == "airmoe":  # `from airmoe import routers` means `airmoe.routers`
+                for alias in node.names:
+                    yield node.lineno, f"airmoe.{alias.name}"
+            else:
+                yield node.lineno, origin
+
+
+def wrong_imports(source: str, module: str, *, is_package: bool = False) -> list[str]:
+    """One sentence per import of `source` that goes up or sideways."""
+    here = part_of(module)
+    if not here:
+        return []  # airmoe/__init__.py gathers the public names of everything
+    if here not in ORDER:
+        return [f"{module}: '{here}' has no place in ORDER (tests/test_tree.py); give it one"]
+    allowed = {here, *NARROWER.get(here, ORDER[: ORDER.index(here)])}
+    return [
+        f"{module}, line {line}: imports {target}, but '{here}' may import only "
+        f"{', '.join(part for part in ORDER if part in allowed)}"
+        for line, target in imported_modules(source, module, is_package=is_package)
+        if target.split(".")[0] == "airmoe" and part_of(target) not in allowed
+    ]
+
+
+def test_imports_go_one_way() -> None:
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert files, f"no modules under {PACKAGE}"
+    wrong = []
+    for file in files:
+        names = file.relative_to(PACKAGE.parent).with_suffix("").parts
+        is_package = names[-1] == "__init__"
+        module = ".".join(names[:-1] if is_package else names)
+        wrong += wrong_imports(file.read_text(encoding="utf-8"), module, is_package=is_package)
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "offender"),
+    [
+        ("airmoe.kernels.noise", "from airmoe.routers.air import AirRouter", "airmoe.routers.air"),
+        ("airmoe.routers.air", "import airmoe.moe", "airmoe.moe"),
+        ("airmoe.routers.air", "from ..moe import MoELayer", "airmoe.moe"),
+        ("airmoe.routers.air", "from .. import losses", "airmoe.losses"),
+        ("airmoe.losses", "def f():\n    from airmoe import metrics", "airmoe.metrics"),
+        ("airmoe.moe.layer", "from airmoe import MoELayer", "airmoe.MoELayer"),
+        ("airmoe.moe.layer", "import airmoe", "airmoe"),
+        ("airmoe.data.shards", "from airmoe.routers import ROUTERS", "airmoe.routers"),
+        ("airmoe.stray", "import torch", "no place in ORDER"),
+    ],
+)
+def test_wrong_imports_are_found(module: str, line: str, offender: str) -> None:
+    (message,) = wrong_imports(line, module)
+    assert offender in message
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("airmoe.routers.air", "from airmoe.kernels import cells\nfrom .base import Router"),
+        ("airmoe.cli", "from airmoe.experiments import suites\nimport airmoe.errors"),
+        ("airmoe", "from airmoe.cli import app"),
+        ("airmoe.errors", "import airmoenot.cli"),
+    ],
+)
+def test_right_imports_pass(module: str, line: str) -> None:
+    assert wrong_imports(line, module) == []
+
+
+IMPORT_PROBE = """
+import sys, time
+sys.modules["triton"] = None  # importing triton now raises
+import torch
+threads, random = torch.get_num_threads(), torch.get_rng_state()
+start = time.process_time()
+import airmoe
+seconds = time.process_time() - start
+assert airmoe.__file__, "airmoe has no __init__.py"
+heavy = {"transformers", "accelerate", "datasets", "matplotlib", "typer", "tensorboard"}
+assert not heavy & set(sys.modules), f"import airmoe loads {heavy & set(sys.modules)}"
+assert not torch.cuda.is_initialized(), "import airmoe starts CUDA"
+assert torch.get_num_threads() == threads, "import airmoe changes the number of threads"
+assert torch.equal(torch.get_rng_state(), random), "import airmoe draws random numbers"
+assert torch.get_default_dtype() == torch.float32, "import airmoe changes the default dtype"
+assert seconds < 2, f"import airmoe takes {seconds:.1f} s of CPU beyond torch"
+"""
+
+
+def test_importing_airmoe_is_light_and_needs_neither_triton_nor_cuda() -> None:
+    env = os.environ | {"PYTHONPATH": str(PACKAGE.parent), "CUDA_VISIBLE_DEVICES": ""}
+    probe = subprocess.run(
+        [sys.executable, "-c", IMPORT_PROBE], env=env, capture_output=True, text=True
+    )
+    assert probe.returncode == 0, probe.stderr
+
+
+MACHINE_PATH = re.compile(r"(?<![\w.-])/(?:work|root|home)/")
+
+
+def test_no_file_contains_a_machine_path() -> None:
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listing.returncode:
+        pytest.skip("not a git checkout")
+    found = []
+    for name in filter(None, listing.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            lines = (ROOT / name).read_text(encoding="utf-8", errors="ignore").splitlines()
+            found += [
+                f"{name}:{at}: {text.strip()}"
+                for at, text in enumerate(lines, 1)
+                if MACHINE_PATH.search(text)
+            ]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_unwritten_memory_is_nan(device: str) -> None:
+    """conftest.py's promise: an output that nobody wrote cannot pass a comparison."""
+    written = torch.zeros(3, device=device)
+    makers = (
+        torch.empty_like(written),
+        written.new_empty(3),
+        torch.empty(3, device=device),
+        torch.empty(3, dtype=torch.bfloat16, device=device),
+    )
+    assert all(tensor.isnan().all() for tensor in makers)
+    assert (torch.empty(3, dtype=torch.int64, device=device) == torch.iinfo(torch.int64).max).all()
