@@ -1,0 +1,86 @@
+"""Frozen keyword-only settings that refuse what they cannot honour.
+
+`@config` turns a class into a dataclass whose constructor raises `ConfigError` for unknown or
+missing names, and whose `check()` method, if it has one, runs after every construction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, TypeVar, dataclass_transform, get_args
+
+from airmoe.errors import ConfigError
+
+ConfigClass = TypeVar("ConfigClass", bound=type)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def config(cls: ConfigClass) -> ConfigClass:
+    """Make `cls` a keyword-only frozen dataclass with strict names and a `check()` after init."""
+    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    plain_init = made.__init__
+    fields = {field.name: field for field in dataclasses.fields(made)}
+    required = [
+        name
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+
+    def strict_init(self: Any, **values: Any) -> None:
+        label = getattr(self, "label", made.__qualname__)
+        for name in values:
+            if name not in fields:
+                raise ConfigError(
+                    f"{label}.{name}",
+                    values[name],
+                    "is not an option",
+                    f"Valid options: {', '.join(fields)}.",
+                )
+        for name in required:
+            if name not in values:
+                raise ConfigError(
+                    f"{label}.{name}", None, "must be given", f"Required: {', '.join(required)}."
+                )
+        plain_init(self, **values)
+        check = getattr(self, "check", None)
+        if check is not None:
+            check()
+
+    made.__init__ = strict_init
+    return made
+
+
+def check_count(field: str, value: object, *, least: int = 1) -> None:
+    """A whole number of at least `least`; booleans and floats are refused, not converted."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(field, value, "must be a whole number", "Give an int.")
+    if value < least:
+        raise ConfigError(field, value, f"must be >= {least}", f"Give {least} or more.")
+
+
+def check_number(
+    field: str, value: object, *, least: float = 0.0, below: float = math.inf, strict: bool = False
+) -> None:
+    """A finite real number in [least, below), or (least, below) when `strict`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(field, value, "must be a number", "Give a float.")
+    inside = (least < value if strict else least <= value) and value < below
+    if not (math.isfinite(value) and inside):
+        low = f"> {least}" if strict else f">= {least}"
+        rule = f"must be finite and {low}" + ("" if below == math.inf else f" and < {below}")
+        raise ConfigError(field, value, rule, "Choose a value inside that range.")
+
+
+def check_flag(field: str, value: object) -> None:
+    """True or False, nothing that merely looks like it."""
+    if not isinstance(value, bool):
+        raise ConfigError(field, value, "must be True or False", "Give a bool.")
+
+
+def check_choice(field: str, value: object, literal: object) -> None:
+    """One of the strings of a `Literal` type."""
+    options = get_args(literal)
+    if value not in options:
+        listed = ", ".join(repr(option) for option in options)
+        raise ConfigError(field, value, f"must be one of {listed}", "Choose one of these.")

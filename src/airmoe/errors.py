@@ -1,0 +1,15 @@
+"""The one error users meet: what was given, which rule it breaks, what to do."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """An impossible setting or input: names field, value, rule and remedy."""
+
+    def __init__(self, field: str, value: object, rule: str, remedy: str) -> None:
+        self.field, self.value, self.rule, self.remedy = field, value, rule, remedy
+        super().__init__(f"{field}: got {value!r}, {rule}. {remedy}")
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
+        # Exceptions are rebuilt from `args` by default; worker processes need all four parts.
+        return type(self), (self.field, self.value, self.rule, self.remedy)

@@ -1,0 +1,30 @@
+"""Fine scoring (Alg. 1, line 9) as one dense product per cell."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from airmoe.kernels.cell_scores.reference import CellScores
+from airmoe.kernels.cells import Cells
+from airmoe.kernels.noise import Noise
+
+
+def cell_scores(
+    hidden: Tensor,
+    centroids: Tensor,
+    cells: Cells,
+    *,
+    inverse_norms: Tensor | None = None,
+    noise: Noise | None = None,
+) -> Tensor:
+    """Logits of every row against its cell's pool: [N, M], float32 or wider.
+
+    hidden [T, D], centroids [E, D]. With `inverse_norms` [E] = 1/|w_e| the logits are those of the
+    unit-norm centroids; the gradient goes through the norm although the value was cached. Jitter
+    is a function of (token, expert), the same wherever the pair is met.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        return CellScores.apply(  # type: ignore[no-any-return]
+            hidden, centroids, inverse_norms, cells.token_ids, cells.offsets, cells.pools, noise
+        )

@@ -1,0 +1,32 @@
+"""Cells: rows sorted by cell, the layout in which shared pools become dense products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from airmoe.kernels.cells import reference
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Rows grouped by cell, and the pool of experts each cell's rows share."""
+
+    token_ids: Tensor  # [N] token of each row, rows sorted by cell
+    offsets: Tensor  # [G + 1] first row of each cell; stays on the device
+    pools: Tensor  # [G, M] expert ids, ascending
+    order: Tensor  # [N] row -> its place in the unsorted [T * rows_per_token] list
+
+    def cell_of_row(self) -> Tensor:
+        """[N] the cell each row belongs to."""
+        rows = torch.arange(self.token_ids.shape[0], device=self.offsets.device)
+        return torch.searchsorted(self.offsets, rows, right=True) - 1
+
+
+def make_cells(cell_ids: Tensor, pools: Tensor) -> Cells:
+    """cell_ids [T, R] (R cells per token), pools [G, M] -> the sorted layout, N = T * R."""
+    order, offsets = reference.sort_rows(cell_ids.flatten(), pools.shape[0])
+    token_ids = order.div(cell_ids.shape[1], rounding_mode="floor")
+    return Cells(token_ids, offsets, pools, order)

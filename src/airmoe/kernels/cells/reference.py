@@ -1,0 +1,24 @@
+"""Sorting (token, cell) rows by cell: static shapes, nothing read by the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+def sort_rows(cell_ids: Tensor, num_cells: int) -> tuple[Tensor, Tensor]:
+    """cell_ids [N] -> (order [N], offsets [G + 1])."""
+    ordered, order = cell_ids.sort(stable=True)
+    bounds = torch.arange(num_cells + 1, device=cell_ids.device)
+    return order, torch.searchsorted(ordered, bounds)
+
+
+def nonempty_cells(offsets: Tensor) -> Iterator[tuple[int, slice]]:
+    """(cell, its rows) for each cell that has rows. Host loop of the reference kernels only."""
+    bounds = offsets.tolist()
+    for cell, (start, stop) in enumerate(pairwise(bounds)):
+        if stop > start:
+            yield cell, slice(start, stop)

@@ -1,0 +1,49 @@
+"""Exact scoring over all experts without a [T, E] tensor: what AIR is measured against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from airmoe.kernels.dense import reference
+from airmoe.kernels.noise import Noise
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What losses need of the full softmax."""
+
+    log_z: Tensor  # [T]
+    mean_probs: Tensor  # [E]
+
+
+@torch.no_grad()
+def best_experts(hidden: Tensor, experts: Tensor, count: int, noise: Noise | None = None) -> Tensor:
+    """Each token's `count` best experts: hidden [T, D], experts [E, D] -> [T, count] ids."""
+    return reference.best_experts(hidden, experts, count, noise)
+
+
+@torch.no_grad()
+def best_tokens(
+    hidden: Tensor,
+    experts: Tensor,
+    log_z: Tensor,
+    valid: Tensor,
+    count: int,
+    noise: Noise | None = None,
+) -> Tensor:
+    """Each expert's `count` best valid tokens by softmax probability: -> [E, count] ids."""
+    return reference.best_tokens(hidden, experts, log_z, valid, count, noise)
+
+
+def softmax_summary(
+    hidden: Tensor, experts: Tensor, token_weights: Tensor, noise: Noise | None = None
+) -> Summary:
+    """log Z per token and the weighted mean of the softmax over experts, differentiable.
+
+    token_weights [T] sum to 1 over the tokens that count (0 for the others).
+    """
+    log_z, mean_probs = reference.SoftmaxSummary.apply(hidden, experts, token_weights, noise)
+    return Summary(log_z, mean_probs)

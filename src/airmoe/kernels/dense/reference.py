@@ -1,0 +1,89 @@
+"""Scoring every token against every expert, a few tokens (or experts) at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from airmoe.kernels.noise import Noise
+from airmoe.kernels.select.reference import top_positions
+
+CHUNK_ELEMENTS = 1 << 22
+
+
+def token_logits(hidden: Tensor, experts: Tensor, noise: Noise | None, rows: slice) -> Tensor:
+    """[rows, E] logits of some tokens against all experts."""
+    logits = hidden[rows] @ experts.T
+    if noise is not None:
+        columns = torch.arange(experts.shape[0], device=hidden.device)
+        logits += noise.rows(rows, columns)
+    return logits
+
+
+def token_chunks(hidden: Tensor, experts: Tensor) -> list[slice]:
+    step = max(1, CHUNK_ELEMENTS // experts.shape[0])
+    return [slice(start, start + step) for start in range(0, hidden.shape[0], step)]
+
+
+def best_experts(hidden: Tensor, experts: Tensor, count: int, noise: Noise | None) -> Tensor:
+    """[T, count] ids of each token's best experts, best first."""
+    ids = torch.empty(hidden.shape[0], count, dtype=torch.int64, device=hidden.device)
+    for rows in token_chunks(hidden, experts):
+        ids[rows] = top_positions(token_logits(hidden, experts, noise, rows), count)
+    return ids
+
+
+def best_tokens(
+    hidden: Tensor, experts: Tensor, log_z: Tensor, valid: Tensor, count: int, noise: Noise | None
+) -> Tensor:
+    """[E, count] ids of each expert's best tokens by probability, best first, valid ones first."""
+    ids = torch.empty(experts.shape[0], count, dtype=torch.int64, device=hidden.device)
+    tokens = torch.arange(hidden.shape[0], device=hidden.device)
+    step = max(1, CHUNK_ELEMENTS // max(1, hidden.shape[0]))
+    for start in range(0, experts.shape[0], step):
+        chunk = slice(start, start + step)
+        logits = experts[chunk] @ hidden.T - log_z  # [step, T] log-probabilities
+        if noise is not None:
+            columns = torch.arange(experts.shape[0], device=hidden.device)[chunk]
+            logits += noise.pairs(tokens, columns.unsqueeze(-1))
+        ids[chunk] = top_positions(logits.masked_fill_(~valid, -torch.inf), count)
+    return ids
+
+
+class SoftmaxSummary(torch.autograd.Function):
+    """(log of the softmax denominator [T], mean probability [E]) over all experts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, experts: Tensor, token_weights: Tensor, noise: Noise | None
+    ) -> tuple[Tensor, Tensor]:
+        log_z = torch.empty(hidden.shape[0], dtype=hidden.dtype, device=hidden.device)
+        mean_probs = torch.zeros(experts.shape[0], dtype=hidden.dtype, device=hidden.device)
+        for rows in token_chunks(hidden, experts):
+            logits = token_logits(hidden, experts, noise, rows)
+            log_z[rows] = logits.logsumexp(-1)
+            probs = logits.sub_(log_z[rows].unsqueeze(-1)).exp_()
+            mean_probs += token_weights[rows] @ probs
+        ctx.noise = noise
+        ctx.save_for_backward(hidden, experts, token_weights, log_z)
+        return log_z, mean_probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_log_z: Tensor, grad_mean: Tensor
+    ) -> tuple[Tensor, Tensor, None, None]:
+        hidden, experts, token_weights, log_z = ctx.saved_tensors
+        grad_hidden, grad_experts = torch.empty_like(hidden), torch.zeros_like(experts)
+        for rows in token_chunks(hidden, experts):
+            logits = token_logits(hidden, experts, ctx.noise, rows)
+            probs = logits.sub_(log_z[rows].unsqueeze(-1)).exp_()  # [rows, E]
+            weight = token_weights[rows]
+            inner = grad_log_z[rows] - weight * (probs @ grad_mean)
+            grad_logits = probs * (inner.unsqueeze(-1) + weight.unsqueeze(-1) * grad_mean)
+            grad_hidden[rows] = grad_logits @ experts
+            grad_experts += grad_logits.T @ hidden[rows]
+        return grad_hidden, grad_experts, None, None

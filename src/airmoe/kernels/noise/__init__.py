@@ -1,0 +1,51 @@
+"""Jitter as a pure function of (seed, micro-batch, stage, token or codeword, expert).
+
+Recomputed forwards draw the same numbers, and no generator state is touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from airmoe.kernels.noise.reference import combine, normal, uniform_index
+
+
+class Stage(IntEnum):
+    """What a key is for; different stages never share numbers."""
+
+    SHORTLIST = 1
+    TOKEN = 2
+    CLUSTER = 3
+    SUBKEY = 4
+    REPLACE = 5
+    FIRST = 6
+    START = 7
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Normal jitter of one stage: one stream per row (token or codeword), indexed by column."""
+
+    row_keys: Tensor  # [rows] int32
+    std: float
+
+    def rows(self, chosen: Tensor | slice, columns: Tensor) -> Tensor:
+        """Jitter for some rows at all the given columns: [rows, columns] float32."""
+        return normal(self.row_keys[chosen].unsqueeze(-1), columns).mul_(self.std)
+
+    def pairs(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Jitter for (row, column) pairs of one broadcast shape."""
+        return normal(self.row_keys[rows], columns).mul_(self.std)
+
+
+def make_noise(key: Tensor, stage: Stage, num_rows: int, std: float) -> Noise:
+    """One stream per row from a micro-batch key (int64 scalar)."""
+    rows = torch.arange(num_rows, device=key.device)
+    return Noise(combine(key, int(stage), rows).to(torch.int32), std)
+
+
+__all__ = ["Noise", "Stage", "combine", "make_noise", "normal", "uniform_index"]

@@ -1,0 +1,21 @@
+"""Choosing the K best and weighing them (Alg. 1, line 9)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from airmoe.kernels.select import reference
+from airmoe.kernels.select.reference import chosen_mask, top_positions
+
+
+def top_k_gates(scores: Tensor, valid: Tensor, count: int) -> Tensor:
+    """scores [R, n] -> gates [R, n]: softmax over each row's `count` best, 0 elsewhere.
+
+    Rows that are not `valid` [R] get no gate at all. In the others exactly `count` are positive,
+    ties go to the lowest position, and selection is on float32. With `count` = 1 the weight is
+    the probability among all n (Switch), so that it has a gradient.
+    """
+    return reference.top_k_gates(scores, valid, count)
+
+
+__all__ = ["chosen_mask", "top_k_gates", "top_positions"]

@@ -1,0 +1,75 @@
+"""Exact top-K with ties to the lowest position, and the gates over what was chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+ROW_CHUNK_ELEMENTS = 1 << 18  # keeps the int64 keys of one chunk inside the cache
+
+
+def selection_keys(scores: Tensor) -> Tensor:
+    """Distinct int64 keys in the order (score descending, position ascending).
+
+    The float32 bits become an order-preserving integer in the high half, the reversed position
+    the low half, so any top-K of the keys picks exactly K and breaks ties the same way.
+    """
+    bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 makes -0 and 0 a tie
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    width = scores.shape[-1]
+    reversed_position = torch.arange(width - 1, -1, -1, device=scores.device)
+    return (ordered.long() << 32) | reversed_position
+
+
+def top_positions(scores: Tensor, count: int, ordered: bool = True) -> Tensor:
+    """Positions of the `count` largest along the last dimension, best first when `ordered`."""
+    keys = selection_keys(scores).topk(count, dim=-1, sorted=ordered).values
+    return scores.shape[-1] - 1 - (keys & 0xFFFFFFFF)
+
+
+def chosen_mask(scores: Tensor, count: int) -> Tensor:
+    """True at exactly `count` places of each row."""
+    keys = selection_keys(scores)
+    least = keys.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    return keys >= least
+
+
+class TopKGates(torch.autograd.Function):
+    """Masked softmax over the chosen entries (or, for K = 1, over all of them)."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, valid: Tensor, count: int) -> Tensor:
+        gates = torch.empty_like(scores)
+        denominators = scores.new_empty(scores.shape[0], 1)  # log of the softmax denominator
+        rows = max(1, ROW_CHUNK_ELEMENTS // max(1, scores.shape[1]))
+        for start in range(0, scores.shape[0], rows):
+            part = scores[start : start + rows]
+            mask = chosen_mask(part, count)
+            kept = part.masked_fill(~mask, -torch.inf)
+            log_z = (part if count == 1 else kept).logsumexp(-1, keepdim=True)
+            # A chosen gate never underflows to 0, because 0 means "not chosen".
+            tiny = torch.finfo(torch.float32).tiny
+            part_gates = kept.sub_(log_z).exp_().clamp_min_(tiny)
+            unused = ~(mask & valid[start : start + rows].unsqueeze(-1))
+            gates[start : start + rows] = part_gates.masked_fill_(unused, 0.0)
+            denominators[start : start + rows] = log_z
+        ctx.save_for_backward(gates, *((scores, denominators) if count == 1 else ()))
+        return gates
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_gates: Tensor) -> tuple[Tensor, None, None]:
+        gates, *rest = ctx.saved_tensors
+        weighted = grad_gates * gates
+        total = weighted.sum(-1, keepdim=True)
+        if rest:
+            scores, denominators = rest
+            return weighted.addcmul_((scores - denominators).exp_(), total, value=-1), None, None
+        return weighted.addcmul_(gates, total, value=-1), None, None
+
+
+def top_k_gates(scores: Tensor, valid: Tensor, count: int) -> Tensor:
+    return TopKGates.apply(scores, valid, count)  # type: ignore[no-any-return]

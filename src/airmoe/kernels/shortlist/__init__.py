@@ -1,0 +1,29 @@
+"""Shortlists (Alg. 1, lines 4-7): codeword -> its M best experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from airmoe.kernels.noise import Noise
+from airmoe.kernels.shortlist import reference
+
+
+@torch.no_grad()
+def top_m(
+    codewords: Tensor,
+    centroids: Tensor,
+    size: int,
+    *,
+    inverse_norms: Tensor | None = None,
+    noise: Noise | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The `size` experts with the largest <c_g, w_e> + jitter: [G, size] ascending ids.
+
+    codewords [G, D], centroids [E, D]. Written into `out` where given (a fixed address). Ties go
+    to the lowest id. Memory is bounded whatever E and G.
+    """
+    if out is None:
+        out = torch.empty(codewords.shape[0], size, dtype=torch.int64, device=codewords.device)
+    return reference.top_m(codewords, centroids, inverse_norms, size, noise, out)
