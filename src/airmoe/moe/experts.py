@@ -1,0 +1,175 @@
+"""Experts: take a routing, know no router."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from airmoe.config import check_choice, check_count
+from airmoe.errors import ConfigError
+from airmoe.kernels.cell_experts import Activation, activate, cell_experts, is_gated
+from airmoe.kernels.cells import make_cells
+from airmoe.kernels.rows import gather_dot, gather_total, scatter_total
+from airmoe.routers.routing import CellRouting, ExpertRouting, Routing, TokenRouting
+
+
+class _Experts(nn.Module):
+    """E feed-forward experts of S neurons: sum over neurons of act(gate.h) * (up.h) * down."""
+
+    def __init__(
+        self, num_experts: int, dim: int, activation: Activation, expert_size: int
+    ) -> None:
+        super().__init__()
+        label = type(self).__name__
+        check_count(f"{label}.num_experts", num_experts)
+        check_count(f"{label}.dim", dim)
+        check_count(f"{label}.expert_size", expert_size)
+        check_choice(f"{label}.activation", activation, Activation)
+        self.num_experts, self.dim = num_experts, dim
+        self.activation: Activation = activation
+        self.expert_size = expert_size
+        shape = self.weight_shape()
+        self.gate = nn.Parameter(torch.empty(shape)) if is_gated(activation) else None
+        self.up = nn.Parameter(torch.empty(shape))
+        self.down = nn.Parameter(torch.empty(shape))
+        self.reset_parameters()
+
+    def weight_shape(self) -> tuple[int, ...]:
+        """Expert-major: [E, S, D]."""
+        return (self.num_experts, self.expert_size, self.dim)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Pre-activations of unit variance for unit-variance input, outputs likewise."""
+        for weight in (self.gate, self.up):
+            if weight is not None:
+                nn.init.normal_(weight, std=self.dim**-0.5)
+        nn.init.normal_(self.down, std=math.sqrt(1 / self.expert_size))
+
+    def forward(self, hidden: Tensor, routing: Routing) -> Tensor:
+        """hidden [T, D], routing of the same tokens -> [T, D]."""
+        self._check(hidden, routing)
+        hidden, gate, up, down = self._operands(hidden)
+        if isinstance(routing, CellRouting):
+            return cell_experts(
+                hidden,
+                gate,
+                up,
+                down,
+                routing.gates,
+                routing.cells,
+                activation=self.activation,
+                expert_size=self.expert_size,
+            )
+        if isinstance(routing, ExpertRouting):
+            return self._by_expert(hidden, gate, up, down, routing)
+        assert isinstance(routing, TokenRouting)
+        return self._by_token(hidden, gate, up, down, routing)
+
+    def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Hidden states and neuron rows [E * S, D], in autocast's dtype where it is on."""
+        weights = [self.gate, self.up, self.down]
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            hidden = hidden.to(dtype)
+            weights = [None if weight is None else weight.to(dtype) for weight in weights]
+        gate, up, down = (None if w is None else w.reshape(-1, self.dim) for w in weights)
+        assert up is not None and down is not None
+        return hidden, gate, up, down
+
+    def _by_token(
+        self, hidden: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, routing: TokenRouting
+    ) -> Tensor:
+        neurons = self._neurons(routing.expert_ids)  # [T, K * S]
+        pre_gate = None if gate is None else gather_dot(hidden, gate, neurons)
+        active = activate(self.activation, gather_dot(hidden, up, neurons), pre_gate)
+        weights = routing.weights.to(active.dtype).repeat_interleave(self.expert_size, dim=-1)
+        return gather_total(active * weights, down, neurons)
+
+    def _by_expert(
+        self, hidden: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, routing: ExpertRouting
+    ) -> Tensor:
+        tokens = routing.token_ids.repeat_interleave(self.expert_size, dim=0)  # [E * S, C]
+        pre_gate = None if gate is None else gather_dot(gate, hidden, tokens)
+        active = activate(self.activation, gather_dot(up, hidden, tokens), pre_gate)
+        weights = routing.weights.to(active.dtype).repeat_interleave(self.expert_size, dim=0)
+        return scatter_total(active * weights, down, tokens, hidden.shape[0])
+
+    def _neurons(self, expert_ids: Tensor) -> Tensor:
+        """[T, K] expert ids -> [T, K * S] neuron rows."""
+        if self.expert_size == 1:
+            return expert_ids
+        offsets = torch.arange(self.expert_size, device=expert_ids.device)
+        return (expert_ids.unsqueeze(-1) * self.expert_size + offsets).flatten(1)
+
+    def _check(self, hidden: Tensor, routing: Routing) -> None:
+        label = type(self).__name__
+        if hidden.shape != (routing.num_tokens, self.dim):
+            raise ConfigError(
+                f"{label}.hidden",
+                tuple(hidden.shape),
+                f"must have shape [{routing.num_tokens}, {self.dim}], one row per routed token",
+                "Pass the hidden states that were routed.",
+            )
+        if routing.num_experts != self.num_experts:
+            raise ConfigError(
+                f"{label}.num_experts",
+                self.num_experts,
+                f"must equal the router's num_experts = {routing.num_experts}",
+                "Build router and experts with the same number.",
+            )
+        if hidden.dtype != self.up.dtype and not torch.is_autocast_enabled(hidden.device.type):
+            raise ConfigError(
+                f"{label}.hidden",
+                hidden.dtype,
+                f"must have the dtype of the expert weights, {self.up.dtype}",
+                "Cast one of them, or run under autocast.",
+            )
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_experts}, {self.dim}, activation={self.activation!r}, "
+            f"expert_size={self.expert_size}"
+        )
+
+
+class GranularExperts(_Experts):
+    """Tens of thousands to millions of tiny experts, one neuron each unless told otherwise."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        dim: int,
+        activation: Activation = "swiglu",
+        expert_size: int = 1,
+    ) -> None:
+        super().__init__(num_experts, dim, activation, expert_size)
+
+    def weight_shape(self) -> tuple[int, ...]:
+        """[E, D] for single neurons, else [E, S, D]."""
+        return (self.num_experts, self.dim) if self.expert_size == 1 else super().weight_shape()
+
+
+class CoarseExperts(_Experts):
+    """A few large experts, dropless: an expert is a cell, its pool are its own neurons."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        dim: int,
+        expert_size: int,
+        activation: Activation = "swiglu",
+    ) -> None:
+        super().__init__(num_experts, dim, activation, expert_size)
+
+    def _by_token(
+        self, hidden: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, routing: TokenRouting
+    ) -> Tensor:
+        neurons = torch.arange(up.shape[0], device=hidden.device).view(self.num_experts, -1)
+        cells = make_cells(routing.expert_ids, neurons)
+        row_weights = routing.weights.flatten()[cells.order].unsqueeze(-1)  # [T * K, 1]
+        gates = row_weights.expand(-1, self.expert_size)
+        return cell_experts(hidden, gate, up, down, gates, cells, activation=self.activation)

@@ -1,0 +1,293 @@
+"""AIR: token -> codeword -> shortlist of M experts -> exact scores -> the best K (Alg. 1 and 3)."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from airmoe.config import check_choice, check_count, check_flag, check_number, config
+from airmoe.errors import ConfigError
+from airmoe.kernels.cell_scores import cell_scores
+from airmoe.kernels.cells import make_cells
+from airmoe.kernels.noise import Noise, Stage, combine, make_noise
+from airmoe.routers.base import (
+    CentroidInit,
+    Plan,
+    Router,
+    RouterConfig,
+    Tokens,
+    check_centroids,
+    init_centroids,
+    unit_rows,
+)
+from airmoe.routers.codebook import Codebook, CodebookKind
+from airmoe.routers.gating import ScoredCells, capacity_of, expert_choice, token_choice
+from airmoe.routers.routing import CellRouting
+from airmoe.routers.shortlists import ShortlistCache
+
+Gate = Literal["token_choice", "expert_choice"]
+
+
+@dataclass(frozen=True)
+class AirPlan(Plan):
+    """The coarse stage's outcome."""
+
+    codeword_ids: Tensor  # [T, probes], nearest first
+    shortlists: Tensor  # [G, M]
+    inverse_norms: Tensor | None  # [E]
+
+
+class AirRouter(Router):
+    """Adaptive inverted-index routing, executed in cells."""
+
+    @config
+    class Config(RouterConfig):
+        label: ClassVar[str] = "air"
+
+        num_codewords: int
+        shortlist_size: int
+        codebook_decay: float = 0.95
+        dead_below: float = 1.0
+        normalize_centroids: bool = True
+        centroid_init: CentroidInit = "unit"
+        codebook: CodebookKind = "spherical"
+        gate: Gate = "token_choice"
+        capacity_factor: float = 1.0  # of the expert-choice gate
+        probes: int = 1
+
+        def check(self) -> None:
+            super().check()
+            for name in ("num_codewords", "shortlist_size", "probes"):
+                check_count(f"air.{name}", getattr(self, name))
+            check_number("air.codebook_decay", self.codebook_decay, below=1.0)
+            check_number("air.dead_below", self.dead_below)
+            check_number("air.capacity_factor", self.capacity_factor, strict=True)
+            check_flag("air.normalize_centroids", self.normalize_centroids)
+            check_choice("air.codebook", self.codebook, CodebookKind)
+            check_choice("air.gate", self.gate, Gate)
+            check_centroids("air", self.centroid_init)
+            self._check_sizes()
+
+        def _check_sizes(self) -> None:
+            if self.shortlist_size < self.top_k:
+                raise ConfigError(
+                    "air.shortlist_size",
+                    self.shortlist_size,
+                    f"must be >= top_k = {self.top_k}, because the K active experts come from "
+                    "one shortlist",
+                    "Raise shortlist_size or lower top_k.",
+                )
+            if self.shortlist_size > self.num_experts:
+                raise ConfigError(
+                    "air.shortlist_size",
+                    self.shortlist_size,
+                    f"must be <= num_experts = {self.num_experts}",
+                    "Lower shortlist_size or raise num_experts.",
+                )
+            if self.probes > self.num_codewords:
+                raise ConfigError(
+                    "air.probes",
+                    self.probes,
+                    f"must be <= num_codewords = {self.num_codewords}",
+                    "Lower probes or raise num_codewords.",
+                )
+            if self.gate == "token_choice" and self.capacity_factor != 1.0:
+                raise ConfigError(
+                    "air.capacity_factor",
+                    self.capacity_factor,
+                    'only has a meaning with gate = "expert_choice"',
+                    'Leave it at 1.0 or set gate="expert_choice".',
+                )
+
+        def build(self) -> AirRouter:
+            return AirRouter(self)
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.centroids = nn.Parameter(torch.empty(config.num_experts, config.dim))
+        self.codebook = Codebook(
+            config.num_codewords,
+            config.dim,
+            config.codebook,
+            config.codebook_decay,
+            config.dead_below,
+        )
+        self.training_lists = self._new_cache()
+        self.evaluation_lists = self._new_cache()
+        self._evaluated_at: tuple[int, ...] | None = None
+        self._fresh = False  # untracked only: the training lists belong to this very micro-batch
+        self._untracked_batches = 0
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init_centroids(self.centroids, self.config.centroid_init)
+        self.codebook.reset_parameters()
+
+    def on_parameters_changed(self) -> None:
+        super().on_parameters_changed()
+        self.training_lists.stale = True
+        self._evaluated_at = None
+
+    def train(self, mode: bool = True) -> AirRouter:
+        if mode != self.training:
+            self._evaluated_at = None  # an optimizer nobody told us of may have stepped meanwhile
+        super().train(mode)
+        return self
+
+    def freeze_codebook(self) -> None:
+        """Stop the codebook (fine-tuning); shortlists still follow the centroids."""
+        self.codebook.frozen = True
+
+    # -- gradient-free learning -------------------------------------------------------------
+
+    def learn(self, tokens: Tokens) -> None:
+        """Alg. 3: move the codebook, then rebuild the shortlists if parameters have changed."""
+        self.codebook.update(tokens.hidden, tokens.valid)
+        if self.training_lists.stale or not self.tracked:
+            self.training_lists.rebuild(
+                self.codebook.codewords, self.centroids, self._shortlist_noise(self.micro_batches)
+            )
+            self._built_at = self.micro_batches.clone()
+            self._fresh = True
+            self._note_untracked()
+
+    def _note_untracked(self) -> None:
+        if self.tracked or not self.training:
+            return
+        self._untracked_batches += 1
+        if self._untracked_batches == 2:
+            warnings.warn(
+                "AirRouter trains without a tracked optimizer, so its shortlists are rebuilt on "
+                "every micro-batch: correct, but slower. Call airmoe.track_optimizer(model, "
+                "optimizer) once.",
+                stacklevel=2,
+            )
+
+    def _shortlist_noise(self, micro_batch: Tensor) -> Noise | None:
+        """Shortlist jitter (Alg. 1, line 5): the codebook's seed, hence equal on all ranks."""
+        if not self.training or self.config.jitter_std == 0:
+            return None
+        key = combine(self.codebook.seed, micro_batch)
+        return make_noise(key, Stage.SHORTLIST, self.config.num_codewords, self.config.jitter_std)
+
+    # -- coarse stage -----------------------------------------------------------------------
+
+    def shortlists(self) -> Tensor:
+        """[G, M] ascending expert ids: the cached training lists, or jitter-free ones in eval."""
+        return self._lists().experts
+
+    def rebuild_shortlists(self) -> Tensor:
+        """[G, M] what a rebuild at this moment would give under the cached lists' jitter."""
+        lists = self._new_cache()
+        built_at = getattr(self, "_built_at", self.micro_batches)
+        lists.rebuild(self.codebook.codewords, self.centroids, self._shortlist_noise(built_at))
+        return lists.experts
+
+    def _new_cache(self) -> ShortlistCache:
+        config = self.config
+        with torch.device(self.codebook.codewords.device):
+            return ShortlistCache(
+                config.num_codewords,
+                config.shortlist_size,
+                config.num_experts,
+                config.normalize_centroids,
+            )
+
+    def _lists(self) -> ShortlistCache:
+        if self.training:
+            if not self.training_lists.stale and (self.tracked or self._fresh):
+                return self.training_lists
+            # A training forward nobody observed: right for now, but not kept, because the next
+            # observe builds from the codebook as it will be then (Alg. 3's order).
+            lists = self._new_cache()
+            noise = self._shortlist_noise(self.micro_batches)
+            lists.rebuild(self.codebook.codewords, self.centroids, noise)
+            return lists
+        moment = self._moment()
+        if self._evaluated_at != moment:
+            self.evaluation_lists.rebuild(self.codebook.codewords, self.centroids, None)
+            self._evaluated_at = moment
+        return self.evaluation_lists
+
+    def _moment(self) -> tuple[int, ...]:
+        """Changes when the evaluation lists must be rebuilt.
+
+        The hook counts; tensor versions only add edits made by hand (optimizers may not move
+        them).
+        """
+        return (
+            self.parameter_changes,
+            self.codebook.changes,
+            self.codebook.codewords._version,
+            self.centroids._version,
+        )
+
+    def plan(self, tokens: Tokens) -> AirPlan:
+        lists = self._lists()
+        shortlists, scale = lists.experts, lists.scale()
+        if self.training and not self.tracked:
+            # The next micro-batch overwrites the cache, maybe before this one's backward.
+            shortlists = shortlists.clone()
+            scale = None if scale is None else scale.clone()
+            self._fresh = False
+        codeword_ids = self.codebook.nearest(tokens.hidden, self.config.probes)
+        return AirPlan(self.current_noise_key(), codeword_ids, shortlists, scale)
+
+    # -- fine stage -------------------------------------------------------------------------
+
+    def route(self, tokens: Tokens, plan: AirPlan) -> CellRouting:
+        config = self.config
+        cells = make_cells(plan.codeword_ids, plan.shortlists)
+        noise = self.noise(plan, Stage.TOKEN, tokens.hidden.shape[0])
+        scores = cell_scores(
+            tokens.hidden, self.centroids, cells, inverse_norms=plan.inverse_norms, noise=noise
+        )
+        if config.probes > 1:
+            repeated = repeated_candidates(plan.codeword_ids, plan.shortlists)  # [T * probes, M]
+            scores = scores.masked_fill(repeated[cells.order], -torch.inf)
+        scored = ScoredCells(tokens, cells, scores, config.num_experts)
+        if config.gate == "token_choice":
+            gates, most = token_choice(scored, config.top_k), config.top_k
+        else:
+            factor = config.capacity_factor
+            capacity = capacity_of(tokens.valid, config.top_k, config.num_experts, factor)
+            gates, most = expert_choice(scored, capacity), None
+        return scored.routing(gates, most, lambda: self._codeword_probs(tokens))
+
+    def _codeword_probs(self, tokens: Tokens) -> Tensor:
+        """[G] mean softmax of the cosine to every codeword; the gradient reaches tokens only."""
+        codewords = unit_rows(self.codebook.codewords.clone())
+        return tokens.weights @ (unit_rows(tokens.hidden) @ codewords.T).softmax(-1)
+
+    def full_logits(self, hidden: Tensor) -> Tensor:
+        """Exact jitter-free logits over all experts: [T, D] -> [T, E]. For metrics and tests."""
+        return exact_logits(hidden, self.centroids, self.config.normalize_centroids)
+
+
+def exact_logits(hidden: Tensor, centroids: Tensor, normalize: bool) -> Tensor:
+    """<h, w_e>, with unit-norm centroids if asked: [T, E] float32 or wider."""
+    rows = unit_rows(centroids) if normalize else centroids
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return hidden.to(dtype) @ rows.to(dtype).T
+
+
+def repeated_candidates(codeword_ids: Tensor, shortlists: Tensor) -> Tensor:
+    """True where a nearer codeword's shortlist already holds the expert: [T * probes, M] bool."""
+    num_tokens, probes = codeword_ids.shape
+    size = shortlists.shape[1]
+    repeated = torch.zeros(num_tokens, probes, size, dtype=torch.bool, device=shortlists.device)
+    for later in range(1, probes):
+        candidates = shortlists[codeword_ids[:, later]]  # [T, M]
+        for nearer in range(later):
+            known = shortlists[codeword_ids[:, nearer]]  # [T, M] ascending
+            place = torch.searchsorted(known, candidates).clamp_max_(size - 1)
+            repeated[:, later] |= known.gather(1, place) == candidates
+    return repeated.view(num_tokens * probes, size)

@@ -1,0 +1,216 @@
+"""The codebook: adaptive k-means over token states, learned without gradients (Alg. 2).
+
+State is float32 and moves in place. Ranks are met at run time: statistics are summed over them and
+replacements drawn from the global batch with shared keys, so every rank ends with the same bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from airmoe.config import check_choice, check_count, check_number
+from airmoe.distributed import all_gather_rows, all_reduce_sum, is_distributed, rank, world_size
+from airmoe.kernels.assign import assign
+from airmoe.kernels.noise import Stage, combine, normal, uniform_index
+from airmoe.routers.float32_state import Float32State
+
+CodebookKind = Literal["spherical", "euclidean", "static"]
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The valid tokens of all ranks, numbered rank by rank."""
+
+    states: Tensor  # [T, D] this rank's token states, 0 where invalid
+    valid: Tensor  # [T] bool
+    total: Tensor  # int64 scalar: valid tokens of all ranks
+    first: Tensor  # int64 scalar: number of this rank's first valid token
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """States of the tokens with these global numbers, this rank's share: [n, D]."""
+        if self.states.shape[0] == 0:
+            return self.states.new_zeros(numbers.shape[0], self.states.shape[1])
+        seen = self.valid.cumsum(0)  # [T]
+        local = numbers - self.first
+        mine = (local >= 0) & (local < seen[-1])
+        place = torch.searchsorted(seen, local + 1).clamp_max_(self.states.shape[0] - 1)
+        return self.states[place].masked_fill(~mine.unsqueeze(-1), 0)
+
+
+class Codebook(Float32State):
+    """Codewords c_g with running counts n_g and sums m_g."""
+
+    codewords: Tensor  # [G, D]
+    counts: Tensor  # [G] tokens per micro-batch, global
+    sums: Tensor  # [G, D]
+    initialized: Tensor  # bool scalar: the first batch was seen
+    seed: Tensor  # int64 scalar
+    updates: Tensor  # int64 scalar
+
+    def __init__(
+        self,
+        num_codewords: int,
+        dim: int,
+        kind: CodebookKind = "spherical",
+        decay: float = 0.95,
+        dead_below: float = 1.0,
+    ) -> None:
+        super().__init__()
+        check_count("codebook.num_codewords", num_codewords)
+        check_count("codebook.dim", dim)
+        check_choice("codebook.kind", kind, CodebookKind)
+        check_number("codebook.decay", decay, below=1.0)
+        check_number("codebook.dead_below", dead_below)
+        self.num_codewords, self.dim, self.kind = num_codewords, dim, kind
+        self.decay, self.dead_below = decay, dead_below
+        self.frozen = False
+        self.changes = 0  # how often the codewords moved, for caches derived from them
+        self._seen_first_batch = False
+        self._warned_few_tokens = False
+        whole = torch.int64
+        self.register_buffer("codewords", torch.empty(num_codewords, dim))
+        self.register_buffer("counts", torch.empty(num_codewords))
+        self.register_buffer("sums", torch.empty(num_codewords, dim))
+        self.register_buffer("initialized", torch.empty((), dtype=torch.bool))
+        self.register_buffer("seed", torch.empty((), dtype=whole))
+        self.register_buffer("updates", torch.empty((), dtype=whole))
+        self.register_load_state_dict_post_hook(_after_load)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Random directions until the first batch, so that a forward always works."""
+        self.seed.copy_(torch.randint(2**62, ()))
+        rows = torch.arange(self.num_codewords, device=self.seed.device)
+        keys = combine(self.seed, int(Stage.START), rows).to(torch.int32)
+        directions = normal(keys.unsqueeze(-1), torch.arange(self.dim, device=self.seed.device))
+        self.codewords.copy_(F.normalize(directions, dim=-1))
+        self.sums.zero_()
+        self.counts.zero_()
+        self.initialized.fill_(False)
+        self.updates.zero_()
+        self._forget()
+
+    @property
+    def euclidean(self) -> bool:
+        return self.kind == "euclidean"
+
+    def assign(self, hidden: Tensor) -> Tensor:
+        """Nearest codeword of each token: [T, D] -> [T] (Alg. 1, line 3)."""
+        return self.nearest(hidden, 1).squeeze(-1)
+
+    def nearest(self, hidden: Tensor, count: int) -> Tensor:
+        """The `count` nearest codewords, nearest first: [T, D] -> [T, count]."""
+        return assign(hidden, self.codewords, euclidean=self.euclidean, count=count)
+
+    @torch.no_grad()
+    def update(self, hidden: Tensor, mask: Tensor | None = None) -> None:
+        """One step of Alg. 2 on a micro-batch; every rank of a process group must call it."""
+        if self.frozen or (hidden.shape[0] == 0 and not is_distributed()):
+            return
+        first = not self._has_started()
+        if self.kind == "static" and not first:
+            return
+        self._warn_if_few_tokens(hidden.shape[0])
+        batch = self._global_batch(hidden.detach(), mask)
+        if first:
+            self._start(batch)
+        if self.kind != "static":
+            self._step(batch)
+        self.updates += batch.total > 0
+        self.changes += 1
+
+    def _global_batch(self, hidden: Tensor, mask: Tensor | None) -> GlobalBatch:
+        valid = hidden.isfinite().all(-1)
+        if mask is not None:
+            valid = valid & mask
+        states = hidden.to(self.codewords.dtype).masked_fill(~valid.unsqueeze(-1), 0)
+        if not self.euclidean:
+            states = F.normalize(states, dim=-1)  # Alg. 2, line 2
+        # Keys must agree on all ranks, whatever seed each was built with: rank 0's are taken.
+        told = torch.stack([valid.sum(), self.seed, self.updates])
+        told = all_gather_rows(told)  # [world, 3]
+        self.seed.copy_(told[0, 1])
+        self.updates.copy_(told[0, 2])
+        return GlobalBatch(states, valid, told[:, 0].sum(), told[: rank(), 0].sum())
+
+    def _start(self, batch: GlobalBatch) -> None:
+        """Codewords from distinct tokens, one drawn from each of G equal strata of the batch."""
+        codes = torch.arange(self.num_codewords, device=self.counts.device)
+        low = codes * batch.total // self.num_codewords
+        high = (codes + 1) * batch.total // self.num_codewords
+        keys = combine(self.seed, int(Stage.FIRST), codes)
+        drawn = all_reduce_sum(batch.rows(low + uniform_index(keys, high - low)))
+        any_token = batch.total > 0
+        share = batch.total.float() / self.num_codewords
+        self.codewords.copy_(torch.where(any_token, self._project(drawn, 1.0), self.codewords))
+        self.counts.copy_(torch.where(any_token, share, self.counts))
+        self.sums.copy_(torch.where(any_token, drawn * share, self.sums))
+        self.initialized |= any_token
+
+    def _step(self, batch: GlobalBatch) -> None:
+        """Alg. 2, lines 3-12: assign, EMA of counts and sums, replace the dead, project."""
+        codeword_ids = self.assign(batch.states)
+        keys = combine(self.seed, int(Stage.REPLACE), self.updates)
+        codes = torch.arange(self.num_codewords, device=self.counts.device)
+        spare = uniform_index(combine(keys, codes), batch.total)
+        counted = torch.cat([batch.states, batch.valid.float().unsqueeze(-1)], dim=-1)
+        batch_sums = _sum_by_code(counted, codeword_ids, self.num_codewords)
+        told = all_reduce_sum(torch.cat([batch_sums, batch.rows(spare)], dim=-1))  # [G, 2 D + 1]
+        batch_sums, batch_counts, spare_states = told.split([self.dim, 1, self.dim], dim=-1)
+        counts = self.counts * self.decay + batch_counts.squeeze(-1) * (1 - self.decay)
+        sums = self.sums * self.decay + batch_sums * (1 - self.decay)
+        dead = counts < self.dead_below
+        counts = counts.masked_fill(dead, 1.0)
+        sums = torch.where(dead.unsqueeze(-1), spare_states, sums)
+        any_token = batch.total > 0
+        self.codewords.copy_(torch.where(any_token, self._project(sums, counts), self.codewords))
+        self.counts.copy_(torch.where(any_token, counts, self.counts))
+        self.sums.copy_(torch.where(any_token, sums, self.sums))
+
+    def _project(self, sums: Tensor, counts: Tensor | float) -> Tensor:
+        """Codewords from sums: directions, or means for Euclidean; a zero sum keeps the old one."""
+        if self.euclidean:
+            return sums / (counts.unsqueeze(-1) if isinstance(counts, Tensor) else counts)
+        empty = sums.square().sum(-1, keepdim=True) == 0
+        return torch.where(empty, self.codewords, F.normalize(sums, dim=-1))
+
+    def _has_started(self) -> bool:
+        # The buffer is read only until it says True, so that a GPU is not stalled every step.
+        self._seen_first_batch = self._seen_first_batch or bool(self.initialized)
+        return self._seen_first_batch
+
+    def _forget(self) -> None:
+        self._seen_first_batch = False
+        self.changes += 1
+
+    def _warn_if_few_tokens(self, num_tokens: int) -> None:
+        per_code = num_tokens * world_size() / self.num_codewords
+        if self._warned_few_tokens or num_tokens == 0 or per_code >= 4 * self.dead_below:
+            return
+        self._warned_few_tokens = True
+        warnings.warn(
+            f"codebook: {per_code:.2g} tokens per codeword and micro-batch, but a codeword is "
+            f"replaced below {self.dead_below:g}, so healthy ones will be lost. Use larger "
+            "micro-batches, fewer codewords or a smaller dead_below.",
+            stacklevel=3,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.num_codewords}, {self.dim}, kind={self.kind!r}, decay={self.decay}"
+
+
+def _after_load(module: torch.nn.Module, _incompatible: object) -> None:
+    assert isinstance(module, Codebook)
+    module._forget()
+
+
+def _sum_by_code(values: Tensor, codeword_ids: Tensor, num_codewords: int) -> Tensor:
+    """Add up rows of one codeword: [T, n] -> [G, n]."""
+    return values.new_zeros(num_codewords, values.shape[1]).index_add_(0, codeword_ids, values)

@@ -1,0 +1,96 @@
+"""Expert choice: each expert takes its most probable tokens (looks at future tokens)."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from airmoe.config import check_flag, check_number, config
+from airmoe.kernels.dense import best_tokens, softmax_summary
+from airmoe.kernels.noise import Stage
+from airmoe.kernels.rows import gather_dot
+from airmoe.routers.air import exact_logits
+from airmoe.routers.base import (
+    CentroidInit,
+    Plan,
+    Router,
+    RouterConfig,
+    Tokens,
+    check_centroids,
+    init_centroids,
+)
+from airmoe.routers.gating import capacity_of
+from airmoe.routers.routing import ExpertRouting, Lazy
+from airmoe.routers.topk import LazySummary, exact_inputs
+
+
+class ExpertChoiceRouter(Router):
+    """Perfectly balanced by construction, but not causal: unfit for generation."""
+
+    @config
+    class Config(RouterConfig):
+        label: ClassVar[str] = "expert_choice"
+
+        capacity_factor: float = 1.0
+        normalize_centroids: bool = True
+        centroid_init: CentroidInit = "unit"
+
+        def check(self) -> None:
+            super().check()
+            check_number("expert_choice.capacity_factor", self.capacity_factor, strict=True)
+            check_flag("expert_choice.normalize_centroids", self.normalize_centroids)
+            check_centroids("expert_choice", self.centroid_init)
+
+        def build(self) -> ExpertChoiceRouter:
+            return ExpertChoiceRouter(self)
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.centroids = nn.Parameter(torch.empty(config.num_experts, config.dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init_centroids(self.centroids, self.config.centroid_init)
+
+    def route(self, tokens: Tokens, plan: Plan) -> ExpertRouting:
+        config, num_tokens = self.config, tokens.hidden.shape[0]
+        hidden, experts = exact_inputs(tokens, self.centroids, config.normalize_centroids)
+        noise = self.noise(plan, Stage.TOKEN, num_tokens)
+        summary = LazySummary(
+            lambda: softmax_summary(hidden, experts, tokens.weights.to(hidden.dtype), noise)
+        )
+        log_z = summary().log_z  # [T]
+        # The shape counts every token; with padding the last slots stay unused.
+        share = num_tokens * config.top_k / config.num_experts * config.capacity_factor
+        slots = min(num_tokens, math.ceil(share))
+        token_ids = best_tokens(hidden, experts, log_z.detach(), tokens.valid, slots, noise)
+        logits = gather_dot(experts, hidden, token_ids)  # [E, C]
+        if noise is not None:
+            columns = torch.arange(config.num_experts, device=hidden.device).unsqueeze(-1)
+            logits = logits + noise.pairs(token_ids, columns)
+        capacity = capacity_of(
+            tokens.valid, config.top_k, config.num_experts, config.capacity_factor
+        )
+        used = torch.arange(slots, device=hidden.device) < capacity  # [C]
+        used = used & tokens.valid[token_ids]
+        weights = (logits - log_z[token_ids]).exp()
+        return ExpertRouting(
+            num_tokens=num_tokens,
+            num_experts=config.num_experts,
+            valid=tokens.valid,
+            token_ids=token_ids,
+            weights=weights * used,
+            lazy_expert_probs=lambda: summary().mean_probs,
+            lazy_log_z=Lazy(lambda: torch.where(tokens.valid, log_z, 0.0)),
+        )
+
+    def full_logits(self, hidden: Tensor) -> Tensor:
+        """Exact jitter-free logits over all experts: [T, D] -> [T, E]."""
+        return exact_logits(hidden, self.centroids, self.config.normalize_centroids)

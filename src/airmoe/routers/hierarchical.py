@@ -1,0 +1,122 @@
+"""Hierarchical routing: learned cluster scores pick clusters, whose experts vie for K places."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from airmoe.config import check_count, check_flag, config
+from airmoe.errors import ConfigError
+from airmoe.kernels.cell_scores import cell_scores
+from airmoe.kernels.cells import make_cells
+from airmoe.kernels.noise import Stage
+from airmoe.kernels.select import top_positions
+from airmoe.routers.air import exact_logits
+from airmoe.routers.base import (
+    CentroidInit,
+    Plan,
+    Router,
+    RouterConfig,
+    Tokens,
+    check_centroids,
+    init_centroids,
+    inverse_norms,
+)
+from airmoe.routers.gating import ScoredCells, token_choice
+from airmoe.routers.routing import CellRouting
+
+
+class HierarchicalRouter(Router):
+    """Fixed, equal, non-overlapping clusters; an expert's logit adds its cluster's score."""
+
+    @config
+    class Config(RouterConfig):
+        label: ClassVar[str] = "hierarchical"
+
+        num_clusters: int
+        num_selected_clusters: int
+        normalize_centroids: bool = True
+        centroid_init: CentroidInit = "unit"
+
+        def check(self) -> None:
+            super().check()
+            check_count("hierarchical.num_clusters", self.num_clusters)
+            check_count("hierarchical.num_selected_clusters", self.num_selected_clusters)
+            check_flag("hierarchical.normalize_centroids", self.normalize_centroids)
+            check_centroids("hierarchical", self.centroid_init)
+            if self.num_experts % self.num_clusters:
+                raise ConfigError(
+                    "hierarchical.num_clusters",
+                    self.num_clusters,
+                    f"must divide num_experts = {self.num_experts}, because clusters are equal",
+                    "Choose a divisor of num_experts.",
+                )
+            if self.num_selected_clusters > self.num_clusters:
+                raise ConfigError(
+                    "hierarchical.num_selected_clusters",
+                    self.num_selected_clusters,
+                    f"must be <= num_clusters = {self.num_clusters}",
+                    "Lower num_selected_clusters.",
+                )
+            candidates = self.num_selected_clusters * self.num_experts // self.num_clusters
+            if candidates < self.top_k:
+                raise ConfigError(
+                    "hierarchical.num_selected_clusters",
+                    self.num_selected_clusters,
+                    f"gives {candidates} candidates, must be >= top_k = {self.top_k}",
+                    "Raise num_selected_clusters, or lower num_clusters or top_k.",
+                )
+
+        def build(self) -> HierarchicalRouter:
+            return HierarchicalRouter(self)
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.centroids = nn.Parameter(torch.empty(config.num_experts, config.dim))
+        self.cluster_centroids = nn.Parameter(torch.empty(config.num_clusters, config.dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init_centroids(self.centroids, self.config.centroid_init)
+        init_centroids(self.cluster_centroids, self.config.centroid_init)
+
+    def route(self, tokens: Tokens, plan: Plan) -> CellRouting:
+        config, num_tokens = self.config, tokens.hidden.shape[0]
+        normalize = config.normalize_centroids
+        cluster_logits = exact_logits(tokens.hidden, self.cluster_centroids, normalize)  # [T, G]
+        clusters = torch.arange(config.num_clusters, device=tokens.hidden.device)
+        noise = self.noise(plan, Stage.CLUSTER, num_tokens)
+        if noise is not None:
+            cluster_logits = cluster_logits + noise.rows(slice(None), clusters)
+        chosen = top_positions(cluster_logits.detach(), config.num_selected_clusters)
+        chosen = chosen.sort(-1).values  # ascending, so that ties go to the lowest expert id
+        pools = torch.arange(config.num_experts, device=clusters.device)
+        cells = make_cells(chosen, pools.view(config.num_clusters, -1))
+        expert_scores = cell_scores(
+            tokens.hidden,
+            self.centroids,
+            cells,
+            inverse_norms=inverse_norms(self.centroids.detach()) if normalize else None,
+            noise=self.noise(plan, Stage.TOKEN, num_tokens),
+        )
+        cluster_scores = cluster_logits.gather(1, chosen).flatten()[cells.order]  # [N]
+        scores = expert_scores + cluster_scores.unsqueeze(-1)
+        scored = ScoredCells(tokens, cells, scores, config.num_experts)
+        gates = token_choice(scored, config.top_k)
+        return scored.routing(
+            gates, config.top_k, lambda: tokens.weights @ cluster_logits.softmax(-1)
+        )
+
+    def full_logits(self, hidden: Tensor) -> Tensor:
+        """Exact jitter-free cluster + expert logits over all experts: [T, D] -> [T, E]."""
+        normalize = self.config.normalize_centroids
+        cluster = exact_logits(hidden, self.cluster_centroids, normalize)
+        per_cluster = self.config.num_experts // self.config.num_clusters
+        own = exact_logits(hidden, self.centroids, normalize)
+        return own + cluster.repeat_interleave(per_cluster, dim=-1)

@@ -1,0 +1,137 @@
+"""PEER: product keys (He, 2024). Expert (i, j) scores a_i + b_j, so two short lists cover all E."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from airmoe.config import check_count, config
+from airmoe.errors import ConfigError
+from airmoe.kernels.noise import Stage
+from airmoe.kernels.select import top_positions
+from airmoe.routers.base import Plan, Router, RouterConfig, Tokens, init_centroids
+from airmoe.routers.routing import Lazy, TokenRouting
+
+
+class PeerRouter(Router):
+    """Heads with their own keys; each takes exactly the best K / P of the Cartesian product."""
+
+    @config
+    class Config(RouterConfig):
+        label: ClassVar[str] = "peer"
+
+        num_heads: int = 8
+
+        def check(self) -> None:
+            check_count("peer.num_heads", self.num_heads)
+            for name in ("dim", "num_experts", "top_k"):
+                check_count(f"peer.{name}", getattr(self, name))
+            self._check_shapes()
+            super().check()
+
+        def _check_shapes(self) -> None:
+            side = math.isqrt(self.num_experts)
+            if side * side != self.num_experts:
+                raise ConfigError(
+                    "peer.num_experts",
+                    self.num_experts,
+                    "must be a square, because experts are pairs of sub-keys",
+                    f"Use {side * side} or {(side + 1) ** 2}.",
+                )
+            if self.dim % 2:
+                raise ConfigError(
+                    "peer.dim", self.dim, "must be even, because queries are split in half",
+                    "Use an even width.",
+                )  # fmt: skip
+            if self.top_k % self.num_heads:
+                raise ConfigError(
+                    "peer.top_k",
+                    self.top_k,
+                    f"must be divisible by num_heads = {self.num_heads}; it is the total per token",
+                    "Choose a multiple of num_heads.",
+                )
+
+        def build(self) -> PeerRouter:
+            return PeerRouter(self)
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        heads, half, side = config.num_heads, config.dim // 2, math.isqrt(config.num_experts)
+        self.query = nn.Linear(config.dim, heads * config.dim, bias=False)
+        self.keys = nn.Parameter(torch.empty(heads, 2, side, half))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.normal_(self.query.weight, std=self.config.dim**-0.5)
+        init_centroids(self.keys, "unit")
+
+    def route(self, tokens: Tokens, plan: Plan) -> TokenRouting:
+        config = self.config
+        per_head = config.top_k // config.num_heads
+        first, second = self._sub_scores(tokens.hidden, plan).unbind(2)  # [T, P, side] each
+        places = _best_pairs(first.detach(), second.detach(), per_head)  # [T, P, k] i * side + j
+        side = first.shape[-1]
+        logits = first.gather(-1, places // side) + second.gather(-1, places % side)
+        log_z = first.logsumexp(-1) + second.logsumexp(-1)  # [T, P]: the softmax factorises
+        if per_head == 1:  # the full probability, or the keys would get no gradient
+            weights = (logits - log_z.unsqueeze(-1)).exp()
+        else:
+            weights = logits.softmax(-1)
+
+        def expert_probs() -> Tensor:
+            """Mean over tokens and heads of softmax(a)_i * softmax(b)_j, as one product."""
+            weighted = first.softmax(-1) * (tokens.weights / config.num_heads)[:, None, None]
+            return torch.einsum("tpi,tpj->ij", weighted, second.softmax(-1)).flatten()
+
+        return TokenRouting(
+            num_tokens=first.shape[0],
+            num_experts=config.num_experts,
+            valid=tokens.valid,
+            expert_ids=places.flatten(1),
+            weights=weights.flatten(1) * tokens.valid.unsqueeze(-1),
+            lazy_expert_probs=Lazy(expert_probs),
+            lazy_log_z=Lazy(lambda: torch.where(tokens.valid, log_z.mean(-1), 0.0)),
+        )
+
+    def _sub_scores(self, hidden: Tensor, plan: Plan) -> Tensor:
+        """Scores of both query halves against their keys: [T, P, 2, side], jitter included."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        queries = hidden.to(dtype) @ self.query.weight.to(dtype).T
+        queries = queries.view(hidden.shape[0], self.config.num_heads, 2, -1)
+        scores = torch.einsum("tphd,phsd->tphs", queries, self.keys.to(dtype))
+        noise = self.noise(plan, Stage.SUBKEY, hidden.shape[0])
+        if noise is not None:
+            columns = torch.arange(scores[0].numel(), device=hidden.device)
+            scores = scores + noise.rows(slice(None), columns).view(scores.shape)
+        return scores
+
+    def full_logits(self, hidden: Tensor) -> Tensor:
+        """Exact jitter-free logits of every head over all experts: [T, D] -> [T, P, E]."""
+        first, second = self._sub_scores(hidden, Plan(None)).unbind(2)
+        return (first.unsqueeze(-1) + second.unsqueeze(-2)).flatten(2)
+
+
+def _best_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
+    """Expert ids of the `count` largest a_i + b_j: [T, P, side] twice -> [T, P, count].
+
+    With both halves sorted, the pair of ranks (r, s) is beaten by (r + 1)(s + 1) - 1 others, so
+    only pairs with (r + 1)(s + 1) <= count can be among the best.
+    """
+    side = first.shape[-1]
+    depth = min(count, side)
+    best_first, best_second = top_positions(first, depth), top_positions(second, depth)
+    ranks = torch.arange(1, depth + 1)
+    possible = (ranks.unsqueeze(-1) * ranks <= count).nonzero().to(first.device)
+    rank_first, rank_second = possible.unbind(-1)
+    places = best_first[..., rank_first] * side + best_second[..., rank_second]
+    # Ascending ids, so that ties go to the lowest expert.
+    places = places.sort(-1).values
+    sums = first.gather(-1, places // side) + second.gather(-1, places % side)
+    return places.gather(-1, top_positions(sums, count))

@@ -1,0 +1,108 @@
+"""Exact top-K over all experts (Eq. 1-2): the granular yardstick, and with K = 1 the coarse MoE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from airmoe.config import check_flag, config
+from airmoe.kernels.dense import Summary, best_experts, softmax_summary
+from airmoe.kernels.noise import Stage
+from airmoe.kernels.rows import gather_dot
+from airmoe.routers.air import exact_logits
+from airmoe.routers.base import (
+    CentroidInit,
+    Plan,
+    Router,
+    RouterConfig,
+    Tokens,
+    check_centroids,
+    init_centroids,
+    unit_rows,
+)
+from airmoe.routers.routing import Lazy, TokenRouting
+
+
+class TopKRouter(Router):
+    """Scores every expert, in chunks of tokens, and keeps the K best."""
+
+    @config
+    class Config(RouterConfig):
+        label: ClassVar[str] = "topk"
+
+        normalize_centroids: bool = True
+        centroid_init: CentroidInit = "unit"
+
+        def check(self) -> None:
+            super().check()
+            check_flag("topk.normalize_centroids", self.normalize_centroids)
+            check_centroids("topk", self.centroid_init)
+
+        def build(self) -> TopKRouter:
+            return TopKRouter(self)
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.centroids = nn.Parameter(torch.empty(config.num_experts, config.dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init_centroids(self.centroids, self.config.centroid_init)
+
+    def route(self, tokens: Tokens, plan: Plan) -> TokenRouting:
+        top_k = self.config.top_k
+        hidden, experts = exact_inputs(tokens, self.centroids, self.config.normalize_centroids)
+        noise = self.noise(plan, Stage.TOKEN, hidden.shape[0])
+        expert_ids = best_experts(hidden, experts, top_k, noise)  # [T, K]
+        logits = gather_dot(hidden, experts, expert_ids)  # [T, K]
+        if noise is not None:
+            rows = torch.arange(hidden.shape[0], device=hidden.device).unsqueeze(-1)
+            logits = logits + noise.pairs(rows, expert_ids)
+        summary = LazySummary(
+            lambda: softmax_summary(hidden, experts, tokens.weights.to(hidden.dtype), noise)
+        )
+        if top_k == 1:  # the probability among all experts, or the router would get no gradient
+            weights = (logits - summary().log_z.unsqueeze(-1)).exp()
+        else:
+            weights = logits.softmax(-1)
+        return TokenRouting(
+            num_tokens=hidden.shape[0],
+            num_experts=self.config.num_experts,
+            valid=tokens.valid,
+            expert_ids=expert_ids,
+            weights=weights * tokens.valid.unsqueeze(-1),
+            lazy_expert_probs=lambda: summary().mean_probs,
+            lazy_log_z=Lazy(lambda: torch.where(tokens.valid, summary().log_z, 0.0)),
+        )
+
+    def full_logits(self, hidden: Tensor) -> Tensor:
+        """Exact jitter-free logits over all experts: [T, D] -> [T, E]."""
+        return exact_logits(hidden, self.centroids, self.config.normalize_centroids)
+
+
+class LazySummary:
+    """The full softmax's summary, formed once and only if somebody asks."""
+
+    def __init__(self, compute: Callable[[], Summary]) -> None:
+        self._compute = compute
+        self._value: Summary | None = None
+
+    def __call__(self) -> Summary:
+        if self._value is None:
+            with torch.enable_grad():
+                self._value = self._compute()
+        return self._value
+
+
+def exact_inputs(tokens: Tokens, centroids: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Hidden states and expert rows in one full-precision dtype."""
+    dtype = torch.promote_types(tokens.hidden.dtype, torch.float32)
+    experts = unit_rows(centroids) if normalize else centroids
+    return tokens.hidden.to(dtype), experts.to(dtype)

@@ -1,0 +1,52 @@
+"""Telling routers that an optimizer has stepped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from airmoe.errors import ConfigError
+from airmoe.routers.base import Router
+
+
+class Tracking:
+    """The live connection; `remove()` ends it and the routers fall back to rebuilding each time."""
+
+    def __init__(self, routers: list[Router], hook: Any) -> None:
+        self._routers, self._hook = routers, hook
+
+    def remove(self) -> None:
+        self._hook.remove()
+        for router in self._routers:
+            router.set_tracked(False)
+
+
+def track_optimizer(model: nn.Module, optimizer: Any) -> Tracking:
+    """After each step of `optimizer`, mark the shortlists of every router in `model` dirty.
+
+    Parameter versions would not do: fused optimizers and sharded parameters do not move them.
+    Wrappers that keep the torch optimizer as `.optimizer` (Accelerate's) are looked through.
+    """
+    while not isinstance(optimizer, Optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None:
+            raise ConfigError(
+                "track_optimizer.optimizer",
+                type(optimizer).__name__,
+                "must be a torch.optim.Optimizer or wrap one as `.optimizer`",
+                "Pass the optimizer that steps the router's centroids.",
+            )
+        optimizer = inner
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+
+    def after_step(*_: Any) -> None:
+        for router in routers:
+            router.on_parameters_changed()
+
+    hook = optimizer.register_step_post_hook(after_step)
+    for router in routers:
+        router.set_tracked(True)
+        router.on_parameters_changed()
+    return Tracking(routers, hook)
