@@ -12,6 +12,7 @@ from airmoe.errors import ConfigError
 from airmoe.kernels.cell_experts import Activation, activate, cell_experts, is_gated
 from airmoe.kernels.cells import make_cells
 from airmoe.kernels.rows import gather_dot, gather_total, scatter_total
+from airmoe.routers.base import run_eagerly
 from airmoe.routers.routing import CellRouting, ExpertRouting, Routing, TokenRouting
 
 
@@ -48,6 +49,7 @@ class _Experts(nn.Module):
                 nn.init.normal_(weight, std=self.dim**-0.5)
         nn.init.normal_(self.down, std=math.sqrt(1 / self.expert_size))
 
+    @run_eagerly
     def forward(self, hidden: Tensor, routing: Routing) -> Tensor:
         """hidden [T, D], routing of the same tokens -> [T, D]."""
         self._check(hidden, routing)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from airmoe.config import check_choice
 from airmoe.errors import ConfigError
 from airmoe.moe.experts import CoarseExperts, GranularExperts
-from airmoe.routers.base import Plan, Router, Tokens
+from airmoe.routers.base import Plan, Router, Tokens, run_eagerly
 from airmoe.routers.routing import Routing
 
 PostNorm = Literal["layernorm", "none"]
@@ -60,6 +60,7 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.forward_with_routing(x, mask).hidden
 
+    @run_eagerly
     def forward_with_routing(self, x: Tensor, mask: Tensor | None = None) -> MoEOutput:
         """The same, with the routing: return both from a checkpointed block to keep gradients."""
         hidden, flat_mask = self._flatten(x, mask)

@@ -18,6 +18,11 @@ from airmoe.routers.routing import Routing
 
 CentroidInit = Literal["unit", "xavier"]
 
+# Under torch.compile routing runs eagerly, as a break in the graph: the reference kernels loop over
+# cells, which a compiler would unroll anew for every batch. (torch.compiler.disable does the same
+# but loads the whole compiler when this module is imported.)
+run_eagerly = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+
 
 @config
 class RouterConfig:
@@ -108,6 +113,7 @@ class Router(nn.Module, ABC):
         """Everything `route` needs besides tokens and parameters, as it is now."""
         return Plan(self.current_noise_key())
 
+    @run_eagerly
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Routing:
         """hidden [T, D], mask [T] bool (False = padding) -> Routing."""
         tokens = self.read(hidden, mask)
@@ -118,6 +124,7 @@ class Router(nn.Module, ABC):
         with torch.autocast(tokens.hidden.device.type, enabled=False):
             return self.route(tokens, plan)
 
+    @run_eagerly
     def observe(self, hidden: Tensor, mask: Tensor | None = None) -> None:
         """Learn from one training micro-batch without gradients, and move the noise on."""
         tokens = self.read(hidden.detach(), mask)

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from airmoe.kernels.cell_experts.activations import Activation, activate
 from airmoe.kernels.cells.reference import nonempty_cells
+from airmoe.kernels.cells.tables import RowAdder, RowReader
 
 
 @dataclass(frozen=True)
@@ -61,19 +62,21 @@ class CellExperts(torch.autograd.Function):
         kept_shape = (token_ids.shape[0] if form.keep else 0, pools.shape[1] * size)
         pre_up = torch.empty(kept_shape, dtype=work, device=hidden.device)
         pre_gate = torch.empty_like(pre_up) if gate is not None else None
+        read_up, read_down = (RowReader(table, kept_shape[1], work) for table in (up, down))
+        read_gate = None if gate is None else RowReader(gate, kept_shape[1], work)
         for rows, tokens, pool in cell_parts(token_ids, offsets, pools, size):
             tokens_hidden = hidden.index_select(0, tokens).to(work)
-            part_up = tokens_hidden @ up.index_select(0, pool).to(work).T  # [rows, neurons]
+            part_up = tokens_hidden @ read_up(pool).T  # [rows, neurons]
             part_gate = None
-            if gate is not None and pre_gate is not None:
-                part_gate = tokens_hidden @ gate.index_select(0, pool).to(work).T
+            if read_gate is not None and pre_gate is not None:
+                part_gate = tokens_hidden @ read_gate(pool).T
                 if form.keep:
                     pre_gate[rows] = part_gate
             if form.keep:
                 pre_up[rows] = part_up
             weighted = activate(form.activation, part_up, part_gate)
             weighted = weighted * _per_neuron(gates[rows].to(work), size)
-            output.index_add_(0, tokens, weighted @ down.index_select(0, pool).to(work))
+            output.index_add_(0, tokens, weighted @ read_down(pool))
         ctx.form = form
         ctx.save_for_backward(
             hidden, gate, up, down, gates, token_ids, offsets, pools, pre_up, pre_gate
@@ -91,30 +94,34 @@ class CellExperts(torch.autograd.Function):
         grad_output = grad_output.to(work)
         grad_hidden = torch.zeros(hidden.shape, dtype=work, device=hidden.device)
         grad_gates = torch.empty_like(gates)
-        grad_up, grad_down = torch.zeros_like(up), torch.zeros_like(down)
-        grad_gate = torch.zeros_like(gate) if gate is not None else None
+        neurons = pools.shape[1] * size
+        tables = [table for table in (up, down, gate) if table is not None]
+        read_up, read_down, *read_gate = (RowReader(table, neurons, work) for table in tables)
+        grad_up, grad_down, *grad_gate = (RowAdder(table, neurons, work) for table in tables)
         for rows, tokens, pool in cell_parts(token_ids, offsets, pools, size):
             tokens_hidden = hidden.index_select(0, tokens).to(work)
             tokens_grad = grad_output.index_select(0, tokens)
             weights = _per_neuron(gates[rows].to(work), size)
-            part_gate = pre_gate[rows] if pre_gate is not None else None
-            grad_weighted = tokens_grad @ down.index_select(0, pool).to(work).T
+            grad_weighted = tokens_grad @ read_down(pool).T  # [rows, neurons]
             active, d_up, d_gate = _activation_backward(
-                form.activation, pre_up[rows], part_gate, grad_weighted * weights
+                form.activation,
+                pre_up[rows],
+                pre_gate[rows] if pre_gate is not None else None,
+                grad_weighted * weights,
             )
-            grad_down.index_add_(0, pool, ((active * weights).T @ tokens_grad).to(down.dtype))
+            grad_down.add(pool, active * weights, tokens_grad)
             grad_gates[rows] = _per_expert(grad_weighted.mul_(active), size).to(gates.dtype)
-            grad_up.index_add_(0, pool, (d_up.T @ tokens_hidden).to(up.dtype))
-            tokens_grad = d_up @ up.index_select(0, pool).to(work)
-            if gate is not None and grad_gate is not None:
-                grad_gate.index_add_(0, pool, (d_gate.T @ tokens_hidden).to(gate.dtype))
-                tokens_grad += d_gate @ gate.index_select(0, pool).to(work)
-            grad_hidden.index_add_(0, tokens, tokens_grad)
+            grad_up.add(pool, d_up, tokens_hidden)
+            part_hidden = d_up @ read_up(pool)
+            if d_gate is not None:
+                grad_gate[0].add(pool, d_gate, tokens_hidden)
+                part_hidden += d_gate @ read_gate[0](pool)
+            grad_hidden.index_add_(0, tokens, part_hidden)
         return (
             grad_hidden.to(hidden.dtype),
-            grad_gate,
-            grad_up,
-            grad_down,
+            grad_gate[0].total.to(gate.dtype) if gate is not None else None,
+            grad_up.total.to(up.dtype),
+            grad_down.total.to(down.dtype),
             grad_gates,
             *(None,) * 4,
         )
@@ -132,12 +139,12 @@ def _per_expert(values: Tensor, size: int) -> Tensor:
 
 def _activation_backward(
     activation: Activation, up: Tensor, gate: Tensor | None, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(activated values, gradient of up, gradient of gate); the last is unused without a gate."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(activated values, gradient of up, gradient of gate)."""
     up = up.detach().requires_grad_()
     gate = gate.detach().requires_grad_() if gate is not None else None
     inputs = (up,) if gate is None else (up, gate)
     with torch.enable_grad():
         active = activate(activation, up, gate)
     grads = torch.autograd.grad(active, inputs, grad)
-    return active.detach(), grads[0], grads[-1]
+    return active.detach(), grads[0], None if gate is None else grads[1]

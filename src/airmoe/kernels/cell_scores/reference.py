@@ -9,7 +9,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from airmoe.kernels.cells.reference import nonempty_cells
+from airmoe.kernels.cells.tables import RowAdder, RowReader
 from airmoe.kernels.noise import Noise
+
+ROW_CHUNK = 1024  # rows projected at once: temporaries stay in the cache
 
 
 class CellScores(torch.autograd.Function):
@@ -30,10 +33,11 @@ class CellScores(torch.autograd.Function):
         scores = torch.empty(
             token_ids.shape[0], pools.shape[1], dtype=work, device=hidden.device
         )  # [N, M]
+        read = RowReader(centroids, pools.shape[1], work)
         for cell, rows in nonempty_cells(offsets):
             pool, tokens = pools[cell], token_ids[rows]
-            candidates = centroids.index_select(0, pool).to(work)  # [M, D]
-            part = torch.mm(hidden.index_select(0, tokens).to(work), candidates.T, out=scores[rows])
+            tokens_hidden = hidden.index_select(0, tokens).to(work)
+            part = torch.mm(tokens_hidden, read(pool).T, out=scores[rows])
             if inverse_norms is not None:
                 part *= inverse_norms.index_select(0, pool)
             if noise is not None:
@@ -47,15 +51,16 @@ class CellScores(torch.autograd.Function):
         hidden, centroids, inverse_norms, token_ids, offsets, pools = ctx.saved_tensors
         work = grad_scores.dtype
         grad_hidden = torch.zeros_like(hidden, dtype=work)
-        grad_unit = torch.zeros_like(centroids, dtype=work)  # with respect to the scaled rows
+        read = RowReader(centroids, pools.shape[1], work)
+        unit = RowAdder(centroids, pools.shape[1], work)  # gradient of the scaled rows
         for cell, rows in nonempty_cells(offsets):
             pool, tokens = pools[cell], token_ids[rows]
             part = grad_scores[rows]
-            grad_unit.index_add_(0, pool, part.T @ hidden.index_select(0, tokens).to(work))
+            unit.add(pool, part, hidden.index_select(0, tokens).to(work))
             if inverse_norms is not None:
                 part = part * inverse_norms.index_select(0, pool)
-            grad_hidden.index_add_(0, tokens, part @ centroids.index_select(0, pool).to(work))
-        grad_centroids = through_norm(grad_unit, centroids, inverse_norms)
+            grad_hidden.index_add_(0, tokens, part @ read(pool))
+        grad_centroids = through_norm(unit.total, centroids, inverse_norms)
         return (
             grad_hidden.to(hidden.dtype),
             grad_centroids.to(centroids.dtype),
@@ -67,7 +72,10 @@ def through_norm(grad_unit: Tensor, centroids: Tensor, inverse_norms: Tensor | N
     """Gradient of w from that of w / |w|: drop the radial part, divide by the norm. In place."""
     if inverse_norms is None:
         return grad_unit
-    scale = inverse_norms.to(grad_unit.dtype).unsqueeze(-1)
-    unit = centroids.to(grad_unit.dtype) * scale
-    radial = (grad_unit * unit).sum(-1, keepdim=True)
-    return grad_unit.addcmul_(unit, radial, value=-1).mul_(scale)
+    for start in range(0, grad_unit.shape[0], ROW_CHUNK):
+        part = grad_unit[start : start + ROW_CHUNK]
+        scale = inverse_norms[start : start + ROW_CHUNK].to(part.dtype).unsqueeze(-1)
+        unit = centroids[start : start + ROW_CHUNK].to(part.dtype) * scale
+        radial = (part * unit).sum(-1, keepdim=True)
+        part.addcmul_(unit, radial, value=-1).mul_(scale)
+    return grad_unit

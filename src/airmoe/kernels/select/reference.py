@@ -11,23 +11,29 @@ from torch.autograd.function import once_differentiable
 ROW_CHUNK_ELEMENTS = 1 << 18  # keeps the int64 keys of one chunk inside the cache
 
 
-def selection_keys(scores: Tensor) -> Tensor:
+def selection_keys(scores: Tensor, first: int = 0, total: int | None = None) -> Tensor:
     """Distinct int64 keys in the order (score descending, position ascending).
 
     The float32 bits become an order-preserving integer in the high half, the reversed position
-    the low half, so any top-K of the keys picks exactly K and breaks ties the same way.
+    the low half, so any top-K of the keys picks exactly K and breaks ties the same way. Columns
+    may be part of a longer row: `first` is the position of column 0 among `total`.
     """
     bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 makes -0 and 0 a tie
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    width = scores.shape[-1]
-    reversed_position = torch.arange(width - 1, -1, -1, device=scores.device)
-    return (ordered.long() << 32) | reversed_position
+    last = (scores.shape[-1] if total is None else total) - 1
+    position = torch.arange(first, first + scores.shape[-1], device=scores.device)
+    return (ordered.long() << 32) | (last - position)
+
+
+def key_positions(keys: Tensor, total: int) -> Tensor:
+    """The positions that keys of a row of `total` columns stand for."""
+    return total - 1 - (keys & 0xFFFFFFFF)
 
 
 def top_positions(scores: Tensor, count: int, ordered: bool = True) -> Tensor:
     """Positions of the `count` largest along the last dimension, best first when `ordered`."""
     keys = selection_keys(scores).topk(count, dim=-1, sorted=ordered).values
-    return scores.shape[-1] - 1 - (keys & 0xFFFFFFFF)
+    return key_positions(keys, scores.shape[-1])
 
 
 def chosen_mask(scores: Tensor, count: int) -> Tensor:

@@ -1,0 +1,87 @@
+"""Router losses: pure functions of one routing, with no tokens x experts tensor and no one-hot.
+
+One normaliser rule for all of them. A trainer averages gradients over ranks (DDP, FSDP) and sums
+them over micro-batches, while ranks and micro-batches hold different numbers of valid tokens. So
+every loss divides a sum over this rank's valid tokens by a token count of the whole:
+
+- `total_tokens=None`: by the valid tokens of this micro-batch over all ranks. The mean over ranks
+  of value and gradient is then the loss of the global micro-batch.
+- `total_tokens=n` (valid tokens of the accumulation window over all ranks): the sum over the
+  window's micro-batches is the token-weighted mean of their losses. Do not divide by the number of
+  micro-batches again (Alg. 3 writes L/A, which is the same when all of them are equally long).
+
+Invalid tokens (masked or non-finite) enter neither value nor gradient; no valid token gives 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from airmoe.distributed import all_reduce_sum, world_size
+from airmoe.routers.routing import CellRouting, Routing
+
+
+def load_balance_loss(routing: Routing, *, total_tokens: Tensor | int | None = None) -> Tensor:
+    """Switch load balancing E * sum_e f_e P_e: 1 at perfect balance, E when one expert has all.
+
+    f_e is the share of choices expert e got over all ranks (no gradient), P_e the mean probability
+    of e under the softmax over each token's candidates (for AIR: its shortlist).
+    """
+    return _balance(routing.expert_counts, routing.expert_probs, routing.valid, total_tokens)
+
+
+def shortlist_balance_loss(
+    routing: CellRouting, *, total_tokens: Tensor | int | None = None
+) -> Tensor:
+    """The same loss one level up, G * sum_g f_g P_g: spreads tokens over codewords or clusters."""
+    if not isinstance(routing, CellRouting):
+        raise TypeError(
+            f"shortlist_balance_loss: got a {type(routing).__name__}, needs a CellRouting, because "
+            "only AIR and hierarchical routing have shortlists. Drop this loss for other routers."
+        )
+    return _balance(routing.cell_counts, routing.cell_probs, routing.valid, total_tokens)
+
+
+def router_z_loss(routing: Routing, *, total_tokens: Tensor | int | None = None) -> Tensor:
+    """Mean squared log partition function of the candidates (ST-MoE): keeps logits small."""
+    tokens = routing.valid.sum()
+    tokens_everywhere = all_reduce_sum(tokens)
+    # `where` before the square: an invalid token's value must not reach the backward pass.
+    log_z = torch.where(routing.valid, routing.log_z, 0.0)  # [T]
+    return log_z.square().sum() * _per_token(tokens_everywhere, total_tokens)
+
+
+def _balance(
+    counts: Tensor, probs: Tensor, valid: Tensor, total_tokens: Tensor | int | None
+) -> Tensor:
+    """n * sum_i f_i P_i over n experts or cells; `probs` is this rank's mean over valid tokens."""
+    tokens = valid.sum()
+    # One collective for both integers: [n + 1].
+    everywhere = all_reduce_sum(torch.cat([counts.detach(), tokens.unsqueeze(0).to(counts.dtype)]))
+    choices, tokens_everywhere = everywhere[:-1], everywhere[-1]
+    frequency = choices.to(probs.dtype) / choices.sum().clamp(min=1)  # [n]
+    scale = tokens * _per_token(tokens_everywhere, total_tokens) * probs.shape[0]
+    # The mean over no token is 0/0; this rank then adds nothing, in value or gradient.
+    probs = torch.where(tokens > 0, probs, 0.0)  # [n]
+    return torch.dot(frequency, probs) * scale
+
+
+def _per_token(tokens_everywhere: Tensor, total_tokens: Tensor | int | None) -> Tensor | float:
+    """What one valid token of this rank weighs: ranks / tokens, read by no host."""
+    # A window without valid tokens sums nothing, so any divisor will do: no 0/0.
+    if total_tokens is None:
+        return world_size() / tokens_everywhere.clamp(min=1)
+    if isinstance(total_tokens, Tensor):
+        if total_tokens.numel() != 1:
+            raise ValueError(
+                f"total_tokens: got shape {tuple(total_tokens.shape)}, must be one number, the "
+                "valid tokens of the whole window. Sum it first."
+            )
+        return world_size() / total_tokens.detach().reshape(()).clamp(min=1)
+    if isinstance(total_tokens, bool) or not isinstance(total_tokens, int) or total_tokens < 0:
+        raise ValueError(
+            f"total_tokens: got {total_tokens!r}, must be a whole number >= 0. Give the valid "
+            "tokens of the accumulation window over all ranks, or None."
+        )
+    return world_size() / max(total_tokens, 1)

@@ -1,0 +1,166 @@
+"""Routing quality against the exact answer: overlap, mass recall, the bound of Prop. 1.
+
+Every function runs the router in evaluation mode (no jitter), without gradients, and leaves its
+state as it was: buffers, counters, training flag and training shortlists. The exact logits exist
+for a chunk of tokens at a time, never as one tokens x experts tensor. Masked and non-finite tokens
+get NaN, so `nanmean` is the mean over valid tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from airmoe.distributed import full_tensor
+from airmoe.routers.air import AirRouter
+from airmoe.routers.base import Router
+from airmoe.routers.peer import PeerRouter
+
+CHUNK_BYTES = 256 * 2**20  # scratch memory for the exact logits of some tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingQuality:
+    """What the router kept of the exact routing, per token."""
+
+    overlap: Tensor  # [T] float32
+    mass_recall: Tensor  # [T] float32
+    valid: Tensor  # [T] bool: the tokens that count; the others hold NaN
+
+
+def overlap(router: Router, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Share of the exact top-K that the router picks, per token [T] float32, in [0, 1].
+
+    The exact top-K is taken over the jitter-free logits of all experts. Where it is not unique
+    (ties at the K-th place) any valid choice counts in full.
+    """
+    return routing_quality(router, hidden, mask).overlap
+
+
+def mass_recall(router: Router, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Share of the full routing distribution that lies on the router's candidates, [T] float32.
+
+    MassRecall(h) = sum over the shortlist of softmax(full logits); paper, section 3.3.
+    """
+    return routing_quality(router, hidden, mask).mass_recall
+
+
+@torch.no_grad()
+def routing_quality(router: Router, hidden: Tensor, mask: Tensor | None = None) -> RoutingQuality:
+    """Overlap and mass recall from one routing and one pass over the exact logits."""
+    if isinstance(router, PeerRouter):
+        raise ValueError(
+            "overlap and mass recall: got a PeerRouter, need a router that approximates one list "
+            "of exact logits, because PEER's selection per head is exact by construction. Report "
+            "its usage (RoutingMeter.update) instead."
+        )
+    with router_mode(router, training=False):
+        routing = router(hidden, mask)
+        valid, log_z = routing.valid, routing.log_z.detach()  # [T], [T]
+        chosen = routing.to_token_routing()
+        overlaps = torch.full_like(log_z, torch.nan)
+        recalls = torch.full_like(log_z, torch.nan)
+        for rows in _chunks(valid.nonzero().squeeze(1), router):
+            logits = _exact_logits(router, hidden[rows])  # [t, E]
+            picked = torch.where(chosen.weights[rows] > 0, chosen.expert_ids[rows], -1)
+            overlaps[rows] = _overlap_with_exact(logits, picked, router.config.top_k).to(log_z)
+            recalls[rows] = (log_z[rows] - logits.logsumexp(dim=1)).exp()
+    return RoutingQuality(overlap=overlaps, mass_recall=recalls, valid=valid)
+
+
+@torch.no_grad()
+def mass_recall_bound(router: AirRouter, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Prop. 1, the guaranteed mass recall exp(-2 |w| eps) rho_M(c), per token [T] float32.
+
+    eps = |h - c(h)| is the quantisation error, rho_M(c) the mass recall of the codeword itself, and
+    |w| the largest centroid norm (1 when centroids are normalised, the paper's case). It holds for
+    any h, but says little when |h| is far from the codeword's: pass unit-norm tokens for that.
+    With `probes` > 1 the candidates contain the nearest codeword's shortlist, so it holds too.
+    """
+    if not isinstance(router, AirRouter):
+        raise ValueError(
+            f"mass_recall_bound: got a {type(router).__name__}, needs an AirRouter, because Prop. "
+            "1 speaks of codewords and their shortlists. Use mass_recall instead."
+        )
+    with router_mode(router, training=False):
+        valid = router.read(hidden, mask).valid  # [T]
+        work = torch.promote_types(hidden.dtype, torch.float32)
+        tokens = hidden[valid].to(work)  # [t, D]
+        used, codeword_ids = router.codebook.assign(tokens).unique(return_inverse=True)
+        codewords = router.codebook.codewords[used]  # [g, D]
+        captured = _shortlist_mass(router, codewords, router.shortlists()[used])  # [g]
+        error = (tokens - codewords[codeword_ids]).norm(dim=1)  # [t]
+        bound = torch.full(valid.shape, torch.nan, dtype=work, device=hidden.device)
+        bound[valid] = (-2 * _largest_norm(router) * error).exp() * captured[codeword_ids]
+    return bound
+
+
+@contextmanager
+def router_mode(router: Router, *, training: bool) -> Iterator[None]:
+    """Run a block in training or evaluation mode, then give every submodule its own flag back.
+
+    Full precision too: autocast would round the exact logits that everything is measured against.
+    """
+    flags = [(module, module.training) for module in router.modules()]
+    try:
+        router.train(training)
+        with torch.autocast(router.micro_batches.device.type, enabled=False):
+            yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+def _overlap_with_exact(logits: Tensor, picked: Tensor, num_active: int) -> Tensor:
+    """Share of the num_active largest logits [t, E] found among picked [t, n] (-1 = unused slot).
+
+    Compares logits, not ids: of the experts tied at the K-th place any fill the places left.
+    """
+    largest = logits.topk(num_active, dim=1).values  # [t, K]
+    smallest = largest[:, -1:]
+    places_for_ties = (largest == smallest).sum(dim=1)
+    found = logits.gather(1, picked.clamp(min=0)).masked_fill(picked < 0, -torch.inf)  # [t, n]
+    above = (found > smallest).sum(dim=1)
+    tied = (found == smallest).sum(dim=1).minimum(places_for_ties)
+    return (above + tied) / num_active
+
+
+def _shortlist_mass(router: AirRouter, codewords: Tensor, shortlists: Tensor) -> Tensor:
+    """rho_M(c): share of a codeword's own routing distribution on its shortlist, [g]."""
+    mass = torch.empty(codewords.shape[0], device=codewords.device)
+    for rows in _chunks(torch.arange(codewords.shape[0], device=codewords.device), router):
+        logits = _exact_logits(router, codewords[rows])  # [g, E]
+        inside = logits.gather(1, shortlists[rows]).logsumexp(dim=1)
+        mass[rows] = (inside - logits.logsumexp(dim=1)).exp()
+    return mass
+
+
+def _largest_norm(router: AirRouter) -> Tensor | float:
+    if router.config.normalize_centroids:
+        return 1.0
+    centroids = full_tensor(router.centroids)
+    return torch.linalg.vector_norm(centroids, dim=1, dtype=torch.float32).max()
+
+
+def _exact_logits(router: Router, hidden: Tensor) -> Tensor:
+    """[t, D] -> [t, E], jitter-free."""
+    full_logits = getattr(router, "full_logits", None)
+    if full_logits is None:
+        raise ValueError(
+            f"{type(router).__name__} has no full_logits(hidden) -> [T, E], which the exact answer "
+            "needs. Add it to the router."
+        )
+    return full_logits(hidden)
+
+
+def _chunks(rows: Tensor, router: Router) -> tuple[Tensor, ...]:
+    """Split row numbers so that the exact logits of one part fit the memory budget."""
+    logit_bytes = router.config.num_experts * 4
+    # `full_logits` normalises a copy of the centroids at every call, so a chunk may be as large.
+    budget = max(CHUNK_BYTES, router.config.dim * logit_bytes)
+    # Logits, their exponentials and top-k's scratch live at once.
+    return rows.split(max(1, budget // (3 * logit_bytes)))

@@ -1,0 +1,146 @@
+"""Routing statistics over many batches and ranks, holding counts and sums but no token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from airmoe.distributed import all_gather_rows, all_reduce_sum
+from airmoe.metrics.quality import mass_recall_bound, routing_quality
+from airmoe.metrics.usage import CodewordUsage, codeword_usage, dead_experts, usage_entropy
+from airmoe.routers.air import AirRouter
+from airmoe.routers.base import Router
+from airmoe.routers.routing import CellRouting, Routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingReport:
+    """What a meter saw, over all ranks. None: never measured (or not defined for the router)."""
+
+    tokens: int  # valid tokens given to `update`
+    entropy: float | None  # of expert usage, nats
+    dead_experts: float | None  # fraction in [0, 1] without a single token
+    load_imbalance: float | None  # busiest expert / mean expert: 1 is perfect
+    codewords: CodewordUsage | None  # of codewords (AIR) or clusters (hierarchical)
+    quality_tokens: int  # valid tokens given to `update_quality`
+    overlap: float | None  # means over those tokens
+    mass_recall: float | None
+    mass_recall_bound: float | None
+
+
+class RoutingMeter:
+    """Accumulates routings batch by batch; `compute` sums over ranks and reports.
+
+    Every rank calls `compute` the same number of times, also one that saw no batch: give that one
+    its `device` here if the process group wants GPU tensors.
+    """
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        self._device = torch.device("cpu" if device is None else device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything seen so far."""
+        self._expert_counts: Tensor | None = None  # [E] int64
+        self._cell_counts: Tensor | None = None  # [G] int64
+        self._tokens: Tensor | int = 0
+        self._quality_tokens: Tensor | int = 0
+        self._bound_tokens: Tensor | int = 0
+        # Sums over tokens of overlap, mass recall and its bound: [3] float64.
+        self._quality_sums: Tensor | None = None
+
+    @torch.no_grad()
+    def update(self, routing: Routing) -> None:
+        """Count the choices of one routing (training or evaluation); waits for no device."""
+        self._device = routing.valid.device
+        self._tokens = self._tokens + routing.valid.sum()
+        self._expert_counts = _added("experts", self._expert_counts, routing.expert_counts)
+        if isinstance(routing, CellRouting):
+            self._cell_counts = _added("cells", self._cell_counts, routing.cell_counts)
+
+    @torch.no_grad()
+    def update_quality(self, router: Router, hidden: Tensor, mask: Tensor | None = None) -> None:
+        """Compare one batch with exact routing; costs a pass over all experts."""
+        self._device = hidden.device
+        quality = routing_quality(router, hidden, mask)
+        measured = [quality.overlap, quality.mass_recall]  # each [T]
+        num_valid = quality.valid.sum()
+        self._quality_tokens = self._quality_tokens + num_valid
+        if isinstance(router, AirRouter):
+            measured.append(mass_recall_bound(router, hidden, mask))
+            self._bound_tokens = self._bound_tokens + num_valid
+        sums = hidden.new_zeros(3, dtype=torch.float64)
+        for place, values in enumerate(measured):
+            sums[place] = torch.where(quality.valid, values, 0).sum(dtype=torch.float64)
+        self._quality_sums = sums if self._quality_sums is None else self._quality_sums + sums
+
+    def compute(self) -> RoutingReport:
+        """Report over everything seen on all ranks; the meter goes on from where it was."""
+        sizes = self._sizes_everywhere()
+        parts = [
+            self._integers(self._expert_counts, sizes[0]),
+            self._integers(self._cell_counts, sizes[1]),
+            torch.stack([self._scalar(n) for n in self._token_counts()]),
+        ]
+        integers = all_reduce_sum(torch.cat(parts)).cpu()
+        expert_counts, cell_counts, tokens = integers.split([sizes[0], sizes[1], 3])
+        sums = self._quality_sums
+        if sums is None:
+            sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        means = all_reduce_sum(sums).cpu() / tokens[[1, 1, 2]]  # NaN where nothing was measured
+        counted, compared, bounded = (int(n) for n in tokens)
+        return RoutingReport(
+            tokens=counted,
+            entropy=float(usage_entropy(expert_counts)) if counted else None,
+            dead_experts=float(dead_experts(expert_counts)) if counted else None,
+            load_imbalance=_imbalance(expert_counts) if counted else None,
+            codewords=codeword_usage(cell_counts) if counted and sizes[1] else None,
+            quality_tokens=compared,
+            overlap=float(means[0]) if compared else None,
+            mass_recall=float(means[1]) if compared else None,
+            mass_recall_bound=float(means[2]) if bounded else None,
+        )
+
+    def _sizes_everywhere(self) -> list[int]:
+        """[num_experts, num_cells], agreed by the ranks that know them; 0 where none does."""
+        known = [0 if c is None else c.numel() for c in (self._expert_counts, self._cell_counts)]
+        row = torch.tensor(known, dtype=torch.int64, device=self._device)
+        rows = all_gather_rows(row).tolist()  # [ranks][2]
+        sizes = []
+        for name, column in zip(("experts", "cells"), zip(*rows, strict=True), strict=True):
+            if len(found := sorted(set(column) - {0})) > 1:
+                raise ValueError(
+                    f"RoutingMeter: ranks counted {found} {name}, must agree, because their counts "
+                    "are summed. Use one meter per router, the same on every rank."
+                )
+            sizes.append(found[0] if found else 0)
+        return sizes
+
+    def _token_counts(self) -> tuple[Tensor | int, ...]:
+        return self._tokens, self._quality_tokens, self._bound_tokens
+
+    def _integers(self, counts: Tensor | None, size: int) -> Tensor:
+        if counts is None:
+            return torch.zeros(size, dtype=torch.int64, device=self._device)
+        return counts
+
+    def _scalar(self, number: Tensor | int) -> Tensor:
+        return torch.as_tensor(number, dtype=torch.int64, device=self._device)
+
+
+def _added(name: str, total: Tensor | None, counts: Tensor) -> Tensor:
+    """A new tensor, so that the routing's own counts are never written to."""
+    if total is None:
+        return counts.detach().clone()
+    if total.shape != counts.shape:
+        raise ValueError(
+            f"RoutingMeter.update: got a routing over {counts.numel()} {name}, must be "
+            f"{total.numel()} as before. Use one meter per router."
+        )
+    return total + counts.detach()
+
+
+def _imbalance(counts: Tensor) -> float:
+    return float(counts.max() / counts.to(torch.float64).mean())

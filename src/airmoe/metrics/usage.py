@@ -1,0 +1,74 @@
+"""How evenly experts and codewords are used, and how stale the shortlists are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from airmoe.metrics.quality import router_mode
+from airmoe.routers.air import AirRouter
+
+
+def usage_entropy(counts: Tensor) -> Tensor:
+    """Entropy in nats of the usage distribution counts / sum(counts): ln E at perfect balance.
+
+    counts [E] (or [G]), already summed over batches and ranks. NaN when nothing was counted.
+    A 0-d float64 tensor on the device of `counts`, so that a training loop need not synchronise.
+    """
+    _check_counts(counts)
+    total = counts.sum(dtype=torch.float64)
+    return torch.special.entr(counts.to(torch.float64) / total).sum()
+
+
+def dead_experts(counts: Tensor) -> Tensor:
+    """Fraction in [0, 1] of experts that did not get a single token; 0-d float64 tensor."""
+    _check_counts(counts)
+    return (counts == 0).to(torch.float64).mean()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodewordUsage:
+    """How many codewords do the work."""
+
+    entropy: float  # nats, ln G at best
+    perplexity: float  # exp(entropy): the number of equally used codewords with this entropy
+    unused: float  # fraction in [0, 1] of codewords without a single token
+
+
+def codeword_usage(counts: Tensor) -> CodewordUsage:
+    """Usage of the codewords (or clusters) from their token counts [G]."""
+    entropy = usage_entropy(counts)
+    return CodewordUsage(
+        entropy=float(entropy),
+        perplexity=float(entropy.exp()),
+        unused=float(dead_experts(counts)),
+    )
+
+
+@torch.no_grad()
+def shortlist_staleness(router: AirRouter) -> float:
+    """Fraction of the training shortlists' entries that a rebuild now would replace.
+
+    The codebook moves with every micro-batch, the shortlists only after an optimizer step (Alg. 3).
+    The rebuild draws the jitter of the lists in use, so only real movement counts: 0 right after a
+    rebuild. NaN before the first one. Nothing is stored.
+    """
+    if getattr(router, "_built_at", None) is None:
+        return float("nan")
+    # The cache itself: `router.shortlists()` would replace it by fresh lists after a step.
+    used = router.training_lists.experts  # [G, M], ascending
+    with router_mode(router, training=True):  # jitter as in training
+        fresh = router.rebuild_shortlists()  # [G, M], ascending
+    place = torch.searchsorted(fresh, used).clamp(max=fresh.shape[1] - 1)  # [G, M]
+    replaced = fresh.gather(1, place) != used
+    return float(replaced.to(torch.float64).mean())
+
+
+def _check_counts(counts: Tensor) -> None:
+    if counts.dim() != 1 or counts.numel() == 0:
+        raise ValueError(
+            f"counts: got shape {tuple(counts.shape)}, must be [num_experts] or [num_codewords]. "
+            "Give routing.expert_counts or routing.cell_counts, summed over batches."
+        )
