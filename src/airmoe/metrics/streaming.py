@@ -131,9 +131,9 @@ class RoutingMeter:
 
 
 def _added(name: str, total: Tensor | None, counts: Tensor) -> Tensor:
-    """A new tensor, so that the routing's own counts are never written to."""
+    """Out of place: the first total is the routing's own tensor."""
     if total is None:
-        return counts.detach().clone()
+        return counts.detach()
     if total.shape != counts.shape:
         raise ValueError(
             f"RoutingMeter.update: got a routing over {counts.numel()} {name}, must be "

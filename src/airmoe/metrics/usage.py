@@ -55,7 +55,7 @@ def shortlist_staleness(router: AirRouter) -> float:
     The rebuild draws the jitter of the lists in use, so only real movement counts: 0 right after a
     rebuild. NaN before the first one. Nothing is stored.
     """
-    if getattr(router, "_built_at", None) is None:
+    if router.built_at is None:
         return float("nan")
     # The cache itself: `router.shortlists()` would replace it by fresh lists after a step.
     used = router.training_lists.experts  # [G, M], ascending

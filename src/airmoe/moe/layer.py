@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from airmoe.config import check_choice
 from airmoe.errors import ConfigError
 from airmoe.moe.experts import CoarseExperts, GranularExperts
-from airmoe.routers.base import Plan, Router, Tokens, run_eagerly
+from airmoe.moe.replay import PlanLog, draw_ticket, inside_backward
+from airmoe.routers.base import Plan, Router, run_eagerly
 from airmoe.routers.routing import Routing
 
 PostNorm = Literal["layernorm", "none"]
-KEPT_PLANS = 16  # forwards that may wait for their backward at once
 
 
 @dataclass(frozen=True)
@@ -53,9 +50,7 @@ class MoELayer(nn.Module):
                 )
         self.router, self.experts = router, experts
         self.post_norm = nn.LayerNorm(experts.dim) if post_norm == "layernorm" else None
-        self._plans: OrderedDict[int, Plan] = OrderedDict()
-        self._plans_of = -1  # the router's parameter_changes when the plans were made
-        self._warned_lost_plan = False
+        self._plans = PlanLog()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.forward_with_routing(x, mask).hidden
@@ -64,8 +59,7 @@ class MoELayer(nn.Module):
     def forward_with_routing(self, x: Tensor, mask: Tensor | None = None) -> MoEOutput:
         """The same, with the routing: return both from a checkpointed block to keep gradients."""
         hidden, flat_mask = self._flatten(x, mask)
-        tokens = self.router.read(hidden, flat_mask)
-        routing = self.router.answer(tokens, self._plan(hidden, flat_mask, tokens))
+        routing = self.router(hidden, flat_mask, self._plan(hidden, flat_mask))
         if flat_mask is not None:
             hidden = hidden.masked_fill(~flat_mask.unsqueeze(-1), 0)  # padding may hold anything
         output = self.experts(hidden, routing)
@@ -88,48 +82,24 @@ class MoELayer(nn.Module):
                 f"must have shape {tuple(x.shape[:-1])}, one entry per token",
                 "Pass the attention mask of this batch.",
             )
-        return hidden, mask.reshape(-1).bool()
-
-    def _plan(self, hidden: Tensor, mask: Tensor | None, tokens: Tokens) -> Plan:
-        if not self.training:
-            return self.router.plan(tokens)
-        ticket = _draw_ticket()
-        if _inside_backward():
-            return self._kept_plan(ticket, tokens)
-        self.router.observe(hidden, mask)
-        plan = self.router.plan(tokens)
-        if self._plans_of != self.router.parameter_changes:
-            self._plans.clear()
-            self._plans_of = self.router.parameter_changes
-        self._plans[ticket] = plan
-        while len(self._plans) > KEPT_PLANS:
-            self._plans.popitem(last=False)
-        return plan
-
-    def _kept_plan(self, ticket: int, tokens: Tokens) -> Plan:
-        """The plan of the forward that is being recomputed."""
-        if ticket in self._plans:
-            return self._plans[ticket]
-        if not self._warned_lost_plan:
-            self._warned_lost_plan = True
-            warnings.warn(
-                "MoELayer is recomputed without the random state of its first forward "
-                "(preserve_rng_state=False?), so the newest routing plan is used. That is right "
-                "when every forward is followed by its own backward, and only then.",
-                stacklevel=2,
+        if mask.is_floating_point() or mask.is_complex():
+            raise ConfigError(
+                "MoELayer.mask",
+                mask.dtype,
+                "must be bool or 0/1 integers; an additive mask means the opposite",
+                "Pass the mask in which 1 stands for a real token.",
             )
-        return next(reversed(self._plans.values())) if self._plans else self.router.plan(tokens)
+        return hidden, mask.reshape(-1) != 0
 
-
-def _draw_ticket() -> int:
-    """A number that a recomputed forward draws again.
-
-    Checkpointing restores the CPU's random state before it recomputes, so the ticket names the
-    forward it repeats, in whatever order backwards arrive.
-    """
-    return int(torch.randint(2**62, ()))
-
-
-def _inside_backward() -> bool:
-    """True while autograd executes a backward: a training forward in there is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    def _plan(self, hidden: Tensor, mask: Tensor | None) -> Plan | None:
+        """Observe and plan a new micro-batch; find the old plan of one that is recomputed."""
+        router = self.router
+        if not self.training:
+            return None  # as things are now
+        ticket = draw_ticket()
+        if inside_backward():
+            return self._plans.find(ticket, hidden)
+        router.observe(hidden, mask)
+        plan = router.plan(router.read(hidden.detach(), mask))
+        self._plans.keep(ticket, hidden, plan, router.parameter_changes, router.kept_plans)
+        return plan

@@ -14,12 +14,12 @@ from airmoe.errors import ConfigError
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import make_cells
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
+from airmoe.kernels.precision import own_precision
 from airmoe.routers.base import (
     CentroidInit,
     Plan,
     Router,
     RouterConfig,
-    Tokens,
     check_centroids,
     init_centroids,
     unit_rows,
@@ -28,6 +28,7 @@ from airmoe.routers.codebook import Codebook, CodebookKind
 from airmoe.routers.gating import ScoredCells, capacity_of, expert_choice, token_choice
 from airmoe.routers.routing import CellRouting
 from airmoe.routers.shortlists import ShortlistCache
+from airmoe.routers.tokens import Tokens
 
 Gate = Literal["token_choice", "expert_choice"]
 
@@ -121,6 +122,8 @@ class AirRouter(Router):
         self.training_lists = self._new_cache()
         self.evaluation_lists = self._new_cache()
         self._evaluated_at: tuple[int, ...] | None = None
+        self.built_at: Tensor | None = None  # micro-batch of the training lists, once built
+        self._built_from = -1
         self._fresh = False  # untracked only: the training lists belong to this very micro-batch
         self._untracked_batches = 0
         self.reset_parameters()
@@ -142,6 +145,10 @@ class AirRouter(Router):
         super().train(mode)
         return self
 
+    @property
+    def kept_plans(self) -> int:
+        return super().kept_plans if self.tracked else 8  # untracked plans own their shortlists
+
     def freeze_codebook(self) -> None:
         """Stop the codebook (fine-tuning); shortlists still follow the centroids."""
         self.codebook.frozen = True
@@ -151,16 +158,19 @@ class AirRouter(Router):
     def learn(self, tokens: Tokens) -> None:
         """Alg. 3: move the codebook, then rebuild the shortlists if parameters have changed."""
         self.codebook.update(tokens.hidden, tokens.valid)
-        if self.training_lists.stale or not self.tracked:
+        if not self.training:  # calibration: the training lists are not ours to touch
+            return
+        if self._outdated() or not self.tracked:
             self.training_lists.rebuild(
                 self.codebook.codewords, self.centroids, self._shortlist_noise(self.micro_batches)
             )
-            self._built_at = self.micro_batches.clone()
+            self.built_at = self.micro_batches.clone()
+            self._built_from = self.codebook.loads
             self._fresh = True
             self._note_untracked()
 
     def _note_untracked(self) -> None:
-        if self.tracked or not self.training:
+        if self.tracked:
             return
         self._untracked_batches += 1
         if self._untracked_batches == 2:
@@ -172,7 +182,7 @@ class AirRouter(Router):
             )
 
     def _shortlist_noise(self, micro_batch: Tensor) -> Noise | None:
-        """Shortlist jitter (Alg. 1, line 5): the codebook's seed, hence equal on all ranks."""
+        """Shortlist jitter (Alg. 1, line 6): the codebook's seed, hence equal on all ranks."""
         if not self.training or self.config.jitter_std == 0:
             return None
         key = combine(self.codebook.seed, micro_batch)
@@ -187,8 +197,9 @@ class AirRouter(Router):
     def rebuild_shortlists(self) -> Tensor:
         """[G, M] what a rebuild at this moment would give under the cached lists' jitter."""
         lists = self._new_cache()
-        built_at = getattr(self, "_built_at", self.micro_batches)
-        lists.rebuild(self.codebook.codewords, self.centroids, self._shortlist_noise(built_at))
+        built_at = self.micro_batches if self.built_at is None else self.built_at
+        noise = self._shortlist_noise(built_at)
+        lists.rebuild(self.codebook.codewords, self.centroids, noise)
         return lists.experts
 
     def _new_cache(self) -> ShortlistCache:
@@ -203,7 +214,7 @@ class AirRouter(Router):
 
     def _lists(self) -> ShortlistCache:
         if self.training:
-            if not self.training_lists.stale and (self.tracked or self._fresh):
+            if not self._outdated() and (self.tracked or self._fresh):
                 return self.training_lists
             # A training forward nobody observed: right for now, but not kept, because the next
             # observe builds from the codebook as it will be then (Alg. 3's order).
@@ -212,7 +223,9 @@ class AirRouter(Router):
             lists.rebuild(self.codebook.codewords, self.centroids, noise)
             return lists
         moment = self._moment()
-        if self._evaluated_at != moment:
+        # With gradients on, an unknown optimizer may be training a model in evaluation mode.
+        unknown = torch.is_grad_enabled() and self.centroids.requires_grad and not self.tracked
+        if unknown or self._evaluated_at != moment:
             self.evaluation_lists.rebuild(self.codebook.codewords, self.centroids, None)
             self._evaluated_at = moment
         return self.evaluation_lists
@@ -226,9 +239,15 @@ class AirRouter(Router):
         return (
             self.parameter_changes,
             self.codebook.changes,
-            self.codebook.codewords._version,
-            self.centroids._version,
+            *(
+                0 if tensor.is_inference() else tensor._version
+                for tensor in (self.codebook.codewords, self.centroids)
+            ),
         )
+
+    def _outdated(self) -> bool:
+        """True when the training lists must be rebuilt: a step, or another codebook, came since."""
+        return self.training_lists.stale or self._built_from != self.codebook.loads
 
     def plan(self, tokens: Tokens) -> AirPlan:
         lists = self._lists()
@@ -272,6 +291,7 @@ class AirRouter(Router):
         return exact_logits(hidden, self.centroids, self.config.normalize_centroids)
 
 
+@own_precision
 def exact_logits(hidden: Tensor, centroids: Tensor, normalize: bool) -> Tensor:
     """<h, w_e>, with unit-norm centroids if asked: [T, E] float32 or wider."""
     rows = unit_rows(centroids) if normalize else centroids

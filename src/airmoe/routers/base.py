@@ -15,6 +15,7 @@ from airmoe.distributed import is_distributed, rank
 from airmoe.errors import ConfigError
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
 from airmoe.routers.routing import Routing
+from airmoe.routers.tokens import Tokens, read_tokens
 
 CentroidInit = Literal["unit", "xavier"]
 
@@ -35,34 +36,25 @@ class RouterConfig:
     top_k: int
     jitter_std: float = 0.01
 
+    @property
+    def top_k_limit(self) -> int:
+        """The most experts a token can choose."""
+        return self.num_experts
+
     def check(self) -> None:
         for name in ("dim", "num_experts", "top_k"):
             check_count(f"{self.label}.{name}", getattr(self, name))
         check_number(f"{self.label}.jitter_std", self.jitter_std)
-        if self.top_k > self.num_experts:
+        if self.top_k > self.top_k_limit:
             raise ConfigError(
                 f"{self.label}.top_k",
                 self.top_k,
-                f"must be <= num_experts = {self.num_experts}",
+                f"must be <= {self.top_k_limit}, the experts a token can choose",
                 "Lower top_k or raise num_experts.",
             )
 
     def build(self) -> Router:
         raise TypeError(f"{type(self).__qualname__} belongs to no router")
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Checked input: rows that do not count are set to 0 so that they can spoil nothing."""
-
-    hidden: Tensor  # [T, D]
-    valid: Tensor  # [T] bool
-
-    @property
-    def weights(self) -> Tensor:
-        """[T] float32, 1 / (number of valid tokens) for each valid token, else 0."""
-        valid = self.valid.float()
-        return valid / valid.sum().clamp_min(1)
 
 
 @dataclass(frozen=True)
@@ -114,27 +106,41 @@ class Router(nn.Module, ABC):
         return Plan(self.current_noise_key())
 
     @run_eagerly
-    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Routing:
-        """hidden [T, D], mask [T] bool (False = padding) -> Routing."""
-        tokens = self.read(hidden, mask)
-        return self.answer(tokens, self.plan(tokens))
+    def forward(
+        self, hidden: Tensor, mask: Tensor | None = None, plan: Plan | None = None
+    ) -> Routing:
+        """hidden [T, D], mask [T] bool (False = padding) -> Routing.
 
-    def answer(self, tokens: Tokens, plan: Plan) -> Routing:
-        """`route` in full precision whatever autocast says: selection is on float32 scores."""
-        with torch.autocast(tokens.hidden.device.type, enabled=False):
-            return self.route(tokens, plan)
+        With a plan of an earlier moment the answer is that moment's. Autocast is off inside:
+        selection is on float32 scores.
+        """
+        tokens = self.read(hidden, mask)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.route(tokens, self.plan(tokens) if plan is None else plan)
 
     @run_eagerly
     def observe(self, hidden: Tensor, mask: Tensor | None = None) -> None:
         """Learn from one training micro-batch without gradients, and move the noise on."""
         tokens = self.read(hidden.detach(), mask)
-        if tokens.hidden.shape[0] == 0 and not is_distributed():
+        if self._has_nothing(tokens):
             return
         self._warn_if_non_finite(hidden.detach(), mask)
         # Ranks must count alike even when one of them has no token this time.
         moved = 1 if is_distributed() else tokens.valid.any()
         self.micro_batches += moved
         self.learn(tokens)
+
+    def _has_nothing(self, tokens: Tokens) -> bool:
+        """True for a batch without a valid token, which changes nothing.
+
+        Ranks decide together later on; and asking a GPU would stall it, so there such a batch is
+        only kept out of the statistics.
+        """
+        if is_distributed():
+            return False
+        return tokens.valid.numel() == 0 or (
+            tokens.valid.device.type == "cpu" and not bool(tokens.valid.any())
+        )
 
     def learn(self, tokens: Tokens) -> None:
         """Gradient-free learning of this router; most have none."""
@@ -151,38 +157,18 @@ class Router(nn.Module, ABC):
         """
         return self._tracked_as == id(self)
 
+    @property
+    def kept_plans(self) -> int:
+        """How many forwards may wait for their backward under activation checkpointing."""
+        return 64
+
     def set_tracked(self, tracked: bool) -> None:
         """Called by `track_optimizer`."""
         self._tracked_as = id(self) if tracked else None
 
     def read(self, hidden: Tensor, mask: Tensor | None) -> Tokens:
         """Check the input and find the tokens that count."""
-        label, dim = self.config.label, self.config.dim
-        if hidden.ndim != 2 or hidden.shape[1] != dim:
-            raise ConfigError(
-                f"{label}.hidden",
-                tuple(hidden.shape),
-                f"must have shape [tokens, dim = {dim}]",
-                "Flatten leading dimensions, or build the router with the model's width.",
-            )
-        if not hidden.is_floating_point():
-            raise ConfigError(
-                f"{label}.hidden", hidden.dtype, "must be real floating point", "Cast it first."
-            )
-        valid = hidden.detach().isfinite().all(-1)
-        if mask is not None:
-            valid = valid & self._checked_mask(mask, hidden)
-        return Tokens(hidden.masked_fill(~valid.unsqueeze(-1), 0), valid)
-
-    def _checked_mask(self, mask: Tensor, hidden: Tensor) -> Tensor:
-        if mask.dtype != torch.bool or mask.shape != hidden.shape[:1]:
-            raise ConfigError(
-                f"{self.config.label}.mask",
-                (tuple(mask.shape), mask.dtype),
-                f"must be a bool tensor of shape [{hidden.shape[0]}]",
-                "Give True for real tokens and False for padding.",
-            )
-        return mask
+        return read_tokens(self.config.label, self.config.dim, hidden, mask)
 
     def _warn_if_non_finite(self, hidden: Tensor, mask: Tensor | None) -> None:
         # Reading a flag would stall a GPU, so only the CPU looks; statistics are safe on both.

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from airmoe.config import check_choice, check_count, check_number
@@ -19,6 +18,7 @@ from airmoe.distributed import all_gather_rows, all_reduce_sum, is_distributed, 
 from airmoe.kernels.assign import assign
 from airmoe.kernels.noise import Stage, combine, normal, uniform_index
 from airmoe.routers.float32_state import Float32State
+from airmoe.routers.tokens import Tokens, read_tokens
 
 CodebookKind = Literal["spherical", "euclidean", "static"]
 
@@ -71,12 +71,13 @@ class Codebook(Float32State):
         self.decay, self.dead_below = decay, dead_below
         self.frozen = False
         self.changes = 0  # how often the codewords moved, for caches derived from them
+        self.loads = 0  # how often they were set anew instead of learned
         self._seen_first_batch = False
         self._warned_few_tokens = False
-        whole = torch.int64
-        self.register_buffer("codewords", torch.empty(num_codewords, dim))
-        self.register_buffer("counts", torch.empty(num_codewords))
-        self.register_buffer("sums", torch.empty(num_codewords, dim))
+        exact, whole = torch.float32, torch.int64
+        self.register_buffer("codewords", torch.empty(num_codewords, dim, dtype=exact))
+        self.register_buffer("counts", torch.empty(num_codewords, dtype=exact))
+        self.register_buffer("sums", torch.empty(num_codewords, dim, dtype=exact))
         self.register_buffer("initialized", torch.empty((), dtype=torch.bool))
         self.register_buffer("seed", torch.empty((), dtype=whole))
         self.register_buffer("updates", torch.empty((), dtype=whole))
@@ -90,7 +91,7 @@ class Codebook(Float32State):
         rows = torch.arange(self.num_codewords, device=self.seed.device)
         keys = combine(self.seed, int(Stage.START), rows).to(torch.int32)
         directions = normal(keys.unsqueeze(-1), torch.arange(self.dim, device=self.seed.device))
-        self.codewords.copy_(F.normalize(directions, dim=-1))
+        self.codewords.copy_(_directions(directions))
         self.sums.zero_()
         self.counts.zero_()
         self.initialized.fill_(False)
@@ -103,7 +104,7 @@ class Codebook(Float32State):
 
     def assign(self, hidden: Tensor) -> Tensor:
         """Nearest codeword of each token: [T, D] -> [T] (Alg. 1, line 3)."""
-        return self.nearest(hidden, 1).squeeze(-1)
+        return self.nearest(read_tokens("codebook", self.dim, hidden, None).hidden, 1).squeeze(-1)
 
     def nearest(self, hidden: Tensor, count: int) -> Tensor:
         """The `count` nearest codewords, nearest first: [T, D] -> [T, count]."""
@@ -112,13 +113,14 @@ class Codebook(Float32State):
     @torch.no_grad()
     def update(self, hidden: Tensor, mask: Tensor | None = None) -> None:
         """One step of Alg. 2 on a micro-batch; every rank of a process group must call it."""
+        tokens = read_tokens("codebook", self.dim, hidden.detach(), mask)
         if self.frozen or (hidden.shape[0] == 0 and not is_distributed()):
             return
         first = not self._has_started()
         if self.kind == "static" and not first:
             return
         self._warn_if_few_tokens(hidden.shape[0])
-        batch = self._global_batch(hidden.detach(), mask)
+        batch = self._global_batch(tokens)
         if first:
             self._start(batch)
         if self.kind != "static":
@@ -126,19 +128,16 @@ class Codebook(Float32State):
         self.updates += batch.total > 0
         self.changes += 1
 
-    def _global_batch(self, hidden: Tensor, mask: Tensor | None) -> GlobalBatch:
-        valid = hidden.isfinite().all(-1)
-        if mask is not None:
-            valid = valid & mask
-        states = hidden.to(self.codewords.dtype).masked_fill(~valid.unsqueeze(-1), 0)
+    def _global_batch(self, tokens: Tokens) -> GlobalBatch:
+        states = tokens.hidden.to(self.codewords.dtype)
         if not self.euclidean:
-            states = F.normalize(states, dim=-1)  # Alg. 2, line 2
+            states = _directions(states)  # Alg. 2, line 2
         # Keys must agree on all ranks, whatever seed each was built with: rank 0's are taken.
-        told = torch.stack([valid.sum(), self.seed, self.updates])
+        told = torch.stack([tokens.valid.sum(), self.seed, self.updates])
         told = all_gather_rows(told)  # [world, 3]
         self.seed.copy_(told[0, 1])
         self.updates.copy_(told[0, 2])
-        return GlobalBatch(states, valid, told[:, 0].sum(), told[: rank(), 0].sum())
+        return GlobalBatch(states, tokens.valid, told[:, 0].sum(), told[: rank(), 0].sum())
 
     def _start(self, batch: GlobalBatch) -> None:
         """Codewords from distinct tokens, one drawn from each of G equal strata of the batch."""
@@ -149,13 +148,17 @@ class Codebook(Float32State):
         drawn = all_reduce_sum(batch.rows(low + uniform_index(keys, high - low)))
         any_token = batch.total > 0
         share = batch.total.float() / self.num_codewords
-        self.codewords.copy_(torch.where(any_token, self._project(drawn, 1.0), self.codewords))
+        self.codewords.copy_(
+            torch.where(
+                any_token, self._project(drawn, torch.ones_like(self.counts)), self.codewords
+            )
+        )
         self.counts.copy_(torch.where(any_token, share, self.counts))
         self.sums.copy_(torch.where(any_token, drawn * share, self.sums))
         self.initialized |= any_token
 
     def _step(self, batch: GlobalBatch) -> None:
-        """Alg. 2, lines 3-12: assign, EMA of counts and sums, replace the dead, project."""
+        """Alg. 2, lines 3-13: assign, EMA of counts and sums, replace the dead, project."""
         codeword_ids = self.assign(batch.states)
         keys = combine(self.seed, int(Stage.REPLACE), self.updates)
         codes = torch.arange(self.num_codewords, device=self.counts.device)
@@ -174,12 +177,13 @@ class Codebook(Float32State):
         self.counts.copy_(torch.where(any_token, counts, self.counts))
         self.sums.copy_(torch.where(any_token, sums, self.sums))
 
-    def _project(self, sums: Tensor, counts: Tensor | float) -> Tensor:
-        """Codewords from sums: directions, or means for Euclidean; a zero sum keeps the old one."""
+    def _project(self, sums: Tensor, counts: Tensor) -> Tensor:
+        """Directions of the sums, or means for Euclidean; with nothing to go by, the old ones."""
         if self.euclidean:
-            return sums / (counts.unsqueeze(-1) if isinstance(counts, Tensor) else counts)
-        empty = sums.square().sum(-1, keepdim=True) == 0
-        return torch.where(empty, self.codewords, F.normalize(sums, dim=-1))
+            empty = (counts == 0).unsqueeze(-1)
+            return torch.where(empty, self.codewords, sums / counts.unsqueeze(-1))
+        empty = (sums == 0).all(-1, keepdim=True)
+        return torch.where(empty, self.codewords, _directions(sums))
 
     def _has_started(self) -> bool:
         # The buffer is read only until it says True, so that a GPU is not stalled every step.
@@ -189,6 +193,7 @@ class Codebook(Float32State):
     def _forget(self) -> None:
         self._seen_first_batch = False
         self.changes += 1
+        self.loads += 1
 
     def _warn_if_few_tokens(self, num_tokens: int) -> None:
         per_code = num_tokens * world_size() / self.num_codewords
@@ -209,6 +214,14 @@ class Codebook(Float32State):
 def _after_load(module: torch.nn.Module, _incompatible: object) -> None:
     assert isinstance(module, Codebook)
     module._forget()
+
+
+def _directions(rows: Tensor) -> Tensor:
+    """Rows on the unit sphere however small they are (sums fade without end); 0 stays 0."""
+    largest = rows.abs().amax(-1, keepdim=True)
+    rows = rows / torch.where(largest > 0, largest, 1.0)
+    norms = rows.norm(dim=-1, keepdim=True)
+    return rows / torch.where(norms > 0, norms, 1.0)
 
 
 def _sum_by_code(values: Tensor, codeword_ids: Tensor, num_codewords: int) -> Tensor:

@@ -18,13 +18,13 @@ from airmoe.routers.base import (
     Plan,
     Router,
     RouterConfig,
-    Tokens,
     check_centroids,
     init_centroids,
 )
 from airmoe.routers.gating import capacity_of
 from airmoe.routers.routing import ExpertRouting, Lazy
-from airmoe.routers.topk import LazySummary, exact_inputs
+from airmoe.routers.tokens import Tokens
+from airmoe.routers.topk import exact_inputs
 
 
 class ExpertChoiceRouter(Router):
@@ -63,10 +63,8 @@ class ExpertChoiceRouter(Router):
         config, num_tokens = self.config, tokens.hidden.shape[0]
         hidden, experts = exact_inputs(tokens, self.centroids, config.normalize_centroids)
         noise = self.noise(plan, Stage.TOKEN, num_tokens)
-        summary = LazySummary(
-            lambda: softmax_summary(hidden, experts, tokens.weights.to(hidden.dtype), noise)
-        )
-        log_z = summary().log_z  # [T]
+        summary = softmax_summary(hidden, experts, tokens.weights.to(hidden.dtype), noise)
+        log_z = summary.log_z  # [T]
         # The shape counts every token; with padding the last slots stay unused.
         share = num_tokens * config.top_k / config.num_experts * config.capacity_factor
         slots = min(num_tokens, math.ceil(share))
@@ -87,8 +85,8 @@ class ExpertChoiceRouter(Router):
             valid=tokens.valid,
             token_ids=token_ids,
             weights=weights * used,
-            lazy_expert_probs=lambda: summary().mean_probs,
-            lazy_log_z=Lazy(lambda: torch.where(tokens.valid, log_z, 0.0)),
+            lazy_expert_probs=lambda: summary.mean_probs,
+            lazy_log_z=Lazy(hidden.device, lambda: torch.where(tokens.valid, log_z, 0.0)),
         )
 
     def full_logits(self, hidden: Tensor) -> Tensor:

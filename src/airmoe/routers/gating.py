@@ -10,8 +10,8 @@ from torch import Tensor
 
 from airmoe.kernels.cells import Cells
 from airmoe.kernels.select import top_k_gates
-from airmoe.routers.base import Tokens
 from airmoe.routers.routing import CellRouting, Lazy, by_token, sum_over_cells
+from airmoe.routers.tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class ScoredCells:
     def routing(
         self, gates: Tensor, max_per_token: int | None, cell_probs: Callable[[], Tensor]
     ) -> CellRouting:
-        log_z = Lazy(self.log_z)
+        device = self.scores.device
+        log_z = Lazy(device, self.log_z)
 
         def expert_probs() -> Tensor:
             row_weights = self.tokens.weights[self.cells.token_ids].unsqueeze(-1)
@@ -52,14 +53,14 @@ class ScoredCells:
             cells=self.cells,
             gates=gates,
             max_per_token=max_per_token,
-            lazy_expert_probs=Lazy(expert_probs),
+            lazy_expert_probs=Lazy(device, expert_probs),
             lazy_log_z=log_z,
-            lazy_cell_probs=Lazy(cell_probs),
+            lazy_cell_probs=Lazy(device, cell_probs),
         )
 
 
 def token_choice(scored: ScoredCells, top_k: int) -> Tensor:
-    """Each token takes its K best over all its rows: gates [N, M] (Alg. 1, line 9; Eq. 2)."""
+    """Each token takes its K best over all its rows: gates [N, M] (Alg. 1, line 10; Eq. 2)."""
     cells, scores, valid = scored.cells, scored.scores, scored.tokens.valid
     if scores.shape[0] == scored.num_tokens:  # one row per token: rows can be treated in place
         return top_k_gates(scores, valid[cells.token_ids], top_k)

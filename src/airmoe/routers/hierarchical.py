@@ -19,13 +19,13 @@ from airmoe.routers.base import (
     Plan,
     Router,
     RouterConfig,
-    Tokens,
     check_centroids,
     init_centroids,
     inverse_norms,
 )
 from airmoe.routers.gating import ScoredCells, token_choice
 from airmoe.routers.routing import CellRouting
+from airmoe.routers.tokens import Tokens
 
 
 class HierarchicalRouter(Router):

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from airmoe.config import check_count, config
 from airmoe.errors import ConfigError
 from airmoe.kernels.noise import Stage
-from airmoe.kernels.select import top_positions
-from airmoe.routers.base import Plan, Router, RouterConfig, Tokens, init_centroids
+from airmoe.kernels.precision import own_precision
+from airmoe.kernels.select import softmax_weights, top_positions
+from airmoe.routers.base import Plan, Router, RouterConfig, init_centroids
 from airmoe.routers.routing import Lazy, TokenRouting
+from airmoe.routers.tokens import Tokens
 
 
 class PeerRouter(Router):
@@ -25,12 +27,14 @@ class PeerRouter(Router):
 
         num_heads: int = 8
 
+        @property
+        def top_k_limit(self) -> int:
+            return self.num_heads * self.num_experts  # heads choose independently
+
         def check(self) -> None:
             check_count("peer.num_heads", self.num_heads)
-            for name in ("dim", "num_experts", "top_k"):
-                check_count(f"peer.{name}", getattr(self, name))
-            self._check_shapes()
             super().check()
+            self._check_shapes()
 
         def _check_shapes(self) -> None:
             side = math.isqrt(self.num_experts)
@@ -83,7 +87,7 @@ class PeerRouter(Router):
         if per_head == 1:  # the full probability, or the keys would get no gradient
             weights = (logits - log_z.unsqueeze(-1)).exp()
         else:
-            weights = logits.softmax(-1)
+            weights = softmax_weights(logits)
 
         def expert_probs() -> Tensor:
             """Mean over tokens and heads of softmax(a)_i * softmax(b)_j, as one product."""
@@ -96,22 +100,23 @@ class PeerRouter(Router):
             valid=tokens.valid,
             expert_ids=places.flatten(1),
             weights=weights.flatten(1) * tokens.valid.unsqueeze(-1),
-            lazy_expert_probs=Lazy(expert_probs),
-            lazy_log_z=Lazy(lambda: torch.where(tokens.valid, log_z.mean(-1), 0.0)),
+            lazy_expert_probs=Lazy(first.device, expert_probs),
+            lazy_log_z=Lazy(first.device, lambda: torch.where(tokens.valid, log_z.mean(-1), 0.0)),
         )
 
     def _sub_scores(self, hidden: Tensor, plan: Plan) -> Tensor:
         """Scores of both query halves against their keys: [T, P, 2, side], jitter included."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         queries = hidden.to(dtype) @ self.query.weight.to(dtype).T
-        queries = queries.view(hidden.shape[0], self.config.num_heads, 2, -1)
+        queries = queries.view(-1, self.config.num_heads, 2, self.keys.shape[-1])
         scores = torch.einsum("tphd,phsd->tphs", queries, self.keys.to(dtype))
         noise = self.noise(plan, Stage.SUBKEY, hidden.shape[0])
         if noise is not None:
-            columns = torch.arange(scores[0].numel(), device=hidden.device)
+            columns = torch.arange(scores.shape[1:].numel(), device=hidden.device)
             scores = scores + noise.rows(slice(None), columns).view(scores.shape)
         return scores
 
+    @own_precision
     def full_logits(self, hidden: Tensor) -> Tensor:
         """Exact jitter-free logits of every head over all experts: [T, D] -> [T, P, E]."""
         first, second = self._sub_scores(hidden, Plan(None)).unbind(2)

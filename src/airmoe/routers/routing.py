@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,21 +17,24 @@ from torch import Tensor
 from airmoe.kernels.cells import Cells
 from airmoe.kernels.select import top_positions
 
+Value = TypeVar("Value")
 
-class Lazy:
-    """A tensor computed on first use, with gradients on even if a metric reads it first."""
 
-    def __init__(self, compute: Callable[[], Tensor]) -> None:
-        self._compute: Callable[[], Tensor] | None = compute
-        self._value: Tensor | None = None
+class Lazy(Generic[Value]):
+    """Something computed on first use: with gradients even if a metric reads it first, and in
+    full precision whatever autocast says at that moment."""
 
-    def __call__(self) -> Tensor:
-        if self._value is None:
-            assert self._compute is not None
-            with torch.enable_grad():
+    def __init__(self, device: torch.device, compute: Callable[[], Value]) -> None:
+        self._device_type = device.type
+        self._compute: Callable[[], Value] | None = compute
+        self._value: Value | None = None
+
+    def __call__(self) -> Value:
+        if self._compute is not None:
+            with torch.enable_grad(), torch.autocast(self._device_type, enabled=False):
                 self._value = self._compute()
             self._compute = None  # lets go of what the computation needed
-        return self._value
+        return cast(Value, self._value)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -60,7 +64,10 @@ class Routing(ABC):
 
     @abstractmethod
     def to_token_routing(self) -> TokenRouting:
-        """The same answer as one list per token, best first; weights stay differentiable."""
+        """The same answer as one list per token (best first; PEER: head by head, each best first).
+
+        Weights stay differentiable.
+        """
 
     def _listed(self, expert_ids: Tensor, weights: Tensor) -> TokenRouting:
         return TokenRouting(
@@ -117,7 +124,7 @@ class CellRouting(Routing):
 
     @property
     def rows_per_token(self) -> int:
-        return self.token_ids.shape[0] // max(1, self.num_tokens)
+        return self.cells.rows_per_token
 
     @property
     def cell_probs(self) -> Tensor:
@@ -181,7 +188,7 @@ class ExpertRouting(Routing):
 def by_token(rows: Tensor, cells: Cells, num_tokens: int) -> Tensor:
     """Rows sorted by cell [N, M] -> token order [T, R * M], nearest cell first."""
     restored = rows.index_select(0, cells.order.argsort())
-    return restored.reshape(num_tokens, rows.shape[1] * (rows.shape[0] // max(1, num_tokens)))
+    return restored.reshape(num_tokens, cells.rows_per_token * rows.shape[1])
 
 
 def sum_over_cells(values: Tensor, cells: Cells, num_experts: int) -> Tensor:

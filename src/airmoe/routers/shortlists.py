@@ -26,7 +26,8 @@ class ShortlistCache(Float32State):
         self.normalize = normalize
         experts = torch.zeros(num_codewords, size, dtype=torch.int64)
         self.register_buffer("experts", experts, persistent=False)
-        self.register_buffer("inverse_norms", torch.zeros(num_experts), persistent=False)
+        norms = torch.zeros(num_experts, dtype=torch.float32)
+        self.register_buffer("inverse_norms", norms, persistent=False)
         self.stale = True
 
     @torch.no_grad()

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from airmoe.config import check_flag, config
-from airmoe.kernels.dense import Summary, best_experts, softmax_summary
+from airmoe.kernels.dense import best_experts, softmax_summary
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.rows import gather_dot
+from airmoe.kernels.select import softmax_weights
 from airmoe.routers.air import exact_logits
 from airmoe.routers.base import (
     CentroidInit,
     Plan,
     Router,
     RouterConfig,
-    Tokens,
     check_centroids,
     init_centroids,
     unit_rows,
 )
 from airmoe.routers.routing import Lazy, TokenRouting
+from airmoe.routers.tokens import Tokens
 
 
 class TopKRouter(Router):
@@ -65,13 +65,14 @@ class TopKRouter(Router):
         if noise is not None:
             rows = torch.arange(hidden.shape[0], device=hidden.device).unsqueeze(-1)
             logits = logits + noise.pairs(rows, expert_ids)
-        summary = LazySummary(
-            lambda: softmax_summary(hidden, experts, tokens.weights.to(hidden.dtype), noise)
+        summary = Lazy(
+            hidden.device,
+            lambda: softmax_summary(hidden, experts, tokens.weights.to(hidden.dtype), noise),
         )
         if top_k == 1:  # the probability among all experts, or the router would get no gradient
             weights = (logits - summary().log_z.unsqueeze(-1)).exp()
         else:
-            weights = logits.softmax(-1)
+            weights = softmax_weights(logits)
         return TokenRouting(
             num_tokens=hidden.shape[0],
             num_experts=self.config.num_experts,
@@ -79,26 +80,12 @@ class TopKRouter(Router):
             expert_ids=expert_ids,
             weights=weights * tokens.valid.unsqueeze(-1),
             lazy_expert_probs=lambda: summary().mean_probs,
-            lazy_log_z=Lazy(lambda: torch.where(tokens.valid, summary().log_z, 0.0)),
+            lazy_log_z=Lazy(hidden.device, lambda: torch.where(tokens.valid, summary().log_z, 0.0)),
         )
 
     def full_logits(self, hidden: Tensor) -> Tensor:
         """Exact jitter-free logits over all experts: [T, D] -> [T, E]."""
         return exact_logits(hidden, self.centroids, self.config.normalize_centroids)
-
-
-class LazySummary:
-    """The full softmax's summary, formed once and only if somebody asks."""
-
-    def __init__(self, compute: Callable[[], Summary]) -> None:
-        self._compute = compute
-        self._value: Summary | None = None
-
-    def __call__(self) -> Summary:
-        if self._value is None:
-            with torch.enable_grad():
-                self._value = self._compute()
-        return self._value
 
 
 def exact_inputs(tokens: Tokens, centroids: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:

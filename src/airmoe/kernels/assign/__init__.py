@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.assign import reference
+from airmoe.kernels.precision import own_precision
 
 
 @torch.no_grad()
+@own_precision
 def assign(hidden: Tensor, codewords: Tensor, *, euclidean: bool, count: int = 1) -> Tensor:
     """The `count` nearest codewords of each token, nearest first: [T, count] int64.
 

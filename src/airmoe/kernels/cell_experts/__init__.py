@@ -8,8 +8,10 @@ from torch import Tensor
 from airmoe.kernels.cell_experts.activations import Activation, activate, is_gated
 from airmoe.kernels.cell_experts.reference import CellExperts, Form
 from airmoe.kernels.cells import Cells
+from airmoe.kernels.precision import own_precision
 
 
+@own_precision
 def cell_experts(
     hidden: Tensor,
     gate: Tensor | None,
@@ -29,10 +31,9 @@ def cell_experts(
     tensors = (hidden, gate, up, down, gates)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     form = Form(activation, expert_size, hidden.dtype, keep)
-    with torch.autocast(hidden.device.type, enabled=False):
-        return CellExperts.apply(  # type: ignore[no-any-return]
-            hidden, gate, up, down, gates, cells.token_ids, cells.offsets, cells.pools, form
-        )
+    return CellExperts.apply(  # type: ignore[no-any-return]
+        hidden, gate, up, down, gates, cells.token_ids, cells.offsets, cells.pools, form
+    )
 
 
 __all__ = ["Activation", "activate", "cell_experts", "is_gated"]

@@ -1,15 +1,16 @@
-"""Fine scoring (Alg. 1, line 9) as one dense product per cell."""
+"""Fine scoring (Alg. 1, line 10) as one dense product per cell."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from airmoe.kernels.cell_scores.reference import CellScores
 from airmoe.kernels.cells import Cells
 from airmoe.kernels.noise import Noise
+from airmoe.kernels.precision import own_precision
 
 
+@own_precision
 def cell_scores(
     hidden: Tensor,
     centroids: Tensor,
@@ -24,7 +25,6 @@ def cell_scores(
     unit-norm centroids; the gradient goes through the norm although the value was cached. Jitter
     is a function of (token, expert), the same wherever the pair is met.
     """
-    with torch.autocast(hidden.device.type, enabled=False):
-        return CellScores.apply(  # type: ignore[no-any-return]
-            hidden, centroids, inverse_norms, cells.token_ids, cells.offsets, cells.pools, noise
-        )
+    return CellScores.apply(  # type: ignore[no-any-return]
+        hidden, centroids, inverse_norms, cells.token_ids, cells.offsets, cells.pools, noise
+    )

@@ -18,6 +18,7 @@ class Cells:
     offsets: Tensor  # [G + 1] first row of each cell; stays on the device
     pools: Tensor  # [G, M] expert ids, ascending
     order: Tensor  # [N] row -> its place in the unsorted [T * rows_per_token] list
+    rows_per_token: int
 
     def cell_of_row(self) -> Tensor:
         """[N] the cell each row belongs to."""
@@ -29,4 +30,4 @@ def make_cells(cell_ids: Tensor, pools: Tensor) -> Cells:
     """cell_ids [T, R] (R cells per token), pools [G, M] -> the sorted layout, N = T * R."""
     order, offsets = reference.sort_rows(cell_ids.flatten(), pools.shape[0])
     token_ids = order.div(cell_ids.shape[1], rounding_mode="floor")
-    return Cells(token_ids, offsets, pools, order)
+    return Cells(token_ids, offsets, pools, order, cell_ids.shape[1])

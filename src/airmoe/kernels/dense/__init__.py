@@ -9,6 +9,7 @@ from torch import Tensor
 
 from airmoe.kernels.dense import reference
 from airmoe.kernels.noise import Noise
+from airmoe.kernels.precision import own_precision
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,14 @@ class Summary:
 
 
 @torch.no_grad()
+@own_precision
 def best_experts(hidden: Tensor, experts: Tensor, count: int, noise: Noise | None = None) -> Tensor:
     """Each token's `count` best experts: hidden [T, D], experts [E, D] -> [T, count] ids."""
     return reference.best_experts(hidden, experts, count, noise)
 
 
 @torch.no_grad()
+@own_precision
 def best_tokens(
     hidden: Tensor,
     experts: Tensor,
@@ -38,6 +41,7 @@ def best_tokens(
     return reference.best_tokens(hidden, experts, log_z, valid, count, noise)
 
 
+@own_precision
 def softmax_summary(
     hidden: Tensor, experts: Tensor, token_weights: Tensor, noise: Noise | None = None
 ) -> Summary:

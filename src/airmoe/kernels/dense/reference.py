@@ -61,15 +61,16 @@ class SoftmaxSummary(torch.autograd.Function):
         ctx: Any, hidden: Tensor, experts: Tensor, token_weights: Tensor, noise: Noise | None
     ) -> tuple[Tensor, Tensor]:
         log_z = torch.empty(hidden.shape[0], dtype=hidden.dtype, device=hidden.device)
-        mean_probs = torch.zeros(experts.shape[0], dtype=hidden.dtype, device=hidden.device)
+        # Sums over chunks in double: chunking must not cost accuracy.
+        mean_probs = torch.zeros(experts.shape[0], dtype=torch.float64, device=hidden.device)
         for rows in token_chunks(hidden, experts):
             logits = token_logits(hidden, experts, noise, rows)
             log_z[rows] = logits.logsumexp(-1)
             probs = logits.sub_(log_z[rows].unsqueeze(-1)).exp_()
-            mean_probs += token_weights[rows] @ probs
+            mean_probs += probs.mul_(token_weights[rows].unsqueeze(-1)).sum(0)
         ctx.noise = noise
         ctx.save_for_backward(hidden, experts, token_weights, log_z)
-        return log_z, mean_probs
+        return log_z, mean_probs.to(hidden.dtype)
 
     @staticmethod
     @once_differentiable

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from airmoe.kernels.precision import own_precision
 from airmoe.kernels.rows import reference
 
 
@@ -70,19 +71,19 @@ class _Scatter(torch.autograd.Function):
         return grad_weights, grad_rows, None, None
 
 
+@own_precision
 def gather_dot(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     """<queries[q], table[ids[q, j]]>: [Q, D], [R, D], [Q, J] -> [Q, J]."""
-    with torch.autocast(queries.device.type, enabled=False):
-        return _Dot.apply(queries, table, ids)  # type: ignore[no-any-return]
+    return _Dot.apply(queries, table, ids)  # type: ignore[no-any-return]
 
 
+@own_precision
 def gather_total(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     """sum_j weights[q, j] * table[ids[q, j]]: [Q, J], [R, D], [Q, J] -> [Q, D]."""
-    with torch.autocast(table.device.type, enabled=False):
-        return _Total.apply(weights, table, ids)  # type: ignore[no-any-return]
+    return _Total.apply(weights, table, ids)  # type: ignore[no-any-return]
 
 
+@own_precision
 def scatter_total(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor:
     """Add weights[q, j] * rows[q] into row ids[q, j] of the result: -> [num_out, D]."""
-    with torch.autocast(rows.device.type, enabled=False):
-        return _Scatter.apply(weights, rows, ids, num_out)  # type: ignore[no-any-return]
+    return _Scatter.apply(weights, rows, ids, num_out)  # type: ignore[no-any-return]

@@ -22,7 +22,7 @@ def dot(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     for start in range(0, ids.shape[0], step):
         part = slice(start, start + step)
         rows = table.index_select(0, ids[part].flatten()).to(queries.dtype)
-        rows = rows.view(*ids[part].shape, -1)  # [step, J, D]
+        rows = rows.view(*ids[part].shape, queries.shape[1])  # [step, J, D]
         result[part] = torch.bmm(rows, queries[part].unsqueeze(-1)).squeeze(-1)
     return result
 

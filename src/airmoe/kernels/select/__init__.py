@@ -1,7 +1,8 @@
-"""Choosing the K best and weighing them (Alg. 1, line 9)."""
+"""Choosing the K best and weighing them (Alg. 1, line 10)."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from airmoe.kernels.select import reference
@@ -18,4 +19,9 @@ def top_k_gates(scores: Tensor, valid: Tensor, count: int) -> Tensor:
     return reference.top_k_gates(scores, valid, count)
 
 
-__all__ = ["chosen_mask", "top_k_gates", "top_positions"]
+def softmax_weights(logits: Tensor) -> Tensor:
+    """Softmax over chosen logits [..., K]; never 0, because 0 marks an unused slot."""
+    return logits.softmax(-1).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+__all__ = ["chosen_mask", "softmax_weights", "top_k_gates", "top_positions"]

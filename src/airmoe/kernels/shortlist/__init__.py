@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.noise import Noise
+from airmoe.kernels.precision import own_precision
 from airmoe.kernels.shortlist import reference
 
 
 @torch.no_grad()
+@own_precision
 def top_m(
     codewords: Tensor,
     centroids: Tensor,

@@ -1,0 +1,86 @@
+"""Finding the plan of a forward that activation checkpointing runs again.
+
+Between a forward and its recomputation the codebook may have moved and the noise gone on (several
+micro-batches can wait for one backward), so the plan of each forward is kept and found again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from airmoe.routers.base import Plan
+
+SAMPLED_ROWS = 4
+
+
+@dataclass(frozen=True)
+class _Kept:
+    ticket: int
+    sample: Tensor  # a few rows of the input
+    plan: Plan
+
+
+class PlanLog:
+    """The plans of recent training forwards, newest last."""
+
+    def __init__(self) -> None:
+        self._kept: deque[_Kept] = deque()
+        self._parameter_changes = -1
+        self._warned = False
+
+    def keep(self, ticket: int, hidden: Tensor, plan: Plan, changes: int, limit: int) -> None:
+        """Remember a forward; a change of parameters ends the life of all before it."""
+        if changes != self._parameter_changes:
+            self._kept.clear()
+            self._parameter_changes = changes
+        self._kept.append(_Kept(ticket, _sample(hidden), plan))
+        while len(self._kept) > limit:
+            self._kept.popleft()
+
+    def find(self, ticket: int, hidden: Tensor) -> Plan | None:
+        """The plan of the forward being recomputed: by ticket, and by content where that fails.
+
+        Contents are compared (which waits for the device) only when the random state was not
+        restored, or when several forwards started from the same one.
+        """
+        same_ticket = [kept for kept in self._kept if kept.ticket == ticket]
+        if len(same_ticket) == 1:
+            return same_ticket[0].plan
+        sample = _sample(hidden)
+        for kept in reversed(same_ticket or self._kept):
+            if kept.sample.shape == sample.shape and torch.equal(kept.sample, sample):
+                return kept.plan
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "MoELayer is recomputed from other inputs than it first saw, or more forwards wait "
+                "for their backward than plans are kept; the newest plan is used. Gradients are "
+                "those of a slightly different routing.",
+                stacklevel=4,
+            )
+        return self._kept[-1].plan if self._kept else None
+
+
+def draw_ticket() -> int:
+    """A number that a recomputed forward draws again.
+
+    Checkpointing restores the CPU's random state before it recomputes, so the ticket names the
+    forward that is repeated, in whatever order the backwards arrive.
+    """
+    return int(torch.randint(2**62, ()))
+
+
+def inside_backward() -> bool:
+    """True while autograd executes a backward: a training forward in there is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _sample(hidden: Tensor) -> Tensor:
+    """A few evenly spaced rows: [T, D] -> [at most SAMPLED_ROWS, D]."""
+    step = max(1, hidden.shape[0] // SAMPLED_ROWS)
+    return hidden.detach()[::step][:SAMPLED_ROWS].clone()

@@ -1,0 +1,53 @@
+"""Checked input of routers and codebooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from airmoe.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Hidden states in which rows that do not count are set to 0, so that they spoil nothing."""
+
+    hidden: Tensor  # [T, D]
+    valid: Tensor  # [T] bool
+
+    @property
+    def weights(self) -> Tensor:
+        """[T] float32, 1 / (number of valid tokens) for each valid token, else 0."""
+        valid = self.valid.float()
+        return valid / valid.sum().clamp_min(1)
+
+
+def read_tokens(label: str, dim: int, hidden: Tensor, mask: Tensor | None) -> Tokens:
+    """Check hidden [T, dim] and mask [T], and find the tokens that count.
+
+    Masked tokens do not, nor do those that hold NaN or infinity.
+    """
+    if hidden.ndim != 2 or hidden.shape[1] != dim:
+        raise ConfigError(
+            f"{label}.hidden",
+            tuple(hidden.shape),
+            f"must have shape [tokens, dim = {dim}]",
+            "Flatten leading dimensions, or build with the model's width.",
+        )
+    if not hidden.is_floating_point():
+        raise ConfigError(
+            f"{label}.hidden", hidden.dtype, "must be real floating point", "Cast it first."
+        )
+    valid = hidden.detach().isfinite().all(-1)
+    if mask is not None:
+        if mask.dtype != torch.bool or mask.shape != hidden.shape[:1]:
+            raise ConfigError(
+                f"{label}.mask",
+                (tuple(mask.shape), mask.dtype),
+                f"must be a bool tensor of shape [{hidden.shape[0]}]",
+                "Give True for real tokens and False for padding.",
+            )
+        valid = valid & mask
+    return Tokens(hidden.masked_fill(~valid.unsqueeze(-1), 0), valid)
