@@ -1,0 +1,202 @@
+"""AirRouter against the float64 loops of Alg. 1."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from airmoe import CellRouting
+from tests import oracles
+from tests.conformance.common import (
+    Case,
+    Mode,
+    dense_weights,
+    leaves,
+    route,
+    row_cells,
+    set_codebook,
+    tokens,
+)
+from tests.tolerance import assert_close
+
+DIM, EXPERTS, CODEWORDS, SHORTLIST, TOP_K, TOKENS = 12, 40, 7, 13, 5, 53
+
+
+def prepared(jitter_std: float = 0.0, seed: int = 0, **options):
+    """A router whose codebook is given and frozen, so that only the forward pass is tested."""
+    options = {
+        "dim": DIM,
+        "num_experts": EXPERTS,
+        "top_k": TOP_K,
+        "num_codewords": CODEWORDS,
+        "shortlist_size": SHORTLIST,
+        "jitter_std": jitter_std,
+        **options,
+    }
+    router = Case("air", options).build(seed)
+    with torch.no_grad():  # norms from 0.3 to 3: without the projection another expert wins
+        router.centroids.mul_(torch.linspace(0.3, 3.0, EXPERTS)[:, None])
+    set_codebook(router, oracles.project(tokens(CODEWORDS, DIM, seed + 1)))
+    router.freeze_codebook()
+    return router
+
+
+def alg1(router, hidden: Tensor, dtype: torch.dtype, normalize: bool = True) -> oracles.Alg1:
+    return oracles.alg1_forward(
+        hidden.to(dtype),
+        router.codebook.codewords.to(dtype),
+        leaves(router, dtype)["centroids"].detach(),
+        SHORTLIST,
+        TOP_K,
+        normalize=normalize,
+    )
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_every_line_of_alg1(mode: Mode, normalize: bool):
+    router = prepared(normalize_centroids=normalize)
+    hidden = 2 * tokens(TOKENS, DIM, 5)
+    routing = route(router, hidden, mode)
+    exact, plain = (alg1(router, hidden, t, normalize) for t in (torch.float64, torch.float32))
+
+    assert router.codebook.assign(hidden).tolist() == exact.codeword_ids
+    assert router.shortlists().tolist() == exact.shortlists
+    chosen = routing.to_token_routing()
+    expected = torch.tensor([heads[0].expert_ids for heads in exact.choices])
+    assert torch.equal(chosen.expert_ids, expected)  # best first
+    for what, mine, read in (
+        (
+            "weights of the list",
+            chosen.weights,
+            lambda c, h: torch.stack([x[0].weights for x in c]),
+        ),
+        (
+            "weights of the cells",
+            dense_weights(routing),
+            lambda c, h: oracles.dense_weights(c, EXPERTS, h),
+        ),
+        ("log_z", routing.log_z, oracles.log_z),
+        (
+            "expert_probs",
+            routing.expert_probs,
+            lambda c, h: oracles.expert_probs(c, EXPERTS, h),
+        ),
+    ):
+        truth = read(exact.choices, hidden.double())
+        assert_close(mine, truth, read(plain.choices, hidden), what)
+    assert routing.expert_counts.tolist() == oracles.expert_counts(exact.choices, EXPERTS)
+
+
+def test_the_projection_matters_here():
+    """The normalised and the plain oracle disagree on this data: the test above can fail."""
+    router = prepared()
+    hidden = 2 * tokens(TOKENS, DIM, 5)
+    with_projection = alg1(router, hidden, torch.float64, True)
+    without = alg1(router, hidden, torch.float64, False)
+    assert with_projection.shortlists != without.shortlists
+    ids = [[c[0].expert_ids for c in result.choices] for result in (with_projection, without)]
+    assert ids[0] != ids[1]
+
+
+def test_cells_are_the_codewords():
+    """Rows sorted by codeword, every token once, the pool of a cell its codeword's shortlist."""
+    router = prepared()
+    hidden = tokens(TOKENS, DIM, 6)
+    routing = route(router, hidden, "eval")
+    assert isinstance(routing, CellRouting)
+    exact = alg1(router, hidden, torch.float64)
+    assert routing.rows_per_token == 1
+    assert sorted(routing.token_ids.tolist()) == list(range(TOKENS))
+    cells = row_cells(routing)
+    assert [exact.codeword_ids[t] for t in routing.token_ids.tolist()] == cells.tolist()
+    assert routing.pools.tolist() == exact.shortlists
+    sizes = [exact.codeword_ids.count(g) for g in range(CODEWORDS)]
+    assert routing.cell_counts.tolist() == sizes
+    assert routing.offsets.diff().tolist() == sizes
+
+
+def test_cell_probs_are_the_mean_softmax_over_codeword_similarity():
+    """The coarse stage's own distribution, for the shortlist balance loss."""
+    router = prepared()
+    hidden = tokens(TOKENS, DIM, 6)
+    routing = route(router, hidden, "eval")
+
+    def plain(dtype: torch.dtype) -> Tensor:
+        h, c = hidden.to(dtype), router.codebook.codewords.to(dtype)
+        cosine = torch.stack([torch.stack([x @ y / (x.norm() * y.norm()) for y in c]) for x in h])
+        return torch.softmax(cosine, dim=1).mean(dim=0)
+
+    assert_close(routing.cell_probs, plain(torch.float64), plain(torch.float32), "cell_probs")
+
+
+def test_the_euclidean_router_assigns_by_distance():
+    """Ablation: nearest by L2, lists by <c, w> with c as it is."""
+    router = prepared(codebook="euclidean")
+    lengths = torch.linspace(0.2, 4.0, CODEWORDS)[:, None]
+    set_codebook(router, router.codebook.codewords * lengths)
+    hidden = tokens(TOKENS, DIM, 7)
+    routing = route(router, hidden, "eval")
+    codewords = router.codebook.codewords.double()
+    nearest = [oracles.nearest_codewords(h, codewords, 1, "euclidean")[0] for h in hidden.double()]
+    by_cosine = [oracles.nearest_codewords(h, codewords, 1)[0] for h in hidden.double()]
+    assert nearest != by_cosine  # or the test would prove nothing
+    assert router.codebook.assign(hidden).tolist() == nearest
+    assert [nearest[t] for t in routing.token_ids.tolist()] == row_cells(routing).tolist()
+    lists = oracles.build_shortlists(codewords, router.centroids.double(), SHORTLIST)
+    assert router.shortlists().tolist() == lists
+
+
+def test_evaluation_has_no_jitter_and_leaves_the_training_lists():
+    router = prepared(jitter_std=0.5)
+    hidden = tokens(TOKENS, DIM, 8)
+    route(router, hidden, "train")
+    training_lists = router.shortlists().clone()
+    exact = alg1(router, hidden, torch.float64)
+    routing = route(router, hidden, "eval")
+    assert router.shortlists().tolist() == exact.shortlists
+    expected = [sorted(heads[0].expert_ids) for heads in exact.choices]
+    assert [sorted(ids) for ids in routing.to_token_routing().expert_ids.tolist()] == expected
+    router.train()
+    assert torch.equal(router.shortlists(), training_lists)
+    assert training_lists.tolist() != exact.shortlists  # the jitter did reach the lists
+
+
+def test_fine_scoring_adds_the_token_jitter_inside_the_list():
+    """Alg. 1, line 10, with the noise read off a router that scores every expert (K = E)."""
+    router = prepared(jitter_std=0.5)
+    hidden = tokens(TOKENS, DIM, 9)
+    routing = route(router, hidden, "train")
+    everyone = Case(
+        "topk",
+        {"dim": DIM, "num_experts": EXPERTS, "top_k": EXPERTS, "jitter_std": 0.5},
+    ).build()
+    with torch.no_grad():
+        everyone.centroids.copy_(router.centroids)
+    everyone.noise_seed.copy_(router.noise_seed)
+    everyone.micro_batches.copy_(router.micro_batches)
+    everyone.train()
+    noisy = dense_weights(everyone(hidden)).detach().double().log()  # up to a constant per token
+    lists, cells = router.shortlists(), router.codebook.assign(hidden)
+    dense = dense_weights(routing).detach()
+    for token in range(TOKENS):
+        pool = lists[cells[token]].tolist()
+        choice = oracles.choose(pool, noisy[token, pool], TOP_K)
+        assert dense[token].nonzero().flatten().tolist() == sorted(choice.expert_ids)
+        # The logits were read from float32 weights: relative error of a few roundings.
+        assert torch.allclose(dense[token, choice.expert_ids].double(), choice.weights, rtol=1e-5)
+
+
+def test_gradients_do_not_pass_to_the_codebook():
+    router = prepared()
+    hidden = tokens(TOKENS, DIM, 5).requires_grad_()
+    routing = route(router, hidden, "train")
+    assert all(not buffer.requires_grad for buffer in router.codebook.buffers())
+    assert not list(router.codebook.parameters())
+    (dense_weights(routing) ** 2).sum().backward()
+    exact = alg1(router, hidden.detach(), torch.float64)
+    used = {expert for heads in exact.choices for expert in heads[0].expert_ids}
+    assert router.centroids.grad is not None
+    touched = router.centroids.grad.abs().sum(dim=1).nonzero().flatten().tolist()
+    assert set(touched) == used  # only the chosen experts of Eq. 2

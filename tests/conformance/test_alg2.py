@@ -1,0 +1,223 @@
+"""The codebook against the float64 loops of Alg. 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import oracles
+from tests.conformance.common import Case, set_codebook, tokens
+from tests.conformance.training_oracles import Codebook, alg2_update, first_codebook
+from tests.oracles import Kind
+from tests.tolerance import assert_close
+
+DIM, CODEWORDS = 10, 6
+
+
+def router_with(
+    kind: str = "spherical", decay: float = 0.9, dead_below: float = 0.0, seed: int = 0
+):
+    options = {
+        "dim": DIM,
+        "num_codewords": CODEWORDS,
+        "codebook": kind,
+        "codebook_decay": decay,
+        "dead_below": dead_below,
+    }
+    return Case("air", options).build(seed)
+
+
+def state_of(codebook: Any, dtype: torch.dtype = torch.float64) -> Codebook:
+    parts = (codebook.codewords, codebook.counts, codebook.sums)
+    return Codebook(*(part.detach().to(dtype, copy=True) for part in parts))
+
+
+def assert_state(codebook: Any, exact: Codebook, plain: Codebook, what: str) -> None:
+    assert_close(codebook.counts, exact.counts, plain.counts, f"{what}: counts")
+    assert_close(codebook.sums, exact.sums, plain.sums, f"{what}: sums")
+    assert_close(codebook.codewords, exact.codewords, plain.codewords, f"{what}: codewords")
+
+
+@pytest.mark.parametrize("decay", [0.3, 0.5, 0.95])
+@pytest.mark.parametrize("kind", ["spherical", "euclidean"])
+def test_updates_follow_alg2(kind: str, decay: float):
+    """Five micro-batches of different sizes, tokens of very different length."""
+    start = 0.5 * tokens(CODEWORDS, DIM, 1)
+    router = router_with(kind, decay)
+    set_codebook(router, oracles.project(start) if kind == "spherical" else start)
+    codebook = router.codebook
+    states = {t: state_of(codebook, t) for t in (torch.float64, torch.float32)}
+    for step, count in enumerate((61, 7, 128, 40, 53)):
+        lengths = torch.linspace(0.2, 3.0, count)[:, None]
+        hidden = lengths * tokens(count, DIM, 10 + step)
+        codebook.update(hidden)
+        for dtype, state in states.items():
+            args = (hidden.to(dtype), state, decay, 0.0)
+            states[dtype] = alg2_update(*args, kind=cast(Kind, kind))
+        exact, plain = states.values()
+        assert_state(codebook, exact, plain, f"{kind}, micro-batch {step}")
+
+
+def test_the_two_kinds_differ():
+    """On these tokens the kinds give different codebooks: the test above can fail."""
+    codewords = 0.5 * tokens(CODEWORDS, DIM, 1).double()
+    start = Codebook(codewords, torch.ones(CODEWORDS).double(), codewords)
+    hidden = torch.linspace(0.2, 3.0, 61).double()[:, None] * tokens(61, DIM, 10).double()
+    spherical = alg2_update(hidden, start, 0.9, 0.0)
+    euclidean = alg2_update(hidden, start, 0.9, 0.0, kind="euclidean")
+    assert spherical.counts.tolist() != euclidean.counts.tolist()
+
+
+def replacement(codebook: Any, points: Tensor) -> Callable[[int], int]:
+    """The token the library took for a dead code: the one its new sum equals."""
+
+    def pick(g: int) -> int:
+        gaps = (points - codebook.sums[g].double()).norm(dim=1)
+        assert gaps.min() < 1e-6, f"the sum of dead code {g} is no token of the batch"
+        return int(gaps.argmin())
+
+    return pick
+
+
+@pytest.mark.parametrize("kind", ["spherical", "euclidean"])
+def test_dead_codes_become_tokens_of_the_batch(kind: str):
+    """Alg. 2, lines 11-14: n < tau after the EMA step; m = h'_u, n = 1, c = that token."""
+    router = router_with(kind, decay=0.5, dead_below=1.0)
+    codewords = torch.cat([torch.eye(DIM)[:4], -torch.eye(DIM)[:2]])
+    set_codebook(router, codewords, torch.tensor([4.0, 2.0, 1.99, 0.5, 2.0, 0.0]))
+    codebook = router.codebook
+    states = [state_of(codebook, t) for t in (torch.float64, torch.float32)]
+    hidden = tokens(9, DIM, 3).abs() + torch.eye(DIM)[0]  # everything sits near the first codeword
+    codebook.update(hidden)
+    points = oracles.project(hidden.double(), kind == "spherical")
+    pick = replacement(codebook, points)
+    died: list[int] = []
+
+    def recorded(g: int) -> int:
+        died.append(g)
+        return pick(g)
+
+    exact = alg2_update(hidden.double(), states[0], 0.5, 1.0, recorded, cast(Kind, kind))
+    plain = alg2_update(hidden, states[1], 0.5, 1.0, pick, cast(Kind, kind))
+    assert_state(codebook, exact, plain, kind)
+    assert {2, 3, 5} <= set(died) and not {0} & set(died)
+    assert 4 not in died  # 0.5 x 2 = 1 is not below 1
+
+
+def test_replacements_reach_every_valid_token_and_no_other():
+    """u ~ Unif([S]) over the tokens that count: masked and non-finite ones never come up."""
+    router = router_with(decay=0.5, dead_below=1.0)
+    hidden = tokens(8, DIM, 4).abs()
+    hidden[6] = float("nan")
+    mask = torch.ones(8, dtype=torch.bool)
+    mask[2] = False
+    drawn = []
+    for _ in range(150):
+        set_codebook(router, torch.eye(DIM)[:CODEWORDS], torch.tensor([9.0] * 5 + [0.0]))
+        with torch.no_grad():  # nothing is near the last code
+            router.codebook.codewords[5] = -torch.ones(DIM) / DIM**0.5
+        router.codebook.update(hidden, mask)
+        points = oracles.project(hidden[[0, 1, 3, 4, 5, 7]].double())
+        drawn.append(replacement(router.codebook, points)(5))
+    shares = torch.bincount(torch.tensor(drawn), minlength=6) / 150
+    # Binomial(150, 1/6): standard deviation 0.030; five of them.
+    assert ((shares - 1 / 6).abs() < 5 * 0.0305).all(), shares
+
+
+@pytest.mark.parametrize("kind", ["spherical", "euclidean"])
+def test_the_first_update_starts_from_distinct_tokens(kind: str):
+    """c = distinct tokens, n = T/G, m = token x T/G, then the ordinary EMA step."""
+    router = router_with(kind, decay=0.99, dead_below=0.0)
+    codebook = router.codebook
+    hidden = 2 * tokens(50, DIM, 5)
+    mask = torch.ones(50, dtype=torch.bool)
+    mask[::7] = False
+    valid = hidden[mask]
+    codebook.update(hidden, mask)
+    points = oracles.project(valid.double(), kind == "spherical")
+    share = len(valid) / CODEWORDS
+    # With decay 0.99 the sum is still next to the drawn token: find it, then demand equality.
+    drawn = [
+        int((points - s / (0.99 * share)).norm(dim=1).argmin()) for s in codebook.sums.double()
+    ]
+    assert len(set(drawn)) == CODEWORDS
+    exact, plain = (
+        alg2_update(h, first_codebook(h, drawn, cast(Kind, kind)), 0.99, 0.0, kind=cast(Kind, kind))
+        for h in (valid.double(), valid)
+    )
+    assert_state(codebook, exact, plain, kind)
+
+
+@pytest.mark.parametrize("kind", ["spherical", "euclidean"])
+def test_codes_without_tokens_keep_their_place_when_nothing_dies(kind: str):
+    """dead_below = 0: a code nobody used keeps its direction (its mean), however long ago that was.
+
+    Pi(m) does not depend on the length of m, nor m / n on a common factor, so neither may fade out.
+    """
+    far = torch.eye(DIM)[[0, 1, 2, 3]]
+    for faded in (1e-3, 1e-14, 1e-30, 0.0):
+        router = router_with(kind, decay=0.5, dead_below=0.0)
+        set_codebook(router, torch.cat([far, -far[:2]]), torch.tensor([4.0] * 4 + [faded] * 2))
+        router.codebook.update(tokens(20, DIM, 11).abs())
+        old, new = -far[:2], router.codebook.codewords[4:]
+        assert (new - old).abs().max() < 1e-6, f"sums faded to {faded}: {new.norm(dim=1)}"
+
+
+def test_a_static_codebook_learns_once():
+    router = router_with("static")
+    before = router.codebook.codewords.clone()
+    router.codebook.update(tokens(40, DIM, 6))
+    first = state_of(router.codebook)
+    assert not torch.equal(router.codebook.codewords, before)
+    router.codebook.update(tokens(40, DIM, 7))
+    for mine, expected in zip(
+        vars(state_of(router.codebook)).values(), vars(first).values(), strict=True
+    ):
+        assert torch.equal(mine, expected)
+
+
+def test_masked_and_non_finite_tokens_do_not_count():
+    """The update equals Alg. 2 over the remaining tokens only."""
+    router = router_with(decay=0.7)
+    set_codebook(router, oracles.project(tokens(CODEWORDS, DIM, 1)))
+    states = [state_of(router.codebook, t) for t in (torch.float64, torch.float32)]
+    hidden = tokens(41, DIM, 8)
+    mask = torch.rand(41, generator=torch.Generator().manual_seed(0)) < 0.7
+    hidden[3], hidden[11, 2] = float("nan"), float("inf")
+    mask[3] = mask[11] = True
+    keep = mask & hidden.isfinite().all(dim=1)
+    router.codebook.update(hidden, mask)
+    exact = alg2_update(hidden[keep].double(), states[0], 0.7, 0.0)
+    plain = alg2_update(hidden[keep], states[1], 0.7, 0.0)
+    assert_state(router.codebook, exact, plain, "masked")
+
+
+def test_an_empty_batch_changes_nothing():
+    router = router_with(decay=0.7, dead_below=1.0)
+    set_codebook(router, oracles.project(tokens(CODEWORDS, DIM, 1)), torch.full((CODEWORDS,), 1.1))
+    before = state_of(router.codebook)
+    router.codebook.update(torch.empty(0, DIM))
+    router.codebook.update(tokens(5, DIM, 2), torch.zeros(5, dtype=torch.bool))
+    for mine, expected in zip(
+        vars(state_of(router.codebook)).values(), vars(before).values(), strict=True
+    ):
+        assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_state_is_float32_whatever_the_model(dtype: torch.dtype):
+    """An update from bf16 tokens equals Alg. 2 on those tokens in float32, not in bf16."""
+    router = router_with(decay=0.95).to(dtype)
+    set_codebook(router, oracles.project(tokens(CODEWORDS, DIM, 1)))
+    codebook = router.codebook
+    assert {codebook.codewords.dtype, codebook.counts.dtype, codebook.sums.dtype} == {torch.float32}
+    states = [state_of(codebook, t) for t in (torch.float64, torch.float32)]
+    hidden = tokens(97, DIM, 9).to(dtype)
+    codebook.update(hidden)
+    exact = alg2_update(hidden.double(), states[0], 0.95, 0.0)
+    plain = alg2_update(hidden.float(), states[1], 0.95, 0.0)
+    assert_state(codebook, exact, plain, str(dtype))

@@ -1,0 +1,163 @@
+"""Several cells per token (hierarchical, probes > 1) against their plain per-token definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import airmoe
+from airmoe import CellRouting
+from tests import oracles
+from tests.conformance.common import (
+    Case,
+    Mode,
+    dense_weights,
+    granular,
+    leaves,
+    route,
+    row_cells,
+    selected_ids,
+    set_codebook,
+    tokens,
+)
+from tests.tolerance import assert_close
+
+TOKENS, DIM, EXPERTS = 43, 8, 48
+SIZES = {"dim": DIM, "num_experts": EXPERTS, "top_k": 7}
+CASES = [
+    Case("hierarchical", {**SIZES, "num_clusters": 12, "num_selected_clusters": 2}),
+    Case("hierarchical", {**SIZES, "num_clusters": 12, "num_selected_clusters": 9}),
+    Case("hierarchical", {**SIZES, "num_clusters": 12, "num_selected_clusters": 12}),
+    Case("hierarchical", {**SIZES, "num_clusters": 48, "num_selected_clusters": 7}),
+    Case(
+        "hierarchical",
+        {**SIZES, "num_clusters": 8, "num_selected_clusters": 5, "normalize_centroids": False},
+    ),
+    Case("air", {**SIZES, "num_codewords": 6, "shortlist_size": 10, "probes": 2}),
+    Case("air", {**SIZES, "num_codewords": 6, "shortlist_size": 30, "probes": 4}),
+    Case("air", {**SIZES, "num_codewords": 6, "shortlist_size": 7, "probes": 6}),
+    Case("air", {**SIZES, "num_codewords": 1, "shortlist_size": 20, "probes": 1}),
+]
+
+
+def build(case: Case):
+    router = case.build()
+    with torch.no_grad():  # spread the norms: the projection must not be forgotten at either level
+        for parameter in router.parameters():
+            parameter.mul_(torch.linspace(0.5, 1.5, len(parameter))[:, None])
+    if case.name == "air":
+        codewords = oracles.project(tokens(case.config["num_codewords"], DIM, 1))
+        set_codebook(router, codewords)
+        router.freeze_codebook()
+    return router
+
+
+def own_choices(case: Case, router, hidden: Tensor, dtype: torch.dtype):
+    """The per-token definition, shortlists included, from parameters and codewords alone."""
+    if case.name == "hierarchical":
+        return case.choices(router, hidden.to(dtype), leaves(router, dtype))
+    codewords, centroids = (
+        router.codebook.codewords.to(dtype),
+        router.centroids.detach().to(dtype),
+    )
+    lists = oracles.build_shortlists(codewords, centroids, case.config["shortlist_size"])
+    probes = case.config["probes"]
+    return oracles.air_route(
+        hidden.to(dtype), codewords, lists, centroids, case.config["top_k"], probes=probes
+    )
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cells_equal_the_per_token_definition(case: Case, mode: Mode):
+    router, hidden = build(case), 2 * tokens(TOKENS, DIM, 2)
+    routing = route(router, hidden, mode)
+    exact, plain = (own_choices(case, router, hidden, t) for t in (torch.float64, torch.float32))
+    assert selected_ids(routing) == [sorted(heads[0].expert_ids) for heads in exact]
+    listed = routing.to_token_routing()
+    assert listed.expert_ids.tolist() == [heads[0].expert_ids for heads in exact]
+    h = hidden.double()
+    for what, mine, read in (
+        ("weights", dense_weights(routing), lambda c, h: oracles.dense_weights(c, EXPERTS, h)),
+        ("probs", routing.expert_probs, lambda c, h: oracles.expert_probs(c, EXPERTS, h)),
+        ("log_z", routing.log_z, oracles.log_z),
+    ):
+        assert_close(mine, read(exact, h), read(plain, hidden), what)
+    assert routing.expert_counts.tolist() == oracles.expert_counts(exact, EXPERTS)
+
+
+@pytest.mark.parametrize("expert_size", [1, 2])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layer_outputs_equal_the_per_token_sum(case: Case, expert_size: int):
+    router = build(case).eval()
+    experts = granular(num_experts=EXPERTS, dim=DIM, activation="swiglu", expert_size=expert_size)
+    layer = airmoe.MoELayer(router, experts, post_norm="none").eval()
+    with torch.no_grad():
+        for i, parameter in enumerate(experts.parameters()):
+            parameter.copy_(0.5 * tokens(parameter.numel() // DIM, DIM, 20 + i).view_as(parameter))
+    hidden = 2 * tokens(TOKENS, DIM, 2)
+    output = layer(hidden.view(1, TOKENS, DIM))[0]
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        named = {k: v.detach() for k, v in leaves(experts, dtype).items()}
+        plain_experts = oracles.Experts("swiglu", named["gate"], named["up"], named["down"])
+        choices = own_choices(case, router, hidden, dtype)
+        results.append(oracles.moe_output(hidden.to(dtype), choices, plain_experts).detach())
+    assert_close(output, *results, what=str(case))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_of_a_token_are_its_cells(case: Case):
+    """One row per (token, selected cell); pools ascend; a cell's rows lie together."""
+    router, hidden = build(case), tokens(TOKENS, DIM, 3)
+    routing = route(router, hidden, "eval")
+    assert isinstance(routing, CellRouting)
+    per_token = case.config.get("probes") or case.config["num_selected_clusters"]
+    assert routing.rows_per_token == per_token
+    assert len(routing.token_ids) == TOKENS * per_token
+    assert (routing.pools.diff(dim=1) > 0).all()
+    pairs = sorted(zip(routing.token_ids.tolist(), row_cells(routing).tolist(), strict=True))
+    expected = []
+    for token, h in enumerate(hidden.double()):
+        if case.name == "air":
+            cells = oracles.nearest_codewords(h, router.codebook.codewords.double(), per_token)
+        else:
+            normalize = case.config.get("normalize_centroids", True)
+            clusters = oracles.project(router.cluster_centroids.detach().double(), normalize)
+            cells = oracles.top_ids(clusters @ h, per_token)
+        expected += [(token, cell) for cell in cells]
+    assert pairs == sorted(expected)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.config.get("probes", 1) > 1], ids=str)
+def test_a_shared_expert_counts_in_the_nearest_row_only(case: Case):
+    router, hidden = build(case), tokens(TOKENS, DIM, 4)
+    routing = route(router, hidden, "eval")
+    cells, pools = row_cells(routing), routing.pools.tolist()
+    codewords = router.codebook.codewords.double()
+    shared = 0
+    for token, h in enumerate(hidden.double()):
+        nearest = oracles.nearest_codewords(h, codewords, case.config["probes"])
+        for row in (routing.token_ids == token).nonzero().flatten().tolist():
+            cell = int(cells[row])
+            nearer = {e for g in nearest[: nearest.index(cell)] for e in pools[g]}
+            for expert, gate in zip(pools[cell], routing.gates[row].tolist(), strict=True):
+                if expert in nearer:
+                    shared += 1
+                    assert gate == 0
+    assert shared > 0
+
+
+def test_hierarchical_cell_probs_are_the_cluster_softmax():
+    case = CASES[1]
+    router, hidden = build(case), tokens(TOKENS, DIM, 3)
+    routing = route(router, hidden, "eval")
+
+    def plain(dtype: torch.dtype) -> Tensor:
+        clusters = oracles.project(router.cluster_centroids.detach().to(dtype))
+        return torch.softmax(hidden.to(dtype) @ clusters.T, dim=1).mean(dim=0)
+
+    assert_close(routing.cell_probs, plain(torch.float64), plain(torch.float32), "cell_probs")
+    counts = torch.bincount(row_cells(routing), minlength=12)
+    assert torch.equal(routing.cell_counts, counts)

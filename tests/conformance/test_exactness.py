@@ -1,0 +1,138 @@
+"""AIR with M = E is exact routing: ids, weights, statistics, gradients; jitter included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from airmoe import metrics
+from tests import oracles
+from tests.conformance.common import Case, Mode, dense_weights, leaves, route, tokens
+from tests.tolerance import assert_close
+
+TOKENS, SIZES = 31, {"dim": 12, "num_experts": 25, "top_k": 6}
+
+
+def twins(jitter_std: float, normalize: bool, top_k: int = 6, probes: int = 1) -> tuple[Any, Any]:
+    """AIR with lists of all experts, and the exact router, with equal centroids and seed."""
+    shared = {**SIZES, "top_k": top_k, "jitter_std": jitter_std, "normalize_centroids": normalize}
+    air = Case("air", {**shared, "num_codewords": 4, "shortlist_size": 25, "probes": probes}).build(
+        1
+    )
+    exact = Case("topk", shared).build(2)
+    with torch.no_grad():
+        air.centroids.mul_(torch.linspace(0.5, 2.0, 25)[:, None])
+        exact.centroids.copy_(air.centroids)
+    exact.noise_seed.copy_(air.noise_seed)
+    return air, exact
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("top_k", [1, 6, 25])
+@pytest.mark.parametrize("jitter_std", [0.0, 0.3])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_full_shortlists_are_exact_routing(
+    mode: Mode, jitter_std: float, top_k: int, normalize: bool
+):
+    air, exact = twins(jitter_std, normalize, top_k)
+    results = []
+    for router in (air, exact):
+        hidden = tokens(TOKENS, 12, 3).requires_grad_()
+        routing = route(router, hidden, mode)
+        loss = (dense_weights(routing) * tokens(TOKENS, 25, 4)).sum()
+        loss = loss + (routing.expert_probs * tokens(1, 25, 5)[0]).sum()
+        loss = loss + (routing.log_z * tokens(1, TOKENS, 6)[0]).sum()
+        grads = torch.autograd.grad(loss, [hidden, router.centroids])
+        results.append((routing, routing.to_token_routing(), *grads))
+    assert torch.equal(air.micro_batches, exact.micro_batches)
+    mine, theirs = results
+    assert torch.equal(mine[1].expert_ids, theirs[1].expert_ids)
+    assert torch.equal(mine[0].expert_counts, theirs[0].expert_counts)
+
+    truth, plain = (jitter_free(exact, top_k, normalize, t) for t in (torch.float64, torch.float32))
+    for i, what in enumerate(("weights", "expert_probs", "log_z", "hidden.grad", "centroids.grad")):
+        values = [(dense_weights(r[0]), r[0].expert_probs, r[0].log_z, *r[2:])[i] for r in results]
+        assert_agree(values[0], values[1], truth[i], plain[i], what)
+        if mode == "eval" or jitter_std == 0:
+            assert_close(values[0], truth[i], plain[i], what)
+
+
+def jitter_free(router: Any, top_k: int, normalize: bool, dtype: torch.dtype) -> list[Tensor]:
+    """What the loop above reads, by Eq. 1-2 without jitter."""
+    h, weights = (
+        tokens(TOKENS, 12, 3).to(dtype).requires_grad_(),
+        leaves(router, dtype)["centroids"],
+    )
+    choices = oracles.exact_topk(h, weights, top_k, normalize)
+    dense = oracles.dense_weights(choices, 25, h)
+    probs, log_z = oracles.expert_probs(choices, 25, h), oracles.log_z(choices, h)
+    loss = (dense * tokens(TOKENS, 25, 4)).sum() + (probs * tokens(1, 25, 5)[0]).sum()
+    loss = loss + (log_z * tokens(1, TOKENS, 6)[0]).sum()
+    return [dense, probs, log_z, *torch.autograd.grad(loss, [h, weights])]
+
+
+def assert_agree(mine: Tensor, theirs: Tensor, truth: Tensor, plain: Tensor, what: str) -> None:
+    """Two float32 answers to one formula: each within the bound of float64, so two bounds apart.
+
+    The noise is common to both; the formula without it sets the size of the bound.
+    """
+    half_the_gap = (mine.detach().double() - theirs.detach().double()) / 2
+    assert_close(truth.detach() + half_the_gap, truth, plain, what)
+
+
+def test_jitter_moves_the_selection_here():
+    """With jitter the ids differ from those without: equality above is not for lack of noise."""
+    air, _ = twins(0.3, True)
+    quiet, _ = twins(0.0, True)
+    hidden = tokens(TOKENS, 12, 3)
+    noisy_ids = route(air, hidden, "train").to_token_routing().expert_ids
+    assert not torch.equal(noisy_ids, route(quiet, hidden, "train").to_token_routing().expert_ids)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_full_shortlists_with_probes_count_everyone_once(mode: Mode):
+    """Every probe brings all experts: the union is still E, each counted once."""
+    air, exact = twins(0.0, True, probes=3)
+    hidden = tokens(TOKENS, 12, 3)
+    mine, theirs = route(air, hidden, mode), route(exact, hidden, mode)
+    assert torch.equal(mine.to_token_routing().expert_ids, theirs.to_token_routing().expert_ids)
+    assert torch.equal(mine.expert_counts, theirs.expert_counts)
+    truth = oracles.exact_topk(hidden.double(), air.centroids.detach().double(), 6)
+    plain = oracles.exact_topk(hidden, air.centroids.detach(), 6)
+    assert_close(
+        dense_weights(mine),
+        oracles.dense_weights(truth, 25, hidden.double()),
+        oracles.dense_weights(plain, 25, hidden),
+        "weights",
+    )
+    assert_close(
+        mine.log_z, oracles.log_z(truth, hidden.double()), oracles.log_z(plain, hidden), "log_z"
+    )
+
+
+def test_one_codeword_with_all_experts_per_token_count():
+    """G = 1, M = E: the whole batch is one cell and still routes exactly."""
+    options = {**SIZES, "num_codewords": 1, "shortlist_size": 25}
+    air = Case("air", options).build(1)
+    hidden = tokens(TOKENS, 12, 3)
+    routing = route(air, hidden, "train")
+    truth = oracles.exact_topk(hidden.double(), air.centroids.detach().double(), 6)
+    assert routing.to_token_routing().expert_ids.tolist() == [c[0].expert_ids for c in truth]
+    assert routing.offsets.tolist() == [0, TOKENS]
+
+
+def test_metrics_call_it_exact():
+    """Overlap and mass recall of AIR with M = E are 1; with a shorter list they are below."""
+    air, _ = twins(0.0, True)
+    hidden = tokens(TOKENS, 12, 3)
+    route(air, hidden, "train")
+    eps = torch.finfo(torch.float32).eps
+    assert torch.equal(metrics.overlap(air, hidden), torch.ones(TOKENS))
+    assert (metrics.mass_recall(air, hidden) - 1).abs().max() < 32 * eps
+    short = Case("air", {**SIZES, "num_codewords": 2, "shortlist_size": 6}).build(1)
+    route(short, hidden, "train")
+    assert metrics.overlap(short, hidden).mean() < 1
+    assert metrics.mass_recall(short, hidden).max() < 1

@@ -1,0 +1,235 @@
+"""Exactly K, ties to the lowest id, float32 scores whatever the dtype, PEER against brute force."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from airmoe import ROUTERS
+from tests import oracles
+from tests.conformance.common import (
+    Case,
+    Mode,
+    dense_weights,
+    leaves,
+    route,
+    selected_ids,
+    set_codebook,
+    tokens,
+)
+from tests.tolerance import assert_close, assert_top_k, score_slack
+
+BATCH = 211
+SIZES = {"dim": 8, "num_experts": 36, "top_k": 5}
+CASES = [
+    Case("air", {**SIZES, "num_codewords": 6, "shortlist_size": 17}),
+    Case("air", {**SIZES, "num_codewords": 6, "shortlist_size": 17, "probes": 3}),
+    Case("air", {**SIZES, "num_codewords": 6, "shortlist_size": 5}),
+    Case("peer", {**SIZES, "num_heads": 1}),
+    Case("peer", {**SIZES, "top_k": 6, "num_heads": 2}),
+    Case("hierarchical", {**SIZES, "num_clusters": 6, "num_selected_clusters": 3}),
+    Case("hierarchical", {**SIZES, "num_clusters": 36, "num_selected_clusters": 7}),
+    Case("topk", SIZES),
+    Case("topk", {**SIZES, "top_k": 1}),
+]
+
+
+def test_every_token_choice_router_is_here():
+    assert {case.name for case in CASES} | {"expert_choice"} == set(ROUTERS)
+
+
+def axes(count: int, dim: int, seed: int) -> Tensor:
+    """Unit vectors along the axes, half of them negative: exact in every float type."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.eye(dim)[torch.randint(dim, (count,), generator=generator)]
+    return rows * (2 * torch.randint(2, (count, 1), generator=generator) - 1)
+
+
+def whole_number_router(case: Case) -> Any:
+    """Parameters on the axes: with whole-number tokens every score is exact, most are tied."""
+    router = case.build()
+    with torch.no_grad():
+        for name, parameter in router.named_parameters():
+            if name == "query.weight":
+                parameter.copy_(torch.eye(8).repeat(len(parameter) // 8, 1))
+            elif name == "keys":
+                flat = axes(parameter[..., 0].numel(), parameter.shape[-1], 1)
+                parameter.copy_(flat.view_as(parameter))
+            else:
+                parameter.copy_(axes(len(parameter), 8, len(name)))
+    if case.name == "air":
+        set_codebook(router, axes(6, 8, 3))
+        router.freeze_codebook()
+    return router
+
+
+def whole_number_tokens(count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    hidden = torch.randint(-1, 2, (count, 8), generator=generator).float()
+    hidden[:, 0] += (hidden == 0).all(dim=1)  # the zero token has no direction
+    return hidden
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ties_go_to_the_lowest_expert(case: Case, mode: Mode, dtype: torch.dtype):
+    router, hidden = whole_number_router(case).to(dtype), whole_number_tokens(41).to(dtype)
+    routing = route(router, hidden, mode)
+    if case.name == "air":
+        book, centroids = router.codebook.codewords.double(), router.centroids.double()
+        size = case.config["shortlist_size"]
+        assert router.shortlists().tolist() == oracles.build_shortlists(book, centroids, size)
+    choices = case.choices(router, hidden.double(), leaves(router, torch.float64))
+    tied = 0
+    for token, heads in enumerate(choices):
+        assert heads is not None
+        expected = [expert for choice in heads for expert in sorted(choice.expert_ids)]
+        if case.name == "peer":
+            rows = routing.expert_ids[token].view(len(heads), -1)
+            assert [e for row in rows.tolist() for e in sorted(row)] == expected
+        elif case.config.get("probes", 1) > 1:  # across rows ties go to the nearer codeword
+            ids = routing.to_token_routing().expert_ids[token].tolist()
+            logits = dict(zip(heads[0].candidate_ids, heads[0].logits.tolist(), strict=True))
+            assert len(set(ids)) == len(ids)
+            assert sorted(logits[e] for e in ids) == sorted(logits[e] for e in expected)
+        else:
+            ids = routing.to_token_routing().expert_ids[token].tolist()
+            assert sorted(ids) == expected
+        for choice in heads:
+            last = choice.logits[choice.candidate_ids.index(choice.expert_ids[-1])]
+            tied += int((choice.logits >= last).sum()) > len(choice.expert_ids)
+    if case.config.get("shortlist_size") != case.config["top_k"]:
+        assert tied > 20  # a threshold would take more than K for most tokens
+    assert (routing.to_token_routing().weights > 0).all()
+    assert routing.to_token_routing().weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_exactly_the_k_best_in_bfloat16(case: Case, mode: Mode):
+    """bf16 weights and tokens, float32 scores: the K best up to float32, not bf16, rounding."""
+    router = case.build().bfloat16()
+    hidden = (3 * tokens(BATCH, 8, 2)).bfloat16()
+    routing = route(router, hidden, mode)
+    if case.name == "peer":  # the query projection runs in the model's dtype: ask the router itself
+        truth = router.full_logits(hidden).double()
+        for token, row in enumerate(routing.expert_ids.view(BATCH, truth.shape[1], -1)):
+            for head, ids in enumerate(row):
+                assert_top_k(ids.tolist(), truth[token, head], len(ids), 1e-6, str(case))
+        return
+    results = [
+        case.choices(router, hidden.to(t), leaves(router, t))
+        for t in (torch.float64, torch.float32)
+    ]
+    rounded_too_many = 0
+    for ids, exact, plain in zip(selected_ids(routing), *results, strict=True):
+        assert exact is not None and plain is not None
+        choice, top_k = exact[0], case.config["top_k"]
+        position = [choice.candidate_ids.index(expert) for expert in ids]
+        slack = score_slack(choice.logits, plain[0].logits)
+        assert_top_k(position, choice.logits, top_k, slack, str(case))
+        rounded = choice.logits.bfloat16()
+        rounded_too_many += (
+            int((rounded >= rounded.sort(descending=True).values[top_k - 1]).sum()) > top_k
+        )
+    if len(results[0][0][0].candidate_ids) > case.config["top_k"] > 1:
+        assert rounded_too_many > 0  # bf16 scores would have failed
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_exactly_k_even_when_the_softmax_saturates(case: Case, mode: Mode):
+    """Logits hundreds apart: weights vanish, but 0 marks an unused slot, so none may be 0."""
+    routing = route(case.build(), 500 * tokens(29, 8, 2), mode)
+    assert ((routing.to_token_routing().weights > 0).sum(dim=1) == case.config["top_k"]).all()
+    assert int(routing.expert_counts.sum()) == 29 * case.config["top_k"]
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("case", [c for c in CASES if c.name != "peer"], ids=str)
+def test_autocast_does_not_touch_the_scores(case: Case, mode: Mode):
+    router, hidden = case.build(), 3 * tokens(29, 8, 2)
+    expected = dense_weights(route(router, hidden, mode))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = dense_weights(router(hidden))
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("num_experts", "num_heads", "top_k"),
+    [(16, 2, 4), (25, 1, 7), (25, 1, 24), (9, 1, 9), (16, 2, 32), (49, 4, 52), (36, 3, 33)],
+)
+def test_peer_is_the_brute_force_top_k(num_experts: int, num_heads: int, top_k: int, mode: Mode):
+    """k per head below and above sqrt(E), up to E, against all E product-key scores."""
+    case = Case(
+        "peer", {"dim": 8, "num_experts": num_experts, "num_heads": num_heads, "top_k": top_k}
+    )
+    router, hidden = case.build(), 2 * tokens(23, 8, 4)
+    routing = route(router, hidden, mode)
+    exact, plain = (
+        oracles.peer_logits(
+            hidden.to(t), router.query.weight.detach().to(t), router.keys.detach().to(t)
+        )
+        for t in (torch.float64, torch.float32)
+    )
+    assert_close(router.full_logits(hidden), exact, plain, "full_logits")
+    per_head, slack = top_k // num_heads, score_slack(exact, plain)
+    ids = routing.expert_ids.view(23, num_heads, per_head)
+    for logits in (exact, router.full_logits(hidden)):
+        for token in range(23):
+            for head in range(num_heads):
+                chosen, scores = ids[token, head].tolist(), logits[token, head]
+                assert_top_k(chosen, scores, per_head, slack, f"token {token}, head {head}")
+    picked = [torch.softmax(z.gather(2, ids), dim=2).flatten(1) for z in (exact, plain)]
+    assert_close(routing.weights, *picked, what="weights")
+    counts = torch.bincount(routing.expert_ids.flatten(), minlength=num_experts)
+    assert torch.equal(routing.expert_counts, counts)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_list_form_is_sorted_and_sums_to_one(case: Case):
+    routing = route(case.build(), tokens(31, 8, 5), "eval")
+    listed = routing.to_token_routing()
+    per_head = listed.weights.view(31, case.config.get("num_heads", 1), -1)  # head by head
+    assert (per_head.diff(dim=2) <= 0).all()
+    dense = torch.zeros(31, 36).scatter_add(1, listed.expert_ids, listed.weights)
+    assert torch.equal(dense, dense_weights(routing))
+    if case.config["top_k"] > 1:
+        heads = case.config.get("num_heads", 1)
+        sums = listed.weights.double().sum(dim=1)
+        assert (sums - heads).abs().max() < 8 * torch.finfo(torch.float32).eps * heads
+
+
+@pytest.mark.parametrize("capacity_factor", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("name", ["expert_choice", "air"])
+def test_expert_choice_takes_the_best_tokens(name: str, mode: Mode, capacity_factor: float):
+    """C = ceil(T K / E x factor) tokens of highest p; under AIR of those that list the expert."""
+    options: dict[str, Any] = {**SIZES, "capacity_factor": capacity_factor}
+    if name == "air":
+        options |= {"gate": "expert_choice", "num_codewords": 4, "shortlist_size": 12}
+    case = Case(name, options)
+    router, hidden = case.build(), 2 * tokens(37, 8, 6)
+    mask = torch.ones(37, dtype=torch.bool)
+    mask[5:9] = False
+    routing = route(router, hidden, mode, mask)
+    size = oracles.capacity(33, 36, 5, capacity_factor)
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        every = case.choices(router, hidden.to(dtype), leaves(router, dtype))
+        kept = [heads if keep else None for heads, keep in zip(every, mask.tolist(), strict=True)]
+        chosen = oracles.expert_choice(kept, 36, size)
+        results.append((chosen, oracles.dense_weights(chosen, 36, hidden.to(dtype))))
+    (exact, truth), (_, plain) = results
+    assert torch.equal(dense_weights(routing) > 0, truth > 0)
+    assert_close(dense_weights(routing), truth, plain, "weights")
+    assert routing.expert_counts.tolist() == oracles.expert_counts(exact, 36)
+    assert int(routing.expert_counts.max()) <= size
+    listed = routing.to_token_routing()
+    dense = torch.zeros(37, 36).scatter_add(1, listed.expert_ids, listed.weights)
+    assert torch.equal(dense, dense_weights(routing))

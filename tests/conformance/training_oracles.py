@@ -1,0 +1,169 @@
+"""Alg. 2 (codebook update) and Alg. 3 (training loop) as plain loops; see `tests/oracles.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tests import oracles
+from tests.oracles import Kind, nearest_codewords
+
+# ---------------------------------------------------------------- codebook (Alg. 2)
+
+
+@dataclass
+class Codebook:
+    codewords: Tensor  # [G, D]
+    counts: Tensor  # [G]
+    sums: Tensor  # [G, D]
+
+
+def alg2_update(
+    hidden: Tensor,
+    state: Codebook,
+    decay: float,
+    dead_below: float,
+    pick: Callable[[int], int] | None = None,
+    kind: Kind = "spherical",
+) -> Codebook:
+    """Alg. 2. `pick(g)` is the token u that replaces the dead code g.
+
+    The Euclidean variant does not project, assigns by L2, and sets c = m / n.
+    """
+    spherical = kind == "spherical"
+    points = [h / h.norm() if spherical else h for h in hidden]
+    codeword_ids = [nearest_codewords(h, state.codewords, 1, kind)[0] for h in points]
+    codewords, counts, sums = [], [], []
+    for g in range(len(state.codewords)):
+        batch_count = 0.0
+        batch_sum = torch.zeros_like(state.sums[g])
+        for h, assigned in zip(points, codeword_ids, strict=True):
+            if assigned == g:
+                batch_count += 1.0
+                batch_sum = batch_sum + h
+        n = decay * state.counts[g] + (1 - decay) * batch_count
+        m = decay * state.sums[g] + (1 - decay) * batch_sum
+        if n < dead_below:
+            assert pick is not None, f"code {g} died and no replacement was given"
+            m = points[pick(g)]
+            n = torch.ones_like(n)
+        codewords.append(m / m.norm() if spherical else m / n)
+        counts.append(n)
+        sums.append(m)
+    return Codebook(torch.stack(codewords), torch.stack(counts), torch.stack(sums))
+
+
+def first_codebook(hidden: Tensor, drawn: list[int], kind: Kind = "spherical") -> Codebook:
+    """The state before the first EMA step: c = a token, n = T/G, m = token x T/G."""
+    share = len(hidden) / len(drawn)
+    points = hidden[drawn]
+    if kind == "spherical":
+        points = torch.stack([h / h.norm() for h in points])
+    return Codebook(points, torch.full_like(points[:, 0], share), points * share)
+
+
+# ---------------------------------------------------------------- training (Alg. 3)
+
+
+@dataclass
+class Tiny:
+    """theta of a one-layer model: h = A x, y = MoE(h), loss = mean squared error + balance."""
+
+    inputs: Tensor  # A [D, D]
+    centroids: Tensor  # [E, D]
+    gate: Tensor  # [E, D]
+    up: Tensor
+    down: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(vars(self))
+
+    def leaves(self, dtype: torch.dtype) -> Tiny:
+        copies = {k: v.detach().to(dtype, copy=True) for k, v in self.tensors().items()}
+        return Tiny(**{k: v.requires_grad_() for k, v in copies.items()})
+
+
+@dataclass
+class Plan:
+    """The settings of one run of Alg. 3."""
+
+    shortlist_size: int
+    top_k: int
+    decay: float
+    dead_below: float
+    learning_rate: float
+    momentum: float
+    balance_weight: float
+
+
+@dataclass
+class MicroBatch:
+    """What the router held and gave in one micro-batch."""
+
+    codebook: Codebook
+    codeword_ids: list[int]
+    shortlists: list[list[int]]
+    fresh_shortlists: list[list[int]]  # what a rebuild here would have given
+    expert_ids: list[list[int]]
+    output: Tensor
+    loss: Tensor
+
+
+@dataclass
+class Run:
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    parameters: list[dict[str, Tensor]] = field(default_factory=list)  # after every optimizer step
+
+
+def alg3_train(
+    theta: Tiny,
+    codebook: Codebook,
+    data: list[list[tuple[Tensor, Tensor]]],
+    plan: Plan,
+    dtype: torch.dtype = torch.float64,
+) -> Run:
+    """Alg. 3 over `data[step][accumulation] = (tokens, targets)`, both [T, D]; no jitter."""
+    theta = theta.leaves(dtype)
+    codebook = Codebook(*(t.to(dtype) for t in vars(codebook).values()))
+    optimizer = torch.optim.SGD(
+        list(theta.tensors().values()), lr=plan.learning_rate, momentum=plan.momentum
+    )
+    experts = oracles.Experts("swiglu", theta.gate, theta.up, theta.down)
+    num_experts = len(theta.centroids)
+    cache: list[list[int]] | None = None
+    run = Run()
+    for accumulation in data:
+        optimizer.zero_grad()
+        for tokens, targets in accumulation:
+            hidden = torch.stack([theta.inputs @ x for x in tokens.to(dtype)])
+            codebook = alg2_update(hidden.detach(), codebook, plan.decay, plan.dead_below)
+            fresh = oracles.build_shortlists(
+                codebook.codewords, theta.centroids, plan.shortlist_size
+            )
+            if cache is None:
+                cache = fresh
+            choices = oracles.air_route(
+                hidden, codebook.codewords, cache, theta.centroids, plan.top_k
+            )
+            output = oracles.moe_output(hidden, choices, experts)
+            loss = ((output - targets.to(dtype)) ** 2).mean()
+            loss = loss + plan.balance_weight * oracles.balance_loss(choices, num_experts, hidden)
+            (loss / len(accumulation)).backward()
+            run.micro_batches.append(
+                MicroBatch(
+                    codebook,
+                    [nearest_codewords(h, codebook.codewords, 1)[0] for h in hidden],
+                    cache,
+                    fresh,
+                    [choice[0].expert_ids for choice in choices],
+                    output.detach(),
+                    loss.detach(),
+                )
+            )
+        optimizer.step()
+        cache = None
+        run.parameters.append({k: v.detach().clone() for k, v in theta.tensors().items()})
+    return run

@@ -1,0 +1,39 @@
+"""Pages, their code and the scripts beside them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+QUOTED = re.compile(r"<!-- quote: .*? -->\n```python\n.*?```\n", re.DOTALL)
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def load_script(path: str) -> ModuleType:
+    """A script of the repository as a module (docs/ is no package)."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_blocks(blocks: list[str], name: str) -> ModuleType:
+    """Run code as one module (dataclasses look theirs up by name)."""
+    module = sys.modules[name] = ModuleType(name)
+    try:
+        for number, block in enumerate(blocks, 1):
+            exec(compile(block, f"{name}, block {number}", "exec"), module.__dict__)
+    finally:
+        del sys.modules[name]
+    return module
+
+
+def python_blocks(page: Path) -> list[str]:
+    """Code that a reader may paste, in order; quotes of the source are not meant to run."""
+    return BLOCK.findall(QUOTED.sub("", page.read_text(encoding="utf-8")))

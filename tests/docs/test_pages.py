@@ -1,0 +1,116 @@
+"""What the pages say is true: their code runs, quotes are current, names and links exist."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from airmoe import ROUTERS, AirRouter, track_optimizer
+from airmoe.kernels.noise import normal
+from tests.docs.common import PAGES, ROOT, load_script, python_blocks, run_blocks
+
+quotes = load_script("docs/quotes.py")
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+@pytest.fixture
+def _routers_restored() -> Iterator[None]:
+    before = dict(ROUTERS)
+    yield
+    ROUTERS.clear()
+    ROUTERS.update(before)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.usefixtures("_routers_restored")
+def test_code_runs(page: Path) -> None:
+    run_blocks(python_blocks(page), page.name)
+
+
+def test_pages_have_code_to_run() -> None:
+    """Guards the extraction itself."""
+    counts = {page.name: len(python_blocks(page)) for page in PAGES}
+    assert counts["README.md"] == 1
+    assert counts["method.md"] >= 3
+    assert counts["add_a_router.md"] >= 4
+
+
+@pytest.mark.usefixtures("_routers_restored")
+def test_the_new_router_registers() -> None:
+    """The page's first block is all that is needed to know the router by name."""
+    page = ROOT / "docs" / "add_a_router.md"
+    module = run_blocks(python_blocks(page)[:1], page.name)
+    assert ROUTERS["hash"] is module.HashRouter
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_quotes_are_current(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert quotes.refreshed(text) == text, "run: python docs/quotes.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page: Path) -> None:
+    for label, target in LINK.findall(page.read_text(encoding="utf-8")):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: [{label}]({target})"
+        if anchor:
+            assert anchor in anchors(file), f"{page.name}: [{label}]({target})"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_linked_names_are_defined_there(page: Path) -> None:
+    for label, target in LINK.findall(page.read_text(encoding="utf-8")):
+        name = label.strip("`")
+        if label.startswith("`") and target.endswith(".py") and not name.endswith(".py"):
+            assert quotes.find(page.parent / target, name) is not None, f"{name} in {target}"
+
+
+def test_the_name_check_finds_what_is_missing() -> None:
+    file = ROOT / "src" / "airmoe" / "routers" / "air.py"
+    assert quotes.find(file, "AirRouter.route") is not None
+    assert quotes.find(file, "AirRouter.rout") is None
+
+
+def test_symbol_table_names_occur_in_the_source() -> None:
+    table = (ROOT / "docs" / "method.md").read_text(encoding="utf-8").partition("## Algorithms")[0]
+    code = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "src").rglob("*.py"))
+    known = set(re.findall(r"\w+", code))
+    names = {
+        name
+        for row in re.findall(r"^\|.*\|$", table, re.MULTILINE)
+        for quoted in re.findall(r"`([^`]+)`", row)
+        for name in re.findall(r"[A-Za-z_]{2,}", quoted)
+    }
+    assert len(names) > 20
+    assert names <= known, names - known
+
+
+def test_numbers_in_decisions() -> None:
+    """Numbers that the page takes from the code."""
+    text = " ".join((ROOT / "docs" / "decisions.md").read_text(encoding="utf-8").split())
+    config = AirRouter.Config(dim=1, num_experts=1, top_k=1, num_codewords=1, shortlist_size=1)
+    router = config.build()
+    assert f"({router.kept_plans} without a tracked optimizer" in text
+    track_optimizer(router, torch.optim.SGD(router.parameters()))
+    assert f"at most {router.kept_plans} forwards" in text
+    assert (config.jitter_std, config.dead_below, config.centroid_init) == (0.01, 1.0, "unit")
+    largest = math.sqrt(-2 * math.log(0.5 / 2**16))
+    assert f"never exceeds {math.ceil(100 * largest) / 100} standard deviations" in text
+    keys = torch.arange(2000, dtype=torch.int32).unsqueeze(-1)
+    assert normal(keys, torch.arange(2000)).abs().max() <= largest + 1e-6
+
+
+def anchors(page: Path) -> set[str]:
+    """Names that GitHub gives the headings of a page."""
+    titles = HEADING.findall(page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}

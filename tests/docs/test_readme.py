@@ -1,0 +1,92 @@
+"""The README's numbers come from the benchmark, its commands and folders exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.measure import Result, Sample
+from tests.docs.common import ROOT, load_script
+
+draw_speed = load_script("docs/draw_speed.py")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_table_is_what_the_script_makes() -> None:
+    expected = draw_speed.with_table(README, draw_speed.load())
+    assert expected == README, "run: python docs/draw_speed.py"
+
+
+def test_figure_is_drawn_from_these_results() -> None:
+    text = draw_speed.FIGURE.read_text(encoding="utf-8")
+    ElementTree.fromstring(text)
+    drawn = re.search(r"drawn from: (.*?)<", text)
+    assert drawn and drawn[1] == draw_speed.digest(draw_speed.load()), (
+        "run: python docs/draw_speed.py"
+    )
+
+
+def test_exactly_two_commands_and_they_exist() -> None:
+    listed = re.findall(r"^    make (\w+)", README, re.MULTILINE)
+    assert listed == ["demo", "test"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in (*listed, "bench"):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_tree_names_what_exists() -> None:
+    tree = README.partition("## Where things are")[2].partition("[The method]")[0]
+    entries = re.findall(r"^( +)([\w/.]+) {2,}|^( +)([\w/.]+)$", tree, re.MULTILINE)
+    names = [first or second for _, first, _, second in entries]
+    assert len(names) >= 9
+    for name in names:
+        inside = ROOT / "src" / "airmoe" / name
+        assert inside.exists() or (ROOT / name).exists(), name
+
+
+def made_up_report() -> dict[str, Any]:
+    """The layout of benchmarks/results/cpu.json, through the benchmark's own classes."""
+
+    def result(name: str, seconds: float) -> dict[str, Any]:
+        sample = Sample(
+            forward=seconds / 4, backward=3 * seconds / 4, cpu=0.0, peak_bytes=int(seconds * 2**30)
+        )
+        samples = [sample]
+        return Result(name, samples=samples, with_refresh=samples).as_json()
+
+    lost = Result("PEER-pytorch", status="missing", reason="not installed").as_json()
+    return {
+        "shape": {
+            "num_tokens": 4096, "dim": 256, "num_experts": 65536, "top_k": 512,
+            "num_codewords": 256, "shortlist_size": 1024,
+        },
+        "threads": 2,
+        "cpu": "a processor",
+        "versions": {"torch": "2.13.0"},
+        "results": {
+            "gelu": [result("AIR", 1.0), result("paper's listing", 9.0), lost],
+            "swiglu": [result("AIR", 2.0), result("paper's listing", 12.0)],
+            "growth": [result("AIR, E = 65,536", 1.0), result("AIR, E = 1,048,576", 1.25)],
+        },
+    }  # fmt: skip
+
+
+def test_table_states_ratios_and_what_is_missing() -> None:
+    table = draw_speed.table(made_up_report())
+    assert "| paper's listing | 9.00 | 9.0 | 9.00 | 9.0 |" in table
+    assert "| PEER-pytorch | missing | | | |" in table
+    assert "(6.0 times)" in table
+    assert "1.25 times as long" in table
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_figure_can_be_drawn(measured: bool, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = made_up_report() if measured else None
+    draw_speed.draw(report, tmp_path / "cells.svg")
+    text = (tmp_path / "cells.svg").read_text(encoding="utf-8")
+    assert draw_speed.digest(report) in text

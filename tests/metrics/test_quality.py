@@ -1,0 +1,377 @@
+"""Overlap, mass recall and the bound of Prop. 1 against brute force."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from airmoe import AirRouter, PeerRouter, Router, RouterConfig, TokenRouting
+from airmoe.config import config
+from airmoe.metrics import (
+    mass_recall,
+    mass_recall_bound,
+    overlap,
+    quality,
+    routing_quality,
+    shortlist_staleness,
+)
+from tests.metrics.routers import (
+    DIM,
+    NUM_EXPERTS,
+    TOP_K,
+    best,
+    build,
+    candidates,
+    exact_logits,
+    nearest,
+    trained_air,
+)
+
+CASES = [
+    pytest.param("topk", {}, id="topk"),
+    pytest.param("topk", {"normalize_centroids": False}, id="topk-free"),
+    pytest.param("hierarchical", {}, id="hierarchical"),
+    pytest.param("air", {}, id="air"),
+    pytest.param("air", {"normalize_centroids": False}, id="air-free"),
+    pytest.param("air", {"probes": 3}, id="air-probes"),
+    pytest.param("air", {"codebook": "euclidean"}, id="air-euclidean"),
+    pytest.param("air", {"shortlist_size": TOP_K}, id="air-smallest"),
+]
+
+
+def prepared(name: str, options: dict[str, Any]) -> Any:
+    return trained_air(**options) if name == "air" else build(name, **options)
+
+
+# -- brute force ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_overlap_is_the_set_intersection(name: str, options: dict[str, Any]) -> None:
+    router, hidden = prepared(name, options), torch.randn(41, DIM) * 2
+    logits = exact_logits(router, hidden)
+    shares = [
+        len(best(z, among, TOP_K) & best(z, set(range(NUM_EXPERTS)), TOP_K)) / TOP_K
+        for z, among in zip(logits, candidates(router, hidden), strict=True)
+    ]
+    assert overlap(router, hidden).tolist() == pytest.approx(shares, abs=1e-6)
+    assert name == "topk" or 0 < sum(shares) / len(shares) < 1  # the case tells something
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_mass_recall_is_the_mass_on_the_candidates(name: str, options: dict[str, Any]) -> None:
+    router, hidden = prepared(name, options), torch.randn(41, DIM) * 2
+    probs = exact_logits(router, hidden).softmax(1)
+    masses = [
+        float(p[sorted(among)].sum())
+        for p, among in zip(probs, candidates(router, hidden), strict=True)
+    ]
+    assert mass_recall(router, hidden).tolist() == pytest.approx(masses, rel=1e-5)
+
+
+def test_a_shortlist_of_all_experts_keeps_everything() -> None:
+    router, hidden = trained_air(shortlist_size=NUM_EXPERTS), torch.randn(200, DIM) * 3
+    assert (overlap(router, hidden) == 1).all()
+    torch.testing.assert_close(mass_recall(router, hidden), torch.ones(200))
+
+
+@pytest.mark.parametrize("name", ["expert_choice", "air"])
+def test_expert_choice_is_measured_by_what_tokens_got(name: str) -> None:
+    options = {"gate": "expert_choice"} if name == "air" else {}
+    router, hidden = prepared(name, options), torch.randn(30, DIM) * 2
+    router.eval()
+    routing = router(hidden).to_token_routing()
+    shares = []
+    for z, ids, weights in zip(
+        exact_logits(router, hidden), routing.expert_ids, routing.weights, strict=True
+    ):
+        exact = best(z, set(range(NUM_EXPERTS)), TOP_K)
+        shares.append(len(exact & set(ids[weights > 0].tolist())) / TOP_K)
+    assert len(set(shares)) > 2
+    assert overlap(router, hidden).tolist() == pytest.approx(shares, abs=1e-6)
+
+
+def test_large_logits_do_not_lose_chosen_experts() -> None:
+    """Weights of chosen experts get tiny, never 0, or they would count as not chosen."""
+    router, hidden = trained_air(shortlist_size=NUM_EXPERTS), torch.randn(50, DIM) * 300
+    assert (overlap(router, hidden) == 1).all()
+    assert (overlap(build("topk"), hidden) == 1).all()
+
+
+# -- ties and unused slots ------------------------------------------------------------------
+
+
+class FixedRouter(Router):
+    """Gives the same list and the same exact logits to every token."""
+
+    @config
+    class Config(RouterConfig):
+        pass
+
+    def __init__(self, logits: list[float], expert_ids: list[int], weights: list[float]) -> None:
+        super().__init__(self.Config(dim=DIM, num_experts=len(logits), top_k=2))
+        self.logits, self.ids, self.weights = (
+            torch.tensor(values) for values in (logits, expert_ids, weights)
+        )
+
+    def reset_parameters(self) -> None: ...
+
+    def route(self, tokens: Any, plan: Any) -> TokenRouting:
+        num_tokens = tokens.hidden.shape[0]
+        return TokenRouting(
+            num_tokens=num_tokens,
+            num_experts=self.config.num_experts,
+            valid=tokens.valid,
+            expert_ids=self.ids.expand(num_tokens, -1),
+            weights=self.weights.expand(num_tokens, -1),
+            lazy_expert_probs=lambda: torch.zeros(self.config.num_experts),
+            lazy_log_z=lambda: torch.zeros(num_tokens),
+        )
+
+    def full_logits(self, hidden: Tensor) -> Tensor:
+        return self.logits.expand(hidden.shape[0], -1)
+
+
+@pytest.mark.parametrize(
+    ("expert_ids", "weights", "expected"),
+    [
+        ([0, 3], [0.9, 0.1], 1.0),  # of three tied for the second place any will do
+        ([1, 2], [0.5, 0.5], 0.5),  # but they cannot stand in for the first
+        ([3, 4], [0.5, 0.5], 0.5),
+        ([0, 4], [0.5, 0.5], 0.5),
+        ([0, 3], [0.9, 0.0], 0.5),  # an unused slot chooses nothing
+        ([3, 4], [0.0, 1.0], 0.0),
+        ([1, 2, 3, 0], [0.1, 0.1, 0.1, 0.1], 1.0),  # more choices than K cannot exceed 1
+    ],
+)
+def test_overlap_with_ties(expert_ids: list[int], weights: list[float], expected: float) -> None:
+    router = FixedRouter([5.0, 3.0, 3.0, 3.0, 1.0], expert_ids, weights)
+    assert overlap(router, torch.randn(3, DIM)).tolist() == [expected] * 3
+
+
+def test_identical_experts_overlap_fully() -> None:
+    router = trained_air()
+    with torch.no_grad():
+        router.centroids.copy_(router.centroids[:1].clone().expand(NUM_EXPERTS, -1))
+    assert (overlap(router, torch.randn(20, DIM)) == 1).all()
+
+
+# -- the bound of Prop. 1 -------------------------------------------------------------------
+
+
+def bound_by_formula(router: AirRouter, hidden: Tensor) -> Tensor:
+    """exp(-2 |w| |h - c|) rho_M(c), float64."""
+    codewords = router.codebook.codewords.double()[nearest(router, hidden)[:, 0]]
+    norms = router.centroids.detach().double().norm(dim=1)
+    largest = 1.0 if router.config.normalize_centroids else norms.max()
+    probs = exact_logits(router, codewords).softmax(1)
+    captured = probs.topk(router.config.shortlist_size, dim=1).values.sum(1)
+    return torch.exp(-2 * largest * (hidden.double() - codewords).norm(dim=1)) * captured
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("codebook", ["spherical", "euclidean"])
+def test_bound_is_the_formula(normalize: bool, codebook: str) -> None:
+    router = trained_air(normalize_centroids=normalize, codebook=codebook)
+    with torch.no_grad():
+        router.centroids.mul_(torch.rand(NUM_EXPERTS, 1) + 0.5)
+    hidden = F.normalize(torch.randn(33, DIM), dim=1)
+    bound = mass_recall_bound(router, hidden)
+    torch.testing.assert_close(bound.double(), bound_by_formula(router, hidden), rtol=1e-5, atol=0)
+    assert bound.max() > 0.01
+
+
+@settings(max_examples=60)
+@given(
+    scale=st.sampled_from([1e-3, 0.1, 1.0, 3.0, 30.0]),
+    unit_norm=st.booleans(),
+    centroid_scale=st.sampled_from([0.05, 1.0, 4.0]),
+    normalize=st.booleans(),
+    codebook=st.sampled_from(["spherical", "euclidean", "static"]),
+    shortlist_size=st.integers(TOP_K, NUM_EXPERTS),
+    probes=st.integers(1, 4),
+    seed=st.integers(0, 2**31),
+)
+def test_bound_never_exceeds_mass_recall(
+    scale: float,
+    unit_norm: bool,
+    centroid_scale: float,
+    normalize: bool,
+    codebook: str,
+    shortlist_size: int,
+    probes: int,
+    seed: int,
+) -> None:
+    router = trained_air(
+        seed,
+        normalize_centroids=normalize,
+        codebook=codebook,
+        shortlist_size=shortlist_size,
+        probes=probes,
+    )
+    with torch.no_grad():
+        router.centroids.mul_(centroid_scale)
+    hidden = torch.randn(16, DIM)
+    hidden = F.normalize(hidden, dim=1) if unit_norm else hidden * scale
+    bound, recall = mass_recall_bound(router, hidden), mass_recall(router, hidden)
+    # float32 logits are off by about eps |logit| each, and so is the logarithm of the recall.
+    slack = 8 * torch.finfo(torch.float32).eps * (1 + exact_logits(router, hidden).abs().max())
+    assert (recall > 0).all() and (recall <= 1 + slack).all()
+    assert (bound >= 0).all()
+    assert (bound <= recall * (1 + slack)).all()
+
+
+def test_bound_is_tight_for_a_token_on_its_codeword() -> None:
+    router = trained_air()
+    hidden = router.codebook.codewords.clone()
+    assert mass_recall(router, hidden).max() < 0.9
+    torch.testing.assert_close(mass_recall_bound(router, hidden), mass_recall(router, hidden))
+
+
+def test_without_projection_the_bound_needs_the_largest_norm() -> None:
+    """With exp(-2 eps) alone the inequality fails for long centroids."""
+    router = trained_air(normalize_centroids=False, shortlist_size=TOP_K)
+    with torch.no_grad():
+        router.centroids.mul_(20)
+    hidden = F.normalize(torch.randn(300, DIM), dim=1)
+    recall, bound = mass_recall(router, hidden), mass_recall_bound(router, hidden)
+    assert (bound <= recall * 1.0001).all()
+    codewords = router.codebook.codewords[nearest(router, hidden)[:, 0]]
+    naive = bound * torch.exp(
+        2 * (router.centroids.norm(dim=1).max() - 1) * (hidden - codewords).norm(dim=1)
+    )
+    assert (naive > recall).any()
+
+
+# -- tokens that do not count, precision, memory --------------------------------------------
+
+MEASURES = [overlap, mass_recall, mass_recall_bound]
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_masked_and_non_finite_tokens_are_nan_and_change_nothing(measure: Any) -> None:
+    router, hidden = trained_air(), torch.randn(20, DIM)
+    mask = torch.arange(20) % 5 != 0
+    hidden[3, 2], hidden[7, 0] = torch.nan, torch.inf
+    counted = mask & hidden.isfinite().all(1)
+    found = measure(router, hidden, mask)
+    assert torch.equal(found.isnan(), ~counted)
+    torch.testing.assert_close(found[counted], measure(router, hidden[counted]))
+    assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_no_token_at_all(measure: Any) -> None:
+    router = trained_air()
+    assert measure(router, torch.empty(0, DIM)).shape == (0,)
+    assert measure(router, torch.randn(4, DIM), torch.zeros(4, dtype=torch.bool)).isnan().all()
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_bfloat16_tokens_and_autocast_are_measured_in_full_precision(measure: Any) -> None:
+    router, hidden = trained_air(), torch.randn(50, DIM).bfloat16()
+    expected = measure(router, hidden.float())
+    assert torch.equal(measure(router, hidden), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(measure(router, hidden.float()), expected)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_no_gradient_is_recorded(measure: Any) -> None:
+    router, hidden = trained_air(normalize_centroids=False), torch.randn(5, DIM, requires_grad=True)
+    assert not measure(router, hidden).requires_grad
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_memory_is_bounded_whatever_the_number_of_tokens(
+    measure: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = trained_air(num_experts=400, num_codewords=16, shortlist_size=TOP_K)
+    hidden = torch.randn(500, DIM)
+    whole = measure(router, hidden)
+    monkeypatch.setattr(quality, "CHUNK_BYTES", 0)  # leaves the size of the centroids
+    with LargestTensor() as largest:
+        parts = measure(router, hidden)
+    torch.testing.assert_close(parts, whole)
+    # The router's own tensors are measured too: tokens x codewords is the largest of them.
+    assert largest.elements <= 500 * 16 < 500 * 400 / 20
+
+
+# -- the router stays as it was -------------------------------------------------------------
+
+
+def everything(router: AirRouter) -> dict[str, Any]:
+    """All that training goes on from; the evaluation lists are a cache of their own."""
+    found: dict[str, Any] = {k: v.clone() for k, v in router.state_dict().items()}
+    found["experts"] = router.training_lists.experts.clone()
+    found["norms"] = router.training_lists.inverse_norms.clone()
+    found["flags"] = [module.training for module in router.modules()]
+    found["stale"] = router.training_lists.stale
+    return found
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("tracked", [True, False])
+def test_measuring_changes_nothing(training: bool, tracked: bool, one_thread: None) -> None:
+    router, hidden = trained_air(tracked=tracked, jitter_std=0.5), torch.randn(30, DIM)
+    router.train(training)
+    router.codebook.eval()  # a flag of its own must survive too
+    before, gates = everything(router), router(hidden).gates
+    for measure in MEASURES:
+        measure(router, hidden)
+    shortlist_staleness(router)
+    after = everything(router)
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        same = torch.equal(value, after[key]) if isinstance(value, Tensor) else value == after[key]
+        assert same, key
+    assert torch.equal(router(hidden).gates, gates)
+
+
+def test_the_training_flag_survives_an_error() -> None:
+    router = trained_air()
+    with pytest.raises(ValueError, match="hidden"):
+        routing_quality(router, torch.randn(3, DIM + 1))
+    assert router.training and router.codebook.training
+
+
+# -- refusals -------------------------------------------------------------------------------
+
+
+def test_peer_is_refused() -> None:
+    router = PeerRouter.Config(dim=DIM, num_experts=16, top_k=4, num_heads=2).build()
+    for measure in (overlap, mass_recall):
+        with pytest.raises(ValueError, match="exact by construction"):
+            measure(router, torch.randn(3, DIM))
+
+
+def test_the_bound_needs_codewords() -> None:
+    with pytest.raises(ValueError, match="TopKRouter, needs an AirRouter"):
+        mass_recall_bound(build("topk"), torch.randn(3, DIM))
+
+
+def test_a_router_without_exact_logits_is_told_what_to_add() -> None:
+    router = FixedRouter([1.0, 0.0], [0, 1], [0.5, 0.5])
+    router.full_logits = None  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="FixedRouter has no full_logits"):
+        overlap(router, torch.randn(3, DIM))

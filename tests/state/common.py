@@ -1,0 +1,133 @@
+"""Small routers and layers of every kind, and ways to compare their whole state bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import airmoe
+from airmoe import ROUTERS, AirRouter, GranularExperts, MoELayer
+
+DIM, EXPERTS, TOP_K = 8, 36, 4
+SIZES: dict[str, Any] = {"dim": DIM, "num_experts": EXPERTS, "top_k": TOP_K, "jitter_std": 0.3}
+EXTRA: dict[str, dict[str, Any]] = {
+    "air": {"num_codewords": 3, "shortlist_size": 9, "codebook_decay": 0.7},
+    "peer": {"num_heads": 2},
+    "hierarchical": {"num_clusters": 4, "num_selected_clusters": 2},
+    "topk": {},
+    "expert_choice": {},
+}
+# Every router of the table, and AIR's extensions: (router, options).
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ROUTERS},
+    "air-probes": ("air", {"probes": 2}),
+    "air-expert-choice": ("air", {"gate": "expert_choice"}),
+    "air-euclidean": ("air", {"codebook": "euclidean"}),
+    "air-raw-centroids": ("air", {"normalize_centroids": False}),
+}
+
+
+def build_router(case: str = "air", seed: int = 0, **options: Any) -> Any:
+    """A router whose every random choice comes from `seed`."""
+    name, more = CASES[case]
+    torch.manual_seed(seed)
+    router_class: Any = ROUTERS[name]
+    return router_class.Config(**{**SIZES, **EXTRA[name], **more, **options}).build()
+
+
+def build_layer(case: str = "air", seed: int = 0, **options: Any) -> Any:
+    """A MoELayer; `Any`, because tests reach into whichever router it holds."""
+    router = build_router(case, seed, **options)
+    experts = GranularExperts(router.config.num_experts, router.config.dim)
+    return MoELayer(router, experts)
+
+
+class Block(nn.Module):
+    """A layer deep inside a block: Linear, dropout, MoE, Linear, residual."""
+
+    def __init__(self, layer: Any, dropout: float = 0.1) -> None:
+        super().__init__()
+        dim = layer.experts.dim
+        self.before, self.after = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.dropout, self.layer = nn.Dropout(dropout), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.after(self.layer(self.dropout(self.before(x))))
+
+
+def build_block(case: str = "air", seed: int = 0, **options: Any) -> Block:
+    return Block(build_layer(case, seed, **options))
+
+
+def batch(index: int, *shape: int) -> Tensor:
+    """Micro-batch number `index`, the same in every run."""
+    shape = shape or (2, 11)
+    return torch.randn(*shape, DIM, generator=torch.Generator().manual_seed(1000 + index))
+
+
+def routers_of(model: nn.Module) -> list[airmoe.Router]:
+    return [module for module in model.modules() if isinstance(module, airmoe.Router)]
+
+
+def air_of(model: nn.Module) -> AirRouter:
+    (router,) = routers_of(model)
+    assert isinstance(router, AirRouter)
+    return router
+
+
+def snapshot(module: nn.Module, *, derived: bool = True) -> dict[str, Tensor]:
+    """Copies of every parameter, gradient and buffer; without `derived` only what is saved."""
+    tensors = dict(module.state_dict(keep_vars=True))
+    if derived:
+        tensors |= dict(module.named_buffers())
+    grads = {f"{n}.grad": p.grad for n, p in module.named_parameters() if p.grad is not None}
+    return {name: tensor.detach().clone() for name, tensor in {**tensors, **grads}.items()}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str = "") -> None:
+    """The same names, and the same bits under each."""
+    assert actual.keys() == expected.keys(), f"{what}: {actual.keys() ^ expected.keys()}"
+    for name, tensor in expected.items():
+        other = actual[name]
+        assert other.dtype == tensor.dtype, f"{what} {name}: {other.dtype}, not {tensor.dtype}"
+        assert other.shape == tensor.shape, f"{what} {name}: {other.shape}, not {tensor.shape}"
+        differs = (other != tensor) & ~(other.isnan() & tensor.isnan())
+        assert not differs.any(), f"{what} {name}: {int(differs.sum())} of {differs.numel()} differ"
+
+
+def dense(routing: airmoe.Routing) -> Tensor:
+    """Any routing as weights [T, E]."""
+    listed = routing.to_token_routing()
+    weights = torch.zeros(routing.num_tokens, routing.num_experts)
+    return weights.scatter_add(1, listed.expert_ids, listed.weights)
+
+
+def plain_shortlists(router: AirRouter, codewords: Tensor | None = None) -> Tensor:
+    """[G, M] jitter-free, from the definition (Alg. 1, lines 1 and 4-7)."""
+    centroids = router.centroids.detach()
+    if router.config.normalize_centroids:
+        centroids = centroids / centroids.norm(dim=-1, keepdim=True)
+    codewords = router.codebook.codewords if codewords is None else codewords
+    best = (codewords @ centroids.T).topk(router.config.shortlist_size).indices
+    return best.sort(-1).values
+
+
+@contextmanager
+def counting_observe(router: airmoe.Router) -> Iterator[list[int]]:
+    """How many tokens each call of `observe` saw."""
+    seen: list[int] = []
+    original = router.observe
+
+    def observe(hidden: Tensor, mask: Tensor | None = None) -> None:
+        seen.append(hidden.shape[0])
+        original(hidden, mask)
+
+    router.observe = observe  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        del router.observe  # the class's method shows again

@@ -1,0 +1,332 @@
+"""Activation checkpointing changes neither the codebook nor a single bit of any gradient."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import airmoe
+from tests.state.common import (
+    CASES,
+    assert_same,
+    batch,
+    build_block,
+    build_layer,
+    counting_observe,
+    dense,
+    routers_of,
+    snapshot,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Run = Callable[[nn.Module, Tensor], Tensor]
+
+
+def plain(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)
+
+
+def reentrant(model: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(model, x, use_reentrant=True)  # type: ignore[return-value]
+
+
+def non_reentrant(model: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(model, x, use_reentrant=False)  # type: ignore[return-value]
+
+
+def nested_reentrant(model: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(lambda y: reentrant(model, y * 1.0), x, use_reentrant=True)  # type: ignore[return-value]
+
+
+def nested_non_reentrant(model: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(lambda y: non_reentrant(model, y * 1.0), x, use_reentrant=False)  # type: ignore[return-value]
+
+
+def scaled(run: Run) -> Run:
+    """The plain counterpart of a nested run."""
+    return lambda model, x: run(model, x * 1.0)
+
+
+MODES: dict[str, tuple[Run, Run]] = {  # name -> (checkpointed, the same without)
+    "reentrant": (reentrant, plain),
+    "non_reentrant": (non_reentrant, plain),
+    "nested_reentrant": (nested_reentrant, scaled(plain)),
+    "nested_non_reentrant": (nested_non_reentrant, scaled(plain)),
+}
+
+# One window = the micro-batches up to an optimizer step: forwards and backwards in some order.
+Window = Callable[[Callable[[int], Tensor]], None]
+
+
+def accumulation(loss: Callable[[int], Tensor]) -> None:
+    for index in range(3):
+        loss(index).backward()
+
+
+def joint(loss: Callable[[int], Tensor]) -> None:
+    first = loss(0)
+    (first + loss(1)).backward()
+
+
+def identical_joint(loss: Callable[[int], Tensor]) -> None:
+    first = loss(0)
+    (first + loss(0)).backward()
+
+
+def identical(loss: Callable[[int], Tensor]) -> None:
+    first, second = loss(0), loss(0)
+    second.backward()
+    first.backward()
+
+
+def in_order(loss: Callable[[int], Tensor]) -> None:
+    first, second = loss(0), loss(1)
+    first.backward()
+    second.backward()
+
+
+def reverse_order(loss: Callable[[int], Tensor]) -> None:
+    first, second = loss(0), loss(1)
+    second.backward()
+    first.backward()
+
+
+def interleaved(loss: Callable[[int], Tensor]) -> None:
+    """A backward between two forwards that are both still waiting."""
+    first, second = loss(0), loss(1)
+    second.backward()
+    third = loss(2)
+    first.backward()
+    third.backward()
+
+
+def twice(loss: Callable[[int], Tensor]) -> None:
+    """The same graph backward twice: recomputed twice."""
+    first = loss(0)
+    first.backward(retain_graph=True)
+    loss(1).backward()
+    first.backward()
+
+
+WINDOWS: dict[str, tuple[Window, int]] = {  # name -> (window, its micro-batches)
+    "accumulation": (accumulation, 3),
+    "joint": (joint, 2),
+    "identical_joint": (identical_joint, 2),
+    "identical": (identical, 2),
+    "in_order": (in_order, 2),
+    "reverse_order": (reverse_order, 2),
+    "interleaved": (interleaved, 3),
+    "twice": (twice, 2),
+}
+
+
+@contextmanager
+def only_expected_warnings() -> Iterator[None]:
+    """A lost plan is announced by a warning: here it is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*without a tracked optimizer")
+        # torch says so of the inner one of two nested checkpoints; the gradients are compared.
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
+        yield
+
+
+def train(model: nn.Module, run: Run, window: Window, tracked: bool) -> list[dict[str, Tensor]]:
+    """Everything that can be compared, after each window and after each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    if tracked:
+        airmoe.track_optimizer(model, optimizer)
+    states = []
+    torch.manual_seed(7)
+    for step in range(2):
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
+
+        def loss(index: int, first=10 * step, inputs=inputs, outputs=outputs) -> Tensor:
+            inputs.append(batch(first + index).requires_grad_())
+            output = run(model, inputs[-1])
+            outputs.append(output.detach().clone())
+            return (output * torch.linspace(-1, 2, output.numel()).view(output.shape)).sum()
+
+        window(loss)
+        found = {f"output{i}": output for i, output in enumerate(outputs)}
+        for index, x in enumerate(inputs):
+            assert x.grad is not None
+            found[f"input{index}"] = x.grad
+        states.append({**snapshot(model), **found})
+        optimizer.step()
+        optimizer.zero_grad()
+        states.append(snapshot(model))
+    return states
+
+
+BUILDERS: dict[str, Callable[[str], nn.Module]] = {"alone": build_layer, "in a block": build_block}
+
+
+@functools.cache
+def uncheckpointed(
+    case: str, builder: str, mode: str, window: str, tracked: bool
+) -> list[dict[str, Tensor]]:
+    with only_expected_warnings():
+        return train(BUILDERS[builder](case), MODES[mode][1], WINDOWS[window][0], tracked)
+
+
+def assert_checkpointing_changes_nothing(case: str, builder: str, mode: str, window: str) -> None:
+    schedule, micro_batches = WINDOWS[window]
+    reference = mode.replace("non_reentrant", "reentrant")  # both modes have the same plain run
+    for tracked in (True, False):
+        what = f"{builder}, tracked={tracked}, window"
+        model = BUILDERS[builder](case)
+        (router,) = routers_of(model)
+        with only_expected_warnings(), counting_observe(router) as seen:
+            actual = train(model, MODES[mode][0], schedule, tracked)
+        assert seen == [22] * (2 * micro_batches), what
+        assert int(router.micro_batches) == 2 * micro_batches, what
+        expected = uncheckpointed(case, builder, reference, window, tracked)
+        for at, (state, wanted) in enumerate(zip(actual, expected, strict=True)):
+            assert_same(state, wanted, f"{what} {at}")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_air_equals_the_run_without_checkpointing(window: str, builder: str, mode: str) -> None:
+    assert_checkpointing_changes_nothing("air", builder, mode, window)
+
+
+@pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
+@pytest.mark.parametrize("window", ["accumulation", "reverse_order", "identical"])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "air"])
+def test_others_equal_the_run_without_checkpointing(case: str, window: str, mode: str) -> None:
+    assert_checkpointing_changes_nothing(case, "in a block", mode, window)
+
+
+@pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_recomputed_forward_routes_with_the_same_noise(case: str, mode: str) -> None:
+    layer = build_layer(case, jitter_std=1.0)
+    routings: list[Tensor] = []
+    layer.experts.register_forward_pre_hook(
+        lambda _, arguments: routings.append(dense(arguments[1]).detach())
+    )
+    first = MODES[mode][0](layer, batch(0).requires_grad_())
+    second = MODES[mode][0](layer, batch(0).requires_grad_())
+    assert len(routings) == 2
+    assert not torch.equal(routings[0], routings[1]), "two micro-batches share their noise"
+    first.sum().backward()
+    second.sum().backward()
+    assert len(routings) == 4
+    assert torch.equal(routings[2], routings[0])
+    assert torch.equal(routings[3], routings[1])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_losses_of_the_routing_leave_a_checkpointed_block(
+    case: str, tracked: bool, use_reentrant: bool
+) -> None:
+    def block(layer: airmoe.MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
+        output = layer.forward_with_routing(x)
+        balance = airmoe.load_balance_loss(output.routing)
+        return output.hidden, balance + airmoe.router_z_loss(output.routing)
+
+    def run(checkpointed: bool) -> dict[str, Tensor]:
+        layer = build_layer(case)
+        optimizer = torch.optim.AdamW(layer.parameters())
+        if tracked:
+            airmoe.track_optimizer(layer, optimizer)
+        losses = []
+        inputs = [batch(0).requires_grad_(), batch(1).requires_grad_()]
+        for x in inputs:
+            if checkpointed:
+                parts = checkpoint(block, layer, x, use_reentrant=use_reentrant)
+                assert parts is not None
+                hidden, loss = parts
+            else:
+                hidden, loss = block(layer, x)
+            losses.append(hidden.square().mean() + loss)
+        for loss in reversed(losses):
+            loss.backward()
+        found = {f"input{i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
+        return {**snapshot(layer), **found, "loss": torch.stack(losses).detach()}
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*without a tracked optimizer")
+        assert_same(run(True), run(False))
+
+
+@pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
+def test_many_forwards_may_wait_for_one_backward(mode: str) -> None:
+    """A pipeline schedule or one loss over a long window keeps many micro-batches in flight."""
+
+    def run(how: Run) -> dict[str, Tensor]:
+        layer = build_layer("air")
+        airmoe.track_optimizer(layer, torch.optim.AdamW(layer.parameters()))
+        inputs = [batch(index).requires_grad_() for index in range(40)]
+        losses = [how(layer, x).square().sum() for x in inputs]
+        grads = {}
+        for index, loss in enumerate(losses):
+            loss.backward()
+            grads[f"input{index}"] = inputs[index].grad
+        return {**snapshot(layer), **grads}
+
+    with only_expected_warnings():
+        assert_same(run(MODES[mode][0]), run(plain))
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
+def test_forwards_from_one_random_state_are_told_apart(mode: str, tracked: bool) -> None:
+    """Twin views of a batch (same dropout on purpose) start from the same generator state."""
+
+    def run(how: Run) -> dict[str, Tensor]:
+        block = build_block("air")
+        if tracked:
+            airmoe.track_optimizer(block, torch.optim.AdamW(block.parameters()))
+        inputs = [batch(index).requires_grad_() for index in range(2)]
+        losses = []
+        for x in inputs:
+            torch.manual_seed(3)
+            losses.append(how(block, x).square().sum())
+        (losses[0] + losses[1]).backward()
+        return {**snapshot(block), **{f"in{i}": x.grad for i, x in enumerate(inputs)}}  # type: ignore[dict-item]
+
+    with only_expected_warnings():
+        assert_same(run(MODES[mode][0]), run(plain))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_without_the_random_state_one_forward_at_a_time_is_exact(use_reentrant: bool) -> None:
+    def run(checkpointed: bool) -> dict[str, Tensor]:
+        layer = build_layer("air")
+        for index in range(2):
+            x = batch(index).requires_grad_()
+            if checkpointed:
+                output = checkpoint(layer, x, use_reentrant=use_reentrant, preserve_rng_state=False)
+                assert isinstance(output, Tensor)
+            else:
+                output = layer(x)
+            output.square().sum().backward()
+        return snapshot(layer)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same(run(True), run(False))
+
+
+def test_a_forward_under_no_grad_is_a_micro_batch_of_its_own() -> None:
+    layer = build_layer("air")
+    with torch.no_grad():
+        layer(batch(0))
+    layer(batch(1)).sum().backward()
+    assert int(layer.router.micro_batches) == 2
+    assert int(layer.router.codebook.updates) == 2

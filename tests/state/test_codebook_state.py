@@ -1,0 +1,310 @@
+"""The codebook's life: its first batch, batches with nothing in them, bad tokens, freezing."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+import airmoe
+from airmoe import Codebook
+from tests.state.common import (
+    CASES,
+    EXTRA,
+    air_of,
+    assert_same,
+    batch,
+    build_layer,
+    build_router,
+    dense,
+    snapshot,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KINDS = ["spherical", "euclidean", "static"]
+
+
+def make_codebook(kind: str, num_codewords: int = 4, dead_below: float = 0.0) -> Codebook:
+    torch.manual_seed(1)
+    return Codebook(num_codewords, 8, kind, decay=0.8, dead_below=dead_below)  # type: ignore[arg-type]
+
+
+def states_of(codebook: Codebook, hidden: Tensor) -> Tensor:
+    """Token states in float64, as Alg. 2, line 2 has them."""
+    hidden = hidden.double()
+    if codebook.kind == "euclidean":
+        return hidden
+    return hidden / hidden.norm(dim=-1, keepdim=True)
+
+
+def first_draw(codebook: Codebook, hidden: Tensor) -> list[int]:
+    """Which tokens became the first codewords, read from a static twin that took no EMA step."""
+    twin = make_codebook("static", codebook.num_codewords)
+    twin.seed.copy_(codebook.seed)
+    twin.update(hidden)
+    units = states_of(twin, hidden)
+    return [int((units - row).norm(dim=-1).argmin()) for row in twin.codewords.double()]
+
+
+@pytest.mark.parametrize("kind", ["spherical", "euclidean"])
+def test_first_update_starts_from_distinct_tokens_and_then_steps(kind: str) -> None:
+    """counts = T/G, sums = token x T/G, then the ordinary EMA step with the same batch."""
+    codebook, hidden = make_codebook(kind), batch(0, 22)
+    drawn = first_draw(codebook, hidden)
+    assert len(set(drawn)) == 4, "codewords from the same token"
+    codebook.update(hidden)
+
+    states, share = states_of(codebook, hidden), 22 / 4
+    starts = states[drawn]
+    similarity = states @ starts.T
+    if kind == "euclidean":
+        similarity = -torch.cdist(states, starts)
+    members = torch.nn.functional.one_hot(similarity.argmax(-1), 4).double()  # [T, G]
+    counts = 0.8 * share + 0.2 * members.sum(0)
+    sums = 0.8 * starts * share + 0.2 * members.T @ states
+    codewords = (
+        sums / counts.unsqueeze(-1)
+        if kind == "euclidean"
+        else sums / sums.norm(dim=-1, keepdim=True)
+    )
+    assert bool(codebook.initialized) and int(codebook.updates) == 1
+    torch.testing.assert_close(codebook.counts.double(), counts, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(codebook.sums.double(), sums, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(codebook.codewords.double(), codewords, rtol=1e-5, atol=1e-6)
+
+
+def test_static_keeps_exactly_its_first_tokens() -> None:
+    codebook, hidden = make_codebook("static"), batch(0, 22)
+    codebook.update(hidden)
+    drawn = first_draw(codebook, hidden)
+    assert len(set(drawn)) == 4
+    expected = states_of(codebook, hidden)[drawn]
+    torch.testing.assert_close(codebook.codewords.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(codebook.counts, torch.full((4,), 5.5))
+    torch.testing.assert_close(codebook.sums.double(), expected * 5.5, rtol=1e-6, atol=1e-6)
+    before = snapshot(codebook)
+    codebook.update(batch(1, 22))
+    assert_same(snapshot(codebook), before)
+
+
+def test_no_codeword_dies_in_the_first_update() -> None:
+    """Zero counts at the start would declare nearly every codeword dead."""
+    codebook = Codebook(32, 8, "spherical", decay=0.95, dead_below=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        codebook.update(batch(0, 32 * 4))
+    assert (codebook.counts >= 0.95 * 4).all()
+
+
+def test_before_the_first_batch_codewords_are_random_directions() -> None:
+    first, second = Codebook(6, 8), Codebook(6, 8)
+    torch.testing.assert_close(first.codewords.norm(dim=-1), torch.ones(6))
+    assert first.codewords.unique(dim=0).shape[0] == 6
+    assert not torch.equal(first.codewords, second.codewords)
+    assert not first.initialized and (first.counts == 0).all() and (first.sums == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("started", [False, True])
+def test_a_batch_without_tokens_changes_no_buffer(kind: str, started: bool) -> None:
+    codebook = make_codebook(kind)
+    if started:
+        codebook.update(batch(0, 22))
+    before = snapshot(codebook)
+    codebook.update(batch(1, 0))
+    codebook.update(batch(1, 22), torch.zeros(22, dtype=torch.bool))
+    codebook.update(torch.full((22, 8), torch.nan))
+    assert_same(snapshot(codebook), before)
+
+
+EMPTY = {
+    "no token": (0, None),
+    "all masked": (22, torch.zeros(22, dtype=torch.bool)),
+    "all NaN": (22, None),
+}
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("when", ["first", "after a step", "in a window"])
+@pytest.mark.parametrize("what", EMPTY)
+@pytest.mark.parametrize("case", [case for case in CASES if "air" in case])
+def test_a_run_with_an_empty_micro_batch_equals_one_without(
+    case: str, what: str, when: str, tracked: bool
+) -> None:
+    count, mask = EMPTY[what]
+    nothing = torch.full((count, 8), torch.nan) if what == "all NaN" else batch(5, count)
+
+    def run(insert: bool) -> tuple[dict[str, Tensor], Tensor]:
+        router = build_router(case)
+        optimizer = torch.optim.SGD(router.parameters(), 0.5)
+        if tracked:
+            airmoe.track_optimizer(router, optimizer)
+        if when != "first":
+            router.observe(batch(0, 22))
+            dense(router(batch(0, 22))).square().sum().backward()
+        if when == "after a step":
+            optimizer.step()
+            optimizer.zero_grad()
+        if insert:
+            router.observe(nothing, mask)
+        router.observe(batch(1, 22))
+        return snapshot(router, derived=False), router.shortlists().clone()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state, lists = run(insert=True)
+        expected_state, expected_lists = run(insert=False)
+    assert_same(state, expected_state)
+    assert torch.equal(lists, expected_lists), "lists were built before the codebook moved"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_accept_batches_without_tokens(case: str) -> None:
+    layer = build_layer(case)
+    before = snapshot(layer, derived=False)
+    empty = layer(torch.zeros(2, 0, 8))
+    assert empty.shape == (2, 0, 8)
+    masked = layer(batch(0), torch.zeros(2, 11, dtype=torch.bool))
+    assert_same(snapshot(layer, derived=False), before)
+    (empty.sum() + masked.sum()).backward()
+    for name, parameter in layer.named_parameters():
+        if name.startswith(("router", "experts")):
+            assert parameter.grad is not None, name
+            assert (parameter.grad == 0).all(), name
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_tokens_never_reach_the_codebook(kind: str, bad: float) -> None:
+    """Equal to a batch in which the bad tokens are padding, and to one in which they are not."""
+    spoilt = batch(0, 22)
+    spoilt[3, 2] = bad
+    spoilt[11] = bad
+    mask = torch.ones(22, dtype=torch.bool)
+    mask[[3, 11]] = False
+    books = [make_codebook(kind, dead_below=3.0) for _ in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            books[0].update(spoilt)
+            books[1].update(batch(0, 22), mask)
+            books[2].update(batch(0, 22)[mask])
+    assert_same(snapshot(books[0]), snapshot(books[1]))
+    for name, value in snapshot(books[2]).items():
+        torch.testing.assert_close(snapshot(books[0])[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_bad_tokens_spoil_only_their_own_row(case: str, training: bool) -> None:
+    """Other rows are those of the batch in which the bad tokens are masked out."""
+    spoilt = batch(0).clone()
+    spoilt[0, 3, 1], spoilt[1, 2, 5] = torch.nan, torch.inf
+    mask = torch.ones(2, 11, dtype=torch.bool)
+    mask[0, 3] = mask[1, 2] = False
+    layer, twin = build_layer(case).train(training), build_layer(case).train(training)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        output = layer(spoilt)
+    if case != "expert_choice":  # there no expert takes them, so they get nothing
+        assert output[~mask].isnan().all(), "a bad token must not look like a good one"
+    assert torch.equal(output[mask], twin(batch(0), mask)[mask])
+    assert_same(snapshot(layer, derived=False), snapshot(twin, derived=False))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_padding_may_hold_anything(case: str) -> None:
+    mask = torch.ones(2, 11, dtype=torch.bool)
+    mask[0, 4:] = False
+    rubbish = batch(0).masked_fill(~mask.unsqueeze(-1), torch.nan)
+    layer, twin = build_layer(case), build_layer(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # padding is nobody's fault
+        output, expected = layer(rubbish, mask), twin(batch(0), mask)
+    assert torch.equal(output, expected)
+    output[mask].square().sum().backward()
+    expected[mask].square().sum().backward()
+    assert_same(snapshot(layer), snapshot(twin))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_tokens_are_announced_once(case: str) -> None:
+    layer = build_layer(case)
+    airmoe.track_optimizer(layer, torch.optim.SGD(layer.parameters(), 0.1))
+    spoilt = batch(0).clone()
+    spoilt[0, 3, 1] = torch.nan
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            layer(spoilt)
+    told = [str(w.message) for w in caught if "NaN" in str(w.message)]
+    assert len(told) == 1, told
+    assert "1 of 22 tokens" in told[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_codewords_than_tokens_works_and_warns_once(kind: str) -> None:
+    codebook = make_codebook(kind, num_codewords=40, dead_below=1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for index in range(3):
+            codebook.update(batch(index, 7))
+    assert len(caught) == 1, [str(w.message) for w in caught]
+    message = str(caught[0].message)
+    assert "tokens per codeword" in message and "dead_below" in message
+    for name, tensor in snapshot(codebook).items():
+        assert tensor.isfinite().all(), name
+    if kind != "euclidean":
+        torch.testing.assert_close(codebook.codewords.norm(dim=-1), torch.ones(40))
+    if kind == "static":  # every token serves before one serves twice too often
+        assert codebook.codewords.unique(dim=0).shape[0] == 7
+
+
+def test_enough_tokens_do_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Codebook(4, 8, dead_below=1.0).update(batch(0, 16))
+        Codebook(40, 8, dead_below=0.0).update(batch(0, 16))
+
+
+def test_a_frozen_codebook_stays_while_shortlists_follow_the_centroids() -> None:
+    layer = build_layer("air", jitter_std=0.0)
+    router = air_of(layer)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.3)
+    airmoe.track_optimizer(layer, optimizer)
+    layer(batch(0)).pow(3).sum().backward()
+    router.freeze_codebook()
+    before, lists = snapshot(router.codebook), router.shortlists().clone()
+    optimizer.step()
+    for index in range(1, 4):
+        layer(batch(index))
+    assert_same(snapshot(router.codebook), before)
+    assert int(router.micro_batches) == 4, "jitter must go on"
+    assert not torch.equal(router.shortlists(), lists)
+
+
+def test_loading_a_started_codebook_does_not_start_it_again() -> None:
+    trained, fresh = make_codebook("spherical"), make_codebook("spherical")
+    trained.update(batch(0, 22))
+    fresh.load_state_dict(trained.state_dict())
+    trained.update(batch(1, 22))
+    fresh.update(batch(1, 22))
+    assert_same(snapshot(fresh), snapshot(trained))
+
+
+def test_loading_an_unstarted_codebook_starts_it_again() -> None:
+    used, fresh = make_codebook("spherical"), make_codebook("spherical")
+    start = fresh.state_dict()
+    used.update(batch(0, 22))
+    used.load_state_dict(start)
+    used.update(batch(1, 22))
+    fresh.update(batch(1, 22))
+    assert_same(snapshot(used), snapshot(fresh))
+
+
+def test_small_codebooks_of_the_cases_have_enough_tokens() -> None:
+    """The other tests of this folder count on no few-tokens warning."""
+    assert 22 / EXTRA["air"]["num_codewords"] >= 4

@@ -1,0 +1,188 @@
+"""Codebook and routing are float32 whatever happens to the model around them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import airmoe
+from airmoe import CellRouting
+from tests.state.common import (
+    CASES,
+    air_of,
+    assert_same,
+    batch,
+    build_layer,
+    build_router,
+    dense,
+    snapshot,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "bfloat16": lambda module: module.bfloat16(),
+    "half": lambda module: module.half(),
+    "float64": lambda module: module.to(torch.float64),
+    "bfloat16 and back": lambda module: module.bfloat16().float(),
+    "to another tensor": lambda module: module.to(torch.zeros((), dtype=torch.bfloat16)),
+}
+STATE = ["codewords", "counts", "sums"]
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_casting_a_model_leaves_every_bit_of_the_codebook(cast: str) -> None:
+    layer = build_layer("air")
+    for index in range(3):
+        layer(batch(index))
+    before = snapshot(air_of(layer).codebook)
+    model = CASTS[cast](nn.Sequential(nn.Linear(8, 8), layer))
+    assert_same(snapshot(air_of(model).codebook), before)
+    assert air_of(model).training_lists.inverse_norms.dtype == torch.float32
+    if "back" not in cast:
+        assert air_of(model).centroids.dtype != torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_cast_model_keeps_learning_in_float32(dtype: torch.dtype) -> None:
+    """Equal to a float32 codebook that is shown the same (rounded) tokens."""
+    layer, reference = build_layer("air"), build_router("air").codebook
+    layer.to(dtype)
+    for index in range(4):
+        rounded = batch(index).to(dtype)
+        layer(rounded).sum().backward()
+        reference.update(rounded.reshape(22, 8).float())
+    assert_same(snapshot(air_of(layer).codebook), snapshot(reference))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_building_under_another_default_dtype_keeps_the_codebook_float32(
+    dtype: torch.dtype,
+) -> None:
+    """Hugging Face builds models under `torch.set_default_dtype(config.dtype)`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        layer = build_layer("air")
+        assert layer(batch(0).to(dtype)).dtype == dtype
+    finally:
+        torch.set_default_dtype(before)
+    router = air_of(layer)
+    assert router.centroids.dtype == dtype
+    for name in STATE:
+        assert getattr(router.codebook, name).dtype == torch.float32, name
+    assert router.training_lists.inverse_norms.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES)
+def test_weights_and_statistics_are_float32(case: str, dtype: torch.dtype) -> None:
+    router = build_router(case).to(dtype)
+    router.observe(batch(0, 22).to(dtype))
+    routing = router(batch(0, 22).to(dtype))
+    assert routing.to_token_routing().weights.dtype == torch.float32
+    assert routing.log_z.dtype == torch.float32
+    assert routing.expert_probs.dtype == torch.float32
+    torch.testing.assert_close(routing.expert_probs.sum(), torch.tensor(1.0))
+    if isinstance(routing, CellRouting):
+        assert routing.gates.dtype == torch.float32
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_cast_router_routes_like_a_float32_one_with_the_same_rounded_numbers(case: str) -> None:
+    """Rounding happens to the stored numbers only, never to a score."""
+    cast = build_router(case, jitter_std=0.0).bfloat16()
+    wide = build_router(case, jitter_std=0.0)
+    rounded = batch(0, 22).bfloat16()
+    with torch.no_grad():
+        for parameter, source in zip(wide.parameters(), cast.parameters(), strict=True):
+            parameter.copy_(source)
+    wide.on_parameters_changed()
+    for router, hidden in ((cast, rounded), (wide, rounded.float())):
+        router.observe(hidden)
+    torch.testing.assert_close(
+        dense(cast(rounded)), dense(wide(rounded.float())), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_autocast_does_not_touch_routing(case: str, training: bool) -> None:
+    """The same hidden states give the same bits of routing, gradient, codebook and shortlists."""
+
+    def run(autocast: bool) -> tuple[dict[str, Tensor], list[Tensor]]:
+        router = build_router(case, num_experts=100)
+        optimizer = torch.optim.SGD(router.parameters(), 0.5)
+        airmoe.track_optimizer(router, optimizer)
+        routings = []
+        for index in range(3):
+            hidden = batch(index, 300).requires_grad_()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                router.train()
+                router.observe(hidden)
+                router.train(training)
+                weights = dense(router(hidden))
+            weights.square().sum().backward()
+            assert hidden.grad is not None
+            routings += [weights, hidden.grad]
+            optimizer.step()
+        return snapshot(router), routings
+
+    state, routings = run(autocast=True)
+    expected_state, expected = run(autocast=False)
+    for at, (found, wanted) in enumerate(zip(routings, expected, strict=True)):
+        assert found.dtype == wanted.dtype == torch.float32
+        assert torch.equal(found, wanted), f"{'weights' if at % 2 == 0 else 'gradient'} {at // 2}"
+    assert_same(state, expected_state)
+
+
+@pytest.mark.parametrize("statistic", ["expert_probs", "log_z", "cell_probs"])
+@pytest.mark.parametrize("case", CASES)
+def test_statistics_read_under_autocast_are_those_of_float32(case: str, statistic: str) -> None:
+    """They are computed when first read, which is usually inside the training step's autocast."""
+    found = []
+    for enabled in (True, False):
+        router, hidden = build_router(case), batch(0, 300).requires_grad_()
+        routing = router(hidden)
+        if statistic == "cell_probs" and not isinstance(routing, CellRouting):
+            pytest.skip("has no cells")
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            value = getattr(routing, statistic)
+        value.square().sum().backward()
+        assert value.dtype == torch.float32 and hidden.grad is not None
+        found.append((value.detach(), hidden.grad))
+    assert torch.equal(found[0][0], found[1][0]), "value"
+    assert torch.equal(found[0][1], found[1][1]), "gradient"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_run_under_autocast_with_routing_as_without(case: str) -> None:
+    """Experts run in bfloat16, but every token keeps its experts and the codebook its bits."""
+    hidden = batch(0, 3, 100)
+    found = []
+    for enabled in (True, False):
+        layer = build_layer(case, num_experts=100)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            layer(hidden)
+            output = layer.forward_with_routing(hidden)
+        assert output.hidden.dtype == torch.float32
+        output.hidden.sum().backward()
+        state = {name: t for name, t in snapshot(layer).items() if not name.endswith(".grad")}
+        found.append(state | {"weights": dense(output.routing).detach()})
+    assert_same(found[0], found[1])
+
+
+def test_bfloat16_counts_would_stand_still() -> None:
+    """Why float32: 0.95 n + 0.05 b rounds back to n in bfloat16 long before it has arrived."""
+    codebook = build_router("air", num_codewords=1, codebook_decay=0.99).bfloat16().codebook
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        codebook.update(batch(0, 300).bfloat16())
+        for _ in range(30):
+            codebook.update(batch(1, 310).bfloat16())
+    expected = 310 + 0.99**30 * (300 - 310)
+    torch.testing.assert_close(codebook.counts, torch.tensor([expected]), rtol=1e-5, atol=0)

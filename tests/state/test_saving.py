@@ -1,0 +1,225 @@
+"""A checkpoint holds everything needed to go on, and nothing derived."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import airmoe
+from tests.state.common import (
+    CASES,
+    air_of,
+    assert_same,
+    batch,
+    build_block,
+    build_layer,
+    build_router,
+    dense,
+    plain_shortlists,
+    routers_of,
+    snapshot,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_an_air_router_saves_its_parameters_codebook_and_counters_only() -> None:
+    assert set(build_router("air").state_dict()) == {
+        "centroids",
+        "noise_seed",
+        "micro_batches",
+        "codebook.codewords",
+        "codebook.counts",
+        "codebook.sums",
+        "codebook.initialized",
+        "codebook.seed",
+        "codebook.updates",
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_safetensors_round_trip_into_a_fresh_model(case: str, tmp_path: Path) -> None:
+    layer = build_layer(case)
+    for index in range(3):
+        layer(batch(index)).sum().backward()
+    save_file(layer.state_dict(), tmp_path / "model.safetensors")
+    fresh = build_layer(case, seed=123)
+    fresh.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
+    assert_same(dict(fresh.state_dict()), dict(layer.state_dict()))
+    layer.eval()
+    fresh.eval()
+    assert torch.equal(fresh(batch(9)), layer(batch(9)))
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
+) -> list[dict[str, Tensor]]:
+    """Two micro-batches per step; everything after each step, routing noise included."""
+    states = []
+    for step in steps:
+        outputs = {}
+        for index in range(2):
+            output = model(batch(2 * step + index))
+            outputs[f"output{index}"] = output.detach()
+            output.pow(3).sum().backward()
+        for number, router in enumerate(routers_of(model)):
+            key = router.current_noise_key()
+            assert key is not None
+            outputs[f"key{number}"] = key
+        optimizer.step()
+        states.append({**snapshot(model), **outputs})
+        optimizer.zero_grad()
+    return states
+
+
+@pytest.mark.parametrize("tracked", ["before", "after", "never"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_equals_the_uninterrupted_one(
+    case: str, tracked: str, tmp_path: Path
+) -> None:
+    """`tracked`: whether the optimizer is tracked before or after the checkpoint is loaded."""
+    if tracked == "before" and "air" not in case:
+        pytest.skip("only shortlists care about tracking")
+
+    def checkpoint() -> dict[str, Any]:
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+        return copy.deepcopy({"optimizer": optimizer.state_dict(), "random": torch.get_rng_state()})
+
+    def resume(saved: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        fresh = build_block(case, seed=77)
+        new_optimizer = optimizer_of(fresh)
+        if tracked == "before":
+            airmoe.track_optimizer(fresh, new_optimizer)
+            fresh(batch(50))  # whatever it did before the load must not matter
+        fresh.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
+        new_optimizer.load_state_dict(saved["optimizer"])
+        if tracked == "after":
+            airmoe.track_optimizer(fresh, new_optimizer)
+        torch.set_rng_state(saved["random"])
+        return fresh, new_optimizer
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*without a tracked optimizer")
+        model = build_block(case)
+        optimizer = optimizer_of(model)
+        if tracked != "never":
+            airmoe.track_optimizer(model, optimizer)
+        train(model, optimizer, range(0, 2))
+        saved = checkpoint()
+        expected = train(model, optimizer, range(2, 5))
+        resumed = train(*resume(saved), range(2, 5))
+    for step, (state, wanted) in enumerate(zip(resumed, expected, strict=True)):
+        assert_same(state, wanted, f"step {step}")
+
+
+def test_saving_in_the_middle_of_a_run_changes_nothing() -> None:
+    runs: list[dict[str, Tensor]] = []
+    for save in (False, True):
+        model = build_block("air")
+        optimizer = optimizer_of(model)
+        airmoe.track_optimizer(model, optimizer)
+        torch.manual_seed(0)
+        for step in range(3):
+            if save:
+                model.state_dict()
+            runs += train(model, optimizer, range(step, step + 1))
+    assert_same(runs[5], runs[2])
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_load_refreshes_lists_in_both_modes(assign: bool) -> None:
+    """Also in the middle of a window, and also when tensors are replaced instead of copied."""
+    source = build_layer("air", seed=5, jitter_std=0.0)
+    source(batch(0))
+    layer = build_layer("air", jitter_std=0.0)
+    airmoe.track_optimizer(layer, torch.optim.SGD(layer.parameters(), 0.1))
+    router = air_of(layer)
+    layer(batch(1))
+    layer.eval()
+    layer(batch(1))
+    state = {name: tensor.clone() for name, tensor in source.state_dict().items()}
+    layer.load_state_dict(state, assign=assign)
+    assert torch.equal(router.shortlists(), plain_shortlists(router))
+    layer.train()
+    assert torch.equal(router.shortlists(), plain_shortlists(router))
+    source.eval()
+    layer.eval()
+    assert torch.equal(layer(batch(2)), source(batch(2)))
+
+
+def test_loading_only_the_codebook_refreshes_the_lists() -> None:
+    """A calibrated codebook put into a model that is being trained."""
+    calibrated = build_router("air", seed=5)
+    calibrated.codebook.update(batch(3, 22))
+    router = build_router("air", jitter_std=0.0)
+    airmoe.track_optimizer(router, torch.optim.SGD(router.parameters(), 0.1))
+    router.observe(batch(0, 22))
+    router.codebook.load_state_dict(calibrated.codebook.state_dict())
+    assert torch.equal(router.shortlists(), plain_shortlists(router))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_meta_construction_then_reset_gives_a_working_layer(case: str) -> None:
+    with torch.device("meta"):
+        layer = build_layer(case)
+    assert all(tensor.is_meta for tensor in [*layer.parameters(), *layer.buffers()])
+    layer.to_empty(device="cpu")
+    torch.manual_seed(4)
+    for module in layer.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+    for name, tensor in layer.state_dict().items():
+        assert tensor.isfinite().all(), name
+        assert tensor.dtype != torch.int64 or tensor != torch.iinfo(torch.int64).max, name
+    weights = dense(layer.router(batch(0, 22)))
+    assert weights.isfinite().all() and (weights >= 0).all()
+    if "choice" not in case:
+        heads = layer.router.config.num_heads if case == "peer" else 1
+        torch.testing.assert_close(weights.sum(-1), torch.full((22,), float(heads)))
+    layer(batch(0)).square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+    layer.eval()
+    assert layer(batch(1)).isfinite().all()
+    if "air" in case:
+        codebook = air_of(layer).codebook
+        assert bool(codebook.initialized) and int(codebook.updates) == 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_meta_construction_then_load_equals_the_saved_model(case: str) -> None:
+    source = build_layer(case)
+    source(batch(0))
+    with torch.device("meta"):
+        layer = build_layer(case, seed=8)
+    layer.to_empty(device="cpu")
+    layer.load_state_dict(source.state_dict(), strict=True)
+    for model in (source, layer):
+        torch.manual_seed(1)
+        model(batch(1)).square().sum().backward()
+    assert_same(snapshot(layer, derived=False), snapshot(source, derived=False))
+    layer.eval()
+    source.eval()
+    assert torch.equal(layer(batch(2)), source(batch(2)))
+
+
+def test_a_frozen_codebook_stays_frozen_in_a_deep_copy() -> None:
+    router = build_router("air")
+    router.observe(batch(0, 22))
+    router.freeze_codebook()
+    fork = copy.deepcopy(router)
+    before = snapshot(fork.codebook)
+    fork.observe(batch(1, 22))
+    assert_same(snapshot(fork.codebook), before)

@@ -1,0 +1,387 @@
+"""Router losses against closed forms, float64 formulas, micro-batches and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from airmoe import (
+    ROUTERS,
+    CellRouting,
+    Router,
+    TokenRouting,
+    load_balance_loss,
+    router_z_loss,
+    shortlist_balance_loss,
+)
+from airmoe.kernels.cells import make_cells
+from tests.distributed.launch import WORLD, run_all
+from tests.tolerance import FLOOR, assert_close
+
+Loss = Callable[..., Tensor]
+
+DIM, NUM_EXPERTS, TOP_K = 6, 16, 4
+EXTRA: dict[str, dict[str, Any]] = {
+    "air": {"num_codewords": 3, "shortlist_size": 7},
+    "peer": {"num_heads": 2},
+    "hierarchical": {"num_clusters": 4, "num_selected_clusters": 2},
+    "topk": {},
+    "expert_choice": {},
+}
+LOSSES: list[Loss] = [load_balance_loss, router_z_loss, shortlist_balance_loss]
+
+
+def build(name: str, seed: int = 0, **options: Any) -> Router:
+    torch.manual_seed(seed)
+    sizes = {"dim": DIM, "num_experts": NUM_EXPERTS, "top_k": TOP_K}
+    config: Any = ROUTERS[name].Config  # type: ignore[attr-defined]
+    return config(**sizes, **EXTRA[name], **options).build().eval()
+
+
+def pairs() -> list[Any]:
+    """Every loss with every router that has it."""
+    return [
+        pytest.param(name, loss, id=f"{name}-{loss.__name__}")
+        for name in ROUTERS
+        for loss in LOSSES
+        if loss is not shortlist_balance_loss or name in ("air", "hierarchical")
+    ]
+
+
+def token_routing(probs: Tensor, expert_ids: Tensor, log_z: Tensor, valid: Tensor) -> TokenRouting:
+    return TokenRouting(
+        num_tokens=expert_ids.shape[0],
+        num_experts=probs.shape[0],
+        valid=valid,
+        expert_ids=expert_ids,
+        weights=torch.full(expert_ids.shape, 0.5),
+        lazy_expert_probs=lambda: probs,
+        lazy_log_z=lambda: log_z,
+    )
+
+
+def choosing(probs: list[float], expert_ids: list[list[int]]) -> TokenRouting:
+    ids = torch.tensor(expert_ids)
+    everyone = torch.ones(ids.shape[0], dtype=torch.bool)
+    return token_routing(torch.tensor(probs), ids, torch.zeros(ids.shape[0]), everyone)
+
+
+def in_cells(cell_ids: list[int], cell_probs: list[float], valid: list[bool]) -> CellRouting:
+    pools = torch.arange(2 * len(cell_probs)).view(-1, 2)
+    return CellRouting(
+        num_tokens=len(cell_ids),
+        num_experts=pools.numel(),
+        valid=torch.tensor(valid),
+        cells=make_cells(torch.tensor(cell_ids).unsqueeze(1), pools),
+        gates=torch.full((len(cell_ids), 2), 0.5),
+        max_per_token=2,
+        lazy_expert_probs=lambda: torch.zeros(pools.numel()),
+        lazy_log_z=lambda: torch.zeros(len(cell_ids)),
+        lazy_cell_probs=lambda: torch.tensor(cell_probs),
+    )
+
+
+def gradients(loss: Tensor, router: Router, *hidden: Tensor) -> list[Tensor]:
+    """Of the token states, then of every parameter (0 where the loss does not reach it)."""
+    wanted = [*hidden, *router.parameters()]
+    return list(torch.autograd.grad(loss, wanted, materialize_grads=True))
+
+
+# -- closed forms ---------------------------------------------------------------------------
+
+
+def test_balance_is_one_at_uniform_use() -> None:
+    routing = choosing([0.25] * 4, [[0, 1], [2, 3]])
+    assert load_balance_loss(routing).item() == pytest.approx(1.0, rel=1e-6)
+
+
+def test_balance_is_the_number_of_experts_at_collapse() -> None:
+    routing = choosing([0.0, 1.0, 0.0, 0.0, 0.0], [[1], [1], [1]])
+    assert load_balance_loss(routing).item() == pytest.approx(5.0, rel=1e-6)
+
+
+def test_balance_by_hand() -> None:
+    # f = (2, 1, 1) / 4, P = (0.5, 0.3, 0.2): 3 * (0.25 + 0.075 + 0.05)
+    routing = choosing([0.5, 0.3, 0.2], [[0, 1], [2, 0]])
+    assert load_balance_loss(routing).item() == pytest.approx(1.125, rel=1e-6)
+
+
+def test_shortlist_balance_by_hand() -> None:
+    # The masked token sits in cell 2: f = (2, 1, 0) / 3, P = (0.5, 0.3, 0.2).
+    routing = in_cells([0, 1, 0, 2], [0.5, 0.3, 0.2], [True, True, True, False])
+    expected = 3 * (2 / 3 * 0.5 + 1 / 3 * 0.3)
+    assert shortlist_balance_loss(routing).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_z_loss_by_hand() -> None:
+    log_z = torch.tensor([1.0, torch.nan, -3.0], requires_grad=True)
+    valid = torch.tensor([True, False, True])
+    loss = router_z_loss(token_routing(torch.ones(1), torch.zeros(3, 1).long(), log_z, valid))
+    loss.backward()
+    assert loss.item() == pytest.approx(5.0)
+    assert log_z.grad is not None and log_z.grad.tolist() == [1.0, 0.0, -3.0]
+
+
+def test_equal_logits_give_log_of_the_number_of_experts_squared() -> None:
+    router = build("topk")
+    routing = router(torch.zeros(5, DIM))
+    assert router_z_loss(routing).item() == pytest.approx(math.log(NUM_EXPERTS) ** 2, rel=1e-6)
+    assert routing.expert_probs.tolist() == pytest.approx([1 / NUM_EXPERTS] * NUM_EXPERTS)
+    # Equal probabilities make the loss 1 however uneven the choices are.
+    assert load_balance_loss(routing).item() == pytest.approx(1.0, rel=1e-6)
+
+
+# -- the plain formulas in float64 ----------------------------------------------------------
+
+
+def allowed(router: Any, hidden: Tensor) -> Tensor:
+    """[T, E] bool: the candidates of each token, as the paper defines them."""
+    config = router.config
+    every = torch.ones(hidden.shape[0], NUM_EXPERTS, dtype=torch.bool)
+    if config.label == "air":
+        near = (hidden @ router.codebook.codewords.T).topk(config.probes, dim=1).indices
+        lists = router.shortlists()[near].flatten(1)
+        return torch.zeros_like(every).scatter_(1, lists, True)
+    if config.label == "hierarchical":
+        clusters = hidden @ F.normalize(router.cluster_centroids.detach(), dim=1).T
+        near = clusters.topk(config.num_selected_clusters, dim=1).indices
+        chosen = torch.zeros(clusters.shape, dtype=torch.bool).scatter_(1, near, True)
+        return chosen.repeat_interleave(NUM_EXPERTS // config.num_clusters, dim=1)
+    return every
+
+
+def plain_logits(router: Any, hidden: Tensor, params: dict[str, Tensor]) -> Tensor:
+    """[T, E] logits, -inf outside the candidates."""
+    logits = hidden @ F.normalize(params["centroids"], dim=1).T
+    if router.config.label == "hierarchical":
+        clusters = hidden @ F.normalize(params["cluster_centroids"], dim=1).T
+        logits = logits + clusters.repeat_interleave(NUM_EXPERTS // clusters.shape[1], dim=1)
+    return logits.masked_fill(~allowed(router, hidden.detach().float()), -torch.inf)
+
+
+def plain_loss(
+    loss: Loss, router: Any, hidden: Tensor, params: dict[str, Tensor], half: bool = False
+) -> Tensor:
+    """The formula over a full softmax; with `half`, log Z is held fixed in the gradient."""
+    logits, count = plain_logits(router, hidden, params), TOP_K
+    if loss is router_z_loss:
+        return logits.logsumexp(1).square().mean()
+    if loss is shortlist_balance_loss and router.config.label == "air":
+        codewords = F.normalize(router.codebook.codewords.to(hidden), dim=1)
+        logits, count = F.normalize(hidden, dim=1) @ codewords.T, router.config.probes
+    elif loss is shortlist_balance_loss:
+        logits = hidden @ F.normalize(params["cluster_centroids"], dim=1).T
+        count = router.config.num_selected_clusters
+    log_z = logits.logsumexp(1, keepdim=True)
+    probs = (logits - (log_z.detach() if half else log_z)).exp().mean(0)
+    chosen = logits.topk(count, dim=1).indices
+    share = chosen.flatten().bincount(minlength=probs.numel()) / chosen.numel()
+    return probs.numel() * (share.to(probs) * probs).sum()
+
+
+PLAIN_CASES = [
+    pytest.param(name, options, loss, id=f"{name}{''.join(options)}-{loss.__name__}")
+    for name, options in (
+        ("topk", {}),
+        ("air", {}),
+        ("air", {"probes": 2}),
+        ("hierarchical", {}),
+    )
+    for loss in LOSSES
+    if loss is not shortlist_balance_loss or name != "topk"
+]
+
+
+@pytest.mark.parametrize(("name", "options", "loss"), PLAIN_CASES)
+def test_value_and_gradient_of_the_plain_formula(
+    name: str, options: dict[str, Any], loss: Loss
+) -> None:
+    router = build(name, **options)
+    hidden = torch.randn(37, DIM) * 2
+
+    def by_formula(dtype: torch.dtype, order: Tensor, half: bool = False) -> list[Tensor]:
+        tokens = hidden.detach().to(dtype).requires_grad_()
+        params = {k: p.detach().to(dtype).requires_grad_() for k, p in router.named_parameters()}
+        value = plain_loss(loss, router, tokens[order], params, half)
+        wanted = [tokens, *params.values()]
+        return [value, *torch.autograd.grad(value, wanted, materialize_grads=True)]
+
+    hidden.requires_grad_()
+    value = loss(router(hidden))
+    actual = [value, *gradients(value, router, hidden)]
+    names = ["loss", "hidden", *(name for name, _ in router.named_parameters())]
+    exact = by_formula(torch.float64, torch.arange(37))
+    # The gradient of a balance is the small difference of two terms; they set its rounding error.
+    terms = by_formula(torch.float64, torch.arange(37), half=loss is not router_z_loss)
+    # In one order of the tokens float32 may round luckily: the worst of several is typical.
+    plains = [by_formula(torch.float32, torch.randperm(37)) for _ in range(4)]
+    for place, what in enumerate(names):
+        error = torch.stack([(plain[place] - exact[place]).abs().max() for plain in plains]).max()
+        error = error + FLOOR * terms[place].abs().max()
+        assert_close(actual[place], exact[place], exact[place] + error, what)
+    assert exact[1].abs().max() > 1e-4  # a loss that ignores its tokens would prove nothing
+
+
+def test_peer_balance_is_the_plain_formula_per_head() -> None:
+    router: Any = build("peer")
+    hidden = torch.randn(23, DIM) * 2
+    heads = router.full_logits(hidden).detach().double()  # [T, P, E]
+    chosen = heads.topk(TOP_K // 2, dim=2).indices.flatten()
+    share = chosen.bincount(minlength=NUM_EXPERTS) / chosen.numel()
+    expected = NUM_EXPERTS * (share * heads.softmax(2).mean((0, 1))).sum()
+    assert load_balance_loss(router(hidden)).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+# -- tokens that do not count ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "loss"), pairs())
+def test_masked_and_non_finite_tokens_leave_no_trace(name: str, loss: Loss) -> None:
+    router = build(name)
+    hidden = torch.randn(12, DIM)
+    mask = torch.ones(12, dtype=torch.bool)
+    mask[[0, 5]] = False
+    hidden[3, 1], hidden[5, 0], hidden[9, 2] = torch.nan, torch.inf, -torch.inf
+    counted = mask & hidden.isfinite().all(1)
+    assert counted.sum() == 8
+    clean = hidden[counted].requires_grad_()
+    hidden.requires_grad_()
+
+    value, expected = loss(router(hidden, mask)), loss(router(clean))
+    torch.testing.assert_close(value, expected)
+    grad_hidden, *grads = gradients(value, router, hidden)
+    grad_clean, *grads_wanted = gradients(expected, router, clean)
+    assert (grad_hidden[~counted] == 0).all()
+    torch.testing.assert_close(grad_hidden[counted], grad_clean)
+    constant = name == "expert_choice" and loss is load_balance_loss  # balanced by construction
+    assert constant or grad_clean.abs().max() > 1e-4
+    for got, want in zip(grads, grads_wanted, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("tokens", ["masked", "nan", "none"])
+@pytest.mark.parametrize(("name", "loss"), pairs())
+def test_no_valid_token_is_zero_without_nan(name: str, loss: Loss, tokens: str) -> None:
+    router = build(name)
+    hidden = torch.full((0 if tokens == "none" else 4, DIM), torch.nan if tokens == "nan" else 1.0)
+    hidden.requires_grad_()  # a rank without tokens still takes part in the backward pass
+    mask = torch.zeros(4, dtype=torch.bool) if tokens == "masked" else None
+    for total_tokens in (None, 0, 7):
+        value = loss(router(hidden, mask), total_tokens=total_tokens)
+        assert value.item() == 0.0
+        for grad in gradients(value, router, hidden):
+            assert (grad == 0).all()
+
+
+@pytest.mark.parametrize(("name", "loss"), pairs())
+def test_autocast_changes_nothing(name: str, loss: Loss) -> None:
+    """Trainers compute losses inside autocast; routing statistics are float32 all the same."""
+    router, hidden = build(name), torch.randn(200, DIM)
+    expected = loss(router(hidden))
+    with torch.autocast("cpu", torch.bfloat16):
+        value = loss(router(hidden))
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value, expected)
+    grads = zip(gradients(value, router), gradients(expected, router), strict=True)
+    for got, want in grads:
+        torch.testing.assert_close(got, want)
+
+
+# -- normaliser -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize(("name", "loss"), pairs())
+def test_micro_batches_sum_to_the_token_weighted_mean(
+    name: str, loss: Loss, as_tensor: bool
+) -> None:
+    router = build(name)
+    parts = [torch.randn(size, DIM) for size in (5, 1, 9)]
+    parts[2][4] = torch.nan  # 8 valid ones remain
+    for part in parts:
+        part.requires_grad_()
+    sizes = [5, 1, 8]
+    total = torch.tensor(sum(sizes)) if as_tensor else sum(sizes)
+
+    shares = sum((loss(router(part), total_tokens=total) for part in parts), torch.zeros(()))
+    losses = [loss(router(part)) for part in parts]
+    mean = sum((size * value for size, value in zip(sizes, losses, strict=True)), torch.zeros(()))
+    mean = mean / sum(sizes)
+    torch.testing.assert_close(shares, mean)
+    if name != "expert_choice":  # there every balance loss is 1
+        assert (shares - torch.stack(losses).mean()).abs().item() > 1e-4  # not the plain mean
+    grads = zip(gradients(shares, router, *parts), gradients(mean, router, *parts), strict=True)
+    for got, want in grads:
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("total_tokens", [-1, True, 2.5, torch.ones(2)])
+@pytest.mark.parametrize("loss", [load_balance_loss, router_z_loss])
+def test_impossible_total_tokens_are_refused(loss: Loss, total_tokens: object) -> None:
+    routing = choosing([0.5, 0.5], [[0], [1]])
+    with pytest.raises(ValueError, match="total_tokens: got"):
+        loss(routing, total_tokens=total_tokens)
+
+
+def test_shortlist_balance_needs_shortlists() -> None:
+    routing: Any = choosing([0.5, 0.5], [[0], [1]])
+    with pytest.raises(TypeError, match="TokenRouting, needs a CellRouting"):
+        shortlist_balance_loss(routing)
+
+
+# -- ranks ----------------------------------------------------------------------------------
+
+# Tokens of each rank, of which rank 1's first is masked where it has any.
+SPLITS = [(7, 3), (10, 0), (0, 10), (5, 5)]
+WINDOW = 25  # any number above 9 tells the two normalisers apart
+
+
+def global_batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(3)
+    return torch.randn(10, DIM), torch.arange(10) != 7
+
+
+def measure(router: Router, hidden: Tensor, mask: Tensor) -> dict[str, list[Tensor]]:
+    """Value and gradients (token states first) of every loss under both normalisers."""
+    found = {}
+    hidden = hidden.clone().requires_grad_()
+    for loss in LOSSES:
+        for total_tokens in (None, WINDOW):
+            value = loss(router(hidden, mask), total_tokens=total_tokens)
+            key = f"{loss.__name__}-{total_tokens}"
+            found[key] = [value.detach(), *gradients(value, router, hidden)]
+    return found
+
+
+def measure_this_rank(rank: int, join: Callable[[], None]) -> list[dict[str, list[Tensor]]]:
+    join()
+    hidden, mask = global_batch()
+    results = []
+    for split in SPLITS:
+        start = sum(split[:rank])
+        rows = slice(start, start + split[rank])
+        for name in ("air", "hierarchical"):
+            results.append(measure(build(name), hidden[rows], mask[rows]))
+    return results
+
+
+def test_mean_over_ranks_is_the_global_loss(tmp_path: Path) -> None:
+    first, second = run_all({"losses": measure_this_rank}, tmp_path)["losses"]
+    assert isinstance(first, list), first
+    for index, name in enumerate(("air", "hierarchical") * len(SPLITS)):
+        expected = measure(build(name), *global_batch())
+        for key, (value, grad_hidden, *grads) in expected.items():
+            assert value > 0.05, key
+            here, there = first[index][key], second[index][key]
+            torch.testing.assert_close((here[0] + there[0]) / WORLD, value, msg=key)
+            # Each rank's tokens are its own, so their gradients are not averaged but joined.
+            torch.testing.assert_close(torch.cat([here[1], there[1]]) / WORLD, grad_hidden)
+            for got, other, want in zip(here[2:], there[2:], grads, strict=True):
+                torch.testing.assert_close((got + other) / WORLD, want)
