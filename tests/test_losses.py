@@ -283,13 +283,13 @@ def test_no_valid_token_is_zero_without_nan(name: str, loss: Loss, tokens: str) 
 @pytest.mark.parametrize(("name", "loss"), pairs())
 def test_autocast_changes_nothing(name: str, loss: Loss) -> None:
     """Trainers compute losses inside autocast; routing statistics are float32 all the same."""
-    router, hidden = build(name), torch.randn(200, DIM)
+    router, hidden = build(name), torch.randn(200, DIM, requires_grad=True)
     expected = loss(router(hidden))
     with torch.autocast("cpu", torch.bfloat16):
         value = loss(router(hidden))
     assert value.dtype == torch.float32
     torch.testing.assert_close(value, expected)
-    grads = zip(gradients(value, router), gradients(expected, router), strict=True)
+    grads = zip(gradients(value, router, hidden), gradients(expected, router, hidden), strict=True)
     for got, want in grads:
         torch.testing.assert_close(got, want)
 

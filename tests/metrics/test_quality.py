@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -333,10 +334,14 @@ def everything(router: AirRouter) -> dict[str, Any]:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("tracked", [True, False])
 def test_measuring_changes_nothing(training: bool, tracked: bool, one_thread: None) -> None:
-    router, hidden = trained_air(tracked=tracked, jitter_std=0.5), torch.randn(30, DIM)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about the untracked optimizer
+        router = trained_air(tracked=tracked, jitter_std=0.5)
+    hidden = torch.randn(30, DIM)
     router.train(training)
     router.codebook.eval()  # a flag of its own must survive too
     before, gates = everything(router), router(hidden).gates
+    (wanted,) = torch.autograd.grad(gates.square().sum(), router.centroids, retain_graph=True)
     for measure in MEASURES:
         measure(router, hidden)
     shortlist_staleness(router)
@@ -345,6 +350,9 @@ def test_measuring_changes_nothing(training: bool, tracked: bool, one_thread: No
     for key, value in before.items():
         same = torch.equal(value, after[key]) if isinstance(value, Tensor) else value == after[key]
         assert same, key
+    # A backward pass that was waiting meanwhile, then another forward.
+    (grad,) = torch.autograd.grad(gates.square().sum(), router.centroids)
+    assert torch.equal(grad, wanted) and grad.abs().max() > 0
     assert torch.equal(router(hidden).gates, gates)
 
 

@@ -14,13 +14,13 @@ from airmoe.errors import ConfigError
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import make_cells
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
-from airmoe.kernels.precision import own_precision
 from airmoe.routers.base import (
     CentroidInit,
     Plan,
     Router,
     RouterConfig,
     check_centroids,
+    exact_logits,
     init_centroids,
     unit_rows,
 )
@@ -103,6 +103,17 @@ class AirRouter(Router):
                     'only has a meaning with gate = "expert_choice"',
                     'Leave it at 1.0 or set gate="expert_choice".',
                 )
+
+        @classmethod
+        def for_budget(cls, *, dim: int, num_experts: int, top_k: int) -> AirRouter.Config:
+            """Shortlists of 4 K experts, and a codeword for every 64 experts, at most 1024."""
+            return cls(
+                dim=dim,
+                num_experts=num_experts,
+                top_k=top_k,
+                num_codewords=max(1, min(1024, num_experts // 64)),
+                shortlist_size=min(num_experts, 4 * top_k),
+            )
 
         def build(self) -> AirRouter:
             return AirRouter(self)
@@ -218,17 +229,21 @@ class AirRouter(Router):
                 return self.training_lists
             # A training forward nobody observed: right for now, but not kept, because the next
             # observe builds from the codebook as it will be then (Alg. 3's order).
-            lists = self._new_cache()
-            noise = self._shortlist_noise(self.micro_batches)
-            lists.rebuild(self.codebook.codewords, self.centroids, noise)
-            return lists
+            return self._fresh_lists()
+        if torch.is_grad_enabled() and self.centroids.requires_grad and not self.tracked:
+            return self._fresh_lists()  # somebody may be training a model in evaluation mode
         moment = self._moment()
-        # With gradients on, an unknown optimizer may be training a model in evaluation mode.
-        unknown = torch.is_grad_enabled() and self.centroids.requires_grad and not self.tracked
-        if unknown or self._evaluated_at != moment:
+        if self._evaluated_at != moment:
             self.evaluation_lists.rebuild(self.codebook.codewords, self.centroids, None)
             self._evaluated_at = moment
         return self.evaluation_lists
+
+    def _fresh_lists(self) -> ShortlistCache:
+        """Lists of this moment that nobody keeps."""
+        lists = self._new_cache()
+        noise = self._shortlist_noise(self.micro_batches)
+        lists.rebuild(self.codebook.codewords, self.centroids, noise)
+        return lists
 
     def _moment(self) -> tuple[int, ...]:
         """Changes when the evaluation lists must be rebuilt.
@@ -289,14 +304,6 @@ class AirRouter(Router):
     def full_logits(self, hidden: Tensor) -> Tensor:
         """Exact jitter-free logits over all experts: [T, D] -> [T, E]. For metrics and tests."""
         return exact_logits(hidden, self.centroids, self.config.normalize_centroids)
-
-
-@own_precision
-def exact_logits(hidden: Tensor, centroids: Tensor, normalize: bool) -> Tensor:
-    """<h, w_e>, with unit-norm centroids if asked: [T, E] float32 or wider."""
-    rows = unit_rows(centroids) if normalize else centroids
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    return hidden.to(dtype) @ rows.to(dtype).T
 
 
 def repeated_candidates(codeword_ids: Tensor, shortlists: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from airmoe.config import check_choice, check_count, check_number, config
 from airmoe.distributed import is_distributed, rank
 from airmoe.errors import ConfigError
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
+from airmoe.kernels.precision import own_precision
 from airmoe.routers.routing import Routing
 from airmoe.routers.tokens import Tokens, read_tokens
 
@@ -53,6 +54,11 @@ class RouterConfig:
                 "Lower top_k or raise num_experts.",
             )
 
+    @classmethod
+    def for_budget(cls, *, dim: int, num_experts: int, top_k: int) -> Self:
+        """Settings from the three numbers all routers share: equal budgets in one line."""
+        return cls(dim=dim, num_experts=num_experts, top_k=top_k)
+
     def build(self) -> Router:
         raise TypeError(f"{type(self).__qualname__} belongs to no router")
 
@@ -72,7 +78,8 @@ class Router(nn.Module, ABC):
     """hidden [T, D] -> Routing. Pure: at the same micro-batch counter it gives the same answer
     and changes no state. `observe` is where gradient-free learning happens."""
 
-    config: Any  # a RouterConfig, narrowed by each router
+    Config: ClassVar[type[RouterConfig]]  # beside each router, its own settings
+    config: Any  # an instance of it
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__()
@@ -231,6 +238,14 @@ def inverse_norms(rows: Tensor) -> Tensor:
     square = rows.square().sum(-1)
     safe = square.where(square > 0, torch.ones_like(square))
     return safe.rsqrt() * (square > 0)
+
+
+@own_precision
+def exact_logits(hidden: Tensor, centroids: Tensor, normalize: bool) -> Tensor:
+    """<h, w_e>, with unit-norm centroids if asked: [T, E] float32 or wider."""
+    rows = unit_rows(centroids) if normalize else centroids
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return hidden.to(dtype) @ rows.to(dtype).T
 
 
 def check_centroids(label: str, centroid_init: str) -> None:

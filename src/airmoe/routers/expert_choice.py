@@ -12,13 +12,13 @@ from airmoe.config import check_flag, check_number, config
 from airmoe.kernels.dense import best_tokens, softmax_summary
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.rows import gather_dot
-from airmoe.routers.air import exact_logits
 from airmoe.routers.base import (
     CentroidInit,
     Plan,
     Router,
     RouterConfig,
     check_centroids,
+    exact_logits,
     init_centroids,
 )
 from airmoe.routers.gating import capacity_of

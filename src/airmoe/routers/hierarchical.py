@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import torch
@@ -13,13 +14,13 @@ from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import make_cells
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.select import top_positions
-from airmoe.routers.air import exact_logits
 from airmoe.routers.base import (
     CentroidInit,
     Plan,
     Router,
     RouterConfig,
     check_centroids,
+    exact_logits,
     init_centroids,
     inverse_norms,
 )
@@ -68,6 +69,20 @@ class HierarchicalRouter(Router):
                     f"gives {candidates} candidates, must be >= top_k = {self.top_k}",
                     "Raise num_selected_clusters, or lower num_clusters or top_k.",
                 )
+
+        @classmethod
+        def for_budget(cls, *, dim: int, num_experts: int, top_k: int) -> HierarchicalRouter.Config:
+            """About 64 experts a cluster, at most 1024 clusters, 4 K candidates: AIR's budget."""
+            wanted = max(1, min(1024, num_experts // 64))
+            num_clusters = max(n for n in range(1, wanted + 1) if num_experts % n == 0)
+            candidates = min(num_experts, 4 * top_k)
+            return cls(
+                dim=dim,
+                num_experts=num_experts,
+                top_k=top_k,
+                num_clusters=num_clusters,
+                num_selected_clusters=math.ceil(candidates * num_clusters / num_experts),
+            )
 
         def build(self) -> HierarchicalRouter:
             return HierarchicalRouter(self)

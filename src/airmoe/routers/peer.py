@@ -58,6 +58,12 @@ class PeerRouter(Router):
                     "Choose a multiple of num_heads.",
                 )
 
+        @classmethod
+        def for_budget(cls, *, dim: int, num_experts: int, top_k: int) -> PeerRouter.Config:
+            """Eight heads, or as many as divide both 8 and K."""
+            heads = math.gcd(8, top_k)
+            return cls(dim=dim, num_experts=num_experts, top_k=top_k, num_heads=heads)
+
         def build(self) -> PeerRouter:
             return PeerRouter(self)
 

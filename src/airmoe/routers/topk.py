@@ -12,13 +12,13 @@ from airmoe.kernels.dense import best_experts, softmax_summary
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.rows import gather_dot
 from airmoe.kernels.select import softmax_weights
-from airmoe.routers.air import exact_logits
 from airmoe.routers.base import (
     CentroidInit,
     Plan,
     Router,
     RouterConfig,
     check_centroids,
+    exact_logits,
     init_centroids,
     unit_rows,
 )
