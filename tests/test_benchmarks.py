@@ -63,7 +63,7 @@ def test_quick_run_writes_every_sample_and_the_ratios(
         assert row["status"] == "timed", row
         assert row["check"]["experts_per_token"] == 32
         assert row["check"]["output_error"] <= 1
-        assert len(row["warmup"]) == 1
+        assert row["warmup"]
         totals = sorted(s["forward"] + s["backward"] for s in row["samples"])
         middle = (totals[(len(totals) - 1) // 2] + totals[len(totals) // 2]) / 2
         assert row["median"]["total"] == pytest.approx(middle)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from airmoe import PeerRouter
 from airmoe.metrics import (
@@ -21,7 +23,7 @@ from airmoe.metrics import (
     mass_recall_bound,
     overlap,
 )
-from tests.distributed.launch import run_all
+from tests.distributed.launch import WORLD, run_all
 from tests.metrics.routers import DIM, NUM_EXPERTS, build, trained_air
 
 Batch = tuple[Tensor, Tensor]
@@ -192,8 +194,33 @@ def meter_this_rank(rank: int, join: Callable[[], None]) -> list[dict[str, Any]]
     return [*reports, {"error": str(caught.value)}]
 
 
-def test_ranks_add_up_to_one_process(tmp_path: Path) -> None:
-    here, there = run_all({"meter": meter_this_rank}, tmp_path)["meter"]
+def measure_sharded(rank: int, join: Callable[[], None]) -> list[Tensor]:
+    """All measures with the router as an FSDP2 unit, then inside one, before any forward."""
+    router = build("air", normalize_centroids=False)
+    join()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    hidden, mask = batches_of(0, rank)[0]
+    found = []
+    fully_shard(router, mesh=mesh, reshard_after_forward=True)
+    found += [
+        measure(router, hidden, mask) for measure in (mass_recall_bound, overlap, mass_recall)
+    ]
+    inner = build("air", normalize_centroids=False)
+    fully_shard(nn.Sequential(inner), mesh=mesh)
+    found += [measure(inner, hidden, mask) for measure in (mass_recall_bound, overlap, mass_recall)]
+    assert isinstance(inner.centroids, DTensor) and inner.centroids.requires_grad
+    assert isinstance(router.centroids, DTensor) and router.centroids.requires_grad
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    scenarios = {"meter": meter_this_rank, "sharded": measure_sharded}
+    return run_all(scenarios, tmp_path_factory.mktemp("ranks"))
+
+
+def test_ranks_add_up_to_one_process(ranks: dict[str, list[Any]]) -> None:
+    here, there = ranks["meter"]
     assert isinstance(here, list), here
     assert here == there  # every rank learns the same, to the last bit
     for split in range(len(SPLITS)):
@@ -202,3 +229,13 @@ def test_ranks_add_up_to_one_process(tmp_path: Path) -> None:
         assert wanted.keys() >= {"overlap", "mass_recall_bound", "codewords.unused"}
         assert here[split] == pytest.approx(wanted, rel=1e-6)
     assert "[24, 25] experts, must agree" in here[-1]["error"]
+
+
+def test_sharded_routers_are_measured_alike(ranks: dict[str, list[Any]]) -> None:
+    router = build("air", normalize_centroids=False)
+    for rank, found in enumerate(ranks["sharded"]):
+        assert isinstance(found, list), found
+        hidden, mask = batches_of(0, rank)[0]
+        wanted = [m(router, hidden, mask) for m in (mass_recall_bound, overlap, mass_recall)]
+        for got, want in zip(found, wanted * 2, strict=True):
+            torch.testing.assert_close(got, want, equal_nan=True)
