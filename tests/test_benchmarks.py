@@ -84,6 +84,12 @@ class TooLarge(Listing):
         return replace(answer, output=answer.output * 1.0001)
 
 
+class NotANumber(Listing):
+    def answer(self, hidden: Tensor) -> Answer:
+        answer = super().answer(hidden)
+        return replace(answer, output=answer.output * torch.nan)
+
+
 class NoRouterGradient(Listing):
     """Right output, but weights cut off from the centroids."""
 
@@ -135,6 +141,7 @@ class LessJitterThanSaid(AirLayer):
     ("build", "complaint"),
     [
         (partial(TooLarge, form="gelu"), "output: error"),
+        (partial(NotANumber, form="gelu"), "output: error nan"),
         (partial(NoRouterGradient, form="swiglu"), "gradient 0: error"),
         (partial(WorseExpert, form="gelu"), "below the last of the best 32"),
         (partial(FewerExperts, form="gelu"), "31 experts per token, expected 32"),

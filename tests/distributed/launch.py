@@ -57,6 +57,8 @@ def _worker(rank: int, scenarios: dict[str, Scenario], folder: str) -> None:
 
         try:
             results[name] = scenario(rank, join)
+            if dist.is_initialized():
+                dist.barrier()  # nobody leaves the group while another still talks to it
         except Exception:
             results[name] = traceback.format_exc()
         finally:

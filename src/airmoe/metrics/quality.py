@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from airmoe.distributed import full_tensor
 from airmoe.routers.air import AirRouter
 from airmoe.routers.base import Router
 from airmoe.routers.peer import PeerRouter
+from airmoe.routers.routing import Routing
 
 CHUNK_BYTES = 256 * 2**20  # scratch memory for the exact logits of some tokens
 
@@ -59,11 +60,12 @@ def routing_quality(router: Router, hidden: Tensor, mask: Tensor | None = None) 
             "its usage (RoutingMeter.update) instead."
         )
     with router_mode(router, training=False):
-        routing = router(hidden, mask)
+        routing = _route(router, hidden, mask)
         valid, log_z = routing.valid, routing.log_z.detach()  # [T], [T]
         chosen = routing.to_token_routing()
         overlaps = torch.full_like(log_z, torch.nan)
         recalls = torch.full_like(log_z, torch.nan)
+    with router_mode(router, training=False), _whole_parameters(router):
         for rows in _chunks(valid.nonzero().squeeze(1), router):
             logits = _exact_logits(router, hidden[rows])  # [t, E]
             picked = torch.where(chosen.weights[rows] > 0, chosen.expert_ids[rows], -1)
@@ -86,7 +88,7 @@ def mass_recall_bound(router: AirRouter, hidden: Tensor, mask: Tensor | None = N
             f"mass_recall_bound: got a {type(router).__name__}, needs an AirRouter, because Prop. "
             "1 speaks of codewords and their shortlists. Use mass_recall instead."
         )
-    with router_mode(router, training=False):
+    with router_mode(router, training=False), _whole_parameters(router):
         valid = router.read(hidden, mask).valid  # [T]
         work = torch.promote_types(hidden.dtype, torch.float32)
         tokens = hidden[valid].to(work)  # [t, D]
@@ -113,6 +115,30 @@ def router_mode(router: Router, *, training: bool) -> Iterator[None]:
     finally:
         for module, flag in flags:
             module.training = flag
+
+
+@contextmanager
+def _whole_parameters(router: Router) -> Iterator[None]:
+    """Gather sharded parameters (FSDP2) once, not per chunk: ranks may need unequal many chunks."""
+    sharded = []
+    for module in router.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            whole = full_tensor(parameter)
+            if whole is not parameter:
+                sharded.append((module, name, parameter))
+                module._parameters[name] = nn.Parameter(whole, requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, parameter in sharded:
+            module._parameters[name] = parameter
+
+
+def _route(router: Router, hidden: Tensor, mask: Tensor | None) -> Routing:
+    if hasattr(router, "unshard"):  # an FSDP2 unit of its own: its forward gathers by itself
+        return router(hidden, mask)
+    with _whole_parameters(router):
+        return router(hidden, mask)
 
 
 def _overlap_with_exact(logits: Tensor, picked: Tensor, num_active: int) -> Tensor:
@@ -142,8 +168,7 @@ def _shortlist_mass(router: AirRouter, codewords: Tensor, shortlists: Tensor) ->
 def _largest_norm(router: AirRouter) -> Tensor | float:
     if router.config.normalize_centroids:
         return 1.0
-    centroids = full_tensor(router.centroids)
-    return torch.linalg.vector_norm(centroids, dim=1, dtype=torch.float32).max()
+    return torch.linalg.vector_norm(router.centroids, dim=1, dtype=torch.float32).max()
 
 
 def _exact_logits(router: Router, hidden: Tensor) -> Tensor:

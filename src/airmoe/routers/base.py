@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from airmoe.config import check_choice, check_count, check_number, config
-from airmoe.distributed import is_distributed, rank
+from airmoe.distributed import full_tensor, is_distributed, rank
 from airmoe.errors import ConfigError
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
 from airmoe.kernels.precision import own_precision
@@ -243,6 +243,7 @@ def inverse_norms(rows: Tensor) -> Tensor:
 @own_precision
 def exact_logits(hidden: Tensor, centroids: Tensor, normalize: bool) -> Tensor:
     """<h, w_e>, with unit-norm centroids if asked: [T, E] float32 or wider."""
+    centroids = full_tensor(centroids)
     rows = unit_rows(centroids) if normalize else centroids
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.to(dtype) @ rows.to(dtype).T

@@ -140,7 +140,7 @@ class CellRouting(Routing):
     @property
     def expert_counts(self) -> Tensor:
         chosen = (self.gates.detach() > 0) & self.valid[self.token_ids].unsqueeze(-1)
-        return sum_over_cells(chosen.long(), self.cells, self.num_experts)
+        return sum_over_cells(chosen.int(), self.cells, self.num_experts).long()
 
     def to_token_routing(self) -> TokenRouting:
         flat_gates = by_token(self.gates, self.cells, self.num_tokens)  # [T, R * M]

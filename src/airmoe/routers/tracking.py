@@ -21,6 +21,7 @@ class Tracking:
         self._hook.remove()
         for router in self._routers:
             router.set_tracked(False)
+            router.on_parameters_changed()
 
 
 def track_optimizer(model: nn.Module, optimizer: Any) -> Tracking:
