@@ -1,0 +1,1 @@
+"""Speed and memory of airmoe beside the alternatives (`make bench`)."""
