@@ -38,7 +38,7 @@ check: install
 	$(RUN) -m pyright
 
 test: check
-	$(RUN) -m pytest $(PYTEST_ARGS)
+	$(RUN) -m pytest -n auto $(PYTEST_ARGS)
 
 demo: install
 	@$(RUN) examples/demo.py

@@ -29,6 +29,12 @@ hypothesis.settings.register_profile("airmoe", derandomize=True, database=None, 
 hypothesis.settings.load_profile("airmoe")
 
 
+# Tests are small and run side by side (one worker per core): more threads would only wait for each
+# other, and one thread makes sums repeatable to the bit.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
@@ -54,12 +60,3 @@ def _unwritten_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """One CPU thread, for tests that compare bits: threads change the order of sums."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

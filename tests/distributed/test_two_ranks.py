@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.distributed.launch import WORLD, run_all
 from tests.distributed.scenarios import CODEWORDS, SCENARIOS, STEPS, tokens
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 LEARNING = ["learn_spherical", "learn_euclidean", "learn_static", "learn_with_empty_ranks"]
 State = dict[str, Tensor]

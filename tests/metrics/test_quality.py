@@ -333,7 +333,7 @@ def everything(router: AirRouter) -> dict[str, Any]:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("tracked", [True, False])
-def test_measuring_changes_nothing(training: bool, tracked: bool, one_thread: None) -> None:
+def test_measuring_changes_nothing(training: bool, tracked: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about the untracked optimizer
         router = trained_air(tracked=tracked, jitter_std=0.5)

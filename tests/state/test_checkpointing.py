@@ -25,8 +25,6 @@ from tests.state.common import (
     snapshot,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Run = Callable[[nn.Module, Tensor], Tensor]
 
 

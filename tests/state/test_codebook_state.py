@@ -22,8 +22,6 @@ from tests.state.common import (
     snapshot,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 KINDS = ["spherical", "euclidean", "static"]
 
 

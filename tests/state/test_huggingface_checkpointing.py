@@ -14,7 +14,6 @@ from airmoe import GranularExperts, MoELayer
 from tests.state.common import CASES, assert_same, build_router, counting_observe, snapshot
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny_llama(case: str) -> Any:

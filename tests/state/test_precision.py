@@ -22,8 +22,6 @@ from tests.state.common import (
     snapshot,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "bfloat16": lambda module: module.bfloat16(),
     "half": lambda module: module.half(),

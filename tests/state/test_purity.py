@@ -19,8 +19,6 @@ from tests.state.common import (
     snapshot,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("tracked", [True, False])
 @pytest.mark.parametrize("training", [True, False])

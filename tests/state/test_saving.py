@@ -27,8 +27,6 @@ from tests.state.common import (
     snapshot,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_an_air_router_saves_its_parameters_codebook_and_counters_only() -> None:
     assert set(build_router("air").state_dict()) == {

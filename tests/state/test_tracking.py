@@ -24,8 +24,6 @@ from tests.state.common import (
     snapshot,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "plain": {"foreach": False},
     "foreach": {"foreach": True},
