@@ -61,14 +61,14 @@ class Plan:
 def make_plan(seed: int, quick: bool) -> Plan:
     """Slow contenders get fewer rounds; AIR, the fastest, does several steps in each."""
     source = TokenSource(QUICK if quick else FULL, seed)
-    few, some, many = (1, 1, 1) if quick else (1, 3, 5)
+    few, two, some, many = (1, 1, 1, 1) if quick else (1, 2, 3, 5)
     air = partial(Entry, source=source, steps=2)
     gelu, gated = partial(AirLayer, form="gelu"), partial(AirLayer, form="swiglu")
     larger = source.with_experts(GROWTH * source.shape.num_experts)
     return Plan(
         gelu=[
             air("AIR", gelu, rounds=some, refreshes=some),
-            Entry("paper's listing", partial(Listing, form="gelu"), source, some),
+            Entry("paper's listing", partial(Listing, form="gelu"), source, two),
             Entry("PEER-pytorch", PeerPackage, source, some),
             air("AIR + balance loss", partial(gelu, balance=True), rounds=few),
             Entry("airmoe PEER", partial(PeerLayer, form="gelu"), source, few),
@@ -114,6 +114,7 @@ def run(plan: Plan, threads: int, console: Console) -> Report:
         "growth": "growth with the number of experts (AIR, GELU)",
     }
     for group, title in titles.items():
+        console.print(f"measuring: {title} ...", style="dim")
         results[group] = measure(getattr(plan, group), threads, isolate=not plan.quick)
         print_group(console, title, results[group])
     print_linear_costs(console, results["growth"])

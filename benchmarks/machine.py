@@ -21,6 +21,11 @@ def describe_machine() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": os.getloadavg(),
         "platform": platform.platform(),
+        "thread_settings": {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_"))
+        },
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain")),
     }

@@ -62,6 +62,7 @@ class Demo:
     prose: Prose
     layer: MoELayer
     router: AirRouter
+    optimizer: torch.optim.Optimizer  # tracked as long as it lives
     word_ids: Tensor  # [passages, length] of the one batch that is routed, never learned from
     hidden: Tensor  # [T, D] its token states
     facts: list[tuple[str, str, str]] = field(default_factory=list)  # (what, AIR, exact)
@@ -127,10 +128,11 @@ def prepare(sizes: Sizes, console: Console) -> Demo:
     router = config.build()
     layer = MoELayer(router, GranularExperts(sizes.num_experts, sizes.dim))
     # The hook of an optimizer tells the router that shortlists stay valid between two steps.
-    track_optimizer(layer, torch.optim.SGD(layer.parameters(), lr=0.0))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    track_optimizer(layer, optimizer)
     word_ids = prose.passages[-sizes.passages :]
     hidden = prose.states(word_ids).flatten(0, 1)
-    demo = Demo(sizes, console, prose, layer, router, word_ids, hidden)
+    demo = Demo(sizes, console, prose, layer, router, optimizer, word_ids, hidden)
     demo.say(
         f"The documentation inside this Python has {prose.passages.numel():,} words, "
         f"{len(prose.words):,} different ones. Each becomes {sizes.dim} numbers that tell which "

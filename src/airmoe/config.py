@@ -7,6 +7,7 @@ missing names, and whose `check()` method, if it has one, runs after every const
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from typing import Any, TypeVar, dataclass_transform, get_args
 
@@ -47,6 +48,8 @@ def config(cls: ConfigClass) -> ConfigClass:
         if check is not None:
             check()
 
+    strict_init.__signature__ = inspect.signature(plain_init)  # type: ignore[attr-defined]
+    strict_init.__qualname__ = f"{made.__qualname__}.__init__"
     made.__init__ = strict_init
     return made
 

@@ -32,7 +32,7 @@ def trained_air(seed: int = 0, *, tracked: bool = True, **options: Any) -> AirRo
     Its optimizer is said to be tracked and never steps: the lists stay those of the first batch.
     """
     router: AirRouter = build("air", seed, **options)
-    router.set_tracked(tracked)
+    router.set_tracked(router if tracked else None)  # an object that lives as long
     for _ in range(2):
         router.observe(torch.randn(64, DIM))
     return router

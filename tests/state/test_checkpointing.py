@@ -268,7 +268,8 @@ def test_many_forwards_may_wait_for_one_backward(mode: str) -> None:
 
     def run(how: Run) -> dict[str, Tensor]:
         layer = build_layer("air")
-        airmoe.track_optimizer(layer, torch.optim.AdamW(layer.parameters()))
+        optimizer = torch.optim.AdamW(layer.parameters())
+        airmoe.track_optimizer(layer, optimizer)
         inputs = [batch(index).requires_grad_() for index in range(40)]
         losses = [how(layer, x).square().sum() for x in inputs]
         grads = {}
@@ -289,7 +290,8 @@ def test_forwards_from_one_random_state_are_told_apart(mode: str, tracked: bool)
     def run(how: Run) -> dict[str, Tensor]:
         block = build_block("air")
         if tracked:
-            airmoe.track_optimizer(block, torch.optim.AdamW(block.parameters()))
+            optimizer = torch.optim.AdamW(block.parameters())
+            airmoe.track_optimizer(block, optimizer)
         inputs = [batch(index).requires_grad_() for index in range(2)]
         losses = []
         for x in inputs:

@@ -28,7 +28,8 @@ def test_a_forward_changes_no_state_and_repeats_itself(
 ) -> None:
     router = build_router(case)
     if tracked:
-        airmoe.track_optimizer(router, torch.optim.SGD(router.parameters(), 0.1))
+        optimizer = torch.optim.SGD(router.parameters(), 0.1)
+        airmoe.track_optimizer(router, optimizer)
     hidden = batch(0, 22)
     router.observe(hidden)
     router.train(training)

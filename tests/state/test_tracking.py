@@ -114,7 +114,8 @@ def test_lists_stay_within_an_accumulation_window(kind: str) -> None:
 
 def test_the_codebook_learns_in_every_micro_batch_of_a_window() -> None:
     layer = build_layer("air")
-    airmoe.track_optimizer(layer, adamw(layer))
+    owner = adamw(layer)
+    airmoe.track_optimizer(layer, owner)
     seen = []
     for index in range(3):
         layer(batch(index))
@@ -200,7 +201,8 @@ def test_remove_ends_tracking_and_stays_correct() -> None:
 def test_a_deep_copy_of_a_tracked_model_is_untracked_and_correct(kind: str) -> None:
     """An EMA copy or a forked run has an optimizer of its own, of which nobody told it."""
     layer = build_layer("air", jitter_std=0.0)
-    airmoe.track_optimizer(layer, adamw(layer))
+    owner = adamw(layer)
+    airmoe.track_optimizer(layer, owner)
     backward(layer, 0)
     fork = copy.deepcopy(layer)
     router = air_of(fork)
@@ -216,7 +218,8 @@ def test_a_deep_copy_of_a_tracked_model_is_untracked_and_correct(kind: str) -> N
 def test_a_copy_of_a_copy_is_never_taken_for_the_lost_original() -> None:
     """Python reuses addresses, so an address remembers no one."""
     router = build_router("air")
-    airmoe.track_optimizer(router, torch.optim.SGD(router.parameters(), 0.1))
+    optimizer = torch.optim.SGD(router.parameters(), 0.1)
+    airmoe.track_optimizer(router, optimizer)
     first = copy.deepcopy(router)
     address = id(router)
     del router
@@ -297,10 +300,12 @@ def test_tracked_training_evaluation_and_other_routers_do_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tracked = build_layer("air")
-        airmoe.track_optimizer(tracked, adamw(tracked))
+        owner = adamw(tracked)
+        airmoe.track_optimizer(tracked, owner)
         for layer in (tracked, build_layer("air").eval(), build_layer("topk")):
             for index in range(4):
-                layer(batch(index))
+                with torch.set_grad_enabled(layer.training):
+                    layer(batch(index))
 
 
 # -- evaluation -----------------------------------------------------------------------------
@@ -422,7 +427,8 @@ def test_a_model_built_in_inference_mode_answers() -> None:
 
 def test_evaluation_in_inference_mode_leaves_training_possible() -> None:
     layer = build_layer("air")
-    airmoe.track_optimizer(layer, adamw(layer))
+    owner = adamw(layer)
+    airmoe.track_optimizer(layer, owner)
     with torch.inference_mode():
         layer.eval()
         layer(batch(0))

@@ -29,7 +29,8 @@ class MoELayer(nn.Module):
     """forward(x [B, L, D], mask [B, L] = None) -> [B, L, D].
 
     In training the router observes each micro-batch exactly once, also when activation
-    checkpointing runs the forward again during backward.
+    checkpointing runs the forward again during backward. To know such forwards again the layer
+    draws one number per training forward from torch's CPU generator.
     """
 
     def __init__(
@@ -52,12 +53,21 @@ class MoELayer(nn.Module):
         self.post_norm = nn.LayerNorm(experts.dim) if post_norm == "layernorm" else None
         self._plans = PlanLog()
 
+    def train(self, mode: bool = True) -> MoELayer:
+        if not mode:
+            self._plans.clear()
+        super().train(mode)
+        return self
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.forward_with_routing(x, mask).hidden
 
     @run_eagerly
     def forward_with_routing(self, x: Tensor, mask: Tensor | None = None) -> MoEOutput:
-        """The same, with the routing: return both from a checkpointed block to keep gradients."""
+        """The same, with the routing, for losses and metrics.
+
+        Inside a checkpointed block compute the loss there too and return it as a tensor.
+        """
         hidden, flat_mask = self._flatten(x, mask)
         routing = self.router(hidden, flat_mask, self._plan(hidden, flat_mask))
         if flat_mask is not None:
@@ -94,7 +104,7 @@ class MoELayer(nn.Module):
     def _plan(self, hidden: Tensor, mask: Tensor | None) -> Plan | None:
         """Observe and plan a new micro-batch; find the old plan of one that is recomputed."""
         router = self.router
-        if not self.training:
+        if not (self.training and router.training):
             return None  # as things are now
         ticket = draw_ticket()
         if inside_backward():

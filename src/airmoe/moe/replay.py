@@ -33,6 +33,15 @@ class PlanLog:
         self._parameter_changes = -1
         self._warned = False
 
+    def clear(self) -> None:
+        self._kept.clear()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {}  # copies of a layer start without plans
+
+    def __setstate__(self, _state: dict[str, object]) -> None:
+        self.__init__()
+
     def keep(self, ticket: int, hidden: Tensor, plan: Plan, changes: int, limit: int) -> None:
         """Remember a forward; a change of parameters ends the life of all before it."""
         if changes != self._parameter_changes:

@@ -31,6 +31,7 @@ from airmoe.routers.shortlists import ShortlistCache
 from airmoe.routers.tokens import Tokens
 
 Gate = Literal["token_choice", "expert_choice"]
+PLAN_BYTES = 256 * 2**20  # memory for the plans of forwards that wait for their backward
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class AirPlan(Plan):
     codeword_ids: Tensor  # [T, probes], nearest first
     shortlists: Tensor  # [G, M]
     inverse_norms: Tensor | None  # [E]
+    codewords: Tensor  # [G, D]
 
 
 class AirRouter(Router):
@@ -137,6 +139,7 @@ class AirRouter(Router):
         self._built_from = -1
         self._fresh = False  # untracked only: the training lists belong to this very micro-batch
         self._untracked_batches = 0
+        self._warned_rebuilding = False
         self.reset_parameters()
 
     @torch.no_grad()
@@ -158,7 +161,14 @@ class AirRouter(Router):
 
     @property
     def kept_plans(self) -> int:
-        return super().kept_plans if self.tracked else 8  # untracked plans own their shortlists
+        """Fewer where plans are large: each owns its codewords, and its lists when untracked."""
+        owned = self.codebook.codewords.nbytes
+        if not self.tracked:
+            owned += self.training_lists.experts.nbytes
+        return max(4, min(super().kept_plans, PLAN_BYTES // owned))
+
+    def cached_parameters(self) -> list[nn.Parameter]:
+        return [self.centroids]
 
     def freeze_codebook(self) -> None:
         """Stop the codebook (fine-tuning); shortlists still follow the centroids."""
@@ -185,12 +195,18 @@ class AirRouter(Router):
             return
         self._untracked_batches += 1
         if self._untracked_batches == 2:
-            warnings.warn(
-                "AirRouter trains without a tracked optimizer, so its shortlists are rebuilt on "
-                "every micro-batch: correct, but slower. Call airmoe.track_optimizer(model, "
-                "optimizer) once.",
-                stacklevel=2,
-            )
+            self._warn_of_rebuilding()
+
+    def _warn_of_rebuilding(self) -> None:
+        if self._warned_rebuilding:
+            return
+        self._warned_rebuilding = True
+        warnings.warn(
+            "AirRouter runs with gradients but without a tracked optimizer, so its shortlists are "
+            "rebuilt every time: correct, but slower. Call airmoe.track_optimizer(model, "
+            "optimizer) with the optimizer you keep, or use torch.no_grad() for inference.",
+            stacklevel=2,
+        )
 
     def _shortlist_noise(self, micro_batch: Tensor) -> Noise | None:
         """Shortlist jitter (Alg. 1, line 6): the codebook's seed, hence equal on all ranks."""
@@ -231,7 +247,10 @@ class AirRouter(Router):
             # observe builds from the codebook as it will be then (Alg. 3's order).
             return self._fresh_lists()
         if torch.is_grad_enabled() and self.centroids.requires_grad and not self.tracked:
-            return self._fresh_lists()  # somebody may be training a model in evaluation mode
+            # Somebody may be training a model in evaluation mode.
+            self._evaluated_at = None
+            self._warn_of_rebuilding()
+            return self._fresh_lists()
         moment = self._moment()
         if self._evaluated_at != moment:
             self.evaluation_lists.rebuild(self.codebook.codewords, self.centroids, None)
@@ -273,7 +292,8 @@ class AirRouter(Router):
             scale = None if scale is None else scale.clone()
             self._fresh = False
         codeword_ids = self.codebook.nearest(tokens.hidden, self.config.probes)
-        return AirPlan(self.current_noise_key(), codeword_ids, shortlists, scale)
+        codewords = self.codebook.codewords.clone()
+        return AirPlan(self.current_noise_key(), codeword_ids, shortlists, scale, codewords)
 
     # -- fine stage -------------------------------------------------------------------------
 
@@ -294,16 +314,17 @@ class AirRouter(Router):
             factor = config.capacity_factor
             capacity = capacity_of(tokens.valid, config.top_k, config.num_experts, factor)
             gates, most = expert_choice(scored, capacity), None
-        return scored.routing(gates, most, lambda: self._codeword_probs(tokens))
-
-    def _codeword_probs(self, tokens: Tokens) -> Tensor:
-        """[G] mean softmax of the cosine to every codeword; the gradient reaches tokens only."""
-        codewords = unit_rows(self.codebook.codewords.clone())
-        return tokens.weights @ (unit_rows(tokens.hidden) @ codewords.T).softmax(-1)
+        return scored.routing(gates, most, lambda: codeword_probs(tokens, plan.codewords))
 
     def full_logits(self, hidden: Tensor) -> Tensor:
         """Exact jitter-free logits over all experts: [T, D] -> [T, E]. For metrics and tests."""
         return exact_logits(hidden, self.centroids, self.config.normalize_centroids)
+
+
+def codeword_probs(tokens: Tokens, codewords: Tensor) -> Tensor:
+    """[G] mean softmax of the cosine to every codeword; the gradient reaches tokens only."""
+    cosines = unit_rows(tokens.hidden) @ unit_rows(codewords).T  # [T, G]
+    return tokens.weights @ cosines.softmax(-1)
 
 
 def repeated_candidates(codeword_ids: Tensor, shortlists: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
@@ -89,7 +90,7 @@ class Router(nn.Module, ABC):
         self.noise_seed: Tensor
         self.micro_batches: Tensor
         self.parameter_changes = 0
-        self._tracked_as: int | None = None
+        self._tracking: tuple[int, weakref.ref[Any]] | None = None
         self._warned_non_finite = False
         self.register_load_state_dict_post_hook(_after_load)
 
@@ -158,20 +159,30 @@ class Router(nn.Module, ABC):
 
     @property
     def tracked(self) -> bool:
-        """True when an optimizer's hook reports parameter changes to this very object.
+        """True when a living optimizer's hook reports parameter changes to this very object.
 
         A deep copy is another object that no hook knows, hence the comparison of identities.
         """
-        return self._tracked_as == id(self)
+        if self._tracking is None:
+            return False
+        whom, optimizer = self._tracking
+        return whom == id(self) and optimizer() is not None
+
+    def cached_parameters(self) -> list[nn.Parameter]:
+        """Parameters from which something is cached, so that their optimizer must be known."""
+        return []
 
     @property
     def kept_plans(self) -> int:
         """How many forwards may wait for their backward under activation checkpointing."""
         return 64
 
-    def set_tracked(self, tracked: bool) -> None:
+    def set_tracked(self, optimizer: Any | None) -> None:
         """Called by `track_optimizer`."""
-        self._tracked_as = id(self) if tracked else None
+        self._tracking = None if optimizer is None else (id(self), weakref.ref(optimizer))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tracking": None}  # a copy is not known to the optimizer
 
     def read(self, hidden: Tensor, mask: Tensor | None) -> Tokens:
         """Check the input and find the tokens that count."""
@@ -181,14 +192,14 @@ class Router(nn.Module, ABC):
         # Reading a flag would stall a GPU, so only the CPU looks; statistics are safe on both.
         if self._warned_non_finite or hidden.device.type != "cpu":
             return
-        bad = ~hidden.isfinite().all(-1)
+        bad = ~self.read(hidden, None).valid
         if mask is not None:
             bad &= mask
         if bool(bad.any()):
             self._warned_non_finite = True
             warnings.warn(
-                f"{int(bad.sum())} of {bad.numel()} tokens hold NaN or infinity; they are left "
-                "out of every routing statistic. Look for the layer that produced them.",
+                f"{int(bad.sum())} of {bad.numel()} tokens hold NaN, infinity or huge values; they "
+                "are left out of every routing statistic. Look for the layer that produced them.",
                 stacklevel=3,
             )
 

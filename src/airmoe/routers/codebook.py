@@ -197,7 +197,8 @@ class Codebook(Float32State):
 
     def _warn_if_few_tokens(self, num_tokens: int) -> None:
         per_code = num_tokens * world_size() / self.num_codewords
-        if self._warned_few_tokens or num_tokens == 0 or per_code >= 4 * self.dead_below:
+        too_few = num_tokens > 0 and per_code < 4 * self.dead_below
+        if self._warned_few_tokens or self.kind == "static" or not too_few:
             return
         self._warned_few_tokens = True
         warnings.warn(
@@ -213,6 +214,9 @@ class Codebook(Float32State):
 
 def _after_load(module: torch.nn.Module, _incompatible: object) -> None:
     assert isinstance(module, Codebook)
+    for name, buffer in module.named_buffers():
+        if buffer.is_floating_point():  # load_state_dict(assign=True) takes any dtype
+            setattr(module, name, buffer.float())
     module._forget()
 
 

@@ -1,7 +1,8 @@
 """What a router answers: three layouts with one face for losses and metrics.
 
 Statistics are lazy, because many forwards need none of them; they are differentiable whenever the
-routing itself is, whoever reads them first.
+routing itself is, whoever reads them first. A cell routing refers to the router's shortlists: read
+it before the router rebuilds them (it refuses afterwards).
 """
 
 from __future__ import annotations
@@ -21,17 +22,21 @@ Value = TypeVar("Value")
 
 
 class Lazy(Generic[Value]):
-    """Something computed on first use: with gradients even if a metric reads it first, and in
-    full precision whatever autocast says at that moment."""
+    """Something computed on first use, but under the gradient mode of its making and in full
+    precision: who reads it first, and where, makes no difference."""
 
     def __init__(self, device: torch.device, compute: Callable[[], Value]) -> None:
         self._device_type = device.type
+        self._gradients = torch.is_grad_enabled()
         self._compute: Callable[[], Value] | None = compute
         self._value: Value | None = None
 
     def __call__(self) -> Value:
         if self._compute is not None:
-            with torch.enable_grad(), torch.autocast(self._device_type, enabled=False):
+            with (
+                torch.set_grad_enabled(self._gradients),
+                torch.autocast(self._device_type, enabled=False),
+            ):
                 self._value = self._compute()
             self._compute = None  # lets go of what the computation needed
         return cast(Value, self._value)
@@ -143,6 +148,7 @@ class CellRouting(Routing):
         return sum_over_cells(chosen.int(), self.cells, self.num_experts).long()
 
     def to_token_routing(self) -> TokenRouting:
+        self.cells.check_current()
         flat_gates = by_token(self.gates, self.cells, self.num_tokens)  # [T, R * M]
         width = self.max_per_token
         if width is None:
@@ -193,6 +199,7 @@ def by_token(rows: Tensor, cells: Cells, num_tokens: int) -> Tensor:
 
 def sum_over_cells(values: Tensor, cells: Cells, num_experts: int) -> Tensor:
     """Add up per-row values [N, M] for each expert: -> [E]."""
+    cells.check_current()
     per_cell = values.new_zeros(cells.pools.shape).index_add(0, cells.cell_of_row(), values)
     per_expert = values.new_zeros(num_experts)
     return per_expert.scatter_add(0, cells.pools.flatten(), per_cell.flatten())

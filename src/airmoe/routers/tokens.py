@@ -27,7 +27,8 @@ class Tokens:
 def read_tokens(label: str, dim: int, hidden: Tensor, mask: Tensor | None) -> Tokens:
     """Check hidden [T, dim] and mask [T], and find the tokens that count.
 
-    Masked tokens do not, nor do those that hold NaN or infinity.
+    Masked tokens do not, nor do those whose squared norm is no finite float32: NaN, infinity and
+    values beyond 1e19 would spoil sums that others share.
     """
     if hidden.ndim != 2 or hidden.shape[1] != dim:
         raise ConfigError(
@@ -40,7 +41,7 @@ def read_tokens(label: str, dim: int, hidden: Tensor, mask: Tensor | None) -> To
         raise ConfigError(
             f"{label}.hidden", hidden.dtype, "must be real floating point", "Cast it first."
         )
-    valid = hidden.detach().isfinite().all(-1)
+    valid = hidden.detach().float().square().sum(-1).isfinite()
     if mask is not None:
         if mask.dtype != torch.bool or mask.shape != hidden.shape[:1]:
             raise ConfigError(

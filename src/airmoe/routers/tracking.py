@@ -20,7 +20,7 @@ class Tracking:
     def remove(self) -> None:
         self._hook.remove()
         for router in self._routers:
-            router.set_tracked(False)
+            router.set_tracked(None)
             router.on_parameters_changed()
 
 
@@ -47,25 +47,29 @@ def track_optimizer(model: nn.Module, optimizer: Any) -> Tracking:
 
     hook = optimizer.register_step_post_hook(after_step)
     for router in routers:
-        router.set_tracked(True)
+        router.set_tracked(optimizer)
         router.on_parameters_changed()
     return Tracking(routers, hook)
 
 
 def _routers_of(model: nn.Module, optimizer: Optimizer) -> list[Router]:
-    """The routers whose trainable parameters this optimizer steps (all of them, or nobody's)."""
+    """The routers of a model, all of whose cached parameters this optimizer steps."""
     stepped = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
-    found = []
-    for name, module in model.named_modules():
-        if not isinstance(module, Router):
-            continue
-        trained = [id(weight) for weight in module.parameters() if weight.requires_grad]
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+    if not found:
+        raise ConfigError(
+            "track_optimizer.model",
+            type(model).__name__,
+            "must contain a router",
+            "Pass the model (or layer) that is trained.",
+        )
+    for name, router in found.items():
+        trained = [id(weight) for weight in router.cached_parameters() if weight.requires_grad]
         if not stepped.issuperset(trained):
             raise ConfigError(
                 "track_optimizer.optimizer",
                 type(optimizer).__name__,
-                f"must hold the trainable parameters of the router {name!r}",
+                f"must hold the centroids of the router {name!r}",
                 "Pass the optimizer that steps them, or the part of the model that it steps.",
             )
-        found.append(module)
-    return found
+    return list(found.values())

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from airmoe.kernels.cell_experts.activations import Activation, activate
 from airmoe.kernels.cells.reference import nonempty_cells
 from airmoe.kernels.cells.tables import RowAdder, RowReader
+from airmoe.kernels.precision import own_precision
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ class CellExperts(torch.autograd.Function):
         form: Form,
     ) -> Tensor:
         size, work = form.expert_size, form.work
-        output = torch.zeros(hidden.shape, dtype=work, device=hidden.device)
+        # A token may have many rows: their sum is kept in float32 whatever the products are in.
+        wide = torch.promote_types(work, torch.float32)
+        output = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
         kept_shape = (token_ids.shape[0] if form.keep else 0, pools.shape[1] * size)
         pre_up = torch.empty(kept_shape, dtype=work, device=hidden.device)
         pre_gate = torch.empty_like(pre_up) if gate is not None else None
@@ -76,15 +79,16 @@ class CellExperts(torch.autograd.Function):
                 pre_up[rows] = part_up
             weighted = activate(form.activation, part_up, part_gate)
             weighted = weighted * _per_neuron(gates[rows].to(work), size)
-            output.index_add_(0, tokens, weighted @ read_down(pool))
+            output.index_add_(0, tokens, (weighted @ read_down(pool)).to(wide))
         ctx.form = form
         ctx.save_for_backward(
             hidden, gate, up, down, gates, token_ids, offsets, pools, pre_up, pre_gate
         )
-        return output
+        return output.to(work)
 
     @staticmethod
     @once_differentiable
+    @own_precision
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         hidden, gate, up, down, gates, token_ids, offsets, pools, pre_up, pre_gate = (
             ctx.saved_tensors
@@ -92,36 +96,39 @@ class CellExperts(torch.autograd.Function):
         form: Form = ctx.form
         size, work = form.expert_size, form.work
         grad_output = grad_output.to(work)
-        grad_hidden = torch.zeros(hidden.shape, dtype=work, device=hidden.device)
+        wide = torch.promote_types(work, torch.float32)
+        grad_hidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
         grad_gates = torch.empty_like(gates)
         neurons = pools.shape[1] * size
-        tables = [table for table in (up, down, gate) if table is not None]
-        read_up, read_down, *read_gate = (RowReader(table, neurons, work) for table in tables)
-        grad_up, grad_down, *grad_gate = (RowAdder(table, neurons, work) for table in tables)
+        tables = {"gate": gate, "up": up, "down": down}
+        read = {key: RowReader(t, neurons, work) for key, t in tables.items() if t is not None}
+        # Frozen weights get no gradient, and no buffer of their size.
+        wanted = dict(zip(tables, ctx.needs_input_grad[1:4], strict=True))
+        sums = {key: RowAdder(tables[key], neurons, work) for key, want in wanted.items() if want}
         for rows, tokens, pool in cell_parts(token_ids, offsets, pools, size):
             tokens_hidden = hidden.index_select(0, tokens).to(work)
             tokens_grad = grad_output.index_select(0, tokens)
             weights = _per_neuron(gates[rows].to(work), size)
-            grad_weighted = tokens_grad @ read_down(pool).T  # [rows, neurons]
-            active, d_up, d_gate = _activation_backward(
+            grad_weighted = tokens_grad @ read["down"](pool).T  # [rows, neurons]
+            active, grads = _activation_backward(
                 form.activation,
                 pre_up[rows],
                 pre_gate[rows] if pre_gate is not None else None,
                 grad_weighted * weights,
             )
-            grad_down.add(pool, active * weights, tokens_grad)
+            if "down" in sums:
+                sums["down"].add(pool, active * weights, tokens_grad)
             grad_gates[rows] = _per_expert(grad_weighted.mul_(active), size).to(gates.dtype)
-            grad_up.add(pool, d_up, tokens_hidden)
-            part_hidden = d_up @ read_up(pool)
-            if d_gate is not None:
-                grad_gate[0].add(pool, d_gate, tokens_hidden)
-                part_hidden += d_gate @ read_gate[0](pool)
-            grad_hidden.index_add_(0, tokens, part_hidden)
+            for key, grad in grads.items():
+                if key in sums:
+                    sums[key].add(pool, grad, tokens_hidden)
+                grad_hidden.index_add_(0, tokens, (grad @ read[key](pool)).to(wide))
+        grad_tables = {key: adder.total.to(tables[key].dtype) for key, adder in sums.items()}
         return (
             grad_hidden.to(hidden.dtype),
-            grad_gate[0].total.to(gate.dtype) if gate is not None else None,
-            grad_up.total.to(up.dtype),
-            grad_down.total.to(down.dtype),
+            grad_tables.get("gate"),
+            grad_tables.get("up"),
+            grad_tables.get("down"),
             grad_gates,
             *(None,) * 4,
         )
@@ -139,12 +146,12 @@ def _per_expert(values: Tensor, size: int) -> Tensor:
 
 def _activation_backward(
     activation: Activation, up: Tensor, gate: Tensor | None, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(activated values, gradient of up, gradient of gate)."""
-    up = up.detach().requires_grad_()
-    gate = gate.detach().requires_grad_() if gate is not None else None
-    inputs = (up,) if gate is None else (up, gate)
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(activated values, gradients of the pre-activations by table)."""
+    inputs = {"up": up.detach().requires_grad_()}
+    if gate is not None:
+        inputs["gate"] = gate.detach().requires_grad_()
     with torch.enable_grad():
-        active = activate(activation, up, gate)
-    grads = torch.autograd.grad(active, inputs, grad)
-    return active.detach(), grads[0], None if gate is None else grads[1]
+        active = activate(activation, inputs["up"], inputs.get("gate"))
+    grads = torch.autograd.grad(active, tuple(inputs.values()), grad)
+    return active.detach(), dict(zip(inputs, grads, strict=True))

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from airmoe.kernels.cells.reference import nonempty_cells
 from airmoe.kernels.cells.tables import RowAdder, RowReader
 from airmoe.kernels.noise import Noise
+from airmoe.kernels.precision import own_precision
 
 ROW_CHUNK = 1024  # rows projected at once: temporaries stay in the cache
 
@@ -47,25 +48,28 @@ class CellScores(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @own_precision
     def backward(ctx: Any, grad_scores: Tensor) -> tuple[Tensor | None, ...]:
         hidden, centroids, inverse_norms, token_ids, offsets, pools = ctx.saved_tensors
         work = grad_scores.dtype
+        want_hidden, want_centroids = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=work)
         read = RowReader(centroids, pools.shape[1], work)
-        unit = RowAdder(centroids, pools.shape[1], work)  # gradient of the scaled rows
+        # The gradient of the scaled rows; the norm is dealt with once, at the end.
+        unit = RowAdder(centroids, pools.shape[1], work) if want_centroids else None
         for cell, rows in nonempty_cells(offsets):
             pool, tokens = pools[cell], token_ids[rows]
             part = grad_scores[rows]
-            unit.add(pool, part, hidden.index_select(0, tokens).to(work))
-            if inverse_norms is not None:
-                part = part * inverse_norms.index_select(0, pool)
-            grad_hidden.index_add_(0, tokens, part @ read(pool))
-        grad_centroids = through_norm(unit.total, centroids, inverse_norms)
-        return (
-            grad_hidden.to(hidden.dtype),
-            grad_centroids.to(centroids.dtype),
-            *(None,) * 5,
-        )
+            if unit is not None:
+                unit.add(pool, part, hidden.index_select(0, tokens).to(work))
+            if want_hidden:
+                if inverse_norms is not None:
+                    part = part * inverse_norms.index_select(0, pool)
+                grad_hidden.index_add_(0, tokens, part @ read(pool))
+        grad_centroids = None
+        if unit is not None:
+            grad_centroids = through_norm(unit.total, centroids, inverse_norms).to(centroids.dtype)
+        return grad_hidden.to(hidden.dtype) if want_hidden else None, grad_centroids, *(None,) * 5
 
 
 def through_norm(grad_unit: Tensor, centroids: Tensor, inverse_norms: Tensor | None) -> Tensor:

@@ -19,6 +19,15 @@ class Cells:
     pools: Tensor  # [G, M] expert ids, ascending
     order: Tensor  # [N] row -> its place in the unsorted [T * rows_per_token] list
     rows_per_token: int
+    pools_version: int | None  # of the pools when the rows were sorted; None under inference mode
+
+    def check_current(self) -> None:
+        """Pools are a cache that is rewritten in place: an old routing must not be read by it."""
+        if self.pools_version not in (None, _version(self.pools)):
+            raise RuntimeError(
+                "This routing is of an earlier moment: its router has rebuilt the shortlists. "
+                "Read ids, counts and probabilities before the next step, or route again."
+            )
 
     def cell_of_row(self) -> Tensor:
         """[N] the cell each row belongs to."""
@@ -30,4 +39,8 @@ def make_cells(cell_ids: Tensor, pools: Tensor) -> Cells:
     """cell_ids [T, R] (R cells per token), pools [G, M] -> the sorted layout, N = T * R."""
     order, offsets = reference.sort_rows(cell_ids.flatten(), pools.shape[0])
     token_ids = order.div(cell_ids.shape[1], rounding_mode="floor")
-    return Cells(token_ids, offsets, pools, order, cell_ids.shape[1])
+    return Cells(token_ids, offsets, pools, order, cell_ids.shape[1], _version(pools))
+
+
+def _version(pools: Tensor) -> int | None:
+    return None if pools.is_inference() else pools._version

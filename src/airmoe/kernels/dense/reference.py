@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from airmoe.kernels.noise import Noise
+from airmoe.kernels.precision import own_precision
 from airmoe.kernels.select.reference import top_positions
 
 CHUNK_ELEMENTS = 1 << 22
@@ -74,6 +75,7 @@ class SoftmaxSummary(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @own_precision
     def backward(
         ctx: Any, grad_log_z: Tensor, grad_mean: Tensor
     ) -> tuple[Tensor, Tensor, None, None]:

@@ -23,6 +23,7 @@ class _Dot(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @own_precision
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         queries, table, ids = ctx.saved_tensors
         grad_queries = grad_table = None
@@ -41,6 +42,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @own_precision
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         weights, table, ids = ctx.saved_tensors
         grad = grad.contiguous()
@@ -60,6 +62,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @own_precision
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         weights, rows, ids = ctx.saved_tensors
         grad = grad.contiguous()

@@ -1,0 +1,176 @@
+"""Uses at the edge of the state rules, each of which went wrong once."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import airmoe
+from airmoe import AirRouter, ConfigError, GranularExperts, MoELayer, shortlist_balance_loss
+from airmoe.metrics import shortlist_staleness
+
+DIM, EXPERTS = 8, 64
+
+
+def build_router(jitter_std: float = 0.01, **options: object) -> AirRouter:
+    return AirRouter.Config(
+        dim=DIM,
+        num_experts=EXPERTS,
+        top_k=4,
+        num_codewords=4,
+        shortlist_size=16,
+        jitter_std=jitter_std,
+        **options,  # type: ignore[arg-type]
+    ).build()
+
+
+def build_layer() -> MoELayer:
+    return MoELayer(build_router(), GranularExperts(EXPERTS, DIM))
+
+
+@pytest.mark.parametrize("name", ["air", "hierarchical", "topk", "expert_choice"])
+def test_backward_inside_autocast_keeps_float32_router_gradients(name: str) -> None:
+    config = airmoe.ROUTERS[name].Config.for_budget(dim=DIM, num_experts=EXPERTS, top_k=4)
+    router = config.build().eval()
+    x = torch.randn(40, DIM)
+    grads = []
+    for inside in (False, True):
+        router.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = router(x).to_token_routing().weights.square().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        grads.append([weight.grad for weight in router.parameters()])
+    for outside, inside_grad in zip(*grads, strict=True):
+        torch.testing.assert_close(inside_grad, outside)
+
+
+def test_a_layer_may_run_backward_inside_autocast() -> None:
+    layer = build_layer()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(torch.randn(1, 40, DIM)).square().sum().backward()
+    grads = [weight.grad for weight in layer.parameters()]
+    assert all(grad is not None and bool(grad.isfinite().all()) for grad in grads)
+
+
+def test_a_dead_optimizer_tracks_nothing() -> None:
+    layer = build_layer()
+    first = torch.optim.AdamW(layer.parameters())
+    airmoe.track_optimizer(layer, first)
+    layer(torch.randn(1, 40, DIM))
+    del first
+    gc.collect()
+    router = layer.router
+    assert isinstance(router, AirRouter) and not router.tracked
+    second = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(5):
+            layer(torch.randn(1, 40, DIM)).square().sum().backward()
+            second.step()
+            second.zero_grad()
+        layer(torch.randn(1, 40, DIM))
+    assert shortlist_staleness(router) == 0
+
+
+def test_a_routing_of_an_earlier_moment_refuses_to_be_read() -> None:
+    layer = build_layer()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    airmoe.track_optimizer(layer, optimizer)
+    x = torch.randn(1, 40, DIM)
+    output = layer.forward_with_routing(x)
+    probs = output.routing.expert_probs.detach().clone()
+    output.hidden.square().sum().backward()
+    optimizer.step()
+    layer(x)
+    assert torch.equal(output.routing.expert_probs, probs)  # read in time, it stays
+    with pytest.raises(RuntimeError, match="earlier moment"):
+        output.routing.to_token_routing()
+    with pytest.raises(RuntimeError, match="earlier moment"):
+        _ = output.routing.expert_counts
+
+
+def test_shortlist_balance_of_a_recomputed_forward_is_that_of_the_first() -> None:
+    inputs = [torch.randn(1, 40, DIM) for _ in range(3)]
+
+    def run(checkpointed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer, before = build_layer(), nn.Linear(DIM, DIM)
+        optimizer = torch.optim.SGD(layer.parameters())
+        airmoe.track_optimizer(layer, optimizer)
+
+        def loss(x: Tensor) -> Tensor:
+            routing = layer.forward_with_routing(before(x)).routing
+            return shortlist_balance_loss(routing)  # type: ignore[arg-type]
+
+        losses = []
+        for x in inputs:
+            losses.append(checkpoint(loss, x, use_reentrant=False) if checkpointed else loss(x))
+        torch.stack(losses).sum().backward()  # type: ignore[arg-type]
+        assert before.weight.grad is not None
+        return [before.weight.grad]
+
+    assert torch.equal(run(True)[0], run(False)[0])
+
+
+@pytest.mark.parametrize("kind", ["spherical", "euclidean"])
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float64, 1e39), (torch.float32, 3e38)])
+def test_huge_tokens_are_left_out(kind: str, dtype: torch.dtype, value: float) -> None:
+    router, hidden = build_router(codebook=kind), torch.randn(40, DIM, dtype=dtype)
+    hidden[3] = value
+    with pytest.warns(UserWarning, match="huge"):
+        router.observe(hidden)
+    assert bool(router.codebook.codewords.isfinite().all())
+    routing = router(hidden)
+    assert not routing.valid[3] and int(routing.valid.sum()) == 39
+    assert bool(routing.expert_probs.isfinite().all())
+
+
+def test_frozen_weights_get_no_gradient_and_the_rest_the_same() -> None:
+    layer, x = build_layer().eval(), torch.randn(1, 40, DIM)
+    layer(x).square().sum().backward()
+    expected = layer.router.centroids.grad
+    layer.zero_grad()
+    layer.experts.requires_grad_(False)
+    layer(x).square().sum().backward()
+    assert torch.equal(layer.router.centroids.grad, expected)  # type: ignore[arg-type]
+    assert all(weight.grad is None for weight in layer.experts.parameters())
+
+
+def test_a_router_in_evaluation_mode_does_not_learn() -> None:
+    layer = build_layer()
+    layer.router.eval()
+    before = {key: value.clone() for key, value in layer.router.state_dict().items()}
+    layer(torch.randn(1, 40, DIM))
+    assert all(torch.equal(before[key], value) for key, value in layer.router.state_dict().items())
+
+
+def test_assigned_state_is_float32_again() -> None:
+    router = build_router()
+    router.observe(torch.randn(40, DIM))
+    rounded = {
+        key: value.bfloat16() if value.is_floating_point() else value
+        for key, value in router.state_dict().items()
+    }
+    router.load_state_dict(rounded, assign=True)
+    assert router.codebook.codewords.dtype == torch.float32
+    assert torch.equal(router.codebook.codewords, rounded["codebook.codewords"].float())
+
+
+def test_tracking_a_model_without_routers_is_a_mistake() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ConfigError, match="must contain a router"):
+        airmoe.track_optimizer(model, optimizer)
+
+
+def test_configs_show_their_fields() -> None:
+    assert "shortlist_size" in inspect.signature(AirRouter.Config).parameters
