@@ -62,7 +62,7 @@ def make_plan(seed: int, quick: bool) -> Plan:
     """Slow contenders get fewer rounds; AIR, the fastest, does several steps in each."""
     source = TokenSource(QUICK if quick else FULL, seed)
     few, two, some, many = (1, 1, 1, 1) if quick else (1, 2, 3, 5)
-    air = partial(Entry, source=source, steps=2)
+    air = partial(Entry, source=source, steps=1 if quick else 4)
     gelu, gated = partial(AirLayer, form="gelu"), partial(AirLayer, form="swiglu")
     larger = source.with_experts(GROWTH * source.shape.num_experts)
     return Plan(
@@ -70,7 +70,7 @@ def make_plan(seed: int, quick: bool) -> Plan:
             air("AIR", gelu, rounds=some, refreshes=some),
             Entry("paper's listing", partial(Listing, form="gelu"), source, two),
             Entry("PEER-pytorch", PeerPackage, source, some),
-            air("AIR + balance loss", partial(gelu, balance=True), rounds=few),
+            air("AIR + balance loss", partial(gelu, balance=True), rounds=two),
             Entry("airmoe PEER", partial(PeerLayer, form="gelu"), source, few),
             Entry("airmoe hierarchical", partial(HierarchicalLayer, form="gelu"), source, few),
             Entry("airmoe exact top-K", partial(TopKLayer, form="gelu"), source, few),
@@ -80,8 +80,8 @@ def make_plan(seed: int, quick: bool) -> Plan:
             Entry("paper's listing", partial(Listing, form="swiglu"), source, few),
         ],
         growth=[
-            air(f"AIR, E = {source.shape.num_experts:,}", gelu, rounds=many, refreshes=some),
-            Entry(f"AIR, E = {larger.shape.num_experts:,}", gelu, larger, many, refreshes=few),
+            air(f"E = {source.shape.num_experts:,}", gelu, rounds=many, refreshes=two, steps=2),
+            Entry(f"E = {larger.shape.num_experts:,}", gelu, larger, many, refreshes=few),
         ],
         quick=quick,
     )
@@ -109,9 +109,9 @@ def run(plan: Plan, threads: int, console: Console) -> Report:
     )
     results: dict[str, list[Result]] = {}
     titles = {
-        "gelu": "forward + backward, two matrices with GELU",
-        "swiglu": "forward + backward, SwiGLU",
-        "growth": "growth with the number of experts (AIR, GELU)",
+        "gelu": "two matrices with GELU",
+        "swiglu": "SwiGLU",
+        "growth": "AIR as the experts grow (GELU)",
     }
     for group, title in titles.items():
         console.print(f"measuring: {title} ...", style="dim")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -59,17 +60,17 @@ def growth_ratio(small: Result, large: Result, label: str) -> Ratio:
 
 def print_group(console: Console, title: str, results: Sequence[Result]) -> None:
     """One table: medians, range, memory."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("layer")
-    for heading in ("forward s", "backward s", "total s", "min - max", "peak GiB", "samples"):
+    table = Table(title=f"{title}: seconds, peak memory in GiB", title_justify="left", box=SIMPLE)
+    table.add_column("layer", no_wrap=True)
+    for heading in ("forward", "backward", "total", "min - max", "peak", "n"):
         table.add_column(heading, justify="right")
     for result in results:
         if result.status != "timed":
-            table.add_row(result.name, f"[red]no time: {result.status}[/red]")
+            table.add_row(result.name, f"[red]{result.status}[/red]")
             continue
         table.add_row(result.name, *_cells(result.samples))
         if result.with_refresh:
-            table.add_row(f"{result.name}, refresh included", *_cells(result.with_refresh))
+            table.add_row(f"{result.name} + refresh", *_cells(result.with_refresh))
     console.print(table)
     for result in results:
         if result.status != "timed":

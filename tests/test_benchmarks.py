@@ -55,7 +55,7 @@ def test_quick_run_writes_every_sample_and_the_ratios(
     names = {group: [r["name"] for r in rows] for group, rows in report["results"].items()}
     assert names["gelu"][:3] == ["AIR", "paper's listing", "PEER-pytorch"]
     assert names["swiglu"] == ["AIR", "paper's listing"]
-    assert names["growth"] == ["AIR, E = 1,024", "AIR, E = 16,384"]
+    assert names["growth"] == ["E = 1,024", "E = 16,384"]
     for row in (row for rows in report["results"].values() for row in rows):
         if row["name"] == "PEER-pytorch" and not HAS_PEER:
             assert row["status"] == "missing"
