@@ -62,7 +62,7 @@ def print_group(console: Console, title: str, results: Sequence[Result]) -> None
     """One table: medians, range, memory."""
     table = Table(title=f"{title}: seconds, peak memory in GiB", title_justify="left", box=SIMPLE)
     table.add_column("layer", no_wrap=True)
-    for heading in ("forward", "backward", "total", "min - max", "peak", "n"):
+    for heading in ("forward", "backward", "total", "min-max", "peak", "n"):
         table.add_column(heading, justify="right")
     for result in results:
         if result.status != "timed":
@@ -94,7 +94,7 @@ def _cells(samples: Sequence[Sample]) -> list[str]:
         f"{median(sample.forward for sample in samples):.3f}",
         f"{median(sample.backward for sample in samples):.3f}",
         f"{median(totals):.3f}",
-        f"{min(totals):.2f} - {max(totals):.2f}",
+        f"{min(totals):.3g}-{max(totals):.3g}",
         f"{max(sample.peak_bytes for sample in samples) / GIB:.2f}",
         str(len(samples)),
     ]
