@@ -9,21 +9,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from airmoe.config import check_choice, check_count, check_flag, check_number, config
+from airmoe.config import check_choice, check_count, check_number, config
 from airmoe.errors import ConfigError
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import make_cells
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
-from airmoe.routers.base import (
-    CentroidInit,
-    Plan,
-    Router,
-    RouterConfig,
-    check_centroids,
-    exact_logits,
-    init_centroids,
-    unit_rows,
-)
+from airmoe.routers.base import Plan, unit_rows
+from airmoe.routers.centroids import CentroidConfig, CentroidRouter
 from airmoe.routers.codebook import Codebook, CodebookKind
 from airmoe.routers.gating import ScoredCells, capacity_of, expert_choice, token_choice
 from airmoe.routers.routing import CellRouting
@@ -44,19 +36,17 @@ class AirPlan(Plan):
     codewords: Tensor  # [G, D]
 
 
-class AirRouter(Router):
+class AirRouter(CentroidRouter):
     """Adaptive inverted-index routing, executed in cells."""
 
     @config
-    class Config(RouterConfig):
+    class Config(CentroidConfig):
         label: ClassVar[str] = "air"
 
         num_codewords: int
         shortlist_size: int
         codebook_decay: float = 0.95
         dead_below: float = 1.0
-        normalize_centroids: bool = True
-        centroid_init: CentroidInit = "unit"
         codebook: CodebookKind = "spherical"
         gate: Gate = "token_choice"
         capacity_factor: float = 1.0  # of the expert-choice gate
@@ -69,10 +59,8 @@ class AirRouter(Router):
             check_number("air.codebook_decay", self.codebook_decay, below=1.0)
             check_number("air.dead_below", self.dead_below)
             check_number("air.capacity_factor", self.capacity_factor, strict=True)
-            check_flag("air.normalize_centroids", self.normalize_centroids)
             check_choice("air.codebook", self.codebook, CodebookKind)
             check_choice("air.gate", self.gate, Gate)
-            check_centroids("air", self.centroid_init)
             self._check_sizes()
 
         def _check_sizes(self) -> None:
@@ -124,7 +112,6 @@ class AirRouter(Router):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.centroids = nn.Parameter(torch.empty(config.num_experts, config.dim))
         self.codebook = Codebook(
             config.num_codewords,
             config.dim,
@@ -145,7 +132,6 @@ class AirRouter(Router):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        init_centroids(self.centroids, self.config.centroid_init)
         self.codebook.reset_parameters()
 
     def on_parameters_changed(self) -> None:
@@ -315,10 +301,6 @@ class AirRouter(Router):
             capacity = capacity_of(tokens.valid, config.top_k, config.num_experts, factor)
             gates, most = expert_choice(scored, capacity), None
         return scored.routing(gates, most, lambda: codeword_probs(tokens, plan.codewords))
-
-    def full_logits(self, hidden: Tensor) -> Tensor:
-        """Exact jitter-free logits over all experts: [T, D] -> [T, E]. For metrics and tests."""
-        return exact_logits(hidden, self.centroids, self.config.normalize_centroids)
 
 
 def codeword_probs(tokens: Tokens, codewords: Tensor) -> Tensor:

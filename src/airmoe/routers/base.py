@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from airmoe.config import check_choice, check_count, check_number, config
+from airmoe.config import check_count, check_number, config
 from airmoe.distributed import full_tensor, is_distributed, rank
 from airmoe.errors import ConfigError
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
@@ -258,7 +258,3 @@ def exact_logits(hidden: Tensor, centroids: Tensor, normalize: bool) -> Tensor:
     rows = unit_rows(centroids) if normalize else centroids
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.to(dtype) @ rows.to(dtype).T
-
-
-def check_centroids(label: str, centroid_init: str) -> None:
-    check_choice(f"{label}.centroid_init", centroid_init, CentroidInit)

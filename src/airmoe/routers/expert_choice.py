@@ -6,43 +6,31 @@ import math
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
 
-from airmoe.config import check_flag, check_number, config
+from airmoe.config import check_number, config
 from airmoe.kernels.dense import best_tokens, softmax_summary
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.rows import gather_dot
-from airmoe.routers.base import (
-    CentroidInit,
-    Plan,
-    Router,
-    RouterConfig,
-    check_centroids,
-    exact_logits,
-    init_centroids,
-)
+from airmoe.routers.base import Plan
+from airmoe.routers.centroids import CentroidConfig, CentroidRouter
 from airmoe.routers.gating import capacity_of
 from airmoe.routers.routing import ExpertRouting, Lazy
 from airmoe.routers.tokens import Tokens
 from airmoe.routers.topk import exact_inputs
 
 
-class ExpertChoiceRouter(Router):
+class ExpertChoiceRouter(CentroidRouter):
     """Perfectly balanced by construction, but not causal: unfit for generation."""
 
     @config
-    class Config(RouterConfig):
+    class Config(CentroidConfig):
         label: ClassVar[str] = "expert_choice"
 
         capacity_factor: float = 1.0
-        normalize_centroids: bool = True
-        centroid_init: CentroidInit = "unit"
 
         def check(self) -> None:
             super().check()
             check_number("expert_choice.capacity_factor", self.capacity_factor, strict=True)
-            check_flag("expert_choice.normalize_centroids", self.normalize_centroids)
-            check_centroids("expert_choice", self.centroid_init)
 
         def build(self) -> ExpertChoiceRouter:
             return ExpertChoiceRouter(self)
@@ -51,13 +39,7 @@ class ExpertChoiceRouter(Router):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.centroids = nn.Parameter(torch.empty(config.num_experts, config.dim))
         self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        init_centroids(self.centroids, self.config.centroid_init)
 
     def route(self, tokens: Tokens, plan: Plan) -> ExpertRouting:
         config, num_tokens = self.config, tokens.hidden.shape[0]
@@ -88,7 +70,3 @@ class ExpertChoiceRouter(Router):
             lazy_expert_probs=lambda: summary.mean_probs,
             lazy_log_z=Lazy(hidden.device, lambda: torch.where(tokens.valid, log_z, 0.0)),
         )
-
-    def full_logits(self, hidden: Tensor) -> Tensor:
-        """Exact jitter-free logits over all experts: [T, D] -> [T, E]."""
-        return exact_logits(hidden, self.centroids, self.config.normalize_centroids)

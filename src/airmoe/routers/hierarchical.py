@@ -8,45 +8,33 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from airmoe.config import check_count, check_flag, config
+from airmoe.config import check_count, config
 from airmoe.errors import ConfigError
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import make_cells
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.select import top_positions
-from airmoe.routers.base import (
-    CentroidInit,
-    Plan,
-    Router,
-    RouterConfig,
-    check_centroids,
-    exact_logits,
-    init_centroids,
-    inverse_norms,
-)
+from airmoe.routers.base import Plan, exact_logits, init_centroids, inverse_norms
+from airmoe.routers.centroids import CentroidConfig, CentroidRouter
 from airmoe.routers.gating import ScoredCells, token_choice
 from airmoe.routers.routing import CellRouting
 from airmoe.routers.tokens import Tokens
 
 
-class HierarchicalRouter(Router):
+class HierarchicalRouter(CentroidRouter):
     """Fixed, equal, non-overlapping clusters; an expert's logit adds its cluster's score."""
 
     @config
-    class Config(RouterConfig):
+    class Config(CentroidConfig):
         label: ClassVar[str] = "hierarchical"
 
         num_clusters: int
         num_selected_clusters: int
-        normalize_centroids: bool = True
-        centroid_init: CentroidInit = "unit"
 
         def check(self) -> None:
             super().check()
             check_count("hierarchical.num_clusters", self.num_clusters)
             check_count("hierarchical.num_selected_clusters", self.num_selected_clusters)
-            check_flag("hierarchical.normalize_centroids", self.normalize_centroids)
-            check_centroids("hierarchical", self.centroid_init)
             if self.num_experts % self.num_clusters:
                 raise ConfigError(
                     "hierarchical.num_clusters",
@@ -91,14 +79,12 @@ class HierarchicalRouter(Router):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.centroids = nn.Parameter(torch.empty(config.num_experts, config.dim))
         self.cluster_centroids = nn.Parameter(torch.empty(config.num_clusters, config.dim))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        init_centroids(self.centroids, self.config.centroid_init)
         init_centroids(self.cluster_centroids, self.config.centroid_init)
 
     def route(self, tokens: Tokens, plan: Plan) -> CellRouting:

@@ -5,41 +5,25 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from airmoe.config import check_flag, config
+from airmoe.config import config
 from airmoe.kernels.dense import best_experts, softmax_summary
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.rows import gather_dot
 from airmoe.kernels.select import softmax_weights
-from airmoe.routers.base import (
-    CentroidInit,
-    Plan,
-    Router,
-    RouterConfig,
-    check_centroids,
-    exact_logits,
-    init_centroids,
-    unit_rows,
-)
+from airmoe.routers.base import Plan, unit_rows
+from airmoe.routers.centroids import CentroidConfig, CentroidRouter
 from airmoe.routers.routing import Lazy, TokenRouting
 from airmoe.routers.tokens import Tokens
 
 
-class TopKRouter(Router):
+class TopKRouter(CentroidRouter):
     """Scores every expert, in chunks of tokens, and keeps the K best."""
 
     @config
-    class Config(RouterConfig):
+    class Config(CentroidConfig):
         label: ClassVar[str] = "topk"
-
-        normalize_centroids: bool = True
-        centroid_init: CentroidInit = "unit"
-
-        def check(self) -> None:
-            super().check()
-            check_flag("topk.normalize_centroids", self.normalize_centroids)
-            check_centroids("topk", self.centroid_init)
 
         def build(self) -> TopKRouter:
             return TopKRouter(self)
@@ -48,13 +32,7 @@ class TopKRouter(Router):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.centroids = nn.Parameter(torch.empty(config.num_experts, config.dim))
         self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        init_centroids(self.centroids, self.config.centroid_init)
 
     def route(self, tokens: Tokens, plan: Plan) -> TokenRouting:
         top_k = self.config.top_k
@@ -82,10 +60,6 @@ class TopKRouter(Router):
             lazy_expert_probs=lambda: summary().mean_probs,
             lazy_log_z=Lazy(hidden.device, lambda: torch.where(tokens.valid, summary().log_z, 0.0)),
         )
-
-    def full_logits(self, hidden: Tensor) -> Tensor:
-        """Exact jitter-free logits over all experts: [T, D] -> [T, E]."""
-        return exact_logits(hidden, self.centroids, self.config.normalize_centroids)
 
 
 def exact_inputs(tokens: Tokens, centroids: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
