@@ -378,8 +378,11 @@ def test_the_bound_needs_codewords() -> None:
         mass_recall_bound(build("topk"), torch.randn(3, DIM))
 
 
-def test_a_router_without_exact_logits_is_told_what_to_add() -> None:
-    router = FixedRouter([1.0, 0.0], [0, 1], [0.5, 0.5])
-    router.full_logits = None  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="FixedRouter has no full_logits"):
-        overlap(router, torch.randn(3, DIM))
+def test_a_router_without_exact_logits_cannot_be_built() -> None:
+    """The metrics rely on it, so the interface demands it."""
+
+    class Incomplete(FixedRouter):
+        full_logits = Router.full_logits
+
+    with pytest.raises(TypeError, match="full_logits"):
+        Incomplete([1.0, 0.0], [0, 1], [0.5, 0.5])

@@ -67,7 +67,7 @@ def routing_quality(router: Router, hidden: Tensor, mask: Tensor | None = None) 
         recalls = torch.full_like(log_z, torch.nan)
     with router_mode(router, training=False), _whole_parameters(router):
         for rows in _chunks(valid.nonzero().squeeze(1), router):
-            logits = _exact_logits(router, hidden[rows])  # [t, E]
+            logits = router.full_logits(hidden[rows])  # [t, E]
             picked = torch.where(chosen.weights[rows] > 0, chosen.expert_ids[rows], -1)
             overlaps[rows] = _overlap_with_exact(logits, picked, router.config.top_k).to(log_z)
             recalls[rows] = (log_z[rows] - logits.logsumexp(dim=1)).exp()
@@ -159,7 +159,7 @@ def _shortlist_mass(router: AirRouter, codewords: Tensor, shortlists: Tensor) ->
     """rho_M(c): share of a codeword's own routing distribution on its shortlist, [g]."""
     mass = torch.empty(codewords.shape[0], device=codewords.device)
     for rows in _chunks(torch.arange(codewords.shape[0], device=codewords.device), router):
-        logits = _exact_logits(router, codewords[rows])  # [g, E]
+        logits = router.full_logits(codewords[rows])  # [g, E]
         inside = logits.gather(1, shortlists[rows]).logsumexp(dim=1)
         mass[rows] = (inside - logits.logsumexp(dim=1)).exp()
     return mass
@@ -169,17 +169,6 @@ def _largest_norm(router: AirRouter) -> Tensor | float:
     if router.config.normalize_centroids:
         return 1.0
     return torch.linalg.vector_norm(router.centroids, dim=1, dtype=torch.float32).max()
-
-
-def _exact_logits(router: Router, hidden: Tensor) -> Tensor:
-    """[t, D] -> [t, E], jitter-free."""
-    full_logits = getattr(router, "full_logits", None)
-    if full_logits is None:
-        raise ValueError(
-            f"{type(router).__name__} has no full_logits(hidden) -> [T, E], which the exact answer "
-            "needs. Add it to the router."
-        )
-    return full_logits(hidden)
 
 
 def _chunks(rows: Tensor, router: Router) -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.select import reference
-from airmoe.kernels.select.reference import chosen_mask, top_positions
+from airmoe.kernels.select.reference import top_positions
 
 
 def top_k_gates(scores: Tensor, valid: Tensor, count: int) -> Tensor:
@@ -24,4 +24,4 @@ def softmax_weights(logits: Tensor) -> Tensor:
     return logits.softmax(-1).clamp_min(torch.finfo(torch.float32).tiny)
 
 
-__all__ = ["chosen_mask", "softmax_weights", "top_k_gates", "top_positions"]
+__all__ = ["softmax_weights", "top_k_gates", "top_positions"]
