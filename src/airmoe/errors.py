@@ -1,4 +1,4 @@
-"""The one error users meet: what was given, which rule it breaks, what to do."""
+"""The errors users meet: what was given or happened, which rule it breaks, what to do."""
 
 from __future__ import annotations
 
@@ -13,3 +13,7 @@ class ConfigError(ValueError):
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
         # Exceptions are rebuilt from `args` by default; worker processes need all four parts.
         return type(self), (self.field, self.value, self.rule, self.remedy)
+
+
+class RunFailed(RuntimeError):
+    """A run that had to stop (loss not a number, disk full): says where, what is kept, what to do."""

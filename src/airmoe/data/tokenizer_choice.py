@@ -1,0 +1,160 @@
+"""The name of a tokenizer -> the tokenizer: found, opened or trained."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from airmoe.data.optional import require
+from airmoe.data.tokenizers import (
+    END_OF_TEXT,
+    HUGGING_FACE_CONFIG,
+    HUGGING_FACE_FILE,
+    IDENTITY_FILE,
+    LLAMA3_FILE,
+    BytesTokenizer,
+    HuggingFaceTokenizer,
+    Llama3Tokenizer,
+    Tokenizer,
+    byte_level,
+    load_tokenizer,
+    read_hugging_face,
+)
+from airmoe.errors import ConfigError
+
+LEAST_BPE_VOCAB = 257  # 256 bytes and the end of text
+_TRAINING_CHARACTERS = 1 << 25  # more text changes few merges and costs minutes
+
+# How well-known bare tokenizer.json files call the end of text.
+_END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+
+
+def make_tokenizer(name: str, corpus: Iterable[str] = ()) -> Tokenizer:
+    """ "llama-3", "bytes", "bpe:8192" (trained on the texts of `corpus`) or a path."""
+    if name == "bytes":
+        return BytesTokenizer()
+    if name == "llama-3":
+        return Llama3Tokenizer.from_file(_installed_llama3())
+    if is_trained(name):
+        return _train_bpe(bpe_vocab_size(name), corpus)
+    path = Path(name)
+    if not path.exists():
+        raise ConfigError(
+            "tokenizer",
+            name,
+            "must be llama-3, bytes, bpe:<vocabulary size>, or the path of a tokenizer that exists",
+            "Mind the spelling.",
+        )
+    return _open_path(path)
+
+
+def is_trained(name: str) -> bool:
+    """Whether the tokenizer of that name comes out of the corpus."""
+    return name.startswith("bpe:")
+
+
+def bpe_vocab_size(name: str) -> int:
+    """ "bpe:8192" -> 8192."""
+    size = name.removeprefix("bpe:")
+    if not (size.isascii() and size.isdigit()) or int(size) < LEAST_BPE_VOCAB:
+        raise ConfigError(
+            "tokenizer",
+            name,
+            f"must be bpe:<vocabulary size> with a size >= {LEAST_BPE_VOCAB}",
+            "Write for example bpe:8192.",
+        )
+    return int(size)
+
+
+def _open_path(path: Path) -> Tokenizer:
+    if path.suffix == ".model":
+        return Llama3Tokenizer.from_file(path)
+    if (path / IDENTITY_FILE).exists():
+        return load_tokenizer(path)
+    folder = path if path.is_dir() else path.parent
+    if not (folder / HUGGING_FACE_FILE).exists() or path.name not in (
+        folder.name,
+        HUGGING_FACE_FILE,
+    ):
+        raise ConfigError(
+            "tokenizer",
+            str(path),
+            f"is neither a folder with {HUGGING_FACE_FILE}, nor that file, nor a .model file",
+            "Save a fast tokenizer with save_pretrained and give its folder.",
+        )
+    try:
+        if (folder / HUGGING_FACE_CONFIG).exists():
+            return read_hugging_face(folder)
+        return _open_bare(folder / HUGGING_FACE_FILE)
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises plain Exception for a bad definition
+        raise ConfigError(
+            "tokenizer",
+            str(path),
+            f"could not be opened ({type(error).__name__}: {error})",
+            "Save it again with save_pretrained; tokenizer_config.json must name the eos_token.",
+        ) from error
+
+
+def _open_bare(file: Path) -> Tokenizer:
+    """A tokenizer.json with no tokenizer_config.json beside it."""
+    definition = file.read_text(encoding="utf-8")
+    added = {token["content"] for token in json.loads(definition).get("added_tokens", [])}
+    for name in _END_OF_TEXT_NAMES:
+        if name in added:
+            return HuggingFaceTokenizer(definition, name)
+    raise ConfigError(
+        "tokenizer",
+        str(file),
+        "does not say which token ends a text",
+        'Put {"eos_token": "..."} into tokenizer_config.json beside it.',
+    )
+
+
+def _installed_llama3() -> Path:
+    """The file that PyPI's llama-models brings along, found without importing the package."""
+    spec = importlib.util.find_spec("llama_models")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        file = Path(folder) / "llama3" / LLAMA3_FILE
+        if file.exists():
+            return file
+    raise ConfigError(
+        "tokenizer",
+        "llama-3",
+        "needs the package llama-models, which brings its file and is not installed",
+        "Run: pip install 'airmoe[data]', or give the path of Llama 3's tokenizer.model.",
+    )
+
+
+def _train_bpe(vocab_size: int, corpus: Iterable[str]) -> Tokenizer:
+    """Byte-level BPE of exactly `vocab_size` ids, the same for the same texts."""
+    library = require("tokenizers", "to train BPE")
+    tokenizer = byte_level({}, split_words=True)
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(corpus), trainer)
+    if (reached := tokenizer.get_vocab_size()) < vocab_size:
+        raise ConfigError(
+            "tokenizer",
+            f"bpe:{vocab_size}",
+            f"is more than the training text yields: it gives only {reached} tokens",
+            f"Use bpe:{reached} or less, or more text.",
+        )
+    return HuggingFaceTokenizer(tokenizer.to_str(), END_OF_TEXT)
+
+
+def _sample(corpus: Iterable[str]) -> Iterator[str]:
+    """The first texts, up to the bound."""
+    left = _TRAINING_CHARACTERS
+    for text in corpus:
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return

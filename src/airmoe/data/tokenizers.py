@@ -1,0 +1,296 @@
+"""Text <-> token ids: Llama-3, Hugging Face, freshly trained BPE or plain bytes, one interface."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from airmoe.data.optional import require
+from airmoe.errors import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"  # of the tokenizers made here
+
+IDENTITY_FILE = "airmoe_tokenizer.json"
+HUGGING_FACE_FILE = "tokenizer.json"
+HUGGING_FACE_CONFIG = "tokenizer_config.json"
+LLAMA3_FILE = "tokenizer.model"
+
+BYTES_VOCAB = 257  # 256 bytes and the end of text
+
+
+@dataclass(frozen=True)
+class TokenizerIdentity:
+    """Tokenizers with equal identities turn every text into equal ids."""
+
+    kind: str
+    vocab_size: int
+    sha256: str
+    eos_id: int
+
+
+class Tokenizer(ABC):
+    """Picklable, so that worker processes can have it."""
+
+    identity: TokenizerIdentity
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text. No special is added, and one written in the text is plain text."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; specials show as their names."""
+
+    @abstractmethod
+    def _write(self, folder: Path) -> None:
+        """Write the files of this kind."""
+
+    def save(self, folder: Path) -> None:
+        """Write what `load_tokenizer` reads."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._write(folder)
+        identity = json.dumps(asdict(self.identity), indent=2) + "\n"
+        (folder / IDENTITY_FILE).write_text(identity, encoding="utf-8")
+
+
+class BytesTokenizer(Tokenizer):
+    """UTF-8 bytes are ids 0-255; 256 ends a document."""
+
+    def __init__(self) -> None:
+        sha256 = hashlib.sha256(b"bytes").hexdigest()
+        self.identity = TokenizerIdentity("bytes", BYTES_VOCAB, sha256, eos_id=256)
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        eos = END_OF_TEXT.encode()
+        pieces = (eos if token == self.identity.eos_id else bytes((token,)) for token in ids)
+        return b"".join(pieces).decode("utf-8", errors="replace")
+
+    def _write(self, folder: Path) -> None:
+        vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+        model = byte_level(vocab, split_words=False)
+        model.add_special_tokens([END_OF_TEXT])
+        _write_hugging_face(folder, model.to_str(), END_OF_TEXT)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json`, downloaded or trained here.
+
+    Documents go through it whole, however long: the library splits by regular expression without
+    recursion and merges with a heap, n log n for one word of n letters.
+    """
+
+    def __init__(self, definition: str, eos_token: str) -> None:
+        self._definition = definition
+        self._eos_token = eos_token
+        vocab = self._library.get_vocab(with_added_tokens=True)
+        if eos_token not in vocab:
+            raise ConfigError(
+                "tokenizer", eos_token, "is named as the end of text but has no id",
+                "Correct eos_token in tokenizer_config.json.",
+            )  # fmt: skip
+        self.identity = TokenizerIdentity(
+            kind="hugging-face",
+            vocab_size=max(vocab.values()) + 1,
+            sha256=hashlib.sha256(definition.encode()).hexdigest(),
+            eos_id=vocab[eos_token],
+        )
+
+    @cached_property
+    def _library(self) -> Any:
+        tokenizer = require("tokenizers", "for this tokenizer").Tokenizer.from_str(self._definition)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True  # "as plain text", contrary to its name
+        return tokenizer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_library"}
+
+    def encode(self, text: str) -> list[int]:
+        return self._library.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._library.decode(list(ids), skip_special_tokens=False)
+
+    def _write(self, folder: Path) -> None:
+        _write_hugging_face(folder, self._definition, self._eos_token)
+
+
+class Llama3Tokenizer(Tokenizer):
+    """Llama 3's 128,000 byte pairs and 256 specials, with tiktoken."""
+
+    # Facts of the format: how text is cut into words, and where the specials lie.
+    _WORDS = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    _NUM_PAIRS = 128_000
+    _NUM_SPECIALS = 256
+    _NAMED_SPECIALS: ClassVar = {
+        0: "begin_of_text",
+        1: "end_of_text",
+        6: "start_header_id",
+        7: "end_header_id",
+        9: "eot_id",
+    }
+
+    def __init__(self, model: bytes) -> None:
+        self._model = model
+        self.identity = TokenizerIdentity(
+            kind="llama-3",
+            vocab_size=self._NUM_PAIRS + self._NUM_SPECIALS,
+            sha256=hashlib.sha256(model).hexdigest(),
+            eos_id=self._NUM_PAIRS + 1,
+        )
+
+    @classmethod
+    def from_file(cls, path: Path) -> Llama3Tokenizer:
+        """Read and check a tiktoken model file."""
+        tokenizer = cls(path.read_bytes())
+        try:
+            num_pairs = len(tokenizer._ranks())
+        except ValueError as error:
+            raise _bad_model(path, str(error)) from error
+        if num_pairs != cls._NUM_PAIRS:
+            raise _bad_model(path, f"it has {num_pairs} entries")
+        return tokenizer
+
+    def _ranks(self) -> dict[bytes, int]:
+        """Lines "base64 rank" -> ids of byte strings."""
+        pairs = (line.split() for line in self._model.splitlines() if line)
+        return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+
+    @cached_property
+    def _encoding(self) -> Any:
+        reserved = (f"reserved_special_token_{n}" for n in itertools.count())
+        names = [self._NAMED_SPECIALS.get(n) or next(reserved) for n in range(self._NUM_SPECIALS)]
+        return require("tiktoken", "for the Llama-3 tokenizer").Encoding(
+            name="llama-3",
+            pat_str=self._WORDS,
+            mergeable_ranks=self._ranks(),
+            special_tokens={f"<|{name}|>": self._NUM_PAIRS + n for n, name in enumerate(names)},
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_encoding"}
+
+    def encode(self, text: str) -> list[int]:
+        encode = self._encoding.encode_ordinary
+        ids: list[int] = []
+        for piece in safe_pieces(text):
+            ids += encode(piece)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._encoding.decode(ids)
+
+    def _write(self, folder: Path) -> None:
+        (folder / LLAMA3_FILE).write_bytes(self._model)
+
+
+def safe_pieces(text: str, limit: int = 25_000) -> Iterator[str]:
+    """Cut text that tiktoken's regular expression would choke on; most text comes back whole.
+
+    A cut before a space that follows a visible character changes no id: every word of Llama 3
+    ends there anyway. Only `limit` characters with no such place are cut in the middle.
+    """
+    start = 0
+    while len(text) - start > limit:
+        cut = text.rfind(" ", start + 1, start + limit)
+        while cut > start and text[cut - 1].isspace():
+            cut = text.rfind(" ", start + 1, cut)
+        cut = cut if cut > start else start + limit
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Open what `Tokenizer.save` wrote, and check that it still is what it was."""
+    file = folder / IDENTITY_FILE
+    try:
+        expected = TokenizerIdentity(**json.loads(file.read_text(encoding="utf-8")))
+        tokenizer = _read_kind(expected.kind, folder)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            "tokenizer",
+            str(folder),
+            f"is not a whole tokenizer folder ({type(error).__name__}: {error})",
+            "Prepare the data again.",
+        ) from error
+    if tokenizer.identity != expected:
+        raise ConfigError(
+            "tokenizer",
+            str(folder),
+            f"has changed since it was saved: {IDENTITY_FILE} describes another one",
+            "Prepare the data again.",
+        )
+    return tokenizer
+
+
+def _read_kind(kind: str, folder: Path) -> Tokenizer:
+    if kind == "bytes":
+        return BytesTokenizer()
+    if kind == "llama-3":
+        return Llama3Tokenizer.from_file(folder / LLAMA3_FILE)
+    if kind == "hugging-face":
+        return read_hugging_face(folder)
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+def read_hugging_face(folder: Path) -> HuggingFaceTokenizer:
+    """Read `tokenizer.json`, and the end of text from `tokenizer_config.json`."""
+    settings = json.loads((folder / HUGGING_FACE_CONFIG).read_text(encoding="utf-8"))
+    eos = settings["eos_token"]
+    definition = (folder / HUGGING_FACE_FILE).read_text(encoding="utf-8")
+    return HuggingFaceTokenizer(definition, eos["content"] if isinstance(eos, dict) else eos)
+
+
+def _write_hugging_face(folder: Path, definition: str, eos_token: str) -> None:
+    """The files that `transformers.AutoTokenizer.from_pretrained(folder)` opens."""
+    (folder / HUGGING_FACE_FILE).write_text(definition, encoding="utf-8")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eos_token,
+        "clean_up_tokenization_spaces": False,
+    }
+    text = json.dumps(settings, indent=2) + "\n"
+    (folder / HUGGING_FACE_CONFIG).write_text(text, encoding="utf-8")
+
+
+def byte_level(vocab: dict[str, int], *, split_words: bool) -> Any:
+    """A `tokenizers.Tokenizer` over bytes written as printable characters, with no merges yet."""
+    library = require("tokenizers", "for this tokenizer")
+    tokenizer = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=split_words
+    )
+    tokenizer.decoder = library.decoders.ByteLevel()
+    return tokenizer
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that byte-level tokenizers write for each byte, a fact of theirs."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = itertools.count(0x100)
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _bad_model(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        "tokenizer",
+        str(path),
+        f"must be Llama 3's tiktoken file of 128000 entries, but {reason}",
+        "Give the tokenizer.model of Llama 3.",
+    )

@@ -1,0 +1,75 @@
+"""Named runs: `tiny` for a laptop, and the paper's runs with its exact settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from airmoe.errors import ConfigError
+from airmoe.model import METHODS, model_size, with_method
+from airmoe.training import DataOptions, RunConfig, TrainingOptions, model_options
+
+# Steps of the paper's runs on the two web corpora. Small: from its FLOP table. Medium and large:
+# its rule of ten tokens per parameter (0.27 B and 0.45 B) at 65,536 and 131,072 tokens a step.
+WEB_STEPS = {
+    "small-c5": 28_500,
+    "small-openwebtext2": 23_000,
+    "medium-c5": 41_200,
+    "medium-openwebtext2": 41_200,
+    "large-c5": 34_300,
+    "large-openwebtext2": 34_300,
+}
+PRESETS = ("tiny", "small", "medium", *WEB_STEPS)
+
+
+def preset(name: str, method: str = "air") -> RunConfig:
+    """The settings of a named run with one of the methods.
+
+    `small` and `medium` are the paper's WikiText-103 runs; it has no large one there.
+    """
+    if name not in PRESETS:
+        raise ConfigError(
+            "preset", name, f"must be one of {', '.join(PRESETS)}", "Choose one of these."
+        )
+    if method not in METHODS:
+        raise ConfigError(
+            "method", method, f"must be one of {', '.join(METHODS)}", "Choose one of these."
+        )
+    size = name.partition("-")[0]
+    data, training = _recipe(name, size)
+    return RunConfig(
+        preset=name,
+        model=model_options(with_method(model_size(size), method)),
+        data=DataOptions(**data),
+        training=TrainingOptions(**training),
+    )
+
+
+def _recipe(name: str, size: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of data and training; what is not named here is the same in all the paper's runs."""
+    if name == "tiny":
+        data = {"corpus": "python-docs", "tokenizer": "bpe:4096", "block_size": 128}
+        return data | {"validation_fraction": 0.05}, {
+            "batch_size": 16,
+            "micro_batch_size": 16,
+            "steps": 300,
+            "learning_rate": 2e-3,
+            "eval_every": 60,
+            "log_every": 10,
+        }
+    if name not in WEB_STEPS:
+        data = {"corpus": "wikitext103", "tokenizer": "llama-3", "block_size": 256}
+        return data, {
+            "batch_size": 64,  # 16 sequences on each of 4 devices
+            "micro_batch_size": 16,
+            "epochs": 10,
+            "precision": "fp16",
+        }
+    corpus = name.partition("-")[2]
+    data = {"corpus": corpus, "tokenizer": "llama-3", "block_size": 1024}
+    return data, {
+        "batch_size": 128 if size == "large" else 64,
+        "micro_batch_size": 8,
+        "steps": WEB_STEPS[name],
+        "eval_every": 500,
+        "precision": "fp16",
+    }

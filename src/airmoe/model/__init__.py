@@ -1,0 +1,37 @@
+"""Tokens -> hidden -> logits: a Llama-3 decoder with mixture-of-experts layers.
+
+Importing this makes the model known to `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`.
+"""
+
+from __future__ import annotations
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from airmoe.model.configuration import AirMoeConfig
+from airmoe.model.methods import METHODS, with_method
+from airmoe.model.modeling import (
+    AirMoeDecoderLayer,
+    AirMoeForCausalLM,
+    AirMoeModel,
+    AirMoeOutput,
+)
+from airmoe.model.parameters import ParameterCounts, parameter_counts
+from airmoe.model.sizes import SIZES, model_size
+
+AutoConfig.register(AirMoeConfig.model_type, AirMoeConfig)
+AutoModel.register(AirMoeConfig, AirMoeModel)
+AutoModelForCausalLM.register(AirMoeConfig, AirMoeForCausalLM)
+
+__all__ = [
+    "METHODS",
+    "SIZES",
+    "AirMoeConfig",
+    "AirMoeDecoderLayer",
+    "AirMoeForCausalLM",
+    "AirMoeModel",
+    "AirMoeOutput",
+    "ParameterCounts",
+    "model_size",
+    "parameter_counts",
+    "with_method",
+]

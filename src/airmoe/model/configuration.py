@@ -1,0 +1,196 @@
+"""Settings of the language model: Llama-3's, and those of its mixture-of-experts layers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any, ClassVar, Literal, get_type_hints
+
+from transformers import LlamaConfig
+
+from airmoe.config import check_choice, check_count, check_number
+from airmoe.errors import ConfigError
+from airmoe.kernels.cell_experts import Activation
+from airmoe.moe.layer import PostNorm
+from airmoe.routers import ROUTERS, CellRouting, ExpertRouting, RouterConfig, Routing
+
+ExpertsKind = Literal["granular", "coarse"]
+
+# What transformers gives a config besides its fields: written by `to_dict`, or taken by
+# `PreTrainedConfig`. Names with a leading underscore are its own as well.
+TRANSFORMERS_NAMES = frozenset(
+    {
+        "attn_implementation",
+        "auto_map",
+        "experts_implementation",
+        "model_type",
+        "name_or_path",
+        "num_labels",
+        "output_attentions",
+        "quantization_config",
+        "rope_scaling",
+        "rope_theta",
+        "tie_last_hidden_states",
+        "torch_dtype",
+    }
+)
+
+
+class AirMoeConfig(LlamaConfig):
+    """A Llama-3 decoder some of whose feed-forward layers are mixtures of experts.
+
+    Defaults are the paper's small model with AIR. Impossible settings raise `ConfigError` here, not
+    when a model is built.
+    """
+
+    model_type = "airmoe"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "language_loss"]
+    default_theta: ClassVar[float] = 500_000.0
+    # Routers and experts cannot be split over devices by transformers' plans.
+    base_model_tp_plan: ClassVar[dict[str, Any] | None] = None
+    base_model_pp_plan: ClassVar[dict[str, Any] | None] = None
+
+    vocab_size: int = 128_256
+    hidden_size: int = 256
+    intermediate_size: int = 768
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 4
+    num_key_value_heads: int | None = 1
+    rms_norm_eps: float = 1e-5
+    bos_token_id: int | None = 128_000
+    eos_token_id: int | list[int] | None = 128_001
+    tie_word_embeddings: bool = True
+
+    router: str = "air"
+    # Fields of that router's Config; the others come from its `for_budget`.
+    router_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    num_experts: int = 65_536
+    num_experts_per_tok: int = 512
+    experts: ExpertsKind = "granular"
+    expert_size: int = 1  # neurons
+    expert_activation: Activation = "swiglu"
+    moe_layers: list[int] | None = None  # None: the middle layer; []: a dense model
+    moe_post_norm: PostNorm = "layernorm"
+    load_balance_weight: float = 5e-5
+    shortlist_balance_weight: float = 0.0
+    router_z_weight: float = 0.0
+
+    def __post_init__(self, **names: Any) -> None:
+        self._refuse_unknown(names)
+        # Before Llama divides by them.
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+            check_count(f"model.{name}", getattr(self, name))
+        if self.moe_layers is None:
+            self.moe_layers = [self.num_hidden_layers // 2]
+        # Not the caller's own, which may go on to change.
+        self.router_options = copy.deepcopy(self.router_options)
+        self.moe_layers = copy.deepcopy(self.moe_layers)
+        super().__post_init__(**names)
+        # Llama's rules. Its decorator @strict would run them, but also hide our errors in its own.
+        self.validate()
+        self.check()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """The base class sets `kwargs` after the checks, so they run again."""
+        result = super().from_dict(config_dict, **kwargs)
+        config = result[0] if isinstance(result, tuple) else result
+        config.check()
+        return result
+
+    def check(self) -> None:
+        """Raise `ConfigError` for settings that no model can be built from."""
+        for name in ("num_experts", "num_experts_per_tok", "expert_size"):
+            check_count(f"model.{name}", getattr(self, name))
+        for name in ("load_balance_weight", "shortlist_balance_weight", "router_z_weight"):
+            check_number(f"model.{name}", getattr(self, name))
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
+            raise ConfigError(
+                "model.num_key_value_heads",
+                self.num_key_value_heads,
+                f"must divide num_attention_heads = {self.num_attention_heads}",
+                "Choose a divisor.",
+            )
+        check_choice("model.experts", self.experts, ExpertsKind)
+        check_choice("model.expert_activation", self.expert_activation, Activation)
+        check_choice("model.moe_post_norm", self.moe_post_norm, PostNorm)
+        self._check_moe_layers()
+        self.router_config()
+        if self.shortlist_balance_weight > 0 and not issubclass(self._layout(), CellRouting):
+            raise ConfigError(
+                "model.shortlist_balance_weight",
+                self.shortlist_balance_weight,
+                f"must be 0 with the router {self.router!r}, which has no shortlists",
+                "Set it to 0, or choose a router with cells (air, hierarchical).",
+            )
+
+    def router_config(self) -> RouterConfig:
+        """The checked settings of this model's routers."""
+        if self.router not in ROUTERS:
+            raise ConfigError(
+                "model.router",
+                self.router,
+                f"must be one of {', '.join(ROUTERS)}",
+                "Choose one of these.",
+            )
+        budget = {
+            "dim": self.hidden_size,
+            "num_experts": self.num_experts,
+            "top_k": self.num_experts_per_tok,
+        }
+        options = self.router_options
+        if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
+            raise ConfigError(
+                "model.router_options", options, "must map names to values", "Give a dict."
+            )
+        for name in budget.keys() & options.keys():
+            raise ConfigError(
+                f"model.router_options.{name}",
+                options[name],
+                "is set by the model",
+                "Set hidden_size, num_experts or num_experts_per_tok instead.",
+            )
+        start = ROUTERS[self.router].Config.for_budget(**budget)
+        return dataclasses.replace(start, **options)
+
+    @property
+    def routes_causally(self) -> bool:
+        """False where experts choose tokens: such a model sees the future and cannot generate.
+
+        (Not `is_causal`: transformers takes a field of that name for the attention's.)
+        """
+        if issubclass(self._layout(), ExpertRouting):
+            return False
+        return getattr(self.router_config(), "gate", None) != "expert_choice"
+
+    def _layout(self) -> type[Routing]:
+        """The kind of routing this model's router declares to return."""
+        return get_type_hints(ROUTERS[self.router].route)["return"]
+
+    def _check_moe_layers(self) -> None:
+        layers, last = self.moe_layers, self.num_hidden_layers - 1
+        if not isinstance(layers, list):
+            raise ConfigError("model.moe_layers", layers, "must be a list", "Give a list of ints.")
+        for layer in layers:
+            check_count("model.moe_layers", layer, least=0)
+            if layer > last:
+                raise ConfigError(
+                    "model.moe_layers",
+                    layer,
+                    f"must be <= {last}, the last of num_hidden_layers = {last + 1}",
+                    "Layers are counted from 0.",
+                )
+        if len(set(layers)) < len(layers):
+            raise ConfigError(
+                "model.moe_layers", layers, "must name a layer once", "Drop the repeated ones."
+            )
+
+    def _refuse_unknown(self, names: dict[str, Any]) -> None:
+        fields = [field.name for field in dataclasses.fields(self)]
+        for name, value in names.items():
+            if name.startswith("_") or name in TRANSFORMERS_NAMES:
+                continue
+            remedy = f"Valid options: {', '.join(fields)}."
+            if name == "top_k":
+                remedy = "The number of active experts is num_experts_per_tok. " + remedy
+            raise ConfigError(f"model.{name}", value, "is not an option", remedy)

@@ -1,0 +1,36 @@
+"""First values of our modules under transformers' rules.
+
+Transformers builds a model without memory (on the meta device), loads what a checkpoint has, marks
+those tensors, and then asks for the initialisation of everything: the rest must get values, buffers
+too, and what was loaded must keep them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from airmoe.moe import CoarseExperts, GranularExperts
+from airmoe.routers import Codebook, Router
+from airmoe.routers.shortlists import ShortlistCache
+
+
+@torch.no_grad()
+def initialize_ours(module: nn.Module) -> bool:
+    """Give a router, its parts or experts their starting values; False for any other module."""
+    if isinstance(module, ShortlistCache):
+        for buffer in module.buffers():
+            buffer.zero_()
+        module.stale = True
+        return True
+    if not isinstance(module, (Router, Codebook, GranularExperts, CoarseExperts)):
+        return False
+    loaded = [
+        (tensor, tensor.clone())
+        for tensor in (*module.parameters(), *module.buffers())
+        if getattr(tensor, "_is_hf_initialized", False)
+    ]
+    module.reset_parameters()
+    for tensor, value in loaded:
+        tensor.copy_(value)
+    return True

@@ -1,0 +1,93 @@
+"""The methods the paper compares, at equal budgets: one AIR config turned into any of them.
+
+The paper's rules of fairness: equal active experts, equal coarse structure (AIR's codewords and the
+hierarchical router's clusters), equal candidates scored; a coarse model of equal parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from typing import Any
+
+from airmoe.errors import ConfigError
+from airmoe.model.configuration import AirMoeConfig
+from airmoe.routers import ROUTERS, AirRouter
+
+METHODS = ("air", "exact", "peer", "hierarchical", "expert_choice", "coarse", "dense")
+PEER_HEADS = 8  # the paper's P
+
+
+def with_method(config: AirMoeConfig, name: str) -> AirMoeConfig:
+    """The same model with another way of routing; `config` itself must use AIR.
+
+    "exact" scores all experts, "coarse" has few large experts, "dense" has none.
+    """
+    if name not in METHODS:
+        raise ConfigError(
+            "with_method.name", name, f"must be one of {', '.join(METHODS)}", "Choose one of these."
+        )
+    if config.router != "air":
+        raise ConfigError(
+            "with_method.config.router",
+            config.router,
+            "must be 'air', because the others take their budgets from its shortlists",
+            "Start from model_size(...) or from your own config with AIR.",
+        )
+    if name == "air":
+        return _changed(config)
+    if name == "dense":
+        return _changed(config, moe_layers=[])
+    if name == "exact":
+        return _routed(config, "topk")
+    if name == "peer":
+        return _routed(config, "peer", num_heads=PEER_HEADS)
+    if name == "hierarchical":
+        return _routed(config, "hierarchical", **_cluster_options(config))
+    if name == "expert_choice":
+        return _routed(config, "expert_choice")
+    active = config.num_experts_per_tok
+    return _changed(
+        _routed(config, "topk"),
+        experts="coarse",
+        num_experts=math.ceil(config.num_experts / active),
+        num_experts_per_tok=1,
+        expert_size=config.expert_size * active,
+    )
+
+
+def _routed(config: AirMoeConfig, router: str, **options: Any) -> AirMoeConfig:
+    """Another router; of AIR's options those stay that the new one has too (such as jitter_std)."""
+    known = {field.name for field in dataclasses.fields(ROUTERS[router].Config)}
+    kept = {name: value for name, value in config.router_options.items() if name in known}
+    changed = {"router": router, "router_options": {**kept, **options}}
+    if router != "hierarchical":  # the others have no shortlists to balance
+        changed["shortlist_balance_weight"] = 0.0
+    return _changed(config, **changed)
+
+
+def _cluster_options(config: AirMoeConfig) -> dict[str, int]:
+    """AIR's G as clusters, and as many of them per token as hold AIR's candidates."""
+    air = config.router_config()
+    assert isinstance(air, AirRouter.Config)
+    candidates = air.probes * air.shortlist_size
+    selected, rest = divmod(candidates * air.num_codewords, air.num_experts)
+    if rest or not selected:
+        raise ConfigError(
+            "air.shortlist_size",
+            air.shortlist_size,
+            "must be a whole number of clusters of num_experts / num_codewords = "
+            f"{air.num_experts / air.num_codewords:g} experts, for an equal pool of candidates",
+            "Choose a multiple of that.",
+        )
+    return {"num_clusters": air.num_codewords, "num_selected_clusters": selected}
+
+
+def _changed(config: AirMoeConfig, **fields: Any) -> AirMoeConfig:
+    """A checked copy."""
+    changed = copy.deepcopy(config)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    changed.check()
+    return changed

@@ -1,0 +1,273 @@
+"""The language model, for Hugging Face: Llama's parts around our mixture-of-experts layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from airmoe.errors import ConfigError
+from airmoe.model.configuration import AirMoeConfig
+from airmoe.model.initialization import initialize_ours
+from airmoe.model.objective import model_losses, router_losses
+from airmoe.moe import CoarseExperts, GranularExperts, MoELayer
+from airmoe.routers.base import run_eagerly
+
+
+@dataclass
+class AirMoeModelOutput(BaseModelOutputWithPast):
+    router_losses: Tensor | None = None  # [MoE layers, losses that count], in training
+
+
+@dataclass
+class AirMoeOutput(CausalLMOutputWithPast):
+    """`loss` is what to minimise; the losses by name are for logs and carry no gradient.
+
+    The routers' are unweighted means over the MoE layers, None where their weight is 0 and outside
+    of training, where `loss` is the language loss alone.
+    """
+
+    language_loss: Tensor | None = None
+    load_balance_loss: Tensor | None = None
+    shortlist_balance_loss: Tensor | None = None
+    router_z_loss: Tensor | None = None
+
+
+def build_moe(config: AirMoeConfig) -> MoELayer:
+    """The mixture-of-experts layer a config describes."""
+    router = config.router_config().build()
+    kind = {"granular": GranularExperts, "coarse": CoarseExperts}[config.experts]
+    experts = kind(
+        config.num_experts,
+        config.hidden_size,
+        activation=config.expert_activation,
+        expert_size=config.expert_size,
+    )
+    return MoELayer(router, experts, config.moe_post_norm)
+
+
+class AirMoeDecoderLayer(GradientCheckpointingLayer):
+    """Attention, then a feed-forward network or a mixture of experts; both on a residual stream."""
+
+    def __init__(self, config: AirMoeConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.self_attn = LlamaAttention(config, layer_idx)
+        has_experts = layer_idx in (config.moe_layers or ())
+        self.mlp = build_moe(config) if has_experts else LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, hidden_states: Tensor, token_mask: Tensor | None = None, **attention: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden [B, L, D] -> hidden, and in training the router losses [n] of an MoE layer.
+
+        The losses leave as a tensor beside the hidden states, because only so do their gradients
+        get through activation checkpointing.
+        """
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **attention)
+        hidden_states = hidden_states + attended
+        normed = self.post_attention_layernorm(hidden_states)
+        if not isinstance(self.mlp, MoELayer):
+            return hidden_states + self.mlp(normed), None
+        mixed, losses = self._mix(self.mlp, normed, token_mask)
+        return hidden_states + mixed, losses
+
+    @run_eagerly
+    def _mix(
+        self, layer: MoELayer, hidden: Tensor, token_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        output = layer.forward_with_routing(hidden, token_mask)
+        losses = router_losses(self.config, output.routing) if self.training else None
+        return output.hidden, losses
+
+
+class AirMoePreTrainedModel(LlamaPreTrainedModel):
+    config: AirMoeConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    config_class = AirMoeConfig
+    _no_split_modules = ["AirMoeDecoderLayer"]  # noqa: RUF012 (transformers' declaration)
+    _can_compile_fullgraph = False  # routing is a break in the graph
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": AirMoeDecoderLayer,
+        "attentions": LlamaAttention,
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if not initialize_ours(module):
+            super()._init_weights(module)
+
+
+class AirMoeModel(AirMoePreTrainedModel):
+    """Tokens -> hidden states."""
+
+    def __init__(self, config: AirMoeConfig) -> None:
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(
+            AirMoeDecoderLayer(config, index) for index in range(config.num_hidden_layers)
+        )
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> AirMoeModelOutput:
+        """Like `LlamaModel.forward`.
+
+        A mask [B, past + L] of 0 and 1 also keeps padding out of routing statistics and codebooks.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give either input_ids or inputs_embeds, and not both.")
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0) + past
+        causal_mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=hidden,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        position_embeddings = self.rotary_emb(hidden, position_ids=position_ids)
+        token_mask = token_mask_of(attention_mask, hidden.shape[1])
+        losses = []
+        for layer in self.layers:
+            hidden, layer_losses = layer(
+                hidden,
+                token_mask=token_mask,
+                attention_mask=causal_mask,
+                position_embeddings=position_embeddings,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+            if layer_losses is not None:
+                losses.append(layer_losses)
+        return AirMoeModelOutput(
+            last_hidden_state=self.norm(hidden),
+            past_key_values=past_key_values,
+            router_losses=torch.stack(losses) if losses else None,
+        )
+
+
+def token_mask_of(attention_mask: Tensor | None, length: int) -> Tensor | None:
+    """Which of the newest `length` tokens are real: [B, past + L] -> [B, L] bool.
+
+    None where all are, or where only a prepared mask between positions is known.
+    """
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        return None
+    return attention_mask[:, -length:].bool()
+
+
+class AirMoeForCausalLM(AirMoePreTrainedModel, GenerationMixin):
+    """Tokens -> logits, or with labels -> loss."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    accepts_loss_kwargs = True  # the Trainer passes num_items_in_batch
+
+    def __init__(self, config: AirMoeConfig) -> None:
+        super().__init__(config)
+        self.model = AirMoeModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        return_logits: bool | None = None,
+        **kwargs: Any,
+    ) -> AirMoeOutput:
+        """Like `LlamaForCausalLM.forward`, but labels [B, L] replace the logits by the loss.
+
+        `return_logits` None means: logits if there are no labels. Logits [B, L, V] are by far the
+        largest tensor of a training step and the loss is computed without them, so whoever wants
+        both says True. Labels are shifted here; -100 marks a position without a target.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            return_dict=True,  # whatever the caller wants of this model
+            **kwargs,
+        )
+        hidden = outputs.last_hidden_state
+        logits, losses = None, {}
+        if return_logits or (return_logits is None and labels is None):
+            kept = logits_to_keep
+            logits = self.lm_head(hidden[:, slice(-kept, None) if isinstance(kept, int) else kept])
+        if labels is not None:
+            losses = model_losses(
+                self.config,
+                hidden,
+                self.lm_head.weight,
+                labels,
+                outputs.router_losses,
+                num_items_in_batch,
+            )
+        return AirMoeOutput(
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **losses,  # pyright: ignore[reportArgumentType]
+        )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused where experts choose tokens: a token's experts would depend on those after it."""
+        if not self.config.routes_causally:
+            raise ConfigError(
+                "model.router",
+                self.config.router,
+                "must let tokens choose experts in order to generate; here experts choose tokens",
+                'Train with another router (for AIR: gate="token_choice").',
+            )
+        return super().generate(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,35 @@
+"""Training runs on the Hugging Face Trainer: exact resume, DDP and FSDP2, routing health."""
+
+from __future__ import annotations
+
+from airmoe.training.checkpoints import best_checkpoint
+from airmoe.training.config import (
+    MODEL_OPTIONS,
+    DataOptions,
+    RunConfig,
+    TrainingOptions,
+    model_options,
+)
+from airmoe.training.evaluation import Evaluation, evaluate
+from airmoe.training.generation import generate_text
+from airmoe.training.overrides import override
+from airmoe.training.run import Finished, resume, train
+from airmoe.training.run_folder import RunFolder, open_run
+
+__all__ = [
+    "MODEL_OPTIONS",
+    "DataOptions",
+    "Evaluation",
+    "Finished",
+    "RunConfig",
+    "RunFolder",
+    "TrainingOptions",
+    "best_checkpoint",
+    "evaluate",
+    "generate_text",
+    "model_options",
+    "open_run",
+    "override",
+    "resume",
+    "train",
+]

@@ -1,0 +1,87 @@
+"""A run's recipe in the words of the Hugging Face Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import TrainingArguments
+
+from airmoe.errors import ConfigError
+from airmoe.training.config import RunConfig
+
+
+def make_arguments(
+    run: RunConfig, folder: Path, *, num_processes: int, steps_per_epoch: int
+) -> TrainingArguments:
+    """Settings for the Trainer; making them starts the process group under torchrun."""
+    options = run.training
+    on_gpu = torch.cuda.is_available()
+    check_device(run, num_processes)
+    evaluate_every = steps_per_epoch if options.eval_every == "epoch" else options.eval_every
+    return TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=options.micro_batch_size,
+        per_device_eval_batch_size=options.micro_batch_size,
+        gradient_accumulation_steps=options.accumulation_steps(num_processes),
+        max_steps=total_steps(run, steps_per_epoch),
+        learning_rate=options.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=options.warmup,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.beta1,
+        adam_beta2=options.beta2,
+        adam_epsilon=options.epsilon,
+        max_grad_norm=options.max_grad_norm,
+        optim="adamw_torch_fused",
+        bf16=options.precision == "bf16",
+        fp16=options.precision == "fp16",
+        seed=options.seed,
+        eval_strategy="steps",
+        eval_steps=evaluate_every,
+        save_strategy="steps",
+        save_steps=evaluate_every,
+        metric_for_best_model="loss",
+        greater_is_better=False,
+        logging_strategy="steps",
+        logging_steps=options.log_every,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,  # it hides what must stop the run, and waits for the GPU
+        gradient_checkpointing=options.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        ddp_broadcast_buffers=False,  # codebooks are equal by construction, and must not be halved
+        ddp_find_unused_parameters=False,
+        dataloader_drop_last=True,
+        dataloader_pin_memory=on_gpu,
+        remove_unused_columns=False,
+        use_cpu=not on_gpu,
+        disable_tqdm=True,
+        report_to=[],
+    )
+
+
+def total_steps(run: RunConfig, steps_per_epoch: int) -> int:
+    options = run.training
+    if options.steps is not None:
+        return options.steps
+    assert options.epochs is not None
+    return options.epochs * steps_per_epoch
+
+
+def check_device(run: RunConfig, num_processes: int) -> None:
+    """What the machine cannot do is said before the work starts."""
+    options = run.training
+    if options.precision == "fp16" and not torch.cuda.is_available():
+        raise ConfigError(
+            "training.precision",
+            "fp16",
+            "needs a GPU, because its loss scaling does",
+            "Use training.precision=bf16 or fp32 here.",
+        )
+    if options.sharding == "fsdp2" and num_processes == 1:
+        raise ConfigError(
+            "training.sharding",
+            "fsdp2",
+            "needs more than one process",
+            "Start with: torchrun --nproc-per-node N -m airmoe train ..., or leave it at none.",
+        )

@@ -1,0 +1,186 @@
+"""What happens beside the steps: log lines, restoring a resumed log, stopping on a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from airmoe.training.files import read_json
+from airmoe.training.trainer import AirMoeTrainer
+
+Line = dict[str, Any]
+
+
+class Recorder(TrainerCallback):
+    """Turns the Trainer's logs into lines of the run's log and hands them on.
+
+    A line is {"kind": "train" | "eval", "step", "epoch", "tokens", numbers ...}; the fields of
+    TIME_FIELDS are the only ones in which a repeated run may differ.
+    """
+
+    TIME_FIELDS = ("seconds", "tokens_per_second")
+
+    def __init__(
+        self,
+        trainer: AirMoeTrainer,
+        path: Path,
+        tokens_per_step: int,
+        sinks: list[Callable[[Line], None]],
+    ) -> None:
+        self._trainer, self._path, self._sinks = trainer, path, sinks
+        self._tokens_per_step = tokens_per_step
+        self._mark = time.monotonic()
+        self._seconds = 0.0  # of training since the last train line: evaluations are left out
+        self._steps = 0
+
+    def length(self) -> int:
+        return self._path.stat().st_size if self._path.exists() else 0
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._mark = time.monotonic()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if torch.cuda.is_available() and (control.should_log or control.should_evaluate):
+            torch.cuda.synchronize()  # else the device's work would count as somebody else's time
+        now = time.monotonic()
+        self._seconds += now - self._mark
+        self._steps += 1
+        self._mark = now
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self._mark = time.monotonic()
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self._mark = time.monotonic()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        if not logs or not state.is_world_process_zero:
+            return
+        line = self._line(state, logs)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        for sink in self._sinks:
+            sink(line)
+        self._mark = time.monotonic()
+
+    def _line(self, state: TrainerState, logs: dict[str, float]) -> Line:
+        step = state.global_step
+        line: Line = {
+            "kind": "eval" if "eval_loss" in logs else "train",
+            "step": step,
+            "epoch": logs.get("epoch"),
+            "tokens": step * self._tokens_per_step,
+        }
+        line |= {
+            name.removeprefix("eval_"): value for name, value in logs.items() if name != "epoch"
+        }
+        line["seconds"] = round(self._trainer.seconds(), 3)
+        if line["kind"] == "train" and self._seconds > 0:
+            line["tokens_per_second"] = round(
+                self._steps * self._tokens_per_step / self._seconds, 1
+            )
+            self._seconds, self._steps = 0.0, 0
+        return line
+
+
+class WatchSteps(TrainerCallback):
+    """Switches the routing watch on for exactly the steps that will be logged."""
+
+    def __init__(self, trainer: AirMoeTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        step = state.global_step + 1
+        # Logged are the first step, the last, and every log_every in between.
+        if step in (1, state.max_steps) or step % state.logging_steps == 0:
+            self._trainer.watch.start()
+
+
+class Restore(TrainerCallback):
+    """Puts a resumed run's log and running averages back to the moment of its checkpoint.
+
+    Without a checkpoint the log goes back to nothing: its run died before the first one.
+    """
+
+    def __init__(self, trainer: AirMoeTrainer, checkpoint: Path | None, log: Path) -> None:
+        self._trainer, self._checkpoint, self._log = trainer, checkpoint, log
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        length = 0
+        if self._checkpoint is not None:
+            self._trainer.restore_running_log(self._checkpoint)
+            length = read_json(self._checkpoint / "training.json")["log_bytes"]
+        if state.is_world_process_zero and self._log.exists():
+            os.truncate(self._log, length)
+
+
+class StopOnSignal(TrainerCallback):
+    """Ctrl-C or a polite kill: finish the step, write a checkpoint, stop. A second one kills.
+
+    One process only: several would have to agree on the step, and the checkpoint before is exact.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._receive)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        self.received = number
+        self.restore()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
+        if self.received is not None:
+            control.should_training_stop = control.should_save = True
+        return control
+
+    def restore(self) -> None:
+        """Give the signals back to whoever had them."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+
+class LastStep(TrainerCallback):
+    """The last step is always logged, evaluated and saved; extra saves at `save_every`."""
+
+    def __init__(self, save_every: int | None) -> None:
+        self._save_every = save_every
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
+        if state.global_step >= state.max_steps:
+            control.should_log = control.should_evaluate = control.should_save = True
+        if self._save_every is not None and state.global_step % self._save_every == 0:
+            control.should_save = True
+        return control

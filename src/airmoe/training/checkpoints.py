@@ -1,0 +1,142 @@
+"""Checkpoints: written beside and renamed, so that a folder named checkpoint-N is always whole.
+
+    checkpoint-N/  model.safetensors, config.json  what `from_pretrained` reads
+                   tokenizer files                 of the data it was trained on
+                   optimizer.safetensors           by parameter name
+                   random-R.safetensors            random states and running loss of process R
+                   training.json                   schedule, scaler, counters
+                   trainer_state.json              the Trainer's own
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from airmoe.errors import ConfigError, RunFailed
+from airmoe.training.files import read_json, sync_folder, sync_tree
+
+NAME = re.compile(r"checkpoint-(\d+)")
+PARTIAL = ".partial"
+
+
+def checkpoints(run_folder: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    found = [
+        (int(match[1]), path)
+        for path in run_folder.iterdir()
+        if path.is_dir() and (match := NAME.fullmatch(path.name))
+    ]
+    return [path for _, path in sorted(found)]
+
+
+def step_of(checkpoint: Path) -> int:
+    match = NAME.fullmatch(checkpoint.name)
+    assert match is not None
+    return int(match[1])
+
+
+def write_checkpoint(run_folder: Path, step: int, fill: Callable[[Path], None]) -> Path:
+    """Let `fill` write into a new folder, bring it to the disk, then give it its name."""
+    final = run_folder / f"checkpoint-{step}"
+    partial = run_folder / (final.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while it wrote
+    with _failure_explained(run_folder, step, partial):
+        partial.mkdir()
+        fill(partial)
+        sync_tree(partial)
+        if final.exists():  # the same step again, after a resume
+            shutil.rmtree(final)
+        partial.rename(final)
+        sync_folder(run_folder)
+    return final
+
+
+@contextmanager
+def _failure_explained(run_folder: Path, step: int, partial: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        kept = checkpoints(run_folder)
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        what = "the disk is full" if full else f"it failed ({error})"
+        raise RunFailed(
+            f"step {step}: while the checkpoint was written, {what}. "
+            + (f"{kept[-1]} is whole. " if kept else "No checkpoint was written before. ")
+            + f"Make room, then: airmoe train --resume {run_folder}"
+        ) from error
+
+
+def remove_old(run_folder: Path, keep: int, best: Path | None) -> None:
+    """Keep the best checkpoint and the newest ones, `keep` in all."""
+    found = checkpoints(run_folder)
+    protected = {best} & set(found)
+    newest_first = [path for path in reversed(found) if path not in protected]
+    for path in newest_first[keep - len(protected) :]:
+        # Renamed first: a kill while files vanish must not leave something that looks whole.
+        doomed = path.with_name(path.name + PARTIAL)
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            "checkpoint",
+            str(path),
+            f"must be a whole safetensors file ({error})",
+            "Remove this checkpoint folder and resume from the one before.",
+        ) from error
+
+
+def load_model(checkpoint: Path, model: nn.Module) -> None:
+    """Weights and routing state of a checkpoint into a model of the same shape."""
+    saved = load_tensors(checkpoint / "model.safetensors")
+    try:
+        result = model.load_state_dict(saved, strict=False)
+    except RuntimeError as error:  # shapes differ
+        raise _other_model(checkpoint, str(error).splitlines()[-1].strip()) from error
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    if missing := sorted(set(result.missing_keys) - tied):
+        raise _other_model(checkpoint, f"it lacks {missing[0]}")
+    if result.unexpected_keys:
+        raise _other_model(checkpoint, f"the model has no {result.unexpected_keys[0]}")
+
+
+def _other_model(checkpoint: Path, difference: str) -> ConfigError:
+    return ConfigError(
+        "checkpoint",
+        str(checkpoint),
+        f"must be of the same model as the run's config ({difference})",
+        "The folder was changed or mixed with another run: start a new one.",
+    )
+
+
+def best_checkpoint(run_folder: Path) -> Path:
+    """The kept checkpoint with the lowest validation loss, or the newest if none was evaluated."""
+    found = checkpoints(run_folder)
+    if not found:
+        raise ConfigError(
+            "run",
+            str(run_folder),
+            "must hold a checkpoint-N folder",
+            "Train it first, or wait for its first evaluation.",
+        )
+    best_step = read_json(found[-1] / "trainer_state.json").get("best_global_step")
+    return next((path for path in found if step_of(path) == best_step), found[-1])

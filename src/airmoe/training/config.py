@@ -1,0 +1,222 @@
+"""What one training run is: model options, data, recipe. Strict, and JSON both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, ClassVar, Literal, get_type_hints
+
+from airmoe.config import check_choice, check_count, check_flag, check_number, config
+from airmoe.errors import ConfigError
+from airmoe.model import AirMoeConfig
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Sharding = Literal["none", "fsdp2"]
+
+# What a run may say of its model; AirMoeConfig has more, inherited, that would be a mistake here.
+MODEL_OPTIONS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "initializer_range",
+    "tie_word_embeddings",
+    "router",
+    "router_options",
+    "experts",
+    "num_experts",
+    "num_experts_per_tok",
+    "expert_size",
+    "expert_activation",
+    "moe_layers",
+    "moe_post_norm",
+    "load_balance_weight",
+    "shortlist_balance_weight",
+    "router_z_weight",
+)
+
+
+@config
+class DataOptions:
+    """Which text, cut how."""
+
+    label: ClassVar[str] = "data"
+
+    corpus: str
+    tokenizer: str
+    block_size: int
+    folder: str | None = None  # prepared tokens; None: data/<corpus>-<tokenizer>
+    validation: str | None = None
+    validation_fraction: float = 0.005
+    max_tokens: int | None = None
+
+    def check(self) -> None:
+        for name in ("corpus", "tokenizer"):
+            _check_text(f"data.{name}", getattr(self, name))
+        check_count("data.block_size", self.block_size, least=2)
+        for name in ("folder", "validation"):
+            if getattr(self, name) is not None:
+                _check_text(f"data.{name}", getattr(self, name))
+        check_number("data.validation_fraction", self.validation_fraction, below=1.0)
+        if self.max_tokens is not None:
+            check_count("data.max_tokens", self.max_tokens)
+
+
+@config
+class TrainingOptions:
+    """The recipe; defaults are the paper's."""
+
+    label: ClassVar[str] = "training"
+
+    batch_size: int  # sequences per optimizer step, over all devices and micro-batches
+    micro_batch_size: int  # sequences per device and forward
+    epochs: int | None = None  # one of epochs and steps
+    steps: int | None = None
+    learning_rate: float = 3e-4
+    warmup: float = 0.05  # share of all steps
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    precision: Precision = "fp32"
+    seed: int = 42
+    eval_every: int | Literal["epoch"] = "epoch"  # steps; a checkpoint follows each evaluation
+    eval_blocks: int | None = None  # validate on the first so many blocks; None: all
+    log_every: int = 500
+    save_every: int | None = None  # more checkpoints between evaluations
+    keep_checkpoints: int = 2  # the best one and the newest count among them
+    quality_tokens: int = 512  # sample for overlap and mass recall at every log
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    sharding: Sharding = "none"  # of several processes: none is DDP
+    tensorboard: bool = True
+
+    def check(self) -> None:
+        for name in ("batch_size", "micro_batch_size", "log_every", "quality_tokens"):
+            check_count(f"training.{name}", getattr(self, name))
+        check_count("training.keep_checkpoints", self.keep_checkpoints, least=2)
+        check_count("training.seed", self.seed, least=0)
+        for name in ("epochs", "steps", "eval_blocks", "save_every"):
+            if getattr(self, name) is not None:
+                check_count(f"training.{name}", getattr(self, name))
+        if self.eval_every != "epoch":
+            check_count("training.eval_every", self.eval_every)
+        check_number("training.learning_rate", self.learning_rate, strict=True)
+        check_number("training.epsilon", self.epsilon, strict=True)
+        check_number("training.max_grad_norm", self.max_grad_norm, strict=True)
+        check_number("training.weight_decay", self.weight_decay)
+        for name in ("warmup", "beta1", "beta2"):
+            check_number(f"training.{name}", getattr(self, name), below=1.0)
+        for name in ("gradient_checkpointing", "compile", "tensorboard"):
+            check_flag(f"training.{name}", getattr(self, name))
+        check_choice("training.precision", self.precision, Precision)
+        check_choice("training.sharding", self.sharding, Sharding)
+        self._check_length()
+
+    def _check_length(self) -> None:
+        if (self.epochs is None) == (self.steps is None):
+            raise ConfigError(
+                "training.steps",
+                self.steps,
+                f"must be given exactly when epochs is not (epochs = {self.epochs})",
+                "Set one of training.steps and training.epochs, and the other to null.",
+            )
+        if self.batch_size % self.micro_batch_size:
+            raise ConfigError(
+                "training.micro_batch_size",
+                self.micro_batch_size,
+                f"must divide batch_size = {self.batch_size}",
+                "Choose a divisor; gradient accumulation makes up the rest.",
+            )
+
+    def accumulation_steps(self, num_processes: int) -> int:
+        """Micro-batches per optimizer step on each of so many processes."""
+        together = self.micro_batch_size * num_processes
+        if self.batch_size % together:
+            raise ConfigError(
+                "training.batch_size",
+                self.batch_size,
+                f"must be a multiple of micro_batch_size x processes = {self.micro_batch_size} x "
+                f"{num_processes}",
+                "Change one of them, or the number of processes.",
+            )
+        return self.batch_size // together
+
+
+@config
+class RunConfig:
+    """One run. `model` holds options of `AirMoeConfig`; its vocabulary follows the tokenizer."""
+
+    label: ClassVar[str] = "run"
+
+    preset: str  # the name it started from, for people
+    model: dict[str, Any]
+    data: DataOptions
+    training: TrainingOptions
+
+    def check(self) -> None:
+        unknown = [name for name in self.model if name not in MODEL_OPTIONS]
+        if unknown:
+            raise unknown_option("model", unknown[0], self.model[unknown[0]], MODEL_OPTIONS)
+        self.model_config(vocab_size=2, eos_id=1)  # the rest is checked now, not after the data
+
+    def model_config(self, vocab_size: int, eos_id: int) -> AirMoeConfig:
+        """The model for a tokenizer; `model.vocab_size` may only be larger than its vocabulary."""
+        wanted = self.model.get("vocab_size")
+        if wanted is not None and wanted < vocab_size:
+            raise ConfigError(
+                "model.vocab_size",
+                wanted,
+                f"must be >= {vocab_size}, the tokenizer's vocabulary, or token ids would be out "
+                "of range",
+                "Leave it out: the tokenizer's is taken.",
+            )
+        longest = self.model.get("max_position_embeddings")
+        if longest is not None and longest < self.data.block_size:
+            raise ConfigError(
+                "data.block_size",
+                self.data.block_size,
+                f"must be <= model.max_position_embeddings = {longest}",
+                "Shorten the blocks or raise max_position_embeddings.",
+            )
+        given = {name: value for name, value in self.model.items() if name != "vocab_size"}
+        return AirMoeConfig(
+            **given, vocab_size=wanted or vocab_size, bos_token_id=None, eos_token_id=eos_id
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> RunConfig:
+        hints = get_type_hints(cls)
+        parts = {
+            name: hints[name](**value) if name in ("data", "training") else value
+            for name, value in values.items()
+        }
+        return cls(**parts)
+
+
+def model_options(config: AirMoeConfig) -> dict[str, Any]:
+    """A model's settings as the `model` part of a run; the vocabulary is left to the tokenizer."""
+    options = {name: getattr(config, name) for name in MODEL_OPTIONS if name != "vocab_size"}
+    if options["moe_layers"] == [config.num_hidden_layers // 2]:
+        options["moe_layers"] = None  # the middle one, also when the depth is overridden
+    return options
+
+
+def unknown_option(path: str, name: str, value: object, valid: tuple[str, ...]) -> ConfigError:
+    """The error for a key that does not exist; it lists those that do."""
+    return ConfigError(
+        f"{path}.{name}", value, "is not an option", f"Valid options: {', '.join(valid)}."
+    )
+
+
+def _check_text(field: str, value: object) -> None:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(field, value, "must be a non-empty text", "Give a name or a path.")

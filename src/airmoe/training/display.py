@@ -1,0 +1,125 @@
+"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from airmoe.data import PrepareProgress
+
+Line = dict[str, Any]
+
+# name in the log -> (short name, format)
+SHOWN = {
+    "loss": ("loss", "{:.3f}"),
+    "perplexity": ("ppl", "{:.2f}"),
+    "tokens_per_second": ("tok/s", "{:,.0f}"),
+    "overlap": ("overlap", "{:.2f}"),
+    "dead_experts": ("dead", "{:.1%}"),
+    "entropy": ("entropy", "{:.2f}"),
+}
+
+
+def summary(line: Line) -> str:
+    """The numbers of a log line that people look at."""
+    return "  ".join(
+        f"{short} {form.format(line[name])}"
+        for name, (short, form) in SHOWN.items()
+        if line.get(name) is not None
+    )
+
+
+class Display(TrainerCallback):
+    """The progress of one run; `show` is called with every log line."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console, self._title = console, title
+        self._progress: Progress | None = None
+        self._task: Any = None
+        self._total = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._total = state.max_steps
+        if not self._console.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed}/{task.total}"),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[numbers]}"),
+            console=self._console,
+        )
+        self._progress.start()
+        self._task = self._progress.add_task(
+            self._title, total=self._total, completed=state.global_step, numbers=""
+        )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, completed=state.global_step)
+
+    def show(self, line: Line) -> None:
+        kind = "valid" if line["kind"] == "eval" else "train"
+        if self._progress is not None and line["kind"] == "train":
+            self._progress.update(self._task, numbers=summary(line))
+            return
+        self._console.print(
+            f"{self._title}  {kind}  step {line['step']}/{self._total}  {summary(line)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def close(self) -> None:
+        """Also after a failure, or the terminal would stay without a cursor."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.close()
+
+
+class PrepareDisplay:
+    """A bar for the preparation of text; it appears with the first report."""
+
+    def __init__(self, console: Console, corpus: str) -> None:
+        self._progress = Progress(
+            TextColumn(f"preparing {corpus}: {{task.description}}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            transient=True,
+        )
+        self._task: Any = None
+
+    def show(self, progress: PrepareProgress) -> None:
+        if self._task is None:
+            self._progress.start()
+            self._task = self._progress.add_task("", total=None, numbers="")
+        self._progress.update(
+            self._task,
+            description=progress.split,
+            total=None if progress.fraction is None else 1.0,
+            completed=progress.fraction or 0.0,
+            numbers=f"{progress.documents:,} documents, {progress.tokens:,} tokens",
+        )
+
+    def __enter__(self) -> PrepareDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._progress.stop()
+            self._task = None

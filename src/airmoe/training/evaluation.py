@@ -1,0 +1,91 @@
+"""Validation loss and routing health over whole splits, exact to the token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from airmoe.distributed import all_reduce_sum, rank, world_size
+from airmoe.training.watch import RoutingWatch
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a pass over held-out blocks gave."""
+
+    loss: float  # nats per token
+    tokens: int  # predicted ones: a block's first token has no prediction
+    routing: dict[str, float]
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))  # beyond that a float overflows
+
+    def numbers(self) -> dict[str, float]:
+        return {"loss": self.loss, "perplexity": self.perplexity, **self.routing}
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    blocks: Any,
+    *,
+    batch_size: int,
+    quality_tokens: int,
+    autocast: AbstractContextManager[Any] | None = None,
+    on_batch: Any | None = None,
+) -> Evaluation:
+    """Every block once, shared out over the ranks; usage over all tokens, quality on a sample."""
+    device = next(model.parameters()).device
+    watch = RoutingWatch(model, quality_tokens)
+    training = model.training
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, predicted tokens
+    try:
+        with watch.on(), autocast or nullcontext():
+            for batch, counts in _batches(blocks, batch_size):
+                if not counts:
+                    watch.stop()  # such batches come last
+                loss, tokens = _summed_loss(model, batch.to(device))
+                if counts:
+                    total += torch.stack([loss.double(), tokens.double()])
+                if on_batch is not None:
+                    on_batch()
+            routing = watch.numbers()
+    finally:
+        model.train(training)
+    loss_sum, tokens_everywhere = all_reduce_sum(total).tolist()
+    return Evaluation(loss_sum / tokens_everywhere, int(tokens_everywhere), routing)
+
+
+def num_batches(blocks: Any, batch_size: int) -> int:
+    """Forwards per rank: all ranks run equally many, because sharded parameters are gathered."""
+    return math.ceil(math.ceil(len(blocks) / batch_size) / world_size())
+
+
+def _batches(blocks: Any, batch_size: int) -> Iterator[tuple[Tensor, bool]]:
+    """This rank's batches; one that only keeps step with the other ranks counts for nothing."""
+    starts = range(rank() * batch_size, len(blocks), world_size() * batch_size)
+    for start in starts:
+        yield _stacked(blocks, start, batch_size), True
+    for _ in range(num_batches(blocks, batch_size) - len(starts)):
+        yield _stacked(blocks, 0, batch_size), False
+
+
+def _stacked(blocks: Any, start: int, batch_size: int) -> Tensor:
+    """Blocks start, start + 1, ...: [at most batch_size, block_size]."""
+    stop = min(start + batch_size, len(blocks))
+    return torch.stack([blocks[index]["input_ids"] for index in range(start, stop)])
+
+
+def _summed_loss(model: nn.Module, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the token losses of a batch, and how many there are."""
+    predicted = input_ids.shape[0] * (input_ids.shape[1] - 1)
+    output = model(input_ids=input_ids, labels=input_ids, use_cache=False)
+    return output.loss.float() * predicted, torch.tensor(predicted, device=input_ids.device)

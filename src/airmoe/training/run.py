@@ -1,0 +1,200 @@
+"""One training run from settings to result: new or resumed, on one process or many."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+from torch.utils.data import Subset
+from transformers import PrinterCallback, TrainerCallback, set_seed
+
+from airmoe.data import Prepared
+from airmoe.distributed import rank
+from airmoe.errors import ConfigError
+from airmoe.model import AirMoeForCausalLM, parameter_counts
+from airmoe.training.arguments import check_device, make_arguments, total_steps
+from airmoe.training.callbacks import LastStep, Recorder, Restore, StopOnSignal, WatchSteps
+from airmoe.training.checkpoints import checkpoints, step_of
+from airmoe.training.config import RunConfig
+from airmoe.training.display import Display, PrepareDisplay
+from airmoe.training.files import read_json, write_json
+from airmoe.training.run_folder import RunFolder, create_run, machine, open_run, versions
+from airmoe.training.tensorboard import TensorBoard
+from airmoe.training.text import check_blocks, prepared_data
+from airmoe.training.trainer import AirMoeTrainer
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a call of `train` or `resume` ended."""
+
+    folder: RunFolder
+    stopped_by: int | None  # the signal that stopped it early, None when it is complete
+    step: int
+
+
+def train(config: RunConfig, folder: Path, console: Console) -> Finished:
+    """Start a new run in a new folder."""
+    _start_processes(config)
+    prepared = _data_on_every_process(config, console)
+    if rank() == 0:
+        create_run(folder, config)
+    PartialState().wait_for_everyone()
+    return _go(RunFolder(folder, config), prepared, console, checkpoint=None)
+
+
+def resume(folder: Path, console: Console) -> Finished:
+    """Go on from the newest whole checkpoint, or from the start if there is none yet."""
+    run = open_run(folder)
+    _start_processes(run.config)
+    prepared = _data_on_every_process(run.config, console)
+    found = checkpoints(folder)
+    return _go(run, prepared, console, checkpoint=found[-1] if found else None)
+
+
+def _start_processes(config: RunConfig) -> None:
+    """Join torchrun's process group (if any) first: preparing data must not happen twice."""
+    state = PartialState(cpu=not torch.cuda.is_available())
+    check_device(config, state.num_processes)
+    config.training.accumulation_steps(state.num_processes)
+
+
+def _data_on_every_process(config: RunConfig, console: Console) -> Prepared:
+    with PartialState().main_process_first(), PrepareDisplay(console, config.data.corpus) as display:
+        return prepared_data(config.data, display.show)
+
+
+def _go(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path | None) -> Finished:
+    config, options = run.config, run.config.training
+    train_blocks = prepared.blocks("train", config.data.block_size)
+    check_blocks(len(train_blocks), options.batch_size, config.data.block_size)
+    eval_blocks: Any = prepared.blocks("validation", config.data.block_size)
+    if options.eval_blocks is not None and options.eval_blocks < len(eval_blocks):
+        eval_blocks = Subset(eval_blocks, range(options.eval_blocks))
+    steps_per_epoch = len(train_blocks) // options.batch_size
+    last_step = total_steps(config, steps_per_epoch)
+    if checkpoint is not None and step_of(checkpoint) >= last_step:
+        write_result(run, peak_memory=None)
+        return Finished(run, None, last_step)
+    arguments = make_arguments(
+        config,
+        run.path,
+        num_processes=PartialState().num_processes,
+        steps_per_epoch=steps_per_epoch,
+    )
+    set_seed(options.seed)
+    model = build_model(config, prepared)
+    trainer = AirMoeTrainer(
+        model, config, arguments, train_blocks, eval_blocks, prepared.tokenizer().save
+    )
+    stop, closing = _add_callbacks(trainer, run, console, checkpoint)
+    try:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    finally:
+        for close in closing:
+            close()
+    if stop.received is not None and trainer.state.global_step < last_step:
+        return Finished(run, stop.received, trainer.state.global_step)
+    if rank() == 0:
+        write_result(run, peak_memory())
+    PartialState().wait_for_everyone()
+    return Finished(run, None, trainer.state.global_step)
+
+
+def build_model(config: RunConfig, prepared: Prepared) -> AirMoeForCausalLM:
+    """A freshly initialised model for the vocabulary of the data."""
+    identity = prepared.manifest.tokenizer
+    model = AirMoeForCausalLM(config.model_config(identity.vocab_size, identity.eos_id))
+    if config.training.compile:
+        for layer in model.model.layers:  # layer by layer: compiles once, keeps parameter names
+            layer.compile()
+    return model
+
+
+def _add_callbacks(
+    trainer: AirMoeTrainer, run: RunFolder, console: Console, checkpoint: Path | None
+) -> tuple[StopOnSignal, list[Callable[[], None]]]:
+    """Everything beside the steps, in order; also what must be closed whatever happens."""
+    options = run.config.training
+    trainer.remove_callback(PrinterCallback)
+    stop = StopOnSignal()
+    display = Display(console, _title(run))
+    sinks: list[Callable[[dict[str, Any]], None]] = [display.show]
+    closing = [stop.restore, display.close]
+    first_step = 0 if checkpoint is None else step_of(checkpoint)
+    if options.tensorboard and rank() == 0:
+        board = TensorBoard(run.path / "tensorboard", first_step)
+        sinks.append(board.write)
+        closing.append(board.close)
+    tokens_per_step = options.batch_size * run.config.data.block_size
+    recorder = Recorder(trainer, run.log, tokens_per_step, sinks)
+    trainer.log_bytes = recorder.length
+    added: list[TrainerCallback] = [recorder, WatchSteps(trainer), LastStep(options.save_every)]
+    if PartialState().num_processes == 1:
+        added.append(stop)
+    if rank() == 0:
+        added.append(display)
+    # Restored even without a checkpoint: lines of a run that died before its first one must go.
+    added.append(Restore(trainer, checkpoint, run.log))
+    for callback in added:
+        trainer.add_callback(callback)
+    return stop, closing
+
+
+def _title(run: RunFolder) -> str:
+    return run.path.name
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log."""
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def write_result(run: RunFolder, peak_memory: float | None) -> None:
+    """Sum a finished run up in one small file, from its log alone."""
+    lines = read_log(run.log)
+    evaluations = [line for line in lines if line["kind"] == "eval"]
+    if not evaluations:
+        raise ConfigError("run", str(run.path), "must have been evaluated", "Resume it.")
+    speeds = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
+    if peak_memory is None and run.result.exists():
+        peak_memory = read_json(run.result)["peak_memory_gib"]
+    model = json.loads((checkpoints(run.path)[-1] / "config.json").read_text(encoding="utf-8"))
+    counts = parameter_counts(
+        run.config.model_config(model["vocab_size"], model["eos_token_id"])
+    )
+    write_json(
+        run.result,
+        {
+            "config": run.config.to_json(),
+            "parameters": {"total": counts.total, "active": counts.active},
+            "best": min(evaluations, key=lambda line: line["loss"]),
+            "last": evaluations[-1],
+            "tokens": evaluations[-1]["tokens"],
+            "seconds": evaluations[-1]["seconds"],
+            "tokens_per_second": median(speeds) if speeds else None,
+            "peak_memory_gib": peak_memory,
+            "versions": versions(),
+            "git": read_json(run.path / "run.json")["git"],
+            "machine": machine(),
+            "log": lines,
+        },
+    )
+
+
+def peak_memory() -> float:
+    """GiB: of the GPU's allocator where there is one, else of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used * (1 if os.uname().sysname == "Darwin" else 1024) / 2**30

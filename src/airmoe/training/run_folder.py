@@ -1,0 +1,141 @@
+"""A run's folder: what was asked for, with which versions, and how far it came.
+
+    RUN/  run.json         settings, versions, git state, machine
+          log.jsonl        one line per log or evaluation
+          checkpoint-N/    see checkpoints.py
+          tensorboard/     the same numbers for TensorBoard
+          result.json      when it is finished
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from airmoe.errors import ConfigError
+from airmoe.training.config import RunConfig
+from airmoe.training.files import read_json, write_json
+
+FORMAT = 1
+PACKAGES = ("airmoe", "torch", "transformers", "accelerate", "safetensors", "tokenizers", "numpy")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """An existing run folder and the settings in it."""
+
+    path: Path
+    config: RunConfig
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.jsonl"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+
+def create_run(path: Path, config: RunConfig) -> RunFolder:
+    """Make the folder of a new run; one that exists is never overwritten."""
+    if path.exists() and any(path.iterdir()):
+        raise ConfigError("run", str(path), *_occupied(path, config))
+    path.mkdir(parents=True, exist_ok=True)
+    write_json(
+        path / "run.json",
+        {
+            "format": FORMAT,
+            "config": config.to_json(),
+            "versions": versions(),
+            "git": git_state(),
+            "machine": machine(),
+        },
+    )
+    return RunFolder(path, config)
+
+
+def _occupied(path: Path, config: RunConfig) -> tuple[str, str]:
+    """Rule and remedy for a folder that is not free."""
+    try:
+        same = open_run(path).config == config
+    except ConfigError:
+        return "must be a new or empty folder", "Choose another with --run."
+    if same:
+        return "holds this very run already", f"Go on with it: airmoe train --resume {path}"
+    return (
+        "holds a run with another config",
+        f"Choose another folder with --run, or go on with that run: airmoe train --resume {path}",
+    )
+
+
+def open_run(path: Path) -> RunFolder:
+    """Read the folder of an earlier run."""
+    file = path / "run.json"
+    if not file.is_file():
+        raise ConfigError(
+            "run", str(path), "must be a run folder with a run.json", "Give the folder of a run."
+        )
+    try:
+        values = read_json(file)
+        found = values["format"]
+        config = values["config"]
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "run", str(file), f"must be JSON with format and config ({error})", "Start a new run."
+        ) from error
+    if found != FORMAT:
+        raise ConfigError(
+            "run.format",
+            found,
+            f"must be {FORMAT}, the format of this airmoe",
+            "Use the airmoe version that wrote it (see versions in run.json).",
+        )
+    return RunFolder(path, RunConfig.from_json(config))
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that decide what a run computes."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    if found["torch"] == "not installed":
+        found["torch"] = torch.__version__
+    return found
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of the code that runs, and whether it was changed since; None outside a checkout."""
+    root = Path(__file__).parents[3]
+    commit = _git(root, "rev-parse", "HEAD")
+    if commit is None:
+        return {"commit": None, "changed": None}
+    return {"commit": commit, "changed": bool(_git(root, "status", "--porcelain"))}
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    if not (root / ".git").exists():  # an installed package may lie inside somebody else's checkout
+        return None
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=root, capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers of a run depend on besides the code."""
+    if torch.cuda.is_available():
+        return {"device": torch.cuda.get_device_name(), "count": torch.cuda.device_count()}
+    return {"device": platform.processor() or platform.machine(), "count": torch.get_num_threads()}

@@ -1,0 +1,103 @@
+"""Watching the routers of a model through forward hooks: usage, and a sample against exact routing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from airmoe.metrics import RoutingMeter, shortlist_staleness
+from airmoe.routers import AirRouter, PeerRouter, Router, Routing
+
+
+class RoutingWatch:
+    """Counts what the routers of a model do while it is switched on.
+
+    It costs a count per forward, and per `numbers` one exact routing of the sampled tokens.
+    """
+
+    def __init__(self, model: nn.Module, sample_tokens: int) -> None:
+        self._sample_tokens = sample_tokens
+        self._routers = [module for module in model.modules() if isinstance(module, Router)]
+        self._samples: dict[int, tuple[Tensor, Tensor]] = {}  # router -> hidden [n, D], valid [n]
+        self._meters: list[RoutingMeter] = []
+        self._hooks: list[Any] = []
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Watch the forwards of a block, starting from nothing."""
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def start(self) -> None:
+        self.stop()
+        device = next((router.micro_batches.device for router in self._routers), None)
+        self._meters = [RoutingMeter(device) for _ in self._routers]
+        self._samples = {}
+        self._hooks = [
+            router.register_forward_hook(self._hook(place))
+            for place, router in enumerate(self._routers)
+        ]
+
+    def stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _hook(self, place: int) -> Any:
+        def after_forward(router: nn.Module, inputs: tuple[Any, ...], routing: Routing) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return  # activation checkpointing runs a forward again: counted already
+            self._meters[place].update(routing)
+            if place not in self._samples:
+                stride = max(1, routing.num_tokens // self._sample_tokens)
+                rows = slice(None, stride * self._sample_tokens, stride)  # of all sequences
+                self._samples[place] = (inputs[0].detach()[rows].clone(), routing.valid[rows])
+
+        return after_forward
+
+    def numbers(self) -> dict[str, float]:
+        """Means over the MoE layers; every rank must call it. What a router has not is left out."""
+        found: list[dict[str, float | None]] = []
+        for place, router in enumerate(self._routers):
+            meter = self._meters[place]
+            if place in self._samples and not isinstance(router, PeerRouter):
+                meter.update_quality(router, *self._samples[place])
+            report = meter.compute()
+            found.append(
+                {
+                    "entropy": report.entropy,
+                    "dead_experts": report.dead_experts,
+                    "load_imbalance": report.load_imbalance,
+                    "overlap": report.overlap,
+                    "mass_recall": report.mass_recall,
+                    "mass_recall_bound": report.mass_recall_bound,
+                    "codeword_perplexity": report.codewords and report.codewords.perplexity,
+                    "staleness": _staleness(router),
+                }
+            )
+        return _means(found)
+
+
+def _staleness(router: Router) -> float | None:
+    if not (isinstance(router, AirRouter) and router.training) or router.built_at is None:
+        return None
+    return shortlist_staleness(router)
+
+
+def _means(found: list[dict[str, float | None]]) -> dict[str, float]:
+    names = found[0] if found else {}
+    means = {}
+    for name in names:
+        values = [numbers[name] for numbers in found]
+        known = [value for value in values if value is not None]
+        if known:
+            means[name] = fmean(known)
+    return means

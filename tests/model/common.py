@@ -1,0 +1,70 @@
+"""Models small enough to test whole, one for every way of routing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from airmoe import ROUTERS
+from airmoe.model import AirMoeConfig, AirMoeForCausalLM
+from tests.state.common import EXTRA
+
+VOCABULARY = 53
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "num_experts": 36,
+    "num_experts_per_tok": 4,
+}
+# Every router of the table, and what else a model can be made of.
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{
+        name: {"router": name, "router_options": {"jitter_std": 0.1, **EXTRA[name]}}
+        for name in ROUTERS
+    },
+    "air-expert-choice": {
+        "router_options": {"jitter_std": 0.1, **EXTRA["air"], "gate": "expert_choice"}
+    },
+    "coarse": {
+        "router": "topk",
+        "experts": "coarse",
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "expert_size": 6,
+    },
+    "dense": {"moe_layers": []},
+}
+CAUSAL = [name for name in VARIANTS if "expert" not in name]
+
+
+def config_of(variant: str, **changes: Any) -> AirMoeConfig:
+    return AirMoeConfig(**{**SMALL, **VARIANTS[variant], **changes})
+
+
+def build(variant: str = "air", seed: int = 0, **changes: Any) -> Any:
+    """A model whose every random choice comes from `seed`; `Any`, because tests reach into it."""
+    torch.manual_seed(seed)
+    return AirMoeForCausalLM(config_of(variant, **changes))
+
+
+def batch(index: int, shape: tuple[int, int] = (3, 12), vocabulary: int = VOCABULARY) -> Tensor:
+    """Token ids of micro-batch `index`, the same in every run."""
+    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(index))
+
+
+def learn_a_little(model: Any, steps: int = 2) -> Any:
+    """Training forwards, so that codebooks, counters and noise have left their first values."""
+    model.train()
+    for step in range(steps):
+        model(batch(step), labels=batch(step)).loss.backward()
+    model.zero_grad()
+    return model

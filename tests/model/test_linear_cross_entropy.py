@@ -1,0 +1,238 @@
+"""The loss without logits equals the loss with them, in value, gradients and memory it must not use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from airmoe import ConfigError
+from airmoe.kernels.linear_cross_entropy import linear_cross_entropy, reference
+from tests.tolerance import assert_close
+
+TOKENS, DIM, WORDS = 37, 12, 29
+
+
+@dataclass
+class Case:
+    hidden: Tensor  # [T, D]
+    weight: Tensor  # [V, D]
+    labels: Tensor  # [T]
+
+
+def make_case(tokens: int = TOKENS, ignored: float = 0.3) -> Case:
+    labels = torch.randint(WORDS, (tokens,))
+    labels[torch.rand(tokens) < ignored] = -100
+    return Case(torch.randn(tokens, DIM), torch.randn(WORDS, DIM), labels)
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The definition, with all logits."""
+    return F.cross_entropy(F.linear(hidden, weight).to(hidden.dtype), labels, reduction="sum")
+
+
+def value_and_gradients(function: Any, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    hidden, weight = (
+        tensor.to(dtype, copy=True).requires_grad_() for tensor in (case.hidden, case.weight)
+    )
+    loss = function(hidden, weight, case.labels)
+    loss.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    assert hidden.grad.dtype == weight.grad.dtype == dtype
+    return {"loss": loss.detach(), "hidden": hidden.grad, "weight": weight.grad}
+
+
+def compare(case: Case, dtype: torch.dtype = torch.float32) -> None:
+    rounded = Case(case.hidden.to(dtype).float(), case.weight.to(dtype).float(), case.labels)
+    exact = value_and_gradients(plain, rounded, torch.float64)
+    same_precision = value_and_gradients(plain, rounded, dtype)
+    found = value_and_gradients(linear_cross_entropy, rounded, dtype)
+    assert found["loss"].dtype == torch.float32
+    for name, value in found.items():
+        assert_close(value, exact[name], same_precision[name], f"{dtype} {name}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ignored", [0.0, 0.4])
+def test_value_and_gradients(dtype: torch.dtype, ignored: float) -> None:
+    compare(make_case(ignored=ignored), dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 2, TOKENS - 1, TOKENS, TOKENS + 1])
+def test_chunks_do_not_show(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "CPU_CHUNK_BYTES", rows * 8 * WORDS)
+    chunks = reference.token_chunks(torch.empty(TOKENS, DIM), torch.empty(WORDS, DIM))
+    assert len(chunks) == -(-TOKENS // rows)
+    compare(make_case())
+
+
+def test_double_precision_passes_gradcheck() -> None:
+    case = make_case(tokens=5)
+    hidden, weight = case.hidden.double().requires_grad_(), case.weight.double().requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_cross_entropy(h, w, case.labels), (hidden, weight)
+    )
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
+def test_any_combination_of_gradients(needs: tuple[bool, bool]) -> None:
+    case = make_case()
+    expected = value_and_gradients(plain, case, torch.float32)
+    hidden, weight = case.hidden.requires_grad_(needs[0]), case.weight.requires_grad_(needs[1])
+    loss = linear_cross_entropy(hidden, weight, case.labels)
+    assert loss.requires_grad == any(needs)
+    torch.testing.assert_close(loss.detach(), expected["loss"])
+    if any(needs):
+        loss.backward()
+    for needed, tensor, name in zip(needs, (hidden, weight), ("hidden", "weight"), strict=True):
+        assert (tensor.grad is not None) == needed
+        if tensor.grad is not None:
+            torch.testing.assert_close(tensor.grad, expected[name])
+
+
+@pytest.mark.parametrize("tokens", [0, 6])
+def test_no_target_is_zero_loss_and_zero_gradients(tokens: int) -> None:
+    case = make_case(tokens)
+    case.labels.fill_(-100)
+    for value in value_and_gradients(linear_cross_entropy, case, torch.float32).values():
+        assert (value == 0).all()
+
+
+def test_what_an_ignored_token_holds_does_not_matter() -> None:
+    case = make_case()
+    clean = value_and_gradients(linear_cross_entropy, case, torch.float32)
+    case.hidden[case.labels == -100] = torch.nan
+    spoiled = value_and_gradients(linear_cross_entropy, case, torch.float32)
+    for name, value in clean.items():
+        assert torch.equal(spoiled[name], value), name
+
+
+def test_backward_twice_and_under_a_factor() -> None:
+    case = make_case()
+    once = value_and_gradients(linear_cross_entropy, case, torch.float32)
+    hidden, weight = case.hidden.requires_grad_(), case.weight.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, case.labels) * 0.25
+    loss.backward(retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close(hidden.grad, once["hidden"] / 2)
+    torch.testing.assert_close(weight.grad, once["weight"] / 2)
+
+
+def test_second_derivatives_are_refused() -> None:
+    case = make_case()
+    hidden = case.hidden.requires_grad_()
+    loss = linear_cross_entropy(hidden, case.weight, case.labels)
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_inside_activation_checkpointing(use_reentrant: bool) -> None:
+    case = make_case()
+    expected = value_and_gradients(linear_cross_entropy, case, torch.float32)
+
+    def checkpointed(*tensors: Tensor) -> Any:
+        return checkpoint(linear_cross_entropy, *tensors, use_reentrant=use_reentrant)
+
+    for name, value in value_and_gradients(checkpointed, case, torch.float32).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_computes_in_its_dtype_and_scaled_gradients_stay_finite(
+    dtype: torch.dtype,
+) -> None:
+    """65,536 is the first scale of a GradScaler; float32 parameters must get it undiminished."""
+    case = make_case()
+    exact = value_and_gradients(plain, case, torch.float64)
+
+    def under_autocast(function: Any, scale: float) -> dict[str, Tensor]:
+        def scaled(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=dtype):
+                return function(hidden, weight, labels).float() * scale
+
+        return value_and_gradients(scaled, case, torch.float32)
+
+    same_precision = under_autocast(plain, 1.0)
+    found = under_autocast(linear_cross_entropy, 65_536.0)
+    for name, value in found.items():
+        assert_close(value / 65_536, exact[name], same_precision[name], f"{dtype} {name}")
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements any operation gave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, words = 400, 1000
+    monkeypatch.setattr(reference, "CPU_CHUNK_BYTES", 16 * 8 * words)
+    hidden = torch.randn(tokens, DIM, requires_grad=True)
+    weight = torch.randn(words, DIM, requires_grad=True)
+    labels = torch.randint(words, (tokens,))
+    with LargestTensor() as largest:
+        linear_cross_entropy(hidden, weight, labels).backward()
+    assert largest.elements == 16 * words
+    with LargestTensor() as largest:
+        plain(hidden, weight, labels)
+    assert largest.elements == tokens * words, "the measurement itself"
+
+
+def test_a_second_run_gives_the_same_bits() -> None:
+    case = make_case()
+    first, second = (value_and_gradients(linear_cross_entropy, case, torch.float32) for _ in "ab")
+    for name, value in first.items():
+        assert torch.equal(value, second[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"labels": torch.full((TOKENS,), WORDS)}, "labels"),
+        ({"labels": torch.full((TOKENS,), -1)}, "labels"),
+        ({"labels": torch.zeros(TOKENS - 1, dtype=torch.int64)}, "labels"),
+        ({"labels": torch.zeros(TOKENS)}, "labels"),
+        ({"hidden": torch.zeros(TOKENS, DIM + 1)}, "hidden"),
+        ({"hidden": torch.zeros(1, TOKENS, DIM)}, "hidden"),
+        ({"hidden": torch.zeros(TOKENS, DIM, dtype=torch.float64)}, "hidden"),
+    ],
+)
+def test_wrong_input_is_refused(change: dict[str, Tensor], field: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        linear_cross_entropy(**{**vars(make_case()), **change})
+    assert error.value.field == f"linear_cross_entropy.{field}"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_equals_the_cpu_and_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "CUDA_CHUNK_BYTES", 5 * 8 * WORDS)
+    case = make_case()
+    exact = value_and_gradients(plain, case, torch.float64)
+    same_precision = value_and_gradients(plain, case, torch.float32)
+    on_gpu = Case(case.hidden.cuda(), case.weight.cuda(), case.labels.cuda())
+    value_and_gradients(linear_cross_entropy, on_gpu, torch.float32)  # cuBLAS starts
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = value_and_gradients(linear_cross_entropy, on_gpu, torch.float32)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for name, value in found.items():
+        assert_close(value.cpu(), exact[name], same_precision[name], name)
