@@ -31,6 +31,7 @@ ORDER = (
     "training",
     "experiments",
     "cli",
+    "__main__",
 )
 # Text preparation must run without the model, so it stands apart from what comes before it.
 NARROWER = {"data": ("errors", "config")}

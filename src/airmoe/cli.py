@@ -38,6 +38,15 @@ def main() -> None:
         _stop("the disk is full. Make room and run the same command again: it goes on.", 1)
     except KeyboardInterrupt:
         _stop("interrupted", 128 + signal.SIGINT)
+    finally:
+        _leave_process_group()
+
+
+def _leave_process_group() -> None:
+    """Under torchrun; a process that just ends can make the others abort."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _stop(message: str, code: int) -> None:

@@ -1,11 +1,11 @@
 """Checkpoints: written beside and renamed, so that a folder named checkpoint-N is always whole.
 
-    checkpoint-N/  model.safetensors, config.json  what `from_pretrained` reads
-                   tokenizer files                 of the data it was trained on
-                   optimizer.safetensors           by parameter name
-                   random-R.safetensors            random states and running loss of process R
-                   training.json                   schedule, scaler, counters
-                   trainer_state.json              the Trainer's own
+checkpoint-N/  model.safetensors, config.json  what `from_pretrained` reads
+               tokenizer files                 of the data it was trained on
+               optimizer.safetensors           by parameter name
+               random-R.safetensors            random states and running loss of process R
+               training.json                   schedule, scaler, counters
+               trainer_state.json              the Trainer's own
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def generate_text(
         raise ConfigError(
             "generate.max_new_tokens",
             max_new_tokens,
-            f"must leave prompt and answer together <= {longest} tokens (the prompt has {len(ids)})",
+            f"must leave prompt ({len(ids)} tokens) and answer together <= {longest} tokens",
             "Shorten the prompt or the answer.",
         )
     torch.manual_seed(seed)

@@ -12,7 +12,7 @@ from airmoe.errors import ConfigError
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """`<parameter>/<entry>` -> tensor on the CPU. Sharded entries are gathered: call on all ranks."""
+    """`<parameter>/<entry>` -> tensor on the CPU. Gathers what is sharded: call on all ranks."""
     entries = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():

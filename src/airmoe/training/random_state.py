@@ -18,7 +18,7 @@ def random_state() -> dict[str, Tensor]:
     state = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor([float("nan") if gauss is None else gauss]).double(),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
         "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
         "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
         "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
@@ -31,8 +31,8 @@ def random_state() -> dict[str, Tensor]:
 def set_random_state(state: dict[str, Tensor]) -> None:
     """Go on from where `random_state` was taken."""
     torch.set_rng_state(state["torch"])
-    gauss = float(state["python_gauss"])
-    random.setstate((3, tuple(state["python"].tolist()), None if np.isnan(gauss) else gauss))
+    gauss = state["python_gauss"].tolist()
+    random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
     position, has_gauss = state["numpy_position"].tolist()
     keys = state["numpy"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, position, has_gauss, float(state["numpy_gauss"])))

@@ -16,6 +16,7 @@ from accelerate import PartialState
 from rich.console import Console
 from torch.utils.data import Subset
 from transformers import PrinterCallback, TrainerCallback, set_seed
+from transformers.utils import logging as transformers_logging
 
 from airmoe.data import Prepared
 from airmoe.distributed import rank
@@ -69,7 +70,10 @@ def _start_processes(config: RunConfig) -> None:
 
 
 def _data_on_every_process(config: RunConfig, console: Console) -> Prepared:
-    with PartialState().main_process_first(), PrepareDisplay(console, config.data.corpus) as display:
+    with (
+        PartialState().main_process_first(),
+        PrepareDisplay(console, config.data.corpus) as display,
+    ):
         return prepared_data(config.data, display.show)
 
 
@@ -91,6 +95,7 @@ def _go(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path |
         num_processes=PartialState().num_processes,
         steps_per_epoch=steps_per_epoch,
     )
+    transformers_logging.disable_progress_bar()  # one bar, and it is ours
     set_seed(options.seed)
     model = build_model(config, prepared)
     trainer = AirMoeTrainer(
@@ -170,9 +175,7 @@ def write_result(run: RunFolder, peak_memory: float | None) -> None:
     if peak_memory is None and run.result.exists():
         peak_memory = read_json(run.result)["peak_memory_gib"]
     model = json.loads((checkpoints(run.path)[-1] / "config.json").read_text(encoding="utf-8"))
-    counts = parameter_counts(
-        run.config.model_config(model["vocab_size"], model["eos_token_id"])
-    )
+    counts = parameter_counts(run.config.model_config(model["vocab_size"], model["eos_token_id"]))
     write_json(
         run.result,
         {

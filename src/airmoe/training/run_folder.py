@@ -1,10 +1,10 @@
 """A run's folder: what was asked for, with which versions, and how far it came.
 
-    RUN/  run.json         settings, versions, git state, machine
-          log.jsonl        one line per log or evaluation
-          checkpoint-N/    see checkpoints.py
-          tensorboard/     the same numbers for TensorBoard
-          result.json      when it is finished
+RUN/  run.json         settings, versions, git state, machine
+      log.jsonl        one line per log or evaluation
+      checkpoint-N/    see checkpoints.py
+      tensorboard/     the same numbers for TensorBoard
+      result.json      when it is finished
 """
 
 from __future__ import annotations

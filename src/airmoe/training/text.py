@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from airmoe.data import Prepared, PrepareConfig, PrepareProgress, open_prepared, prepare
+from airmoe.data import PrepareConfig, Prepared, PrepareProgress, open_prepared, prepare
 from airmoe.data.tokenizer_choice import is_trained, make_tokenizer
 from airmoe.errors import ConfigError
 from airmoe.training.config import DataOptions

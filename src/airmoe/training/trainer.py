@@ -103,7 +103,9 @@ class AirMoeTrainer(Trainer):
 
     # -- one step ---------------------------------------------------------------------------
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **rest: Any) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **rest: Any
+    ) -> Any:
         with self.accelerator.autocast():  # a sharded model is not wrapped by Accelerate
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **rest)
         for name in AUXILIARY:
@@ -114,7 +116,9 @@ class AirMoeTrainer(Trainer):
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         norm = full_tensor(super()._clip_grad_norm(model))
-        if self.run_config.training.precision != "fp16":  # there the scaler skips such steps by itself
+        if (
+            self.run_config.training.precision != "fp16"
+        ):  # there the scaler skips such steps by itself
             self._note_bad(norm)
         return norm
 
@@ -132,7 +136,11 @@ class AirMoeTrainer(Trainer):
         kept = checkpoints.checkpoints(folder)
         raise RunFailed(
             f"step {step}: the loss or its gradient is not a finite number. "
-            + (f"The last good checkpoint is {kept[-1]}. " if kept else "No checkpoint was written. ")
+            + (
+                f"The last good checkpoint is {kept[-1]}. "
+                if kept
+                else "No checkpoint was written. "
+            )
             + "Lower training.learning_rate, or use training.precision=bf16 or fp32."
         )
 
@@ -199,7 +207,9 @@ class AirMoeTrainer(Trainer):
         if rank() == 0:
             try:
                 checkpoints.write_checkpoint(folder, step, fill)
-                checkpoints.remove_old(folder, self.run_config.training.keep_checkpoints, self._best())
+                checkpoints.remove_old(
+                    folder, self.run_config.training.keep_checkpoints, self._best()
+                )
             except RunFailed as error:
                 failure = error
         _fail_together(failure)
@@ -242,7 +252,9 @@ class AirMoeTrainer(Trainer):
         assert self._restored is not None
         schedule = cast(Any, self.lr_scheduler)
         schedule.load_state_dict({**schedule.state_dict(), **self._restored["schedule"]})
-        for group, rate in zip(self.torch_optimizer.param_groups, schedule.get_last_lr(), strict=True):
+        for group, rate in zip(
+            self.torch_optimizer.param_groups, schedule.get_last_lr(), strict=True
+        ):
             group["lr"] = rate
 
     def _load_scaler(self, checkpoint: str | None) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 CPU_CHUNK_BYTES = 256 * 2**20
 CUDA_CHUNK_BYTES = 2**30  # products must be large to fill a GPU
@@ -108,8 +107,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         return result.loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        if torch.is_grad_enabled():  # create_graph=True
+            # The gradients were saved as constants, so their own derivative would be silently 0.
+            raise RuntimeError(
+                "linear_cross_entropy has no second derivative: use create_graph=False"
+            )
         # Not in place: a graph that is retained comes here again. Multiplied before the cast, so
         # that a loss scale reaches half precision's range with the small gradients it is for.
         grad_hidden, grad_weight = (

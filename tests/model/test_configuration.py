@@ -1,0 +1,118 @@
+"""A config refuses what no model can be built from, and comes back from JSON as it went."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from airmoe import ROUTERS, AirRouter, ConfigError
+from airmoe.model import AirMoeConfig
+from tests.model.common import CAUSAL, SMALL, VARIANTS, config_of
+
+
+def test_defaults_are_llama_3_and_the_papers_small_model() -> None:
+    config = AirMoeConfig()
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 500_000.0}
+    assert (config.vocab_size, config.max_position_embeddings) == (128_256, 2048)
+    assert (config.bos_token_id, config.eos_token_id) == (128_000, 128_001)
+    assert config.tie_word_embeddings and config.rms_norm_eps == 1e-5
+    assert not config.attention_bias and not config.mlp_bias
+    assert (config.num_experts, config.num_experts_per_tok) == (65_536, 512)
+    assert config.moe_layers == [8] and config.load_balance_weight == 5e-5
+    router = config.router_config()
+    assert isinstance(router, AirRouter.Config)
+    assert (router.dim, router.top_k, router.shortlist_size) == (256, 512, 2048)
+    assert (router.codebook_decay, router.dead_below, router.jitter_std) == (0.95, 1.0, 0.01)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_survives_json_files_and_copies(variant: str, tmp_path: Path) -> None:
+    config = config_of(variant, moe_layers=[0, 2], dtype="bfloat16", attn_implementation="eager")
+    config.save_pretrained(tmp_path)
+    twins = [
+        AirMoeConfig.from_dict(config.to_dict()),
+        AirMoeConfig(**config.to_dict()),
+        AirMoeConfig.from_pretrained(tmp_path),
+        AutoConfig.from_pretrained(tmp_path),
+        copy.deepcopy(config),
+    ]
+    for twin in twins:
+        assert type(twin) is AirMoeConfig
+        assert twin.to_dict() == config.to_dict() | {"_name_or_path": twin.name_or_path}
+        assert twin.router_config() == config.router_config()
+
+
+def test_options_not_given_come_from_the_routers_budget() -> None:
+    for name, router in ROUTERS.items():
+        config = AirMoeConfig(**{**SMALL, "router": name, "router_options": {"jitter_std": 0.5}})
+        start = router.Config.for_budget(dim=16, num_experts=36, top_k=4)
+        assert vars(config.router_config()) == {**vars(start), "jitter_std": 0.5}
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"router": "random"}, "model.router"),
+    ({"router_options": {"num_code_words": 3}}, "air.num_code_words"),
+    ({"router_options": {"shortlist_size": 3}}, "air.shortlist_size"),
+    ({"router_options": {"top_k": 3}}, "model.router_options.top_k"),
+    ({"router_options": [3]}, "model.router_options"),
+    ({"num_experts": 0}, "model.num_experts"),
+    ({"num_experts": 36.0}, "model.num_experts"),
+    ({"num_experts_per_tok": True}, "model.num_experts_per_tok"),
+    ({"num_experts_per_tok": 37}, "air.top_k"),
+    ({"expert_size": -1}, "model.expert_size"),
+    ({"experts": "huge"}, "model.experts"),
+    ({"expert_activation": "sine"}, "model.expert_activation"),
+    ({"moe_post_norm": None}, "model.moe_post_norm"),
+    ({"moe_layers": [3]}, "model.moe_layers"),
+    ({"moe_layers": [-1]}, "model.moe_layers"),
+    ({"moe_layers": [1, 1]}, "model.moe_layers"),
+    ({"moe_layers": 1}, "model.moe_layers"),
+    ({"load_balance_weight": -1e-5}, "model.load_balance_weight"),
+    ({"router_z_weight": float("nan")}, "model.router_z_weight"),
+    ({"router": "topk", "shortlist_balance_weight": 0.1}, "model.shortlist_balance_weight"),
+    ({"num_key_value_heads": 3}, "model.num_key_value_heads"),
+    ({"num_attention_heads": 0}, "model.num_attention_heads"),
+    ({"num_expert": 3}, "model.num_expert"),
+    ({"top_k": 3}, "model.top_k"),
+]
+
+
+@pytest.mark.parametrize(("change", "field"), WRONG, ids=[str(change) for change, _ in WRONG])
+def test_wrong_values_are_refused_at_once(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        AirMoeConfig(**{**SMALL, **change})
+    assert error.value.field == field
+
+
+def test_what_llama_refuses_is_refused() -> None:
+    with pytest.raises(Exception, match="multiple of the number of attention"):
+        AirMoeConfig(**{**SMALL, "hidden_size": 18})
+
+
+def test_unknown_names_list_the_valid_ones() -> None:
+    with pytest.raises(ConfigError, match=r"num_experts_per_tok, .*moe_layers"):
+        AirMoeConfig(expert_count=3)
+
+
+def test_changes_at_loading_are_checked_too(tmp_path: Path) -> None:
+    config_of("air").save_pretrained(tmp_path)
+    assert AirMoeConfig.from_pretrained(tmp_path, num_experts=49).num_experts == 49
+    with pytest.raises(ConfigError, match="num_experts"):
+        AirMoeConfig.from_pretrained(tmp_path, num_experts=-1)
+
+
+def test_a_config_does_not_share_what_it_was_given() -> None:
+    options, layers = {"jitter_std": 0.5}, [0]
+    config = AirMoeConfig(**{**SMALL, "router_options": options, "moe_layers": layers})
+    options["jitter_std"] = 0.1
+    layers.append(1)
+    assert config.router_options == {"jitter_std": 0.5} and config.moe_layers == [0]
+
+
+def test_only_experts_that_choose_tokens_are_not_causal() -> None:
+    assert [name for name in VARIANTS if config_of(name).routes_causally] == CAUSAL
+    assert len(VARIANTS) - len(CAUSAL) == 2

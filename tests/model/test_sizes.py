@@ -1,0 +1,157 @@
+"""Sizes, methods and counts: the paper's numbers, and those of the model that is really built."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from airmoe import AirRouter, ConfigError, HierarchicalRouter, PeerRouter
+from airmoe.model import (
+    METHODS,
+    SIZES,
+    AirMoeConfig,
+    AirMoeForCausalLM,
+    model_size,
+    parameter_counts,
+    with_method,
+)
+from tests.model.common import SMALL, config_of
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("small", (256, 768, 16, 4, 1)),
+        ("medium", (512, 1536, 24, 8, 2)),
+        ("large", (768, 2048, 24, 12, 4)),
+    ],
+)
+def test_sizes_are_the_papers(name: str, numbers: tuple[int, ...]) -> None:
+    config = model_size(name)
+    assert numbers == (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+    )
+    assert (config.vocab_size, config.max_position_embeddings) == (128_256, 2048)
+    assert (config.num_experts, config.num_experts_per_tok) == (65_536, 512)
+    router = config.router_config()
+    assert isinstance(router, AirRouter.Config)
+    assert (router.num_codewords, router.shortlist_size) == (1024, 2048)
+
+
+def test_methods_keep_the_papers_equivalences() -> None:
+    small = model_size("small")
+    hierarchical = with_method(small, "hierarchical").router_config()
+    assert isinstance(hierarchical, HierarchicalRouter.Config)
+    assert (hierarchical.num_clusters, hierarchical.num_selected_clusters) == (1024, 32)
+    peer = with_method(small, "peer").router_config()
+    assert isinstance(peer, PeerRouter.Config)
+    assert (peer.num_heads, peer.top_k) == (8, 512)
+    coarse = with_method(small, "coarse")
+    assert (coarse.num_experts, coarse.expert_size, coarse.num_experts_per_tok) == (128, 512, 1)
+    assert (coarse.router, coarse.experts) == ("topk", "coarse")
+    assert with_method(small, "exact").router == "topk"
+    assert with_method(small, "dense").moe_layers == []
+    assert with_method(small, "air").to_dict() == small.to_dict() == model_size("small").to_dict()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_granular_and_coarse_experts_are_as_many(size: str) -> None:
+    air = parameter_counts(model_size(size))
+    for method in ("exact", "peer", "hierarchical", "expert_choice", "coarse"):
+        other = parameter_counts(with_method(model_size(size), method))
+        assert (other.experts, other.active_experts) == (air.experts, air.active_experts)
+
+
+def test_methods_keep_what_routers_share_and_drop_what_they_lack() -> None:
+    options = {"num_codewords": 4, "shortlist_size": 18, "jitter_std": 0.2, "codebook_decay": 0.5}
+    config = AirMoeConfig(
+        **{**SMALL, "router_options": options, "num_experts_per_tok": 8},
+        shortlist_balance_weight=0.1,
+        router_z_weight=0.2,
+    )
+    for method in METHODS:
+        other = with_method(config, method)
+        assert other.router_config().jitter_std == 0.2
+        assert other.router_z_weight == 0.2
+        shortlists = method in ("air", "hierarchical", "dense")
+        assert other.shortlist_balance_weight == (0.1 if shortlists else 0.0)
+    assert config.router_options == options
+
+
+def test_impossible_requests_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tiny, small, medium, large"):
+        model_size("huge")
+    with pytest.raises(ConfigError, match="air, exact, peer"):
+        with_method(model_size("tiny"), "random")
+    with pytest.raises(ConfigError, match="must be 'air'"):
+        with_method(with_method(model_size("tiny"), "peer"), "hierarchical")
+    uneven = config_of("air", router_options={"num_codewords": 4, "shortlist_size": 10})
+    with pytest.raises(ConfigError, match="whole number of clusters"):
+        with_method(uneven, "hierarchical")
+
+
+def built_on_meta(config: AirMoeConfig) -> AirMoeForCausalLM:
+    with torch.device("meta"):
+        return AirMoeForCausalLM(config)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", SIZES)
+def test_counts_are_those_of_the_model(size: str, method: str) -> None:
+    config = with_method(model_size(size), method)
+    counts = parameter_counts(config)
+    found = dict.fromkeys(vars(counts), 0)
+    for name, weight in built_on_meta(config).named_parameters():
+        found[part_of(name)] += weight.numel()
+    share = config.num_experts_per_tok / config.num_experts
+    found["active_experts"] = round(found["experts"] * share)
+    assert vars(counts) == found
+    everything = sum(found.values()) - found["active_experts"]
+    assert counts.total == everything
+    assert counts.active == everything - found["experts"] + found["active_experts"]
+
+
+def part_of(name: str) -> str:
+    """The kind of a parameter, by its name."""
+    for mark, part in {
+        "embed": "embedding",
+        "lm_head": "embedding",
+        "self_attn": "attention",
+        "mlp.router": "router",
+        "mlp.experts": "experts",
+        "norm": "norms",
+        "_proj": "feed_forward",
+    }.items():
+        if mark in name:
+            return part
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tie_word_embeddings": False},
+        {"attention_bias": True, "mlp_bias": True},
+        {"head_dim": 6},
+        {"moe_layers": [0, 2], "moe_post_norm": "none"},
+        {"expert_size": 3, "expert_activation": "gelu"},
+    ],
+)
+def test_counts_follow_every_field(change: dict[str, object]) -> None:
+    config = config_of("air", **change)
+    assert parameter_counts(config).total == built_on_meta(config).num_parameters()
+
+
+def test_the_small_model_has_the_size_one_expects() -> None:
+    """By hand: 128,256 x 256 embeddings, 65,536 x 256 x 3 experts and x 1 centroids."""
+    counts = parameter_counts(model_size("small"))
+    assert counts.embedding == 32_833_536
+    assert counts.experts == 50_331_648 and counts.active_experts == 393_216
+    assert counts.router == 16_777_216
+    assert counts.attention == 16 * (2 * 256 * 256 + 2 * 64 * 256)
+    assert counts.feed_forward == 15 * 3 * 256 * 768
+    assert counts.norms == 33 * 256 + 2 * 256
