@@ -37,7 +37,8 @@ def load_trained(folder: Path, which: Which = "best") -> Trained:
         checkpoint = checkpoints(folder)[-1]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AirMoeForCausalLM.from_pretrained(checkpoint, local_files_only=True)
-    return Trained(run, checkpoint, model.to(device).eval(), load_tokenizer(checkpoint))
+    model.to(device)  # pyright: ignore[reportArgumentType]
+    return Trained(run, checkpoint, model.eval(), load_tokenizer(checkpoint))
 
 
 def check_same_tokenizer(tokenizer: Tokenizer, prepared: Prepared) -> None:

@@ -70,10 +70,8 @@ def _start_processes(config: RunConfig) -> None:
 
 
 def _data_on_every_process(config: RunConfig, console: Console) -> Prepared:
-    with (
-        PartialState().main_process_first(),
-        PrepareDisplay(console, config.data.corpus) as display,
-    ):
+    display = PrepareDisplay(console, config.data.corpus)
+    with PartialState().main_process_first(), display:
         return prepared_data(config.data, display.show)
 
 

@@ -1,4 +1,4 @@
-"""The loop: Hugging Face's Trainer with our checkpoints, order of data, evaluation and routing log."""
+"""The loop: Hugging Face's Trainer with our checkpoints, data order, evaluation, routing log."""
 
 from __future__ import annotations
 
@@ -45,10 +45,8 @@ class AirMoeTrainer(Trainer):
         eval_blocks: Any,
         save_tokenizer: Callable[[Path], None],
     ) -> None:
-        self.run_config = run_config
-        self.order = EpochOrder(
-            len(train_blocks), run_config.training.batch_size, run_config.training.seed
-        )
+        self.options = run_config.training
+        self.order = EpochOrder(len(train_blocks), self.options.batch_size, self.options.seed)
         self._save_tokenizer = save_tokenizer
         self._sharded = False
         self.log_bytes: Callable[[], int] = lambda: 0  # how long the log is, set by its writer
@@ -62,7 +60,7 @@ class AirMoeTrainer(Trainer):
             train_dataset=train_blocks,
             eval_dataset=eval_blocks,
         )
-        self.watch = RoutingWatch(model, run_config.training.quality_tokens)
+        self.watch = RoutingWatch(model, self.options.quality_tokens)
         # The first step whose loss or gradient was not finite, else -1; on the device, because
         # asking every step would make the GPU wait.
         self._bad_step = torch.full((), -1, dtype=torch.int64, device=arguments.device)
@@ -79,12 +77,12 @@ class AirMoeTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> Optimizer:
         """Shard first where asked to (parameters are replaced), then tell routers of every step."""
-        if self.run_config.training.sharding == "fsdp2" and not self._sharded:
+        if self.options.sharding == "fsdp2" and not self._sharded:
             shard(self.airmoe_model)
             self._sharded = True
             # Accelerate takes a model marked so as it is; otherwise it would wrap it in DDP.
             cast(Any, self.model)._is_accelerate_prepared = True
-        optimizer = super().create_optimizer()
+        optimizer = cast(Optimizer, super().create_optimizer())
         if any(isinstance(module, Router) for module in self.airmoe_model.modules()):
             track_optimizer(self.airmoe_model, optimizer)
         return optimizer
@@ -115,10 +113,8 @@ class AirMoeTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
-        norm = full_tensor(super()._clip_grad_norm(model))
-        if (
-            self.run_config.training.precision != "fp16"
-        ):  # there the scaler skips such steps by itself
+        norm = full_tensor(cast(Tensor, super()._clip_grad_norm(model)))
+        if self.options.precision != "fp16":  # whose scaler skips such steps by itself
             self._note_bad(norm)
         return norm
 
@@ -162,7 +158,7 @@ class AirMoeTrainer(Trainer):
             self.airmoe_model,
             self.eval_dataset,
             batch_size=self.args.per_device_eval_batch_size,
-            quality_tokens=self.run_config.training.quality_tokens,
+            quality_tokens=self.options.quality_tokens,
             autocast=self.accelerator.autocast(),
         )
 
@@ -207,9 +203,7 @@ class AirMoeTrainer(Trainer):
         if rank() == 0:
             try:
                 checkpoints.write_checkpoint(folder, step, fill)
-                checkpoints.remove_old(
-                    folder, self.run_config.training.keep_checkpoints, self._best()
-                )
+                checkpoints.remove_old(folder, self.options.keep_checkpoints, self._best())
             except RunFailed as error:
                 failure = error
         _fail_together(failure)
@@ -252,9 +246,8 @@ class AirMoeTrainer(Trainer):
         assert self._restored is not None
         schedule = cast(Any, self.lr_scheduler)
         schedule.load_state_dict({**schedule.state_dict(), **self._restored["schedule"]})
-        for group, rate in zip(
-            self.torch_optimizer.param_groups, schedule.get_last_lr(), strict=True
-        ):
+        groups = self.torch_optimizer.param_groups
+        for group, rate in zip(groups, schedule.get_last_lr(), strict=True):
             group["lr"] = rate
 
     def _load_scaler(self, checkpoint: str | None) -> None:

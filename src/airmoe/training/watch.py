@@ -1,4 +1,4 @@
-"""Watching the routers of a model through forward hooks: usage, and a sample against exact routing."""
+"""Watching a model's routers through forward hooks: usage, and a sample against exact routing."""
 
 from __future__ import annotations
 

@@ -1,0 +1,182 @@
+"""Local files -> documents: what separates them, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from airmoe import ConfigError
+from airmoe.data.documents import LocalFiles, split_lines
+from tests.data.common import assert_one_line, write_jsonl
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+
+
+def read(path: Path, text_field: str = "text") -> list[str]:
+    return [document.text for document in LocalFiles((path,), text_field).documents()]
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "documents"),
+    [
+        ("one\ntwo\n\nthree", ["one\ntwo", "three"]),
+        ("\n\none\n\n\n\ntwo\n\n", ["one", "two"]),
+        ("one\r\n\r\ntwo\r\n", ["one", "two"]),
+        ("one\n \ntwo\n", ["one\n \ntwo"]),  # a line of one space is not empty
+        ("\ufeffone\n", ["one"]),
+        ("", []),
+        (" \n\t\n\n \n", []),
+        (" \n = First = \n \n text \n \n = = Part = = \n \n more \n \n = Second = \n \n end \n",
+         [" = First = \n \n text \n \n = = Part = = \n \n more \n ", " = Second = \n \n end "]),
+        ("a \n = b = \nc\n", ["a \n = b = \nc"]),  # a formula: no blank line before it
+    ],
+)  # fmt: skip
+def test_text_files_end_documents_at_empty_lines_and_wikitext_titles(
+    tmp_path: Path, content: str, documents: list[str]
+) -> None:
+    assert read(write(tmp_path / "a.txt", content)) == documents
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), min_size=1)))
+def test_split_lines_undoes_joining_with_empty_lines(texts: list[str]) -> None:
+    lines = "\n\n".join(texts).split("\n")
+    found = split_lines((line + "\n" for line in lines), at_empty_lines=True)
+    assert [text for text in found if text] == texts
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+def test_compressed_files_hold_the_same_documents(tmp_path: Path, ending: str) -> None:
+    texts = [f"document {number} über 東京\nsecond line" for number in range(5000)]
+    packed = PACKERS[ending]("\n\n".join(texts).encode())
+    path = write(tmp_path / f"a.txt{ending}", packed)
+    documents = list(LocalFiles((path,), "text").documents())
+    assert [document.text for document in documents] == texts
+    fractions = [document.fraction or 0.0 for document in documents]
+    assert fractions == sorted(fractions) and fractions[-1] == 1.0 and fractions[0] > 0
+
+
+def test_frames_of_zstd_and_members_of_gzip_follow_each_other(tmp_path: Path) -> None:
+    for ending in (".gz", ".zst"):
+        packed = PACKERS[ending](b"one\n\ntw") + PACKERS[ending](b"o\n")
+        assert read(write(tmp_path / f"a.txt{ending}", packed)) == ["one", "two"]
+
+
+@pytest.mark.parametrize("ending", [".gz", ".xz", ".zst"])
+@pytest.mark.parametrize("kept", [0.5, 0.999])
+def test_a_truncated_file_is_refused(tmp_path: Path, ending: str, kept: float) -> None:
+    numbers = "\n\n".join(str(number * 7919 % 10007) for number in range(50_000))
+    packed = PACKERS[ending](numbers.encode())
+    path = write(tmp_path / f"a.txt{ending}", packed[: int(len(packed) * kept)])
+    with pytest.raises(ConfigError) as raised:
+        read(path)
+    assert_one_line(raised, f"a.txt{ending}", "cut short or damaged near byte", "Fetch")
+
+
+@pytest.mark.parametrize("ending", [".gz", ".xz", ".zst"])
+def test_a_file_that_is_not_compressed_at_all_is_refused(tmp_path: Path, ending: str) -> None:
+    path = write(tmp_path / f"a.txt{ending}", "plain text, wrong name")
+    with pytest.raises(ConfigError, match="cut short or damaged"):
+        read(path)
+
+
+def test_invalid_utf8_names_line_and_byte(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", b"caf\xc3\xa9\nna\xefve\n")
+    with pytest.raises(ConfigError) as raised:
+        read(path)
+    assert_one_line(raised, "a.txt, line 2", "byte 8 ", "UTF-8", "iconv")
+
+
+def test_jsonl_takes_the_field_and_skips_blank_texts(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"body": "one\\n\\ntwo"}\n\n{"body": " "}\n{"body": "3"}')
+    assert read(path, "body") == ["one\n\ntwo", "3"]
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("{not json", "must be one JSON object"),
+        ('["text"]', "has no field 'text' (it is not a JSON object)"),
+        ('{"body": "x"}', "has no field 'text' (it has 'body')"),
+        ('{"text": 3}', "must hold a string in 'text', but holds int"),
+        ('{"text": "\\ud800"}', "half of a surrogate pair"),
+    ],
+)
+def test_a_bad_jsonl_line_is_named(tmp_path: Path, line: str, part: str) -> None:
+    path = write(tmp_path / "a.jsonl", f'{{"text": "good"}}\n{line}\n')
+    with pytest.raises(ConfigError) as raised:
+        read(path)
+    assert_one_line(raised, "a.jsonl, line 2", part)
+
+
+def test_parquet_takes_the_column(tmp_path: Path) -> None:
+    texts = [f"row {number}" for number in range(1000)]
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"id": list(range(1000)), "body": texts})
+    pyarrow.parquet.write_table(table, path, row_group_size=300)
+    assert read(path, "body") == texts
+    with pytest.raises(ConfigError) as raised:
+        read(path, "text")
+    assert_one_line(raised, "a.parquet", "has no field 'text' (it has 'id', 'body')")
+
+
+def test_a_bad_parquet_file_or_row_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a whole parquet file"):
+        read(write(tmp_path / "a.parquet", b"PAR1 and no more"))
+    path = tmp_path / "b.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["one", None]}), path)
+    with pytest.raises(ConfigError) as raised:
+        read(path)
+    assert_one_line(raised, "b.parquet, row 2", "holds NoneType")
+
+
+def test_the_fraction_spans_all_files(tmp_path: Path) -> None:
+    small = write_jsonl(tmp_path / "a.jsonl", ["x"])
+    large = write_jsonl(tmp_path / "b.jsonl", ["y" * small.stat().st_size * 3])
+    total = small.stat().st_size + large.stat().st_size
+    fractions = [d.fraction for d in LocalFiles((small, large), "text").documents()]
+    assert fractions == [small.stat().st_size / total, 1.0]
+
+
+def test_a_missing_package_is_asked_for_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package, name in (("zstandard", "a.txt.zst"), ("pyarrow", "a.parquet")):
+        monkeypatch.setitem(__import__("sys").modules, package, None)
+        monkeypatch.setitem(__import__("sys").modules, f"{package}.parquet", None)
+        with pytest.raises(ConfigError) as raised:
+            read(write(tmp_path / name, b"x"))
+        assert_one_line(raised, package, "pip install 'airmoe[data]'")
+
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the training text beside the project")
+def test_the_training_text_splits_into_articles() -> None:
+    documents = LocalFiles((SHARED / "wiki-train-0.txt.xz",), "text").documents()
+    first = [next(documents).text for _ in range(20)]
+    titles = [text.split("\n")[0] for text in first]
+    assert titles[:3] == ["Motorola 68040", "Karl Ferdinand Braun", "Alaska Interior"]
+    assert all("\n\n" not in text and not text.endswith("\n") for text in first)
+    wikitext = read(SHARED / "wikitext-103-valid.txt.xz")
+    assert len(wikitext) == 60
+    assert wikitext[0].startswith(" = Homarus gammarus = \n \n Homarus gammarus , known as")

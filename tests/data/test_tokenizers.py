@@ -1,0 +1,265 @@
+"""Tokenizers: ids that are right, text that comes back, files that others can open."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pickle
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from airmoe import ConfigError
+from airmoe.data import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_choice
+from airmoe.data.tokenizers import safe_pieces
+from tests.data.common import assert_one_line, make_texts
+
+NAMES = ["bytes", "bpe:400", "llama-3"]
+SPECIALS = "<|endoftext|> <|end_of_text|> <|begin_of_text|>"
+
+needs_llama = pytest.mark.skipif(
+    importlib.util.find_spec("llama_models") is None, reason="needs PyPI's llama-models"
+)
+
+
+@cache
+def build(name: str) -> Tokenizer:
+    if name == "llama-3" and importlib.util.find_spec("llama_models") is None:
+        pytest.skip("needs PyPI's llama-models")
+    return make_tokenizer(name, make_texts(300))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(text=st.text())
+@settings(max_examples=60)
+def test_any_text_comes_back(name: str, text: str) -> None:
+    tokenizer = build(name)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= token < tokenizer.identity.vocab_size for token in ids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_specials_in_the_text_are_plain_text(name: str) -> None:
+    tokenizer = build(name)
+    ids = tokenizer.encode(SPECIALS)
+    assert tokenizer.identity.eos_id not in ids and 128_000 not in ids
+    assert tokenizer.decode(ids) == SPECIALS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_added_and_the_end_of_text_shows_its_name(name: str) -> None:
+    tokenizer = build(name)
+    assert tokenizer.encode("") == []
+    shown = "<|end_of_text|>" if name == "llama-3" else "<|endoftext|>"
+    assert tokenizer.decode([*tokenizer.encode("a"), tokenizer.identity.eos_id]) == "a" + shown
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pickled_and_saved_tokenizers_are_the_same(name: str, tmp_path: Path) -> None:
+    tokenizer = build(name)
+    tokenizer.save(tmp_path / "saved")
+    text = "\n".join(make_texts(20, seed=1))
+    for other in (
+        pickle.loads(pickle.dumps(tokenizer)),
+        load_tokenizer(tmp_path / "saved"),
+        make_tokenizer(str(tmp_path / "saved")),
+    ):
+        assert other.identity == tokenizer.identity
+        assert other.encode(text) == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe:400"])
+def test_transformers_opens_what_we_save(name: str, tmp_path: Path) -> None:
+    tokenizer = build(name)
+    tokenizer.save(tmp_path)
+    text = "\n".join(make_texts(20, seed=1))
+    for opened in (
+        AutoTokenizer.from_pretrained(tmp_path),
+        PreTrainedTokenizerFast.from_pretrained(tmp_path),
+    ):
+        assert opened.encode(text, add_special_tokens=False) == tokenizer.encode(text)
+        assert opened.decode(tokenizer.encode(text)) == text
+        assert opened.eos_token_id == tokenizer.identity.eos_id
+        assert len(opened) == tokenizer.identity.vocab_size
+
+
+def test_bytes_are_bytes() -> None:
+    tokenizer = build("bytes")
+    assert tokenizer.encode("é!") == [0xC3, 0xA9, 0x21]
+    assert (tokenizer.identity.vocab_size, tokenizer.identity.eos_id) == (257, 256)
+    assert tokenizer.decode([0xC3]) == "\N{REPLACEMENT CHARACTER}"
+
+
+@needs_llama
+def test_llama3_has_the_published_ids() -> None:
+    tokenizer = build("llama-3")
+    identity = tokenizer.identity
+    assert (identity.kind, identity.vocab_size, identity.eos_id) == ("llama-3", 128_256, 128_001)
+    assert tokenizer.encode("Hello, world!") == [9906, 11, 1917, 0]
+    assert tokenizer.encode("hello world") == [15339, 1917]
+    assert tokenizer.decode([128_000, 128_009]) == "<|begin_of_text|><|eot_id|>"
+    assert tokenizer.decode([128_255]) == "<|reserved_special_token_250|>"
+
+
+@needs_llama
+def test_a_model_file_gives_the_same_llama3(tmp_path: Path) -> None:
+    build("llama-3").save(tmp_path)
+    copy = (tmp_path / "tokenizer.model").rename(tmp_path / "other.model")
+    assert make_tokenizer(str(copy)).identity == build("llama-3").identity
+    copy.write_bytes(copy.read_bytes()[:-200])
+    with pytest.raises(ConfigError) as raised:
+        make_tokenizer(str(copy))
+    assert_one_line(raised, "other.model", "128000 entries")
+
+
+@pytest.mark.parametrize("text", ["a" * 1_000_000, " " * 300_000, "^" * 300_000, "ab1\n" * 200_000])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_very_long_text_takes_linear_time(name: str, text: str) -> None:
+    tokenizer = build(name)
+    start = time.process_time()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert time.process_time() - start < 10, "quadratic time would be minutes"
+
+
+@needs_llama
+@given(st.text(alphabet=st.sampled_from("ab1 \n\t.'sé東\u00a0\u2028\x1c"), max_size=80))
+def test_safe_pieces_change_no_id(text: str) -> None:
+    """Wherever a piece ends before a space after a visible character, the ids are the same."""
+    encode = build("llama-3")._encoding.encode_ordinary  # type: ignore[attr-defined]
+    pieces = list(safe_pieces(text, limit=12))
+    assert "".join(pieces) == text and all(len(piece) <= 12 for piece in pieces)
+    if all(piece.startswith(" ") for piece in pieces[1:]):
+        assert sum((encode(piece) for piece in pieces), []) == encode(text)
+
+
+@pytest.mark.parametrize("size", [257, 300, 400])
+def test_bpe_has_exactly_the_size_asked_for(size: int) -> None:
+    identity = make_tokenizer(f"bpe:{size}", make_texts(300)).identity
+    assert identity.vocab_size == size and 0 <= identity.eos_id < size
+
+
+def test_bpe_merges_what_is_frequent() -> None:
+    tokenizer = make_tokenizer("bpe:260", ["aaab aaab"] * 10)
+    assert len(tokenizer.encode("aaab")) < 4
+    assert len(tokenizer.encode("zzzz")) == 4
+
+
+TRAIN = """
+import sys
+from airmoe.data import make_tokenizer
+from tests.data.common import make_texts
+print(make_tokenizer("bpe:500", make_texts(500)).identity.sha256)
+"""
+
+
+def test_bpe_training_is_the_same_in_every_process() -> None:
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", TRAIN],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": "src:.", "RAYON_NUM_THREADS": threads},
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed, threads in (("1", "1"), ("2", "4"))
+    }
+    assert found == {make_tokenizer("bpe:500", make_texts(500)).identity.sha256}
+
+
+def test_bpe_is_trained_on_a_bounded_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_choice, "_TRAINING_CHARACTERS", 1000)
+    read = []
+
+    def texts() -> object:
+        for text in make_texts(500):
+            read.append(text)
+            yield text
+
+    make_tokenizer("bpe:270", texts())  # type: ignore[arg-type]
+    assert 1000 <= len("".join(read)) < 1500
+
+
+def test_bpe_from_too_little_text_says_how_much_it_gives() -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_tokenizer("bpe:1000", ["abcd"])
+    assert_one_line(raised, "'bpe:1000'", "only 260 tokens", "bpe:260")
+
+
+@pytest.mark.parametrize("name", ["bpe:", "bpe:256", "bpe:8k", "bpe:-5", "bpe:1_000"])
+def test_a_bad_bpe_size_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_tokenizer(name, make_texts(10))
+    assert_one_line(raised, name, ">= 257")
+
+
+def test_a_downloaded_tokenizer_folder_opens_with_its_own_end_of_text(tmp_path: Path) -> None:
+    build("bpe:400").save(tmp_path)
+    (tmp_path / "airmoe_tokenizer.json").unlink()
+    definition = json.loads((tmp_path / "tokenizer.json").read_text())
+    definition["truncation"] = {
+        "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    for eos in ("<|endoftext|>", {"content": "<|endoftext|>", "special": True}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        for path in (tmp_path, tmp_path / "tokenizer.json"):
+            tokenizer = make_tokenizer(str(path))
+            text = make_texts(1)[0]
+            assert tokenizer.encode(text) == build("bpe:400").encode(text)
+            assert tokenizer.identity.eos_id == build("bpe:400").identity.eos_id
+
+
+def test_a_bare_tokenizer_json_needs_a_known_end_of_text(tmp_path: Path) -> None:
+    build("bpe:400").save(tmp_path / "saved")
+    bare = tmp_path / "tokenizer.json"
+    definition = (tmp_path / "saved" / "tokenizer.json").read_text()
+    bare.write_text(definition)
+    assert make_tokenizer(str(bare)).identity == build("bpe:400").identity
+    bare.write_text(definition.replace("<|endoftext|>", "<|stop|>"))
+    with pytest.raises(ConfigError) as raised:
+        make_tokenizer(str(bare))
+    assert_one_line(raised, "which token ends a text", "eos_token")
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_tokenizer("llama3")
+    assert_one_line(raised, "'llama3'", "llama-3, bytes, bpe:")
+    with pytest.raises(ConfigError, match="neither a folder with tokenizer.json"):
+        make_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "x"}')
+    with pytest.raises(ConfigError, match="could not be opened"):
+        make_tokenizer(str(tmp_path))
+
+
+def test_a_changed_or_incomplete_tokenizer_folder_is_refused(tmp_path: Path) -> None:
+    build("bpe:400").save(tmp_path)
+    definition = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(definition + " ")
+    with pytest.raises(ConfigError, match="has changed since it was saved"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="not a whole tokenizer folder"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match="not a whole tokenizer folder"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+def test_missing_packages_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_choice.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError) as raised:
+        make_tokenizer("llama-3")
+    assert_one_line(raised, "llama-models", "pip install 'airmoe[data]'", "tokenizer.model")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'airmoe\[data\]'"):
+        make_tokenizer("bpe:300", ["text"])
