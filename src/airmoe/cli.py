@@ -50,8 +50,13 @@ def _leave_process_group() -> None:
 
 
 def _stop(message: str, code: int) -> None:
-    Console(stderr=True).print(f"airmoe: {message}", highlight=False, markup=False, soft_wrap=True)
+    _say(Console(stderr=True), f"airmoe: {message}")
     sys.exit(code)
+
+
+def _say(console: Console, text: str) -> None:
+    """One line as it is: paths may be long, and hold what rich takes for markup."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -94,9 +99,9 @@ def prepare(
     with PrepareDisplay(console, corpus) as display:
         prepared = prepare_data(config, display.show)
     identity = prepared.manifest.tokenizer
-    console.print(f"{prepared.folder}: {identity.kind}, {identity.vocab_size:,} token ids")
+    _say(console, f"{prepared.folder}: {identity.kind}, {identity.vocab_size:,} token ids")
     for name, split in prepared.manifest.splits.items():
-        console.print(f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens")
+        _say(console, f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens")
 
 
 @app.command()
@@ -106,10 +111,18 @@ def train(
         list[str] | None, typer.Argument(help="key.path=value, e.g. training.steps=500")
     ] = None,
     method: Annotated[
-        str, typer.Option(help="air, exact, peer, hierarchical, expert_choice, coarse, dense")
-    ] = "air",
+        str | None,
+        typer.Option(
+            help="air (default), exact, peer, hierarchical, expert_choice, coarse, dense"
+        ),
+    ] = None,
     run: Annotated[
-        Path | None, typer.Option(help="folder of the run; default runs/PRESET-METHOD")
+        Path | None,
+        typer.Option(
+            "--run",
+            "--folder",  # torchrun takes --run for an unfinished --run-path of its own
+            help="folder of the run; default runs/PRESET-METHOD (under torchrun: --folder)",
+        ),
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="go on with the run in this folder")] = None,
 ) -> None:
@@ -119,10 +132,10 @@ def train(
 
     console = Console()
     if resume is not None:
-        if preset is not None or run is not None:
+        if (given := preset or run or method) is not None:
             raise ConfigError(
                 "train",
-                preset or str(run),
+                str(given),
                 "cannot be given with --resume, because a resumed run keeps its settings",
                 "Give --resume alone, or start a new run.",
             )
@@ -132,6 +145,7 @@ def train(
             raise ConfigError(
                 "preset", None, "must be given", "For example: airmoe train tiny (or --resume RUN)."
             )
+        method = method or "air"
         config = training.override(named_run(preset, method), overrides or [])
         folder = run or Path("runs") / f"{preset}-{method}"
         finished = training.train(config, folder, console)
@@ -145,9 +159,9 @@ def _report_finished(finished: Finished, console: Console) -> None:
     if rank() != 0:
         return
     if finished.stopped_by is not None:
-        console.print(f"Stopped after step {finished.step}. Go on: airmoe train --resume {path}")
+        _say(console, f"Stopped after step {finished.step}. Go on: airmoe train --resume {path}")
         raise typer.Exit(128 + finished.stopped_by)
-    console.print(f"Finished: {path / 'result.json'}", highlight=False)
+    _say(console, f"Finished: {path / 'result.json'}")
 
 
 @app.command(name="eval")
@@ -180,7 +194,7 @@ def evaluate(
     blocks = prepared.blocks(split, options.data.block_size)
     batch_size = options.training.micro_batch_size
     console = Console(stderr=True)
-    with Progress(console=console) as progress:
+    with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(split, total=num_batches(blocks, batch_size))
         result = training.evaluate(
             trained.model,

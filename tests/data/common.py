@@ -11,16 +11,15 @@ import pytest
 from airmoe import ConfigError
 from airmoe.data import PrepareConfig, Prepared, prepare
 
-WORDS = (
-    "token expert router codeword shortlist layer model text über naïve 東京 ⚙️ the of and".split()
-)
+WORDS = ("token", "expert", "router", "layer", "model", "über", "naïve", "東京", "⚙️", "the", "of")
 
 
 def make_texts(count: int, seed: int = 0) -> list[str]:
     """Different texts of 1 to 40 words, some with line breaks."""
     generator = random.Random(seed)
     return [
-        f"{number}: " + "".join(generator.choice(WORDS) + generator.choice("  \n") for _ in range(n))
+        f"{number}: "
+        + "".join(generator.choice(WORDS) + generator.choice("  \n") for _ in range(n))
         for number, n in enumerate(generator.choices(range(1, 41), k=count))
     ]
 
@@ -40,7 +39,7 @@ def folder_bytes(folder: Path) -> dict[str, bytes]:
 
 
 def prepare_texts(
-    folder: Path, texts: list[str], *, shard_tokens: int = 200, validation_fraction: float = 0.2
+    folder: Path, texts: list[str], *, shard_tokens: int = 3000, validation_fraction: float = 0.2
 ) -> Prepared:
     """The texts as bytes in `folder / out`, in many small shards."""
     corpus = write_jsonl(folder / "corpus.jsonl", texts)

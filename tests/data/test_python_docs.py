@@ -13,7 +13,7 @@ from airmoe.data.python_docs import PythonDocs
 
 MODULE = '''"""About the module."""
 def function():
-    """Does\ta thing.
+    """Does\x0ca thing.
 
     In two parts.
     """

@@ -120,7 +120,7 @@ def test_a_model_file_gives_the_same_llama3(tmp_path: Path) -> None:
     assert_one_line(raised, "other.model", "128000 entries")
 
 
-@pytest.mark.parametrize("text", ["a" * 1_000_000, " " * 300_000, "^" * 300_000, "ab1\n" * 200_000])
+@pytest.mark.parametrize("text", ["a" * 500_000, " " * 200_000, "ab1\n" * 50_000])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_very_long_text_takes_linear_time(name: str, text: str) -> None:
     tokenizer = build(name)
@@ -137,7 +137,7 @@ def test_safe_pieces_change_no_id(text: str) -> None:
     pieces = list(safe_pieces(text, limit=12))
     assert "".join(pieces) == text and all(len(piece) <= 12 for piece in pieces)
     if all(piece.startswith(" ") for piece in pieces[1:]):
-        assert sum((encode(piece) for piece in pieces), []) == encode(text)
+        assert [token for piece in pieces for token in encode(piece)] == encode(text)
 
 
 @pytest.mark.parametrize("size", [257, 300, 400])
@@ -153,26 +153,23 @@ def test_bpe_merges_what_is_frequent() -> None:
 
 
 TRAIN = """
-import sys
 from airmoe.data import make_tokenizer
 from tests.data.common import make_texts
 print(make_tokenizer("bpe:500", make_texts(500)).identity.sha256)
 """
 
 
-def test_bpe_training_is_the_same_in_every_process() -> None:
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", TRAIN],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": "src:.", "RAYON_NUM_THREADS": threads},
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        for seed, threads in (("1", "1"), ("2", "4"))
-    }
-    assert found == {make_tokenizer("bpe:500", make_texts(500)).identity.sha256}
+def test_bpe_training_is_the_same_in_another_process() -> None:
+    other = subprocess.run(
+        [sys.executable, "-c", TRAIN],
+        env={"PYTHONHASHSEED": "2", "PYTHONPATH": "src:.", "RAYON_NUM_THREADS": "4"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    here = make_tokenizer("bpe:500", make_texts(500)).identity.sha256
+    assert other.stdout.strip() == here
 
 
 def test_bpe_is_trained_on_a_bounded_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +231,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         make_tokenizer("llama3")
     assert_one_line(raised, "'llama3'", "llama-3, bytes, bpe:")
-    with pytest.raises(ConfigError, match="neither a folder with tokenizer.json"):
+    with pytest.raises(ConfigError, match="neither a folder with"):
         make_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "x"}')
@@ -247,6 +244,9 @@ def test_a_changed_or_incomplete_tokenizer_folder_is_refused(tmp_path: Path) -> 
     definition = (tmp_path / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(definition + " ")
     with pytest.raises(ConfigError, match="has changed since it was saved"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(definition[:-9])
+    with pytest.raises(ConfigError, match="not a whole tokenizer folder"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="not a whole tokenizer folder"):

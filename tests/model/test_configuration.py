@@ -95,7 +95,7 @@ def test_what_llama_refuses_is_refused() -> None:
 
 def test_unknown_names_list_the_valid_ones() -> None:
     with pytest.raises(ConfigError, match=r"num_experts_per_tok, .*moe_layers"):
-        AirMoeConfig(expert_count=3)
+        config_of("air", expert_count=3)
 
 
 def test_changes_at_loading_are_checked_too(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.model.common import CAUSAL, VARIANTS, batch, build, learn_a_little
 PROMPT = batch(20, (2, 6))
 
 
-def generate(model: Any, ids: Tensor = PROMPT, **options: Any) -> Tensor:
+def generate(model: Any, ids: Tensor = PROMPT, **options: Any) -> Any:
     options = {"attention_mask": torch.ones_like(ids), **options}
     return model.generate(
         ids, max_new_tokens=8, do_sample=False, pad_token_id=0, output_scores=True,

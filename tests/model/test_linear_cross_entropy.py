@@ -67,7 +67,7 @@ def test_value_and_gradients(dtype: torch.dtype, ignored: float) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, TOKENS - 1, TOKENS, TOKENS + 1])
 def test_chunks_do_not_show(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "CPU_CHUNK_BYTES", rows * 8 * WORDS)
+    monkeypatch.setattr(reference, "CPU_CHUNK_BYTES", rows * reference.BYTES_PER_LOGIT * WORDS)
     chunks = reference.token_chunks(torch.empty(TOKENS, DIM), torch.empty(WORDS, DIM))
     assert len(chunks) == -(-TOKENS // rows)
     compare(make_case())
@@ -182,7 +182,7 @@ class LargestTensor(TorchDispatchMode):
 
 def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, words = 400, 1000
-    monkeypatch.setattr(reference, "CPU_CHUNK_BYTES", 16 * 8 * words)
+    monkeypatch.setattr(reference, "CPU_CHUNK_BYTES", 16 * reference.BYTES_PER_LOGIT * words)
     hidden = torch.randn(tokens, DIM, requires_grad=True)
     weight = torch.randn(words, DIM, requires_grad=True)
     labels = torch.randint(words, (tokens,))
@@ -220,8 +220,24 @@ def test_wrong_input_is_refused(change: dict[str, Tensor], field: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_a_real_vocabulary_fits_the_budget(dtype: torch.dtype) -> None:
+    """All logits would take 8 GB in float32; beside the gradients there are only chunks of them."""
+    tokens, words, dim = 16_384, 128_256, 256
+    hidden = torch.randn(tokens, dim, device="cuda", dtype=dtype, requires_grad=True)
+    weight = torch.randn(words, dim, device="cuda", dtype=dtype).mul_(0.02).requires_grad_()
+    labels = torch.randint(words, (tokens,), device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    linear_cross_entropy(hidden, weight, labels).backward()
+    extra = torch.cuda.max_memory_allocated() - before
+    gradients = 4 * (4 * weight.numel() + 2 * hidden.numel())  # sums, products, scaled, cast
+    assert extra < reference.CUDA_CHUNK_BYTES * 1.5 + gradients
+
+
+@pytest.mark.gpu
 def test_on_a_gpu_it_equals_the_cpu_and_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "CUDA_CHUNK_BYTES", 5 * 8 * WORDS)
+    monkeypatch.setattr(reference, "CUDA_CHUNK_BYTES", 5 * reference.BYTES_PER_LOGIT * WORDS)
     case = make_case()
     exact = value_and_gradients(plain, case, torch.float64)
     same_precision = value_and_gradients(plain, case, torch.float32)

@@ -1,4 +1,4 @@
-"""Saving, loading and initialisation by transformers' rules: nothing lost, nothing left unwritten."""
+"""Saving, loading and first values by the rules of transformers: nothing lost or unwritten."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ def test_a_loaded_model_is_the_saved_one(variant: str, dtype: torch.dtype, tmp_p
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").exists()
     with transformers_log() as messages:
-        loaded, info = AirMoeForCausalLM.from_pretrained(
+        result: Any = AirMoeForCausalLM.from_pretrained(
             tmp_path, dtype=dtype, output_loading_info=True
         )
+    loaded, info = result
     assert not messages
     assert not any(info.values()), info
     assert_same(snapshot(loaded, derived=False), snapshot(model, derived=False))
@@ -81,6 +82,7 @@ def test_training_goes_on_as_if_never_saved(variant: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("make", ["to", "from_pretrained", "from_config"])
 def test_a_bfloat16_model_keeps_exact_statistics(make: str, tmp_path: Path) -> None:
+    model: Any
     if make == "to":
         model = learn_a_little(build("air")).to(torch.bfloat16)
     elif make == "from_pretrained":

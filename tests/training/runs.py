@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import signal
 import sys
@@ -13,11 +15,16 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from safetensors.torch import load_file
+from torch import Tensor
+
 from airmoe.data import PrepareConfig, prepare
 from airmoe.model import AirMoeConfig
 from airmoe.training import DataOptions, RunConfig, TrainingOptions, resume, train
 from airmoe.training.callbacks import Recorder
+from airmoe.training.checkpoints import checkpoints
 from airmoe.training.config import model_options
+from airmoe.training.files import read_json
 from airmoe.training.run import read_log
 
 WORDS = "the of a expert router token learns codebook follows shortlist picks and then again".split()
@@ -53,11 +60,16 @@ def small_model(**fields: Any) -> dict[str, Any]:
     )
 
 
-def small_run(folder: Path, model: dict[str, Any] | None = None, **training: Any) -> RunConfig:
-    """A run of some seconds: 12 steps in windows of 2 micro-batches."""
+def small_run(
+    folder: Path, model: dict[str, Any] | None = None, *, documents: int = 240, **training: Any
+) -> RunConfig:
+    """A run of a second: 12 steps in windows of 2 micro-batches.
+
+    240 documents make an epoch of some 200 steps, 16 one of some 13.
+    """
     text, tokens = folder / "text.txt", folder / "tokens"
     if not text.exists():
-        write_text(folder)
+        write_text(folder, documents)
         prepare(
             PrepareConfig(
                 corpus=str(text),
@@ -93,6 +105,16 @@ def small_run(folder: Path, model: dict[str, Any] | None = None, **training: Any
     )
 
 
+def assignments(config: RunConfig) -> list[str]:
+    """The overrides that make these settings out of any preset."""
+    values = config.to_json()
+    return [
+        f"{section}.{name}={json.dumps(value)}"
+        for section in ("model", "data", "training")
+        for name, value in values[section].items()
+    ]
+
+
 def quiet() -> Console:
     return Console(file=open(os.devnull, "w"))  # noqa: SIM115 (as long as the console)
 
@@ -107,6 +129,7 @@ def in_process(job: Callable[[], Any]) -> int:
     child = os.fork()
     if child == 0:
         code = 1
+        gc.freeze()  # the Trainer collects garbage, and everything the tests imported is not
         try:
             job()
             code = 0
@@ -138,3 +161,55 @@ def timeless_log(folder: Path) -> list[dict[str, Any]]:
         {name: value for name, value in line.items() if name not in Recorder.TIME_FIELDS}
         for line in read_log(folder / "log.jsonl")
     ]
+
+
+def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
+    """`file/name` -> tensor, of every safetensors file of a checkpoint."""
+    return {
+        f"{file.name}/{name}": tensor
+        for file in sorted(checkpoint.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def timeless_files(checkpoint: Path) -> dict[str, Any]:
+    """The other files of a checkpoint, without the two numbers that depend on the clock."""
+    files: dict[str, Any] = {}
+    for file in sorted(checkpoint.iterdir()):
+        if file.suffix == ".json":
+            files[file.name] = read_json(file)
+        elif file.suffix != ".safetensors":
+            files[file.name] = file.read_bytes()
+    # A time is written with more or fewer digits, so the length of the log varies with it.
+    for name in ("seconds", "log_bytes"):
+        del files["training.json"][name]
+    return files
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names that are missing in one of them, or whose tensors are not equal bit for bit."""
+    return [
+        name
+        for name in sorted(one.keys() | other.keys())
+        if name not in one
+        or name not in other
+        or one[name].dtype != other[name].dtype
+        or not torch.equal(one[name], other[name])
+    ]
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    """Equal to the bit in everything but the clock: checkpoints, log, and no leftovers."""
+    assert sorted(path.name for path in run.iterdir()) == sorted(
+        path.name for path in reference.iterdir()
+    )
+    for ours, theirs in zip(checkpoints(run), checkpoints(reference), strict=True):
+        assert differing(tensors_of(ours), tensors_of(theirs)) == [], ours.name
+        assert timeless_files(ours) == timeless_files(theirs), ours.name
+    assert timeless_log(run) == timeless_log(reference)
+    results = [read_json(folder / "result.json") for folder in (run, reference)]
+    for result in results:
+        for line in (result, result["best"], result["last"], *result["log"]):
+            for name in (*Recorder.TIME_FIELDS, "peak_memory_gib"):
+                line.pop(name, None)
+    assert results[0] == results[1]

@@ -54,11 +54,11 @@ class PrepareConfig:
     """Processes; None takes all cores."""
 
     def check(self) -> None:
-        for name in ("corpus", "tokenizer", "out", "text_field"):
-            if not (isinstance(getattr(self, name), str) and getattr(self, name)):
-                raise ConfigError(
-                    f"prepare.{name}", getattr(self, name), "must be a text", "Give a string."
-                )
+        for name in ("corpus", "tokenizer", "out", "validation", "text_field"):
+            value = getattr(self, name)
+            missing = name == "validation" and value is None
+            if not missing and not (isinstance(value, str) and value):
+                raise ConfigError(f"prepare.{name}", value, "must be a text", "Give a string.")
         check_number("prepare.validation_fraction", self.validation_fraction, below=1, strict=True)
         for name in ("max_tokens", "workers"):
             if getattr(self, name) is not None:
@@ -104,7 +104,7 @@ def prepare(
 
 
 def _with_validation(corpus: Corpus, config: PrepareConfig) -> Corpus:
-    """Add the validation text of the config, whose own split is not asked for."""
+    """Add the validation text of the config: all of it, or its own validation split."""
     if config.validation is None:
         return corpus
     if "validation" in corpus.splits:
@@ -115,11 +115,9 @@ def _with_validation(corpus: Corpus, config: PrepareConfig) -> Corpus:
             "Leave it out.",
         )
     given = open_corpus(config.validation, config.text_field)
-    return Corpus(
-        name=corpus.name,
-        sha256=f"{corpus.sha256}+{given.sha256}",
-        splits={**corpus.splits, "validation": given.splits["train"]},
-    )
+    text = given.splits.get("validation", given.splits["train"])
+    sha256 = f"{corpus.sha256}+{given.sha256}"
+    return Corpus(corpus.name, sha256, {**corpus.splits, "validation": text})
 
 
 def _hashed_fraction(corpus: Corpus, config: PrepareConfig) -> float:
@@ -204,9 +202,9 @@ class _Job:
         self._workspace = workspace
         self._progress = progress
         self._report = report
-        self._fraction = _hashed_fraction(corpus, config)
+        self._validation_fraction = _hashed_fraction(corpus, config)
         self._input_fraction: float | None = None
-        names = [*corpus.splits, *(["validation"] if self._fraction else [])]
+        names = [*corpus.splits, *(["validation"] if self._validation_fraction else [])]
         self._writers = {
             name: SplitWriter(
                 workspace.folder,
@@ -219,8 +217,8 @@ class _Job:
 
     def run(self) -> Manifest:
         """Do what is left to do."""
-        workers = self._config.workers or os.cpu_count() or 1
-        encoder = Encoder(self._tokenizer, self._fraction)
+        workers = self._config.workers or _num_cores()
+        encoder = Encoder(self._tokenizer, self._validation_fraction)
         with ExitStack() as stack:
             for writer in self._writers.values():
                 stack.callback(writer.close)
@@ -269,7 +267,7 @@ class _Job:
         fraction = self._input_fraction
         if source == "train" and self._config.max_tokens is not None:
             fraction = max(fraction or 0.0, min(1.0, tokens / self._config.max_tokens))
-        if source == "train" and self._fraction:
+        if source == "train" and self._validation_fraction:
             tokens += self._writers["validation"].tokens
         self._report(PrepareProgress(source, documents, tokens, fraction))
 
@@ -292,10 +290,10 @@ class _Job:
         return Manifest(FORMAT_VERSION, self._progress.recipe, self._tokenizer.identity, splits)
 
     def _empty_split(self, name: str) -> ConfigError:
-        if name == "validation" and self._fraction:
+        if name == "validation" and self._validation_fraction:
             return ConfigError(
                 "prepare.validation_fraction",
-                self._fraction,
+                self._validation_fraction,
                 "left the validation split empty",
                 "Raise validation_fraction, or give validation text with validation=.",
             )
@@ -305,6 +303,13 @@ class _Job:
             f"has no text for its {name} split",
             "Add documents that are more than white space, or lower validation_fraction.",
         )
+
+
+def _num_cores() -> int:
+    """The cores this process may use, which in a container are fewer than the machine's."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -8,7 +8,6 @@ and its functions' docstrings, and each of its classes. Modules are parsed, neve
 from __future__ import annotations
 
 import ast
-import inspect
 import platform
 import re
 import sysconfig
@@ -96,7 +95,7 @@ def _about(node: _Definition, outside: str) -> list[str]:
 
 
 def _paragraph(name: str, docstring: str | None) -> str:
-    return f"{name}\n{inspect.cleandoc(docstring)}" if docstring else ""
+    return f"{name}\n{docstring}" if docstring else ""
 
 
 def _clean(text: str) -> str:

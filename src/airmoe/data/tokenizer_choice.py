@@ -28,7 +28,7 @@ LEAST_BPE_VOCAB = 257  # 256 bytes and the end of text
 _TRAINING_CHARACTERS = 1 << 25  # more text changes few merges and costs minutes
 
 # How well-known bare tokenizer.json files call the end of text.
-_END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+_END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
 
 def make_tokenizer(name: str, corpus: Iterable[str] = ()) -> Tokenizer:

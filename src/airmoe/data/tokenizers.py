@@ -222,7 +222,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         expected = TokenizerIdentity(**json.loads(file.read_text(encoding="utf-8")))
         tokenizer = _read_kind(expected.kind, folder)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises plain Exception for a bad definition
         raise ConfigError(
             "tokenizer",
             str(folder),

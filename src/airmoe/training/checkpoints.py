@@ -89,6 +89,14 @@ def remove_old(run_folder: Path, keep: int, best: Path | None) -> None:
         shutil.rmtree(doomed)
 
 
+def clean_up(run_folder: Path, keep: int) -> None:
+    """Finish what a killed run left half done: folders without their name, a rotation."""
+    for path in run_folder.glob(f"checkpoint-*{PARTIAL}"):
+        shutil.rmtree(path, ignore_errors=True)
+    if checkpoints(run_folder):
+        remove_old(run_folder, keep, best_checkpoint(run_folder))
+
+
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
@@ -112,7 +120,8 @@ def load_model(checkpoint: Path, model: nn.Module) -> None:
         result = model.load_state_dict(saved, strict=False)
     except RuntimeError as error:  # shapes differ
         raise _other_model(checkpoint, str(error).splitlines()[-1].strip()) from error
-    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if is_tied else set()
     if missing := sorted(set(result.missing_keys) - tied):
         raise _other_model(checkpoint, f"it lacks {missing[0]}")
     if result.unexpected_keys:

@@ -6,6 +6,8 @@ import dataclasses
 import json
 from typing import Any, ClassVar, Literal, get_type_hints
 
+from huggingface_hub.errors import StrictDataclassError
+
 from airmoe.config import check_choice, check_count, check_flag, check_number, config
 from airmoe.errors import ConfigError
 from airmoe.model import AirMoeConfig
@@ -38,6 +40,17 @@ MODEL_OPTIONS = (
     "shortlist_balance_weight",
     "router_z_weight",
 )
+
+LLAMA_COUNTS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+OPTIONAL = ("num_key_value_heads", "vocab_size")  # None: one per head, the tokenizer's
 
 
 @config
@@ -101,6 +114,7 @@ class TrainingOptions:
             check_count(f"training.{name}", getattr(self, name))
         check_count("training.keep_checkpoints", self.keep_checkpoints, least=2)
         check_count("training.seed", self.seed, least=0)
+        check_number("training.seed", self.seed, below=2**32)  # numpy takes no larger one
         for name in ("epochs", "steps", "eval_blocks", "save_every"):
             if getattr(self, name) is not None:
                 check_count(f"training.{name}", getattr(self, name))
@@ -160,10 +174,25 @@ class RunConfig:
     training: TrainingOptions
 
     def check(self) -> None:
+        if not isinstance(self.model, dict):
+            raise ConfigError("model", self.model, "must map names to values", "Give a dict.")
         unknown = [name for name in self.model if name not in MODEL_OPTIONS]
         if unknown:
             raise unknown_option("model", unknown[0], self.model[unknown[0]], MODEL_OPTIONS)
+        self._check_numbers()
         self.model_config(vocab_size=2, eos_id=1)  # the rest is checked now, not after the data
+
+    def _check_numbers(self) -> None:
+        """Those of Llama, which would be refused in other words or not at all."""
+        for name in LLAMA_COUNTS:
+            left_open = self.model.get(name) is None and name in OPTIONAL
+            if name in self.model and not left_open:
+                check_count(f"model.{name}", self.model[name])
+        for name in ("rms_norm_eps", "initializer_range"):
+            if name in self.model:
+                check_number(f"model.{name}", self.model[name], below=1.0, strict=True)
+        if "tie_word_embeddings" in self.model:
+            check_flag("model.tie_word_embeddings", self.model["tie_word_embeddings"])
 
     def model_config(self, vocab_size: int, eos_id: int) -> AirMoeConfig:
         """The model for a tokenizer; `model.vocab_size` may only be larger than its vocabulary."""
@@ -185,9 +214,15 @@ class RunConfig:
                 "Shorten the blocks or raise max_position_embeddings.",
             )
         given = {name: value for name, value in self.model.items() if name != "vocab_size"}
-        return AirMoeConfig(
-            **given, vocab_size=wanted or vocab_size, bos_token_id=None, eos_token_id=eos_id
-        )
+        try:
+            return AirMoeConfig(
+                **given, vocab_size=wanted or vocab_size, bos_token_id=None, eos_token_id=eos_id
+            )
+        except (StrictDataclassError, TypeError) as error:  # transformers' own rules, several lines
+            reason = str(error).splitlines()[-1].strip().rstrip(".")
+            raise ConfigError(
+                "model", "these options", f"must make a model ({reason})", "Change one of them."
+            ) from error
 
     def to_json(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self)))
@@ -195,6 +230,9 @@ class RunConfig:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunConfig:
         hints = get_type_hints(cls)
+        _check_mapping("config", values)
+        for name in ("data", "training"):
+            _check_mapping(f"config.{name}", values.get(name, {}))
         parts = {
             name: hints[name](**value) if name in ("data", "training") else value
             for name, value in values.items()
@@ -215,6 +253,11 @@ def unknown_option(path: str, name: str, value: object, valid: tuple[str, ...]) 
     return ConfigError(
         f"{path}.{name}", value, "is not an option", f"Valid options: {', '.join(valid)}."
     )
+
+
+def _check_mapping(field: str, value: object) -> None:
+    if not isinstance(value, dict):
+        raise ConfigError(field, value, "must map names to values", "Give a JSON object.")
 
 
 def _check_text(field: str, value: object) -> None:

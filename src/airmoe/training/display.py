@@ -48,7 +48,7 @@ class Display(TrainerCallback):
         if not self._console.is_terminal:
             return
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             TextColumn("{task.completed}/{task.total}"),
             TimeRemainingColumn(compact=True),
@@ -74,6 +74,7 @@ class Display(TrainerCallback):
         self._console.print(
             f"{self._title}  {kind}  step {line['step']}/{self._total}  {summary(line)}",
             highlight=False,
+            markup=False,
             soft_wrap=True,
         )
 
@@ -92,19 +93,24 @@ class PrepareDisplay:
 
     def __init__(self, console: Console, corpus: str) -> None:
         self._progress = Progress(
-            TextColumn(f"preparing {corpus}: {{task.description}}"),
+            TextColumn("preparing {task.fields[corpus]}: {task.description}", markup=False),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(compact=True),
             console=console,
             transient=True,
         )
+        self._console, self._corpus = console, corpus
         self._task: Any = None
 
     def show(self, progress: PrepareProgress) -> None:
+        if not self._console.is_terminal:
+            return
         if self._task is None:
             self._progress.start()
-            self._task = self._progress.add_task("", total=None, numbers="")
+            self._task = self._progress.add_task(
+                "", total=None, numbers="", corpus=self._corpus
+            )
         self._progress.update(
             self._task,
             description=progress.split,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from airmoe.config import check_count
 from airmoe.distributed import all_reduce_sum, rank, world_size
 from airmoe.training.watch import RoutingWatch
 
@@ -42,6 +43,7 @@ def evaluate(
     on_batch: Any | None = None,
 ) -> Evaluation:
     """Every block once, shared out over the ranks; usage over all tokens, quality on a sample."""
+    check_count("evaluate.quality_tokens", quality_tokens)
     device = next(model.parameters()).device
     watch = RoutingWatch(model, quality_tokens)
     training = model.training

@@ -23,6 +23,8 @@ def generate_text(
 ) -> str:
     """The prompt continued; `temperature` 0 takes the likeliest token each time."""
     check_count("generate.max_new_tokens", max_new_tokens)
+    check_count("generate.seed", seed, least=0)
+    check_number("generate.seed", seed, below=2**63)
     check_number("generate.temperature", temperature)
     check_number("generate.nucleus", nucleus, strict=True, below=1.0 + 1e-9)
     ids = tokenizer.encode(prompt) or [tokenizer.identity.eos_id]  # a document begins after eos
@@ -35,12 +37,15 @@ def generate_text(
             "Shorten the prompt or the answer.",
         )
     torch.manual_seed(seed)
+    # A vocabulary may be larger than the tokenizer's; what is over stands for no text.
+    unused = list(range(tokenizer.identity.vocab_size, model.config.vocab_size))
     sampling = {"do_sample": True, "temperature": temperature, "top_p": nucleus, "top_k": 0}
     answer = model.eval().generate(
         torch.tensor([ids], device=model.device),
         attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=model.device),
         max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.identity.eos_id,
+        suppress_tokens=unused or None,
         **(sampling if temperature > 0 else {"do_sample": False}),
     )
     new_ids = answer[0, len(ids) :].tolist()

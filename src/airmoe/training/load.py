@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
 
 from airmoe.config import check_choice
 from airmoe.data import Prepared, Tokenizer, load_tokenizer
@@ -36,7 +38,16 @@ def load_trained(folder: Path, which: Which = "best") -> Trained:
     if which == "last":
         checkpoint = checkpoints(folder)[-1]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AirMoeForCausalLM.from_pretrained(checkpoint, local_files_only=True)
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AirMoeForCausalLM.from_pretrained(checkpoint, local_files_only=True)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ConfigError(
+            "checkpoint",
+            str(checkpoint),
+            f"must be whole ({str(error).splitlines()[0].rstrip('.')})",
+            "Take another one, or remove its folder and resume the run.",
+        ) from error
     model.to(device)  # pyright: ignore[reportArgumentType]
     return Trained(run, checkpoint, model.eval(), load_tokenizer(checkpoint))
 

@@ -64,7 +64,12 @@ def _assign(values: dict[str, Any], path: list[str], value: Any) -> None:
             f"goes too deep: {section}.{name} has no options of its own",
             "Only model.router_options.<name> has a third part.",
         )
-    values[section][name] = {**(values[section].get(name) or {}), inner[0]: value}
+    before = values[section].get(name) or {}
+    if not isinstance(before, dict):
+        raise ConfigError(
+            f"{section}.{name}", before, "must map names to values", "Give a JSON object."
+        )
+    values[section][name] = {**before, inner[0]: value}
 
 
 def _parse(text: str) -> Any:

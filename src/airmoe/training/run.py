@@ -18,18 +18,25 @@ from torch.utils.data import Subset
 from transformers import PrinterCallback, TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
-from airmoe.data import Prepared
+from airmoe.data import BlockDataset, Prepared
 from airmoe.distributed import rank
 from airmoe.errors import ConfigError
-from airmoe.model import AirMoeForCausalLM, parameter_counts
+from airmoe.model import AirMoeConfig, AirMoeForCausalLM, parameter_counts
 from airmoe.training.arguments import check_device, make_arguments, total_steps
 from airmoe.training.callbacks import LastStep, Recorder, Restore, StopOnSignal, WatchSteps
-from airmoe.training.checkpoints import checkpoints, step_of
+from airmoe.training.checkpoints import checkpoints, clean_up, step_of
 from airmoe.training.config import RunConfig
 from airmoe.training.display import Display, PrepareDisplay
 from airmoe.training.files import read_json, write_json
-from airmoe.training.run_folder import RunFolder, create_run, machine, open_run, versions
-from airmoe.training.tensorboard import TensorBoard
+from airmoe.training.run_folder import (
+    RunFolder,
+    check_free,
+    create_run,
+    machine,
+    open_run,
+    versions,
+)
+from airmoe.training.tensorboard import TensorBoard, check_installed
 from airmoe.training.text import check_blocks, prepared_data
 from airmoe.training.trainer import AirMoeTrainer
 
@@ -46,7 +53,10 @@ class Finished:
 def train(config: RunConfig, folder: Path, console: Console) -> Finished:
     """Start a new run in a new folder."""
     _start_processes(config)
+    check_free(folder, config)  # before the hours that preparing may take
     prepared = _data_on_every_process(config, console)
+    _blocks(config, prepared)  # what is wrong with them is said before there is a folder
+    _model_config(config, prepared)
     if rank() == 0:
         create_run(folder, config)
     PartialState().wait_for_everyone()
@@ -58,6 +68,9 @@ def resume(folder: Path, console: Console) -> Finished:
     run = open_run(folder)
     _start_processes(run.config)
     prepared = _data_on_every_process(run.config, console)
+    if rank() == 0:
+        clean_up(folder, run.config.training.keep_checkpoints)
+    PartialState().wait_for_everyone()
     found = checkpoints(folder)
     return _go(run, prepared, console, checkpoint=found[-1] if found else None)
 
@@ -67,6 +80,8 @@ def _start_processes(config: RunConfig) -> None:
     state = PartialState(cpu=not torch.cuda.is_available())
     check_device(config, state.num_processes)
     config.training.accumulation_steps(state.num_processes)
+    if config.training.tensorboard:
+        check_installed()
 
 
 def _data_on_every_process(config: RunConfig, console: Console) -> Prepared:
@@ -77,15 +92,13 @@ def _data_on_every_process(config: RunConfig, console: Console) -> Prepared:
 
 def _go(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path | None) -> Finished:
     config, options = run.config, run.config.training
-    train_blocks = prepared.blocks("train", config.data.block_size)
-    check_blocks(len(train_blocks), options.batch_size, config.data.block_size)
-    eval_blocks: Any = prepared.blocks("validation", config.data.block_size)
-    if options.eval_blocks is not None and options.eval_blocks < len(eval_blocks):
-        eval_blocks = Subset(eval_blocks, range(options.eval_blocks))
+    train_blocks, eval_blocks = _blocks(config, prepared)
     steps_per_epoch = len(train_blocks) // options.batch_size
     last_step = total_steps(config, steps_per_epoch)
     if checkpoint is not None and step_of(checkpoint) >= last_step:
-        write_result(run, peak_memory=None)
+        if rank() == 0:
+            write_result(run, peak_memory=None)
+        PartialState().wait_for_everyone()
         return Finished(run, None, last_step)
     arguments = make_arguments(
         config,
@@ -113,10 +126,25 @@ def _go(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path |
     return Finished(run, None, trainer.state.global_step)
 
 
+def _blocks(config: RunConfig, prepared: Prepared) -> tuple[BlockDataset, Any]:
+    """What to train and what to validate on, both long enough."""
+    options, block_size = config.training, config.data.block_size
+    train_blocks = prepared.blocks("train", block_size)
+    check_blocks(len(train_blocks), options.batch_size, block_size)
+    eval_blocks: Any = prepared.blocks("validation", block_size)
+    if options.eval_blocks is not None and options.eval_blocks < len(eval_blocks):
+        eval_blocks = Subset(eval_blocks, range(options.eval_blocks))
+    return train_blocks, eval_blocks
+
+
+def _model_config(config: RunConfig, prepared: Prepared) -> AirMoeConfig:
+    identity = prepared.manifest.tokenizer
+    return config.model_config(identity.vocab_size, identity.eos_id)
+
+
 def build_model(config: RunConfig, prepared: Prepared) -> AirMoeForCausalLM:
     """A freshly initialised model for the vocabulary of the data."""
-    identity = prepared.manifest.tokenizer
-    model = AirMoeForCausalLM(config.model_config(identity.vocab_size, identity.eos_id))
+    model = AirMoeForCausalLM(_model_config(config, prepared))
     if config.training.compile:
         for layer in model.model.layers:  # layer by layer: compiles once, keeps parameter names
             layer.compile()

@@ -45,8 +45,7 @@ class RunFolder:
 
 def create_run(path: Path, config: RunConfig) -> RunFolder:
     """Make the folder of a new run; one that exists is never overwritten."""
-    if path.exists() and any(path.iterdir()):
-        raise ConfigError("run", str(path), *_occupied(path, config))
+    check_free(path, config)
     path.mkdir(parents=True, exist_ok=True)
     write_json(
         path / "run.json",
@@ -59,6 +58,12 @@ def create_run(path: Path, config: RunConfig) -> RunFolder:
         },
     )
     return RunFolder(path, config)
+
+
+def check_free(path: Path, config: RunConfig) -> None:
+    """Raise unless a new run may be made there."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError("run", str(path), *_occupied(path, config))
 
 
 def _occupied(path: Path, config: RunConfig) -> tuple[str, str]:

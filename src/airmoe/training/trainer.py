@@ -75,7 +75,7 @@ class AirMoeTrainer(Trainer):
         self.order.set_epoch(arguments["epoch"])
         super()._run_epoch(**arguments)
 
-    def create_optimizer(self, model: Any = None) -> Optimizer:
+    def create_optimizer(self, model: Any = None) -> Any:
         """Shard first where asked to (parameters are replaced), then tell routers of every step."""
         if self.options.sharding == "fsdp2" and not self._sharded:
             shard(self.airmoe_model)
@@ -265,14 +265,18 @@ class AirMoeTrainer(Trainer):
     def restore_running_log(self, checkpoint: Path) -> None:
         """The averages a log line is made of, as they stood; the Trainer itself forgets them."""
         assert self._restored is not None
-        own = self._own_file(checkpoint)
-        if own.exists():
-            running = checkpoints.load_tensors(own)["running_loss"]
-            self._tr_loss = running.reshape(()).to(self.args.device)
+        self._tr_loss = self._running_loss(checkpoint).to(self.args.device)
         self._globalstep_last_logged = self._restored["last_logged"]
         self._total_loss_scalar = self._restored["total_loss"]
         self.seconds_before = self._restored["seconds"]
         self._started = time.monotonic()
+
+    def _running_loss(self, checkpoint: Path) -> Tensor:
+        """This process's own; of another number of processes the mean, which a log line shows."""
+        saved = self._restored["processes"] if self._restored else 1
+        places = [rank()] if saved == world_size() else range(saved)
+        files = [checkpoint / f"random-{place}.safetensors" for place in places]
+        return torch.cat([checkpoints.load_tensors(file)["running_loss"] for file in files]).mean()
 
     def _own_file(self, checkpoint: Path) -> Path:
         return checkpoint / f"random-{rank()}.safetensors"

@@ -64,7 +64,11 @@ class RoutingWatch:
         return after_forward
 
     def numbers(self) -> dict[str, float]:
-        """Means over the MoE layers; every rank must call it. What a router has not is left out."""
+        """Means over the MoE layers; every rank must call it. What a router has not is left out.
+
+        Ends the watching, because comparing the sample routes it once more.
+        """
+        self.stop()
         found: list[dict[str, float | None]] = []
         for place, router in enumerate(self._routers):
             meter = self._meters[place]

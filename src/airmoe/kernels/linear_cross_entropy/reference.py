@@ -14,6 +14,7 @@ from torch import Tensor
 
 CPU_CHUNK_BYTES = 256 * 2**20
 CUDA_CHUNK_BYTES = 2**30  # products must be large to fill a GPU
+BYTES_PER_LOGIT = 10
 
 
 @dataclass(frozen=True)
@@ -43,49 +44,37 @@ def loss_and_gradients(
     grad_hidden = torch.empty_like(hidden, dtype=gradient_dtype) if needs_hidden else None
     grad_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
     for chunk in token_chunks(hidden, weight):
-        states, targets = hidden[chunk].to(dtype), labels[chunk]
-        counted = targets != ignore_index  # [n]
-        probs, losses[chunk] = _probs_and_losses(states @ rows.T, targets, counted)
-        if grad_hidden is None and grad_weight is None:
+        skipped = (labels[chunk] == ignore_index).unsqueeze(-1)  # [n, 1]
+        # A token that does not count may hold anything; as 0 it spoils nothing that all share.
+        states = hidden[chunk].masked_fill(skipped, 0).to(dtype)
+        targets = labels[chunk].unsqueeze(-1).masked_fill(skipped, 0)  # [n, 1]
+        log_probs = torch.log_softmax(states @ rows.T, -1, dtype=exact)  # [n, V]
+        target_log_probs = log_probs.gather(1, targets)
+        losses[chunk] = -target_log_probs.masked_fill(skipped, 0).squeeze(-1)
+        if not (needs_hidden or needs_weight):
             continue
-        grad_logits = _gradient_of_logits(probs, targets, counted).to(gradient_dtype)  # [n, V]
+        grad_logits = _softmax_minus_one_hot(log_probs, targets, target_log_probs, gradient_dtype)
         if grad_hidden is not None:
-            grad_hidden[chunk] = grad_logits @ gradient_rows
+            grad_hidden[chunk] = (grad_logits @ gradient_rows).masked_fill_(skipped, 0)
         if grad_weight is not None:
-            # An uncounted token may hold anything, and 0 x NaN would spoil what all share.
-            states = states.masked_fill(~counted.unsqueeze(-1), 0).to(gradient_dtype)
-            grad_weight += grad_logits.T @ states
+            grad_weight += grad_logits.T @ states.to(gradient_dtype)
     return LossAndGradients(losses.sum(), grad_hidden, grad_weight)
 
 
 def token_chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    """Runs of tokens whose logits, as float32 with a copy of lower precision, fit the budget."""
+    """Runs of tokens whose logits fit the budget: two float32 copies, one of lower precision."""
     budget = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CUDA_CHUNK_BYTES
-    step = max(1, budget // (8 * max(1, weight.shape[0])))
+    step = max(1, budget // (BYTES_PER_LOGIT * max(1, weight.shape[0])))
     return [slice(start, start + step) for start in range(0, hidden.shape[0], step)]
 
 
-def _probs_and_losses(logits: Tensor, targets: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax [n, V] and loss [n], float32 or wider; float32 logits are overwritten."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    peak = logits.amax(-1, keepdim=True)
-    target_logits = logits.gather(1, _places(targets, counted))  # [n, 1]
-    probs = logits.sub_(peak).exp_()
-    total = probs.sum(-1, keepdim=True)
-    losses = (total.log() + (peak - target_logits)).squeeze(-1)
-    return probs.div_(total), losses.masked_fill(~counted, 0)
-
-
-def _gradient_of_logits(probs: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
-    """softmax - one-hot, 0 for tokens that do not count; written over `probs`."""
-    places = _places(targets, counted)
-    probs.scatter_(1, places, probs.gather(1, places) - 1)
-    return probs.masked_fill_(~counted.unsqueeze(-1), 0)
-
-
-def _places(targets: Tensor, counted: Tensor) -> Tensor:
-    """Labels [n, 1] that may be used as an index: 0 stands in for the uncounted."""
-    return targets.masked_fill(~counted, 0).unsqueeze(-1)
+def _softmax_minus_one_hot(
+    log_probs: Tensor, targets: Tensor, target_log_probs: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The gradient of the logits [n, V] in `dtype`; written over `log_probs` if that is theirs."""
+    same = log_probs.dtype == dtype
+    grad = torch.exp(log_probs, out=log_probs if same else torch.empty_like(log_probs, dtype=dtype))
+    return grad.scatter_(1, targets, (target_log_probs.exp() - 1).to(dtype))
 
 
 class LinearCrossEntropy(torch.autograd.Function):

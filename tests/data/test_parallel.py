@@ -1,0 +1,100 @@
+"""Worker processes: results in order, little held at once, and every death noticed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from airmoe import ConfigError
+from airmoe.data import Tokenizer, TokenizerIdentity
+from airmoe.data.parallel import Encoder, EncoderPool, in_validation
+from tests.data.common import assert_one_line
+
+WORKERS = 3
+
+
+class Moody(Tokenizer):
+    """Counts letters; some texts are slow, wrong or deadly."""
+
+    identity = TokenizerIdentity("moody", 1000, "", eos_id=0)
+
+    def encode(self, text: str) -> list[int]:
+        if text == "slow":
+            time.sleep(0.3)
+        if text == "wrong":
+            raise ValueError("cannot read this")
+        if text == "deadly":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [len(text), os.getpid() % 1000]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        raise NotImplementedError
+
+    def _write(self, folder: Path) -> None:
+        raise NotImplementedError
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[EncoderPool]:
+    with EncoderPool(Encoder(Moody(), 0.0), WORKERS) as pool:
+        yield pool
+
+
+def test_results_come_in_order_and_end_with_the_end_of_text(pool: EncoderPool) -> None:
+    batches = [["slow"] if number == 0 else ["x" * number, "yy"] for number in range(40)]
+    results = list(pool.encode(batches))
+    found = [[int(document.tokens[0]) for document in batch] for batch in results]
+    assert found == [[4], *([number, 2] for number in range(1, 40))]
+    assert all(document.tokens[-1] == 0 for batch in results for document in batch)
+    assert len({int(batch[0].tokens[1]) for batch in results}) == WORKERS
+
+
+def test_little_is_read_ahead_of_a_slow_batch(pool: EncoderPool) -> None:
+    read = []
+
+    def batches() -> Iterator[list[str]]:
+        for number in range(1000):
+            read.append(number)
+            yield ["slow" if number == 0 else "quick"]
+
+    with closing(pool.encode(batches())) as results:
+        next(results)
+        assert len(read) <= 4 * WORKERS
+
+
+def test_a_run_that_is_given_up_leaves_nothing_for_the_next(pool: EncoderPool) -> None:
+    for _ in range(3):
+        with closing(pool.encode(["x"] for _ in range(100))) as results:
+            next(results)
+    assert [int(batch[0].tokens[0]) for batch in pool.encode([["ab"], ["abc"]])] == [2, 3]
+
+
+def test_an_error_in_a_worker_is_told() -> None:
+    pool = EncoderPool(Encoder(Moody(), 0.0), 2)
+    with pool, pytest.raises(RuntimeError, match="cannot read this"):
+        list(pool.encode([["fine"], ["wrong"], ["fine"]]))
+
+
+def test_a_dead_worker_is_told_and_nobody_waits_for_it() -> None:
+    start = time.monotonic()
+    pool = EncoderPool(Encoder(Moody(), 0.0), 2)
+    with pool, pytest.raises(ConfigError) as raised:
+        list(pool.encode([["fine"], ["deadly"], *[["fine"]] * 20]))
+    assert_one_line(raised, "prepare.workers", "exit code -9", "goes on where this stopped")
+    assert time.monotonic() - start < 30
+    assert not [p for p in multiprocessing.active_children() if p.name.startswith("Forkserver")]
+
+
+def test_the_hash_decides_the_split() -> None:
+    # sha256("abc") = ba7816bf 8f01cfea ..., that is 0.7283...
+    assert not in_validation("abc", 0.7283) and in_validation("abc", 0.7285)
+    assert not in_validation("abc", 0.0)
+    share = sum(in_validation(f"text {number}", 0.1) for number in range(5000)) / 5000
+    assert 0.085 < share < 0.115  # 3.5 standard deviations

@@ -1,0 +1,334 @@
+"""prepare: the right documents in the right split, once, and only with the settings asked for."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from airmoe import ConfigError
+from airmoe.data import PrepareConfig, Prepared, PrepareProgress, make_tokenizer, prepare
+from airmoe.data.shards import TOKEN_TYPE, SplitWriter
+from tests.data.common import assert_one_line, folder_bytes, make_texts, write_jsonl
+
+SHARD_TOKENS = 5000
+MODULE = sys.modules[PrepareConfig.__module__]  # the package's `prepare` is the function
+
+
+def documents_of(prepared: Prepared, split: str) -> list[str]:
+    """The texts of a split, out of its raw shards."""
+    info, tokenizer = prepared.manifest.splits[split], prepared.tokenizer()
+    tokens = np.concatenate(
+        [np.fromfile(prepared.folder / shard.file, TOKEN_TYPE) for shard in info.shards]
+    )
+    ends = np.flatnonzero(tokens == tokenizer.identity.eos_id)
+    assert len(ends) == info.documents and ends[-1] == len(tokens) - 1 == info.tokens - 1
+    pieces = np.split(tokens, ends + 1)[:-1]
+    return [tokenizer.decode(piece[:-1].tolist()) for piece in pieces]
+
+
+def by_hash(texts: list[str], fraction: float) -> dict[str, list[str]]:
+    """The split rule, written once more."""
+    splits: dict[str, list[str]] = {"train": [], "validation": []}
+    for text in texts:
+        number = int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) / 2**64
+        splits["validation" if number < fraction else "train"].append(text)
+    return splits
+
+
+def settings(folder: Path, **options: Any) -> PrepareConfig:
+    values: dict[str, Any] = {
+        "corpus": str(folder / "corpus.jsonl"),
+        "tokenizer": "bytes",
+        "out": str(folder / "out"),
+        "workers": 1,
+    }
+    return PrepareConfig(**(values | options))
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> list[str]:
+    texts = make_texts(400)
+    write_jsonl(tmp_path / "corpus.jsonl", texts)
+    return texts
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:400"])
+def test_every_document_is_in_the_split_its_hash_says(
+    tmp_path: Path, texts: list[str], tokenizer: str
+) -> None:
+    config = settings(tmp_path, tokenizer=tokenizer, validation_fraction=0.3)
+    prepared = prepare(config, _shard_tokens=SHARD_TOKENS)
+    expected = by_hash(texts, 0.3)
+    assert {split: documents_of(prepared, split) for split in expected} == expected
+    assert len(prepared.manifest.splits["train"].shards) > 1
+    assert sorted(folder_bytes(prepared.folder)) == sorted(
+        [
+            "manifest.json",
+            "tokenizer/airmoe_tokenizer.json",
+            "tokenizer/tokenizer.json",
+            "tokenizer/tokenizer_config.json",
+            *(s.file for split in prepared.manifest.splits.values() for s in split.shards),
+        ]
+    )
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_shards_are_full_except_the_last(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "corpus.jsonl", ["x" * 9] * 25)
+    write_jsonl(tmp_path / "valid.jsonl", ["held out"])
+    config = settings(tmp_path, validation=str(tmp_path / "valid.jsonl"))
+    prepared = prepare(config, _shard_tokens=35)
+    sizes = [shard.tokens for shard in prepared.manifest.splits["train"].shards]
+    assert sizes == [40, 40, 40, 40, 40, 40, 10]
+
+
+def test_bpe_learns_from_the_train_split_only(tmp_path: Path, texts: list[str]) -> None:
+    train = by_hash(texts, 0.3)["train"]
+    write_jsonl(tmp_path / "only-train.jsonl", train)
+    prepared = prepare(settings(tmp_path, tokenizer="bpe:400", validation_fraction=0.3))
+    assert prepared.manifest.tokenizer == make_tokenizer("bpe:400", train).identity
+
+
+def test_a_validation_file_replaces_the_hash_rule(tmp_path: Path, texts: list[str]) -> None:
+    write_jsonl(tmp_path / "valid.jsonl", ["held out", "and more"])
+    prepared = prepare(settings(tmp_path, validation=str(tmp_path / "valid.jsonl")))
+    assert documents_of(prepared, "train") == texts
+    assert documents_of(prepared, "validation") == ["held out", "and more"]
+    assert prepared.manifest.split_rule == "validation is valid.jsonl"
+
+
+def test_official_splits_are_kept(tmp_path: Path) -> None:
+    for split in ("train", "valid", "test"):
+        (tmp_path / "corpus").mkdir(exist_ok=True)
+        write_jsonl(tmp_path / "corpus" / f"{split}.jsonl", [f"{split} {n}" for n in range(30)])
+    config = settings(tmp_path, corpus=str(tmp_path / "corpus"))
+    prepared = prepare(config, _shard_tokens=50)
+    assert list(prepared.manifest.splits) == ["train", "validation", "test"]
+    assert documents_of(prepared, "validation") == [f"valid {n}" for n in range(30)]
+    assert documents_of(prepared, "test") == [f"test {n}" for n in range(30)]
+    with pytest.raises(ConfigError) as raised:
+        prepare(settings(tmp_path, corpus=str(tmp_path / "corpus"), validation="x"))
+    assert_one_line(raised, "prepare.validation", "its own validation split")
+
+
+def test_validation_text_with_splits_of_its_own_lends_its_validation_split(
+    tmp_path: Path, texts: list[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    for split in ("train", "valid"):
+        write_jsonl(tmp_path / "other" / f"{split}.jsonl", [split])
+    prepared = prepare(settings(tmp_path, validation=str(tmp_path / "other")))
+    assert documents_of(prepared, "train") == texts
+    assert documents_of(prepared, "validation") == ["valid"]
+
+
+def test_a_hub_corpus_goes_all_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(path: str, name: str, *, split: str, streaming: bool) -> Any:
+        return [{"text": row} for row in (f" = {split} = \n", "", " text \n")]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    prepared = prepare(settings(tmp_path, corpus="wikitext103"))
+    assert documents_of(prepared, "test") == [" = test = \n \n text "]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_max_tokens_ends_train_with_the_document_that_reaches_it(
+    tmp_path: Path, texts: list[str], workers: int
+) -> None:
+    write_jsonl(tmp_path / "valid.jsonl", ["held out"])
+    lengths = np.cumsum([len(text.encode()) + 1 for text in texts])
+    for limit in (int(lengths[50]), int(lengths[50]) + 1):
+        out = str(tmp_path / f"out{limit}")
+        config = settings(
+            tmp_path,
+            out=out,
+            validation=str(tmp_path / "valid.jsonl"),
+            max_tokens=limit,
+            workers=workers,
+        )
+        prepared = prepare(config, _shard_tokens=SHARD_TOKENS)
+        count = int(np.searchsorted(lengths, limit)) + 1
+        assert documents_of(prepared, "train") == texts[:count]
+        assert documents_of(prepared, "validation") == ["held out"]
+
+
+def test_the_number_of_workers_changes_no_byte(
+    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MODULE, "_BATCH_CHARACTERS", 2000)  # many batches
+    folders = []
+    for workers in (1, 3):
+        config = settings(
+            tmp_path, out=str(tmp_path / f"out{workers}"), tokenizer="bpe:300", workers=workers
+        )
+        folders.append(folder_bytes(prepare(config, _shard_tokens=SHARD_TOKENS).folder))
+    assert folders[0] == folders[1]
+
+
+def test_progress_is_reported(
+    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MODULE, "_BATCH_CHARACTERS", 5000)
+    seen: list[PrepareProgress] = []
+    prepared = prepare(settings(tmp_path, validation_fraction=0.2), seen.append)
+    assert len(seen) > 5
+    assert {progress.split for progress in seen} == {"train"}
+    counts = [progress.documents for progress in seen]
+    assert counts == sorted(counts) and counts[-1] == len(texts)
+    assert seen[-1].tokens == prepared.tokens("train") + prepared.tokens("validation")
+    assert seen[-1].fraction == 1.0
+    assert all(0 < (progress.fraction or 0) <= 1 for progress in seen)
+
+
+def test_a_finished_folder_is_returned_untouched(tmp_path: Path, texts: list[str]) -> None:
+    first = prepare(settings(tmp_path))
+    times = {file: file.stat().st_mtime_ns for file in first.folder.rglob("*")}
+    again = prepare(settings(tmp_path, workers=2))  # how it is made is no setting of the result
+    assert again.manifest == first.manifest
+    assert {file: file.stat().st_mtime_ns for file in again.folder.rglob("*")} == times
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokenizer": "bpe:300"},
+        {"validation_fraction": 0.01},
+        {"max_tokens": 100},
+        {"text_field": "body"},
+    ],
+)
+def test_a_folder_made_with_other_settings_is_refused(
+    tmp_path: Path, texts: list[str], change: dict[str, Any]
+) -> None:
+    prepare(settings(tmp_path))
+    with pytest.raises(ConfigError) as raised:
+        prepare(settings(tmp_path, **change))
+    assert_one_line(raised, "prepare.out", "other settings", "Delete it or use another out.")
+
+
+def test_other_text_or_another_tokenizer_of_the_same_name_is_refused(
+    tmp_path: Path, texts: list[str]
+) -> None:
+    make_tokenizer("bpe:300", texts).save(tmp_path / "tokenizer")
+    config = settings(tmp_path, tokenizer=str(tmp_path / "tokenizer"))
+    prepare(config)
+    make_tokenizer("bpe:301", texts).save(tmp_path / "tokenizer")
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        prepare(config)
+    make_tokenizer("bpe:300", texts).save(tmp_path / "tokenizer")
+    prepare(config)
+    write_jsonl(tmp_path / "corpus.jsonl", [*texts, "one more"])
+    with pytest.raises(ConfigError, match="other text"):
+        prepare(config)
+
+
+def test_a_foreign_folder_is_left_alone(tmp_path: Path, texts: list[str]) -> None:
+    for name in ("out", "other.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").write_text("years of work")
+    for out, rule in (("out", "not made by prepare"), ("other", "did not make there")):
+        with pytest.raises(ConfigError) as raised:
+            prepare(settings(tmp_path, out=str(tmp_path / out)))
+        assert_one_line(raised, "prepare.out", rule, "se another out")
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
+    assert (tmp_path / "other.partial" / "thesis.txt").read_text() == "years of work"
+
+
+def test_two_prepares_into_one_folder_are_refused(tmp_path: Path, texts: list[str]) -> None:
+    (tmp_path / "out.partial").mkdir()
+    with (tmp_path / "out.partial" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError) as raised:
+            prepare(settings(tmp_path))
+        assert_one_line(raised, "prepare.out", "another process", "another out")
+    assert documents_of(prepare(settings(tmp_path)), "train")
+
+
+def test_an_empty_split_is_refused_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "corpus.jsonl", ["one"])
+    with pytest.raises(ConfigError) as raised:
+        prepare(settings(tmp_path, validation_fraction=1e-9))
+    assert_one_line(
+        raised, "prepare.validation_fraction", "Raise validation_fraction", "validation="
+    )
+    with pytest.raises(ConfigError) as raised:
+        prepare(settings(tmp_path, validation_fraction=0.999999))
+    assert_one_line(raised, "prepare.corpus", "no text for its train split")
+    write_jsonl(tmp_path / "valid.jsonl", ["  "])
+    with pytest.raises(ConfigError) as raised:
+        prepare(settings(tmp_path, validation=str(tmp_path / "valid.jsonl")))
+    assert_one_line(raised, "prepare.corpus", "no text for its validation split")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["corpus.jsonl", "valid.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("corpus", ""),
+        ("tokenizer", None),
+        ("out", 3),
+        ("validation", ""),
+        ("tokenizer", "bpe:200"),
+        ("validation_fraction", 0),
+        ("validation_fraction", 1.0),
+        ("max_tokens", 0),
+        ("workers", 0),
+        ("workers", True),
+        ("seed", 1),
+    ],
+)
+def test_bad_settings_are_refused(field: str, value: object) -> None:
+    values: dict[str, Any] = {"corpus": "python-docs", "tokenizer": "bytes", "out": "x"}
+    values[field] = value
+    with pytest.raises(ConfigError, match=rf"^(prepare\.)?{field}: "):
+        PrepareConfig(**values)
+
+
+def test_a_full_disk_keeps_what_is_done(
+    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = folder_bytes(
+        prepare(settings(tmp_path, out=str(tmp_path / "whole")), _shard_tokens=SHARD_TOKENS).folder
+    )
+    add, calls = SplitWriter.add, []
+
+    def add_until_full(self: SplitWriter, tokens: Any) -> bool:
+        calls.append(len(tokens))
+        if len(calls) == 200:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return add(self, tokens)
+
+    monkeypatch.setattr(SplitWriter, "add", add_until_full)
+    with pytest.raises(OSError, match="No space left") as raised:
+        prepare(settings(tmp_path), _shard_tokens=SHARD_TOKENS)
+    assert raised.value.errno == errno.ENOSPC
+    resumed = prepare(settings(tmp_path), _shard_tokens=SHARD_TOKENS)
+    assert folder_bytes(resumed.folder) == whole
+    assert len(calls) < 200 + len(texts) - 100, "documents that were on disk are not done again"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="finds names of open files in /proc")
+def test_every_file_is_forced_to_disk_before_the_folder_gets_its_name(
+    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced: dict[str, bytes] = {}
+
+    def record(descriptor: int) -> None:
+        file = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        assert not (tmp_path / "out").exists() or file == tmp_path
+        forced[file.name.removesuffix(".draft")] = file.read_bytes() if file.is_file() else b""
+
+    monkeypatch.setattr(os, "fsync", record)
+    prepared = prepare(settings(tmp_path), _shard_tokens=SHARD_TOKENS)
+    for name, content in folder_bytes(prepared.folder).items():
+        assert forced[Path(name).name] == content, name
+    assert {"out.partial", "tokenizer", tmp_path.name} <= forced.keys()

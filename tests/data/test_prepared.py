@@ -1,0 +1,122 @@
+"""Opening a prepared folder: what it gives, and every way it can be wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from airmoe import ConfigError
+from airmoe.data import Prepared, open_prepared
+from tests.data.common import assert_one_line, make_texts, prepare_texts
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Prepared:
+    return prepare_texts(tmp_path, make_texts(100))
+
+
+def test_an_opened_folder_equals_the_prepared_one(prepared: Prepared) -> None:
+    opened = open_prepared(str(prepared.folder))
+    assert opened.manifest == prepared.manifest
+    manifest = opened.manifest
+    assert manifest.corpus == "corpus.jsonl"
+    assert manifest.split_rule.endswith("sha256(text) / 2^64 < 0.2")
+    assert manifest.tokenizer == opened.tokenizer().identity
+    assert list(manifest.splits) == ["train", "validation"]
+    assert sum(split.documents for split in manifest.splits.values()) == 100
+    assert opened.tokens("train") == manifest.splits["train"].tokens
+
+
+def test_the_folder_names_no_machine(prepared: Prepared) -> None:
+    manifest = (prepared.folder / "manifest.json").read_text()
+    assert str(prepared.folder.parent) not in manifest
+
+
+def damage_last_byte(folder: Path) -> None:
+    file = folder / "train-00001.bin"
+    content = bytearray(file.read_bytes())
+    content[-4] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "train-00001.bin"
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def edit_version(folder: Path) -> None:
+    values = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(values | {"format_version": 99}))
+
+
+def drop_splits(folder: Path) -> None:
+    values = json.loads((folder / "manifest.json").read_text())
+    del values["splits"]
+    (folder / "manifest.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("harm", "parts"),
+    [
+        (lambda folder: (folder / "manifest.json").unlink(), ["manifest.json", "is missing"]),
+        (lambda folder: (folder / "manifest.json").write_text("{"), ["not a manifest"]),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), ["not a manifest"]),
+        (drop_splits, ["not a manifest", "splits"]),
+        (edit_version, ["format version 99", "reads version 1"]),
+        (lambda folder: (folder / "train-00001.bin").unlink(), ["train-00001.bin", "not in the"]),
+        (truncate, ["train-00001.bin", "bytes instead of"]),
+        (damage_last_byte, ["train-00001.bin", "is damaged", "sha256"]),
+        (lambda folder: folder.rename(folder.with_name("other")), ["airmoe prepare --corpus"]),
+        (lambda folder: folder.rename(f"{folder}.partial"), ["not finished", "to go on"]),
+    ],
+)
+def test_a_damaged_folder_is_refused(
+    prepared: Prepared, harm: Callable[[Path], object], parts: list[str]
+) -> None:
+    harm(prepared.folder)
+    with pytest.raises(ConfigError) as raised:
+        open_prepared(prepared.folder)
+    assert_one_line(raised, "prepare", *parts)
+
+
+def test_an_unfinished_folder_is_refused_under_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    with pytest.raises(ConfigError) as raised:
+        open_prepared(tmp_path / "out.partial")
+    assert_one_line(raised, "is unfinished", "airmoe prepare")
+
+
+def test_without_verify_content_is_trusted_but_sizes_are_not(prepared: Prepared) -> None:
+    damage_last_byte(prepared.folder)
+    open_prepared(prepared.folder, verify=False)
+    truncate(prepared.folder)
+    with pytest.raises(ConfigError, match="bytes instead of"):
+        open_prepared(prepared.folder, verify=False)
+
+
+def test_an_unknown_split_lists_the_known_ones(prepared: Prepared) -> None:
+    for use in (lambda: prepared.tokens("test"), lambda: prepared.blocks("test", 8)):
+        with pytest.raises(ConfigError) as raised:
+            use()
+        assert_one_line(raised, "'test'", "train, validation")
+
+
+def test_a_block_must_fit_into_the_split(prepared: Prepared) -> None:
+    tokens = prepared.tokens("validation")
+    assert len(prepared.blocks("validation", tokens)) == 1
+    with pytest.raises(ConfigError) as raised:
+        prepared.blocks("validation", tokens + 1)
+    assert_one_line(raised, "data.block_size", f"must be <= {tokens}", "'validation'")
+    with pytest.raises(ConfigError, match=r"data\.block_size"):
+        prepared.blocks("train", 0)
+
+
+def test_another_tokenizer_in_the_folder_is_refused(prepared: Prepared) -> None:
+    values = json.loads((prepared.folder / "manifest.json").read_text())
+    values["tokenizer"]["sha256"] = "0"
+    (prepared.folder / "manifest.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="holds another tokenizer"):
+        open_prepared(prepared.folder).tokenizer()

@@ -1,0 +1,148 @@
+"""Killed prepares go on, and end with the very bytes of an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from airmoe import ConfigError
+from airmoe.data import PrepareConfig, prepare
+from airmoe.data.workspace import PROGRESS_FILE
+from tests.data.common import assert_one_line, folder_bytes, make_texts, write_jsonl
+
+ROOT = Path(__file__).parents[2]
+
+# Slow enough to be killed in the middle: it waits after every batch.
+SLOW_PREPARE = """
+import sys, time
+from airmoe.data import PrepareConfig, prepare
+sys.modules[PrepareConfig.__module__]._BATCH_CHARACTERS = 3000
+corpus, out = sys.argv[1:]
+config = PrepareConfig(corpus=corpus, tokenizer="bytes", out=out, workers=2)
+prepare(config, lambda _: time.sleep(0.05), _shard_tokens=5000)
+"""
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
+
+
+def settings(folder: Path, **options: str) -> PrepareConfig:
+    values = {"corpus": str(folder / "corpus.jsonl"), "tokenizer": "bytes"}
+    return PrepareConfig(**(values | {"out": str(folder / "out")} | options), workers=1)  # type: ignore[arg-type]
+
+
+def start_slow_prepare(folder: Path) -> subprocess.Popen[bytes]:
+    """A prepare with worker processes that has finished some shards and is not at its end."""
+    write_jsonl(folder / "corpus.jsonl", make_texts(1000))
+    command = [sys.executable, "-c", SLOW_PREPARE, folder / "corpus.jsonl", folder / "out"]
+    # A session of its own: whoever is left of it can be found.
+    process = subprocess.Popen(command, env=environment(), start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (folder / "out.partial" / "train-00003.bin").exists():
+        assert process.poll() is None and time.monotonic() < deadline, "it never got going"
+        time.sleep(0.01)
+    return process
+
+
+def session_is_empty(session: int) -> bool:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has just ended
+        if int(fields[3]) == session and fields[0] != "Z":
+            return False
+    return True
+
+
+def wait_for_empty_session(session: int) -> None:
+    deadline = time.monotonic() + 20
+    while not session_is_empty(session):
+        assert time.monotonic() < deadline, "worker processes outlive the prepare that was killed"
+        time.sleep(0.05)
+
+
+def test_a_kill_at_any_moment_changes_no_byte(tmp_path: Path) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", make_texts(40))
+    (tmp_path / "work").mkdir()
+    command = [sys.executable, "-m", "tests.data.killing", corpus, tmp_path / "work"]
+    driver = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200
+    )
+    assert driver.returncode == 0, driver.stderr
+    kills, verdict = driver.stdout.split()
+    assert verdict == "identical" and int(kills) > 25
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
+def test_killed_and_interrupted_prepares_with_workers_go_on(
+    tmp_path: Path, ending: signal.Signals
+) -> None:
+    process = start_slow_prepare(tmp_path)
+    with pytest.raises(ConfigError, match="being prepared by another process"):
+        prepare(settings(tmp_path), _shard_tokens=5000)
+    if ending is signal.SIGINT:
+        os.killpg(process.pid, ending)  # Ctrl-C reaches every process of a terminal
+    else:
+        process.kill()
+    assert process.wait(20) != 0
+    wait_for_empty_session(process.pid)
+    assert not (tmp_path / "out").exists()
+    resumed = prepare(settings(tmp_path), _shard_tokens=5000)
+    (tmp_path / "whole").mkdir()
+    whole = prepare(settings(tmp_path, out=str(tmp_path / "whole" / "out")), _shard_tokens=5000)
+    assert folder_bytes(resumed.folder) == folder_bytes(whole.folder)
+
+
+def stop_in_the_middle(folder: Path) -> None:
+    """Leave a `.partial` with finished shards."""
+    write_jsonl(folder / "corpus.jsonl", make_texts(100))
+    (folder / "corpus.jsonl").open("a").write("{broken")
+    with pytest.raises(ConfigError, match="line 101"):
+        prepare(settings(folder), _shard_tokens=3000)
+
+
+def test_unfinished_work_with_other_settings_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[PrepareConfig.__module__], "_BATCH_CHARACTERS", 1000)
+    stop_in_the_middle(tmp_path)
+    before = folder_bytes(tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        prepare(settings(tmp_path, tokenizer="bpe:300"), _shard_tokens=3000)
+    assert_one_line(raised, "prepare.out", "other settings", "Delete", "out.partial")
+    assert folder_bytes(tmp_path) == before
+    with pytest.raises(ConfigError, match="line 101"):
+        prepare(settings(tmp_path), _shard_tokens=3000)
+
+
+def test_settings_may_change_while_nothing_is_done(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "corpus.jsonl", make_texts(1000))
+    with pytest.raises(ConfigError, match="more than the training text yields"):
+        prepare(settings(tmp_path, tokenizer="bpe:9000"))
+    assert prepare(settings(tmp_path, tokenizer="bpe:300")).manifest.tokenizer.vocab_size == 300
+
+
+def test_damaged_progress_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[PrepareConfig.__module__], "_BATCH_CHARACTERS", 1000)
+    stop_in_the_middle(tmp_path)
+    progress = tmp_path / "out.partial" / PROGRESS_FILE
+    content = progress.read_text()
+    for bad in ("{", "{}", "[]"):
+        progress.write_text(bad)
+        with pytest.raises(ConfigError) as raised:
+            prepare(settings(tmp_path), _shard_tokens=3000)
+        assert_one_line(raised, "progress.json", "Delete", "out.partial")
+    progress.write_text(content)
+    for shard in (tmp_path / "out.partial").glob("validation-*.bin"):
+        shard.write_bytes(b"")
+        with pytest.raises(ConfigError, match="of unfinished work but does not"):
+            prepare(settings(tmp_path), _shard_tokens=3000)

@@ -1,0 +1,80 @@
+"""`airmoe doctor` says what is there, what runs, and what is missing with the command for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+import transformers
+from rich.console import Console
+
+import airmoe.kernels
+from airmoe.experiments import doctor
+from airmoe.experiments.doctor import OPTIONAL, examine
+
+
+def shown() -> str:
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    examine().show(console)
+    return console.export_text()
+
+
+def test_versions_and_devices() -> None:
+    found = examine()
+    assert found.versions["python"] == platform.python_version()
+    assert found.versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert found.versions["transformers"] == transformers.__version__
+    assert found.versions["safetensors"] == safetensors.__version__
+    assert found.devices[0] == f"CPU, {torch.get_num_threads()} threads"
+    assert len(found.devices) == 1 + torch.cuda.device_count()
+    text = shown()
+    for name, version in found.versions.items():
+        assert any(name in line and version in line for line in text.splitlines()), name
+
+
+def test_every_kernel_is_named() -> None:
+    folder = Path(airmoe.kernels.__path__[0])
+    packages = {file.parent.name for file in folder.glob("*/__init__.py")}
+    assert packages and set(examine().kernels) == packages
+    text = shown()
+    for name in packages:
+        assert name in text
+
+
+def test_missing_packages_come_with_the_command_that_adds_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = importlib.util.find_spec
+
+    def find_spec(name: str, *rest: Any) -> Any:
+        return None if name in ("datasets", "tensorboard") else real(name, *rest)
+
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", find_spec)
+    text = shown()
+    for package, extra in (("datasets", "data"), ("tensorboard", "track")):
+        (line,) = [line for line in text.splitlines() if line.startswith(f"missing: {package},")]
+        assert OPTIONAL[package][0] in line
+        assert line.rstrip().endswith(f"{sys.executable} -m pip install 'airmoe[{extra}]'")
+    assert "Nothing is missing" not in text
+
+
+def test_nothing_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
+    text = shown()
+    assert "Nothing is missing." in text and "missing:" not in text
+
+
+def test_the_extras_named_exist() -> None:
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for package, (_, extra) in OPTIONAL.items():
+        names = [entry.split(">")[0].replace("-", "_") for entry in extras[extra]]
+        assert package in names

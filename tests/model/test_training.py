@@ -1,0 +1,185 @@
+"""Training: it learns, and checkpointing, compilation, the Trainer and ranks change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+
+import airmoe
+from tests.distributed.launch import run_all
+from tests.model.common import VARIANTS, batch, build
+from tests.model.ranks import sharded, window
+from tests.state.common import assert_same, counting_observe, snapshot
+
+pytestmark = pytest.mark.filterwarnings("ignore:codebook:UserWarning")
+
+MOE = [name for name in VARIANTS if name != "dense"]
+WEIGHTS = {"load_balance_weight": 0.1, "router_z_weight": 0.1}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_batch_is_learned_by_heart(variant: str) -> None:
+    model = build(variant, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2, weight_decay=0.0)
+    if variant != "dense":
+        airmoe.track_optimizer(model, optimizer)
+    ids = batch(30, (2, 16))
+    losses = [torch.inf]
+    while losses[-1] >= 0.05 and len(losses) <= 300:
+        output = model(ids, labels=ids)
+        losses.append(float(output.language_loss))
+        output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.05, losses[-10:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_gpu_trains_like_the_cpu(variant: str) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        model = build(variant, **WEIGHTS).to(device).train()
+        output = model(batch(0).to(device), labels=batch(0).to(device))
+        output.loss.backward()
+        found.append(snapshot(model) | {"loss": output.loss.detach()})
+    for name, value in found[0].items():
+        other = found[1][name].cpu()
+        torch.testing.assert_close(other, value, rtol=2e-4, atol=2e-5, msg=name)
+
+
+def two_steps(variant: str, use_reentrant: bool | None) -> dict[str, Tensor]:
+    """Two micro-batches each; the second step holds both forwards before its backwards."""
+    model = build(variant, attention_dropout=0.1, moe_layers=[0, 2], **WEIGHTS).train()
+    if use_reentrant is not None:
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
+        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    airmoe.track_optimizer(model, optimizer)
+    torch.manual_seed(1)
+    states: dict[str, Tensor] = {}
+    with counting_observe(model.model.layers[2].mlp.router) as seen:
+        for step in range(2):
+            losses = []
+            for index in (2 * step, 2 * step + 1):
+                losses.append(model(batch(index), labels=batch(index)).loss)
+                if step == 0:
+                    losses.pop().backward()
+            for loss in reversed(losses):
+                loss.backward()
+            states |= {f"{step}.{name}": value for name, value in snapshot(model).items()}
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen == [36] * 4
+    return states
+
+
+@pytest.mark.parametrize("variant", MOE)
+def test_gradient_checkpointing_changes_nothing(variant: str) -> None:
+    """Gradients of every loss and the whole state, with jitter and dropout on."""
+    plain = two_steps(variant, None)
+    for use_reentrant in (True, False):
+        assert_same(two_steps(variant, use_reentrant), plain, f"use_reentrant={use_reentrant}")
+
+
+@pytest.mark.parametrize("use_reentrant", [None, True, False])
+def test_router_losses_reach_the_router(use_reentrant: bool | None) -> None:
+    """With the language loss taken away, centroids still get the balance loss's gradient."""
+    gradients = []
+    for weight in (0.0, 0.5):
+        model = build("topk", load_balance_weight=weight)
+        if use_reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        torch.manual_seed(2)
+        model(batch(0), labels=batch(0)).loss.backward()
+        gradients.append(model.model.layers[1].mlp.router.centroids.grad)
+    assert not torch.allclose(gradients[0], gradients[1])
+
+
+def loss_and_gradients(model: Any, called: Any) -> dict[str, Tensor]:
+    """Two micro-batches, run by `called`: the model itself or what it was compiled to."""
+    losses = []
+    for index in range(2):
+        torch.manual_seed(index)
+        losses.append(called(batch(index), labels=batch(index)).loss)
+        losses[-1].backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    return {"losses": torch.stack(losses).detach(), **gradients}
+
+
+@pytest.mark.slow  # the first compilation of a process loads the compiler
+@pytest.mark.parametrize("variant", ["air", "peer"])
+def test_compiled_and_eager_models_agree(variant: str) -> None:
+    eager, compiled = (build(variant, **WEIGHTS).train() for _ in range(2))
+    expected = loss_and_gradients(eager, eager)
+    found = loss_and_gradients(compiled, torch.compile(compiled, backend="aot_eager"))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_trainer_trains_and_evaluates_without_logits(tmp_path: Path) -> None:
+    """Micro-batches with unequal numbers of targets add up to the mean over all of them."""
+    options = {"router_options": {"jitter_std": 0.0}, "load_balance_weight": 0.0}
+    model, twin = (build("topk", **options) for _ in range(2))
+    ids = batch(40, (6, 12))
+    labels = ids.clone()
+    for row in range(5):
+        labels[row, : 2 * row] = -100
+    examples: Any = [{"input_ids": ids[row], "labels": labels[row]} for row in range(6)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        prediction_loss_only=True,
+        learning_rate=0.0,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=3,
+        gradient_accumulation_steps=3,
+        max_steps=1,
+    )
+    trainer = Trainer(model, arguments, train_dataset=examples, eval_dataset=examples)
+    trained = trainer.train().training_loss
+    measured = trainer.evaluate()["eval_loss"]
+    with torch.no_grad():
+        whole = twin.eval()(ids, labels=labels).loss
+        halves = [twin(ids[rows], labels=labels[rows]).loss for rows in (slice(3), slice(3, 6))]
+    assert trained == pytest.approx(float(whole), rel=1e-5)
+    assert measured == pytest.approx(float(sum(halves)) / 2, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    results = run_all({"window": window, "sharded": sharded}, tmp_path_factory.mktemp("ranks"))
+    for name, of_ranks in results.items():
+        for result in of_ranks:
+            assert not isinstance(result, str), f"{name}: {result}"
+    return results
+
+
+def test_ranks_and_micro_batches_add_up_to_the_whole(ranks: dict[str, list[Any]]) -> None:
+    """Ranks with unequal numbers of rows: gradients of both losses are those of one process."""
+    first, second = ranks["window"]
+    for name, value in window(None, lambda: None).items():
+        if name == "loss":  # each rank's share
+            torch.testing.assert_close(first[name] + second[name], value)
+            continue
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_sharded_training_is_that_of_one_process(ranks: dict[str, list[Any]]) -> None:
+    first, second = ranks["sharded"]
+    for name, value in sharded(None, lambda: None).items():
+        if name == "loss":  # each rank's own
+            torch.testing.assert_close((first[name] + second[name]) / 2, value)
+            continue
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-6, msg=name)

@@ -1,0 +1,204 @@
+"""The commands as a user types them: what they print, and how they end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from airmoe.data import open_prepared
+from airmoe.experiments.doctor import examine
+from airmoe.training.load import load_trained
+from tests.training.command import airmoe, assert_one_line, pythonpath
+from tests.training.runs import assignments, in_process, small_run, train_here, write_text
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    config = small_run(folder, steps=2, eval_every=2, eval_blocks=None)
+    assert in_process(lambda: train_here(config, folder / "run")) == 0
+    return folder / "run"
+
+
+def test_prepare(tmp_path: Path) -> None:
+    text = write_text(tmp_path, 60)
+    out = tmp_path / "[bold]tokens-with-a-name-that-is-longer-than-a-terminal-is-wide"
+    arguments = ("prepare", text, "--out", out, "--tokenizer", "bytes")
+    more = ("--validation-fraction", 0.1, "--workers", 1)
+    outcome = airmoe(*arguments, *more)
+    assert (outcome.code, outcome.err) == (0, "")
+    prepared = open_prepared(out)
+    splits = prepared.manifest.splits
+    assert outcome.out.splitlines() == [
+        f"{out}: bytes, 257 token ids",
+        *(f"  {name}: {splits[name].documents:,} documents, {splits[name].tokens:,} tokens" for name in splits),
+    ]
+    assert splits["train"].documents + splits["validation"].documents == 60
+    # Every document is its bytes and an end.
+    size = len(text.read_bytes()) - 2 * 59 + 60
+    assert splits["train"].tokens + splits["validation"].tokens == size
+    manifest = (out / "manifest.json").read_bytes()
+    assert airmoe(*arguments, *more).out == outcome.out  # again: there already
+    assert (out / "manifest.json").read_bytes() == manifest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["nothere.txt"], "corpus: got 'nothere.txt'"),
+        (["text.txt", "--tokenizer", "bpe:5"], "tokenizer: got 'bpe:5'"),
+        (["text.txt", "--validation-fraction", "1"], "prepare.validation_fraction: got 1.0"),
+        (["text.txt", "--max-tokens", "0"], "prepare.max_tokens: got 0"),
+        (["text.txt", "--workers", "0"], "prepare.workers: got 0"),
+        (["text.txt", "--tokenizer", "bytes", "--validation", "no.txt"], "got 'no.txt'"),
+    ],
+)
+def test_wrong_preparations(arguments: list[str], part: str, tmp_path: Path) -> None:
+    write_text(tmp_path, 5)
+    outcome = airmoe("prepare", *arguments, "--out", "tokens", cwd=tmp_path)
+    assert_one_line(outcome, 2, part)
+    assert not (tmp_path / "tokens").exists()
+
+
+def test_train_prints_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    name = "[bold] {run}"
+    config = small_run(tmp_path, steps=2, eval_every=2)
+    outcome = airmoe("train", "tiny", *assignments(config), "--run", tmp_path / name)
+    assert (outcome.code, outcome.err) == (0, "")
+    first, *_, validation, last = outcome.out.splitlines()
+    assert first.startswith(f"{name}  train  step 1/2  loss 5.5")
+    assert validation.startswith(f"{name}  valid  step 2/2  loss 5.")
+    assert "ppl" in validation and "overlap" in validation
+    assert last == f"Finished: {tmp_path / name / 'result.json'}"
+
+
+def test_train_prepares_its_text_and_names_its_folder(tmp_path: Path) -> None:
+    config = small_run(tmp_path, steps=1, eval_every=1)
+    overrides = [*assignments(config), "data.folder=null", "data.validation_fraction=0.1"]
+    outcome = airmoe("train", "tiny", *overrides, "data.corpus=./text.txt", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert (tmp_path / "data" / "text.txt-bytes" / "manifest.json").exists()
+    assert (tmp_path / "runs" / "tiny-air" / "result.json").exists()
+    outcome = airmoe(
+        *("train", "tiny", "--method", "dense", "training.steps=1", "training.batch_size=2"),
+        *("training.micro_batch_size=2", "data.block_size=32", "data.corpus=./text.txt"),
+        *("data.tokenizer=bytes", "data.validation_fraction=0.1", "training.tensorboard=false"),
+        cwd=tmp_path,
+    )
+    assert outcome.code == 0, outcome.err
+    assert (tmp_path / "runs" / "tiny-dense" / "result.json").exists()
+
+
+def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
+    """Names with braces and brackets are text there, too."""
+    odd = tmp_path / "{0} [red]" / "[" / "b] x"  # a path with the text "[/b]" in it
+    odd.mkdir(parents=True)
+    write_text(odd, 60)
+    config = small_run(tmp_path, steps=2, eval_every=2)
+    overrides = [
+        *assignments(config),
+        f"data.corpus={odd}/text.txt",
+        f"data.folder={tmp_path}/new",
+        "data.validation_fraction=0.1",
+    ]
+    outcome = airmoe(
+        *("train", "tiny", *overrides, "--run", odd / "{1} [b]"),
+        patch=lambda: os.environ.update({"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"}),
+    )
+    assert outcome.code == 0, outcome.err
+    assert "2/2" in outcome.out and "{1} [b]" in outcome.out and "preparing" in outcome.out
+
+
+def test_eval(run: Path) -> None:
+    outcome = airmoe("eval", run)
+    assert (outcome.code, outcome.err) == (0, "")
+    (line,) = outcome.out.splitlines()
+    answer = json.loads(line)
+    assert answer["checkpoint"] == str(run / "checkpoint-2")
+    assert answer["split"] == "validation"
+    prepared = open_prepared(run.parent / "tokens")
+    assert answer["tokens"] == prepared.tokens("validation") // 32 * 31
+    assert answer["perplexity"] == pytest.approx(math.exp(answer["loss"]))
+    saved = json.loads((run / "result.json").read_text())["last"]
+    # The same model and blocks: the run's own numbers, to the bit.
+    for name in ("loss", "entropy", "dead_experts", "load_imbalance", "codeword_perplexity"):
+        assert answer[name] == saved[name], name
+
+
+def test_eval_of_other_text(run: Path, tmp_path: Path) -> None:
+    validation = json.loads(airmoe("eval", run).out)
+    train = json.loads(airmoe("eval", run, "--split", "train").out)
+    assert train["split"] == "train" and train["loss"] != validation["loss"]
+    prepared = open_prepared(run.parent / "tokens")
+    assert train["tokens"] == prepared.tokens("train") // 32 * 31
+    again = airmoe("eval", run, "--data", run.parent / "tokens", "--checkpoint", "last")
+    assert json.loads(again.out) == validation
+
+
+def test_generate(run: Path) -> None:
+    arguments = ("generate", run, "the ", "--max-new-tokens", 5)
+    outcome = airmoe(*arguments, "--temperature", 0)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.startswith("the ")
+    assert airmoe(*arguments, "--temperature", 0, "--seed", 3).out == outcome.out
+    seeds = [airmoe(*arguments, "--seed", seed).out for seed in (1, 1, 2)]
+    assert seeds[0] == seeds[1] != seeds[2]
+    assert airmoe("generate", run, "--max-new-tokens", 3).code == 0
+    model = load_trained(run)
+    assert model.tokenizer.identity.kind == "bytes"
+
+
+def test_doctor() -> None:
+    outcome = airmoe("doctor")
+    assert (outcome.code, outcome.err) == (0, "")
+    found = examine()
+    for name in (*found.versions, *found.kernels, *found.versions.values()):
+        assert name in outcome.out, name
+    assert "CPU" in outcome.out
+
+
+def test_help_lists_the_commands() -> None:
+    outcome = airmoe("--help")
+    assert outcome.code == 0
+    for command in ("prepare", "train", "eval", "generate", "doctor"):
+        assert command in outcome.out
+        assert airmoe(command, "--help").code == 0
+
+
+PROBE = """
+import sys
+sys.argv = ["airmoe", "--help"]
+from airmoe.cli import main
+try:
+    main()
+except SystemExit as stop:
+    assert stop.code in (0, None), stop.code
+heavy = {"torch", "transformers", "accelerate", "datasets", "tokenizers", "tensorboard"}
+print("loaded:", *sorted(heavy & set(sys.modules)))
+"""
+
+
+def loaded_by_help() -> set[str]:
+    probe = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        env=os.environ | {"PYTHONPATH": pythonpath()},
+        capture_output=True,
+        text=True,
+    )
+    assert probe.returncode == 0, probe.stderr
+    return set(probe.stdout.splitlines()[-1].split()[1:])
+
+
+def test_help_loads_nothing_it_does_not_need() -> None:
+    assert loaded_by_help() - {"torch"} == set()
+
+
+@pytest.mark.xfail(reason="airmoe/__init__.py imports every part, and so torch")
+def test_help_does_not_load_torch() -> None:
+    assert "torch" not in loaded_by_help()

@@ -1,0 +1,112 @@
+"""What each of two processes does: `torchrun ... -m tests.training.ranks FOLDER JOB ...`.
+
+A start of two processes takes seconds, so one start does several jobs one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from airmoe.distributed import rank, world_size
+from airmoe.routers import Router
+from airmoe.training import RunConfig, evaluate
+from airmoe.training.load import load_trained
+from airmoe.training.trainer import AirMoeTrainer
+from tests.training import kills
+from tests.training.runs import resume_here, train_here
+
+SEEN: list[AirMoeTrainer] = []
+
+
+def remember_trainers() -> None:
+    original = AirMoeTrainer.__init__
+
+    def init(self: AirMoeTrainer, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        SEEN.append(self)
+
+    setattr(AirMoeTrainer, "__init__", init)  # noqa: B010
+
+
+def train_and_save_codebooks(folder: Path, name: str) -> None:
+    """A run, and what this rank's routers hold when it is over."""
+    train_here(read_config(folder, name), folder / name)
+    assert world_size() == 2
+    buffers = {
+        f"{place}.{buffer}": value.clone()
+        for place, router in enumerate(
+            module for module in SEEN[-1].airmoe_model.modules() if isinstance(module, Router)
+        )
+        for buffer, value in router.named_buffers()
+    }
+    save_file(buffers, folder / f"{name}-{rank()}.safetensors")
+
+
+def read_config(folder: Path, name: str) -> RunConfig:
+    return RunConfig.from_json(json.loads((folder / f"{name}.json").read_text()))
+
+
+def evaluate_together(folder: Path, name: str) -> None:
+    """9, 4 and 2 blocks in batches of 4: one rank has a batch too many, or none at all."""
+    trained = load_trained(folder / name)
+    numbers = {}
+    for count in (9, 4, 2):
+        blocks = torch.load(folder / "blocks.pt")[:count]
+        result = evaluate(trained.model, blocks, batch_size=4, quality_tokens=10_000)
+        numbers[count] = {"tokens": result.tokens, **result.numbers()}
+    (folder / f"evaluation-{rank()}.json").write_text(json.dumps(numbers))
+
+
+def killed(folder: Path, name: str) -> None:
+    """Both processes, in the seventh step."""
+    kills.at_micro_batch(7)()
+    train_here(read_config(folder, name), folder / name)
+
+
+def fail(folder: Path, name: str) -> None:
+    """The disk of the first process is full: the second must hear of it."""
+    from airmoe.errors import RunFailed
+    from airmoe.training import checkpoints
+
+    def save_tensors(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    original = checkpoints.save_tensors
+    checkpoints.save_tensors = save_tensors
+    try:
+        train_here(read_config(folder, name), folder / name)
+    except RunFailed as error:
+        (folder / f"{name}-{rank()}.txt").write_text(str(error))
+    finally:
+        checkpoints.save_tensors = original
+
+
+JOBS: dict[str, Callable[[Path, str], None]] = {
+    "train": train_and_save_codebooks,
+    "resume": lambda folder, name: resume_here(folder / name),
+    "evaluate": evaluate_together,
+    "killed": killed,
+    "fail": fail,
+}
+
+
+def main() -> None:
+    remember_trainers()
+    folder = Path(sys.argv[1])
+    for job in sys.argv[2:]:
+        what, _, name = job.partition(":")
+        JOBS[what](folder, name)
+        print(f"done: {job}", flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

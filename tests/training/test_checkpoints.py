@@ -1,0 +1,196 @@
+"""Which checkpoints are kept, which one is best, and what a failed write leaves behind."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from airmoe.errors import ConfigError, RunFailed
+from airmoe.training import best_checkpoint
+from airmoe.training.checkpoints import (
+    checkpoints,
+    clean_up,
+    load_model,
+    load_tensors,
+    remove_old,
+    save_tensors,
+    step_of,
+    write_checkpoint,
+)
+from airmoe.training.evaluation import Evaluation
+from airmoe.training.load import load_trained
+from airmoe.training.trainer import AirMoeTrainer
+from tests.model.common import build, learn_a_little
+from tests.training.runs import in_process, small_run, train_here
+
+
+def fake(folder: Path, *steps: int, best: int | None = None) -> None:
+    for step in steps:
+        (folder / f"checkpoint-{step}").mkdir()
+        state = {"best_global_step": best}
+        (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+
+
+def steps(folder: Path) -> list[int]:
+    return [step_of(path) for path in checkpoints(folder)]
+
+
+def test_checkpoints_are_in_order_of_their_steps(tmp_path: Path) -> None:
+    fake(tmp_path, 1000, 9, 200)
+    (tmp_path / "checkpoint-300.partial").mkdir()
+    (tmp_path / "checkpoint-x").mkdir()
+    (tmp_path / "my-checkpoint-5").mkdir()
+    (tmp_path / "checkpoint-7").write_text("a file")
+    assert steps(tmp_path) == [9, 200, 1000]
+
+
+@pytest.mark.parametrize(
+    ("best", "keep", "kept"),
+    [
+        (None, 2, [4, 5]),
+        (5, 2, [4, 5]),
+        (4, 2, [4, 5]),
+        (1, 2, [1, 5]),
+        (1, 3, [1, 4, 5]),
+        (2, 9, [1, 2, 3, 4, 5]),
+        (77, 2, [4, 5]),  # it is not there
+    ],
+)
+def test_the_best_and_the_newest_stay(best: int | None, keep: int, kept: list[int], tmp_path: Path) -> None:
+    fake(tmp_path, 1, 2, 3, 4, 5)
+    remove_old(tmp_path, keep, None if best is None else tmp_path / f"checkpoint-{best}")
+    assert steps(tmp_path) == kept
+    assert len(list(tmp_path.iterdir())) == len(kept)
+
+
+def test_clean_up_finishes_what_a_kill_left(tmp_path: Path) -> None:
+    fake(tmp_path, 1, 2, 3, best=1)
+    (tmp_path / "checkpoint-4.partial").mkdir()
+    (tmp_path / "checkpoint-4.partial" / "model.safetensors").write_text("half")
+    (tmp_path / "log.jsonl").write_text("")
+    clean_up(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3", "log.jsonl"]
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    clean_up(empty, keep=2)
+
+
+def test_the_best_is_the_one_the_newest_remembers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="checkpoint-N"):
+        best_checkpoint(tmp_path)
+    fake(tmp_path, 2)
+    assert step_of(best_checkpoint(tmp_path)) == 2  # never evaluated
+    fake(tmp_path, 4, best=2)
+    assert step_of(best_checkpoint(tmp_path)) == 2
+    fake(tmp_path, 6, best=6)
+    assert step_of(best_checkpoint(tmp_path)) == 6
+
+
+def test_a_failed_write_leaves_no_trace(tmp_path: Path) -> None:
+    fake(tmp_path, 2)
+
+    def fill(folder: Path) -> None:
+        save_tensors({"a": torch.zeros(3)}, folder / "a.safetensors")
+        raise PermissionError(13, "Permission denied", "b")
+
+    with pytest.raises(RunFailed, match=r"step 4: .*Permission denied.*checkpoint-2 is whole.*--resume"):
+        write_checkpoint(tmp_path, 4, fill)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+def test_a_mistake_in_the_code_is_not_called_a_full_disk(tmp_path: Path) -> None:
+    def fill(folder: Path) -> None:
+        raise KeyError("bug")
+
+    with pytest.raises(KeyError):
+        write_checkpoint(tmp_path, 4, fill)
+    assert checkpoints(tmp_path) == []
+
+
+def test_tensors_that_are_no_block_of_memory_are_saved_right(tmp_path: Path) -> None:
+    value = torch.arange(12.0).reshape(3, 4).T
+    save_tensors({"a": value}, tmp_path / "a.safetensors")
+    assert torch.equal(load_tensors(tmp_path / "a.safetensors")["a"], value)
+
+
+def test_a_model_is_loaded_whole_or_refused(tmp_path: Path) -> None:
+    source, target = learn_a_little(build("air")), build("air")
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.add_(1)
+    source.save_pretrained(tmp_path)
+    load_model(tmp_path, target)
+    assert all(
+        torch.equal(value, source.state_dict()[name]) for name, value in target.state_dict().items()
+    )
+    for other in (
+        build("air", num_hidden_layers=2),
+        build("air", hidden_size=32),
+        build("peer"),
+        build("dense"),
+        build("air", tie_word_embeddings=False),
+    ):
+        with pytest.raises(ConfigError, match="same model") as error:
+            load_model(tmp_path, other)
+        assert "\n" not in str(error.value)
+
+
+LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5}
+
+
+def test_the_best_is_chosen_by_validation_loss(tmp_path: Path) -> None:
+    """The losses of a run that overfits are given, everything else is real."""
+    config = small_run(tmp_path, steps=8, eval_every=2)
+
+    def job() -> None:
+        def evaluation(self: AirMoeTrainer) -> Evaluation:
+            return Evaluation(LOSSES[self.state.global_step], 10, {})
+
+        setattr(AirMoeTrainer, "evaluation", evaluation)  # noqa: B010
+        train_here(config, tmp_path / "run")
+
+    assert in_process(job) == 0
+    run = tmp_path / "run"
+    assert steps(run) == [4, 8]
+    assert step_of(best_checkpoint(run)) == 4
+    assert step_of(load_trained(run, "best").checkpoint) == 4
+    assert step_of(load_trained(run, "last").checkpoint) == 8
+    result: dict[str, Any] = json.loads((run / "result.json").read_text())
+    assert (result["best"]["step"], result["best"]["loss"]) == (4, 1.0)
+    assert result["best"]["perplexity"] == math.e
+    assert (result["last"]["step"], result["last"]["loss"]) == (8, 2.5)
+
+
+def test_checkpoints_between_evaluations_do_not_push_the_best_out(tmp_path: Path) -> None:
+    config = small_run(tmp_path, steps=7, eval_every=4, save_every=1, keep_checkpoints=3)
+
+    def job() -> None:
+        def evaluation(self: AirMoeTrainer) -> Evaluation:
+            return Evaluation(float(self.state.global_step), 10, {})
+
+        setattr(AirMoeTrainer, "evaluation", evaluation)  # noqa: B010
+        train_here(config, tmp_path / "run")
+
+    assert in_process(job) == 0
+    assert steps(tmp_path / "run") == [4, 6, 7]
+    assert step_of(best_checkpoint(tmp_path / "run")) == 4
+
+
+def test_a_checkpoint_is_an_ordinary_hugging_face_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = small_run(tmp_path, steps=2, eval_every=2)
+    assert in_process(lambda: train_here(config, tmp_path / "run")) == 0
+    folder = tmp_path / "run" / "checkpoint-2"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ours = load_trained(tmp_path / "run").model
+    ids = torch.tensor([list(b"the router learns")])
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, ours(ids).logits)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("the router", add_special_tokens=False)["input_ids"] == list(b"the router")

@@ -1,0 +1,192 @@
+"""A run's settings: strict, nested overrides, and JSON both ways without loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airmoe.errors import ConfigError
+from airmoe.experiments import PRESETS, preset
+from airmoe.model import METHODS, AirMoeConfig
+from airmoe.training import (
+    MODEL_OPTIONS,
+    DataOptions,
+    RunConfig,
+    TrainingOptions,
+    model_options,
+    override,
+)
+from tests.training.runs import assignments, small_model, small_run
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("method", METHODS)
+def test_settings_survive_json(name: str, method: str) -> None:
+    run = preset(name, method)
+    again = RunConfig.from_json(json.loads(json.dumps(run.to_json())))
+    assert again == run
+    assert again.to_json() == run.to_json()
+
+
+def test_overrides_can_make_any_run_out_of_any_other(tmp_path: Path) -> None:
+    wanted = small_run(tmp_path, small_model(router="peer", router_options={"num_heads": 2}))
+    made = override(preset("medium-c5", "hierarchical"), assignments(wanted))
+    assert dataclasses.replace(made, preset="test") == wanted
+
+
+def test_an_override_changes_one_thing_and_not_the_original() -> None:
+    start = preset("tiny")
+    before = start.to_json()
+    changed = override(start, ["training.learning_rate=0.5"])
+    assert start.to_json() == before
+    assert changed.training.learning_rate == 0.5
+    assert dataclasses.replace(changed, training=start.training) == start
+
+
+def test_values_are_json_or_plain_text() -> None:
+    start = preset("tiny")
+    made = override(
+        start,
+        [
+            "training.steps=7",
+            "training.epochs=null",
+            "training.learning_rate=1e-2",
+            "training.tensorboard=false",
+            "training.precision=bf16",
+            'training.eval_every="epoch"',
+            "data.corpus=some/where=odd.txt",
+            'data.folder="7"',
+            "model.moe_layers=[0, 2]",
+            'model.router_options={"num_codewords": 16, "shortlist_size": 64}',
+        ],
+    )
+    assert (made.training.steps, made.training.epochs) == (7, None)
+    assert (made.training.learning_rate, made.training.tensorboard) == (0.01, False)
+    assert (made.training.precision, made.training.eval_every) == ("bf16", "epoch")
+    assert (made.data.corpus, made.data.folder) == ("some/where=odd.txt", "7")
+    assert made.model["moe_layers"] == [0, 2]
+    assert made.model["router_options"] == {"num_codewords": 16, "shortlist_size": 64}
+
+
+def test_router_options_are_reached_one_by_one() -> None:
+    start = preset("tiny")
+    made = override(start, ["model.router_options.jitter_std=0", "model.router_options.probes=2"])
+    assert made.model["router_options"] == {
+        **start.model["router_options"],
+        "jitter_std": 0,
+        "probes": 2,
+    }
+    assert made.model_config(100, 1).router_config().jitter_std == 0
+
+
+def test_another_router_starts_without_the_options_of_the_old_one() -> None:
+    made = override(preset("tiny"), ["model.router=peer", "model.router_options.num_heads=2"])
+    assert made.model["router_options"] == {"num_heads": 2}
+    with pytest.raises(ConfigError, match="num_heads"):  # in the other order they are lost and said
+        override(preset("tiny"), ["model.router_options.num_heads=2"])
+    # Setting the router it has already also clears them: the rule does not look at the value.
+    assert override(preset("tiny"), ["model.router=air"]).model["router_options"] == {}
+
+
+def test_the_last_of_several_overrides_counts() -> None:
+    made = override(preset("tiny"), ["training.steps=5", "training.steps=6"])
+    assert made.training.steps == 6
+
+
+@pytest.mark.parametrize(
+    ("assignment", "field"),
+    [
+        ("training.steps", "overrides"),
+        ("", "overrides"),
+        ("=5", ""),
+        ("training=5", "training"),
+        ("preset=tiny", "preset"),
+        ("training.steps.more=5", "training.steps.more"),
+        ("model.router_options.a.b=5", "model.router_options.a.b"),
+        ("model.torch_dtype=bfloat16", "model.torch_dtype"),
+        ("model.router_options.dim=5", "model.router_options.dim"),
+        ("Training.steps=5", "Training.steps"),
+        ("training.gradient_checkpointing=1", "training.gradient_checkpointing"),
+        ("training.steps=5.0", "training.steps"),
+        ("training.keep_checkpoints=1", "training.keep_checkpoints"),
+        ("training.warmup=1", "training.warmup"),
+        ("training.learning_rate=NaN", "training.learning_rate"),
+        ("data.block_size=1", "data.block_size"),
+        ("data.corpus=", "data.corpus"),
+        ("model.num_experts_per_tok=0", "model.num_experts_per_tok"),
+        ("model.rms_norm_eps=NaN", "model.rms_norm_eps"),
+        ("model.num_key_value_heads=0", "model.num_key_value_heads"),
+        ("model.intermediate_size=-1", "model.intermediate_size"),
+    ],
+)
+def test_wrong_overrides_name_their_field(assignment: str, field: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        override(preset("tiny"), [assignment])
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize("options", ["plain text", 5, [1]])
+def test_an_option_cannot_be_put_into_what_is_no_mapping(options: Any) -> None:
+    text = json.dumps(options)
+    with pytest.raises(ConfigError) as error:
+        override(preset("tiny"), [f"model.router_options={text}", "model.router_options.probes=2"])
+    assert error.value.field == "model.router_options"
+
+
+def test_unknown_keys_list_the_valid_ones() -> None:
+    with pytest.raises(ConfigError) as error:
+        override(preset("tiny"), ["model.width=5"])
+    assert error.value.remedy == f"Valid options: {', '.join(MODEL_OPTIONS)}."
+    with pytest.raises(ConfigError) as error:
+        TrainingOptions(batch_size=1, micro_batch_size=1, steps=1, stepz=1)  # pyright: ignore
+    assert "stepz" in str(error.value) and "learning_rate" in str(error.value)
+
+
+def test_the_vocabulary_follows_the_tokenizer(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    assert run.model_config(300, 299).vocab_size == 300
+    assert run.model_config(300, 299).eos_token_id == 299
+    larger = dataclasses.replace(run, model={**run.model, "vocab_size": 512})
+    assert larger.model_config(300, 299).vocab_size == 512
+    exact = dataclasses.replace(run, model={**run.model, "vocab_size": 300})
+    assert exact.model_config(300, 299).vocab_size == 300
+    with pytest.raises(ConfigError, match=r"model\.vocab_size.*>= 301"):
+        exact.model_config(301, 300)
+
+
+def test_model_options_rebuild_the_model() -> None:
+    config = AirMoeConfig(
+        vocab_size=11, hidden_size=24, num_hidden_layers=4, moe_layers=[1, 3], initializer_range=0.5
+    )
+    run = RunConfig(
+        preset="x",
+        model=model_options(config),
+        data=DataOptions(corpus="c", tokenizer="bytes", block_size=8),
+        training=TrainingOptions(batch_size=1, micro_batch_size=1, steps=1),
+    )
+    again = run.model_config(11, 10)
+    for name in MODEL_OPTIONS:
+        assert getattr(again, name) == getattr(config, name), name
+
+
+def test_the_middle_layer_stays_the_middle_when_the_depth_changes() -> None:
+    made = override(preset("tiny"), ["model.num_hidden_layers=8"])
+    assert made.model_config(10, 1).moe_layers == [4]
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "processes", "windows"), [(64, 16, 1, 4), (64, 16, 4, 1), (64, 8, 2, 4)]
+)
+def test_accumulation(batch: int, micro: int, processes: int, windows: int) -> None:
+    options = TrainingOptions(batch_size=batch, micro_batch_size=micro, steps=1)
+    assert options.accumulation_steps(processes) == windows
+
+
+def test_too_many_processes_for_a_batch() -> None:
+    options = TrainingOptions(batch_size=8, micro_batch_size=4, steps=1)
+    with pytest.raises(ConfigError, match=r"training\.batch_size: got 8, .*4 x 3"):
+        options.accumulation_steps(3)

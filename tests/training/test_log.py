@@ -1,0 +1,246 @@
+"""What a run writes down: log lines, TensorBoard, run.json and result.json, number by number."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import subprocess
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import airmoe
+from airmoe.training import RunConfig, TrainingOptions, trainer
+from airmoe.training.callbacks import Recorder
+from airmoe.training.load import load_trained
+from airmoe.training.run import read_log
+from tests.training import kills
+from tests.training.command import airmoe as command
+from tests.training.command import assert_one_line
+from tests.training.runs import assignments, in_process, resume_here, small_model, small_run, train_here
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+    folder = tmp_path_factory.mktemp("log")
+    config = small_run(folder, tensorboard=True)
+    assert in_process(lambda: train_here(config, folder / "run")) == 0
+    return config, folder / "run"
+
+
+def lines_of(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [line for line in read_log(run / "log.jsonl") if line["kind"] == kind]
+
+
+TRAIN_FIELDS = {
+    *("kind", "step", "epoch", "tokens", "loss", "grad_norm", "learning_rate"),
+    *("load_balance_loss", "entropy", "dead_experts", "load_imbalance", "overlap", "mass_recall"),
+    *("mass_recall_bound", "codeword_perplexity", "staleness", "seconds", "tokens_per_second"),
+}
+EVAL_FIELDS = {
+    *("kind", "step", "epoch", "tokens", "loss", "perplexity", "entropy", "dead_experts"),
+    *("load_imbalance", "overlap", "mass_recall", "mass_recall_bound", "codeword_perplexity"),
+    "seconds",
+}
+
+
+def test_lines_and_their_fields(finished: tuple[RunConfig, Path]) -> None:
+    config, run = finished
+    train, evaluations = lines_of(run, "train"), lines_of(run, "eval")
+    assert [line["step"] for line in train] == [1, 3, 6, 9, 12]
+    assert [line["step"] for line in evaluations] == [4, 8, 12]
+    assert len(read_log(run / "log.jsonl")) == 8
+    for line in train:
+        assert line.keys() == TRAIN_FIELDS
+    for line in evaluations:
+        assert line.keys() == EVAL_FIELDS
+        assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
+    per_step = config.training.batch_size * config.data.block_size
+    for line in train + evaluations:
+        assert line["tokens"] == line["step"] * per_step
+        numbers = [value for name, value in line.items() if name != "kind"]
+        assert all(isinstance(value, (int, float)) and math.isfinite(value) for value in numbers)
+        assert 0 <= line["dead_experts"] <= 1 and 0 <= line["overlap"] <= 1
+    seconds = [line["seconds"] for line in read_log(run / "log.jsonl")]
+    assert seconds == sorted(seconds) and seconds[0] > 0
+
+
+def test_the_schedule_is_a_line_up_and_a_line_down(tmp_path: Path) -> None:
+    """Of 20 steps 5 % are one: it warms up from 0, then falls to nearly 0 at the last."""
+    config = small_run(
+        tmp_path, small_model(moe_layers=[]), steps=20, log_every=1, eval_every=20, eval_blocks=1
+    )
+    assert in_process(lambda: train_here(config, tmp_path / "run")) == 0
+    rates = [line["learning_rate"] for line in lines_of(tmp_path / "run", "train")]
+    peak = config.training.learning_rate
+    assert rates == pytest.approx([0.0] + [peak * (20 - step) / 19 for step in range(1, 20)])
+
+
+def test_a_train_line_is_the_mean_since_the_line_before(tmp_path: Path) -> None:
+    """And counts each token once, whatever the micro-batches."""
+    each = small_run(tmp_path, steps=6, log_every=1, eval_every=6)
+    rare = small_run(tmp_path, steps=6, log_every=3, eval_every=6)
+    for name, config in (("each", each), ("rare", rare)):
+        assert in_process(lambda config=config, name=name: train_here(config, tmp_path / name)) == 0
+    losses = [line["loss"] for line in lines_of(tmp_path / "each", "train")]
+    found = {line["step"]: line["loss"] for line in lines_of(tmp_path / "rare", "train")}
+    assert found.keys() == {1, 3, 6}
+    # Three float32 additions of losses near 6, each rounded to 2^-24 of the sum.
+    assert found[1] == losses[0]
+    assert found[3] == pytest.approx(sum(losses[1:3]) / 2, rel=4 * 2**-24)
+    assert found[6] == pytest.approx(sum(losses[3:6]) / 3, rel=4 * 2**-24)
+
+
+def test_the_first_line_is_the_loss_of_a_new_model(finished: tuple[RunConfig, Path]) -> None:
+    """Nothing is learned yet: the logarithm of the vocabulary, and the small router losses."""
+    first = lines_of(finished[1], "train")[0]
+    assert first["loss"] == pytest.approx(math.log(257), abs=0.1)
+
+
+def test_other_models_log_what_they_have(tmp_path: Path) -> None:
+    dense = small_run(tmp_path, small_model(moe_layers=[]), steps=1, eval_every=1)
+    assert in_process(lambda: train_here(dense, tmp_path / "dense")) == 0
+    routing = TRAIN_FIELDS - {"kind", "step", "epoch", "tokens", "loss", "grad_norm", "learning_rate"}
+    (line,) = lines_of(tmp_path / "dense", "train")
+    assert line.keys() == TRAIN_FIELDS - routing | {"seconds", "tokens_per_second"}
+
+
+def test_the_log_of_a_killed_run_is_whole_lines(tmp_path: Path) -> None:
+    config = small_run(tmp_path, log_every=1)
+
+    def job() -> None:
+        kills.after_log_line(6)()
+        train_here(config, tmp_path / "run")
+
+    assert in_process(job) < 0
+    text = (tmp_path / "run" / "log.jsonl").read_text()
+    assert text.endswith("\n") and len([json.loads(line) for line in text.splitlines()]) == 6
+
+
+def test_run_json(finished: tuple[RunConfig, Path]) -> None:
+    config, run = finished
+    values = json.loads((run / "run.json").read_text())
+    assert values["format"] == 1
+    assert RunConfig.from_json(values["config"]) == config
+    assert values["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert values["versions"]["transformers"] == transformers.__version__
+    assert {"python", "airmoe", "accelerate", "safetensors", "numpy"} <= values["versions"].keys()
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    if (ROOT / ".git").exists() and not head.returncode:
+        assert values["git"]["commit"] == head.stdout.strip()
+        assert isinstance(values["git"]["changed"], bool)
+    else:
+        assert values["git"] == {"commit": None, "changed": None}
+    assert values["machine"].keys() == {"device", "count"}
+
+
+def test_result_json(finished: tuple[RunConfig, Path]) -> None:
+    config, run = finished
+    result = json.loads((run / "result.json").read_text())
+    log = read_log(run / "log.jsonl")
+    evaluations = [line for line in log if line["kind"] == "eval"]
+    assert result["config"] == config.to_json()
+    assert result["log"] == log
+    assert result["best"] == min(evaluations, key=lambda line: line["loss"])
+    assert result["last"] == evaluations[-1]
+    assert result["tokens"] == 12 * 8 * 32
+    assert result["seconds"] == evaluations[-1]["seconds"]
+    speeds = [line["tokens_per_second"] for line in log if line["kind"] == "train"]
+    assert result["tokens_per_second"] == median(speeds)
+    assert 0.05 < result["peak_memory_gib"] < 100
+    model = load_trained(run).model
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert result["parameters"]["total"] == total
+    inactive = (64 - 4) * 3 * 32  # experts a token leaves out, three rows of the width each
+    assert result["parameters"]["active"] == total - inactive
+    started = json.loads((run / "run.json").read_text())
+    assert result["versions"] == started["versions"]
+    assert result["git"] == started["git"]
+    assert airmoe.__version__
+
+
+def events(run: Path) -> dict[str, list[tuple[int, float]]]:
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    ).EventAccumulator(str(run / "tensorboard"))
+    accumulator.Reload()
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_has_the_same_numbers(finished: tuple[RunConfig, Path]) -> None:
+    _, run = finished
+    found = events(run)
+    for kind in ("train", "eval"):
+        lines = lines_of(run, kind)
+        for name in lines[0].keys() - {"kind", "step", "tokens"}:
+            expected = [(line["step"], pytest.approx(line[name], rel=1e-6)) for line in lines]
+            assert found[f"{kind}/{name}"] == expected, name
+
+
+def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    config = small_run(tmp_path, tensorboard=True, log_every=1, steps=8)
+
+    def killed() -> None:
+        kills.before_step(8)()
+        train_here(config, tmp_path / "run")
+
+    assert in_process(killed) < 0
+    assert [step for step, _ in events(tmp_path / "run")["train/loss"]] == list(range(1, 8))
+    assert in_process(lambda: resume_here(tmp_path / "run")) == 0
+    found = events(tmp_path / "run")
+    assert [step for step, _ in found["train/loss"]] == list(range(1, 9))
+    assert [step for step, _ in found["eval/loss"]] == [4, 8]
+
+
+def test_without_tensorboard_the_run_says_so_before_it_starts(tmp_path: Path) -> None:
+    """And leaves no folder behind that would refuse the corrected command."""
+
+    def patch() -> None:
+        real = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *rest: (
+            None if name == "tensorboard" else real(name, *rest)
+        )
+
+    config = small_run(tmp_path, tensorboard=True)
+    outcome = command("train", "tiny", *assignments(config), "--run", tmp_path / "run", patch=patch)
+    assert_one_line(outcome, 2, "training.tensorboard", "airmoe[track]", "tensorboard=false")
+    assert not (tmp_path / "run").exists()
+
+
+def test_times_leave_out_what_is_not_training(tmp_path: Path) -> None:
+    """A slow evaluation must not make training look slow."""
+    config = small_run(tmp_path, steps=4, eval_every=2, log_every=1)
+
+    def job() -> None:
+        original = trainer.evaluate
+
+        def slow(*arguments: Any, **named: Any) -> Any:
+            time.sleep(1.5)
+            return original(*arguments, **named)
+
+        setattr(trainer, "evaluate", slow)  # noqa: B010
+        train_here(config, tmp_path / "run")
+
+    assert in_process(job) == 0
+    lines = lines_of(tmp_path / "run", "train")
+    assert lines[2]["seconds"] - lines[1]["seconds"] > 1.5
+    assert lines[2]["tokens_per_second"] > 8 * 32 / 1.5  # the step alone
+
+
+def test_time_fields_are_the_only_ones_that_may_differ() -> None:
+    assert set(Recorder.TIME_FIELDS) <= TRAIN_FIELDS
+    assert TrainingOptions(batch_size=1, micro_batch_size=1, steps=1).log_every == 500

@@ -1,0 +1,70 @@
+"""Precisions and compiled layers: the same run, to what their arithmetic allows."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from airmoe.training import RunConfig
+from tests.training.runs import in_process, small_model, small_run, timeless_log, train_here
+
+
+def run_of(folder: Path, name: str, **options: Any) -> tuple[RunConfig, Path]:
+    config = small_run(folder, **({"steps": 4, "eval_every": 4, "log_every": 1} | options))
+    assert in_process(lambda: train_here(config, folder / name)) == 0
+    return config, folder / name
+
+
+def one_layer() -> dict[str, Any]:
+    return small_model(num_hidden_layers=1, moe_layers=[0])
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in timeless_log(run)]
+
+
+def test_bf16_computes_in_bf16_and_keeps_its_state_in_float32(tmp_path: Path) -> None:
+    _, single = run_of(tmp_path, "fp32")
+    _, half = run_of(tmp_path, "bf16", precision="bf16")
+    assert all(math.isfinite(loss) for loss in losses(half))
+    assert losses(half) != losses(single)  # it really computes otherwise
+    # A product rounded to 8 bits is off by 2^-9; a loss of 5.5 nats is the mean of 248 of them.
+    assert losses(half)[0] == pytest.approx(losses(single)[0], rel=2**-9)
+    saved = load_file(half / "checkpoint-4" / "model.safetensors")
+    assert {tensor.dtype for name, tensor in saved.items() if "codebook" in name} >= {torch.float32}
+    for name, tensor in saved.items():
+        assert not tensor.is_floating_point() or tensor.dtype == torch.float32, name
+        assert tensor.isfinite().all(), name
+    moments = load_file(half / "checkpoint-4" / "optimizer.safetensors")
+    assert {tensor.dtype for tensor in moments.values()} == {torch.float32}
+
+
+def test_gradient_checkpointing_changes_no_bit(tmp_path: Path) -> None:
+    _, plain = run_of(tmp_path, "plain")
+    _, saving = run_of(tmp_path, "saving", gradient_checkpointing=True)
+    assert timeless_log(saving) == timeless_log(plain)
+    one, other = (load_file(run / "checkpoint-4" / "model.safetensors") for run in (plain, saving))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_layers_train_the_same(tmp_path: Path) -> None:
+    # One shape everywhere: another one would be compiled again.
+    options = {"steps": 2, "eval_every": 2, "eval_blocks": 4, "model": one_layer()}
+    _, eager = run_of(tmp_path, "eager", **options)
+    _, compiled = run_of(tmp_path, "compiled", **options, compile=True)
+    # Fused sums add in another order: a few roundings of 2^-24 in losses near 5.5, after one
+    # optimizer step that makes them at most some thousand times larger (learning rate / epsilon).
+    assert losses(compiled)[0] == pytest.approx(losses(eager)[0], rel=1e-6)
+    assert losses(compiled) == pytest.approx(losses(eager), rel=1e-4)
+    names = [
+        set(load_file(run / "checkpoint-2" / "model.safetensors")) for run in (eager, compiled)
+    ]
+    assert names[0] == names[1]  # no "_orig_mod" in front

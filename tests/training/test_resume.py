@@ -1,0 +1,233 @@
+"""A run that is killed and resumed ends with the bits of one that never was."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airmoe import ROUTERS
+from airmoe.training import RunConfig
+from airmoe.training.checkpoints import checkpoints, step_of
+from airmoe.training.order import EpochOrder
+from tests.training import kills
+from tests.training.runs import (
+    assert_same_run,
+    differing,
+    in_process,
+    resume_here,
+    small_model,
+    small_run,
+    tensors_of,
+    timeless_log,
+    train_here,
+)
+
+
+def killed(config: RunConfig, folder: Path, kill: kills.Kill) -> None:
+    """Start a run that does not survive."""
+
+    def job() -> None:
+        kill()
+        train_here(config, folder)
+
+    assert in_process(job) == -signal.SIGKILL
+
+
+def resumed(folder: Path, kill: kills.Kill | None = None) -> None:
+    def job() -> None:
+        if kill is not None:
+            kill()
+        resume_here(folder)
+
+    assert in_process(job) == (0 if kill is None else -signal.SIGKILL)
+
+
+def uninterrupted(config: RunConfig, folder: Path) -> Path:
+    assert in_process(lambda: train_here(config, folder)) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+    """The settings of most tests here, and the run that was never killed."""
+    folder = tmp_path_factory.mktemp("plain")
+    config = small_run(folder)
+    return config, uninterrupted(config, folder / "reference")
+
+
+# 12 steps of 2 micro-batches, evaluated and saved at 4, 8 and 12, logged at 1, 3, 6, 9 and 12;
+# an evaluation has 3 batches; a checkpoint's tensor files are optimizer and random states.
+KILLS = {
+    "before the first step": kills.before_step(1),
+    "before the first checkpoint": kills.before_step(3),
+    "between windows": kills.before_step(7),
+    "just before a checkpoint": kills.before_step(8),
+    "inside a window": kills.at_micro_batch(2 * 5 + 1),
+    "in the second micro-batch": kills.at_micro_batch(2 * 6 + 2),
+    "after the optimizer's step": kills.after_optimizer_step(6),
+    "after a log line": kills.after_log_line(4),
+    "in the first evaluation": kills.in_evaluation(2),
+    "in an evaluation": kills.in_evaluation(3 + 2),
+    "in the first checkpoint": kills.in_fill(1),
+    "in a checkpoint, after its model": kills.in_fill(2 + 1),
+    "in a checkpoint, after its optimizer": kills.in_fill(2 + 2),
+    "before a checkpoint's name": kills.before_rename(2),
+    "before the last checkpoint's name": kills.before_rename(3),
+    "before the rotation": kills.before_rotation(2),
+    "before the last rotation": kills.before_rotation(3),
+    "in the rotation": kills.in_rotation,
+    "right after a checkpoint": kills.after_rotation(2),
+    "before the result": kills.before_result,
+}
+
+
+@pytest.mark.parametrize("moment", KILLS)
+def test_a_killed_run_ends_like_an_uninterrupted_one(
+    moment: str, plain: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
+    config, reference = plain
+    killed(config, tmp_path / "run", KILLS[moment])
+    assert not (tmp_path / "run" / "result.json").exists()
+    resumed(tmp_path / "run")
+    assert_same_run(tmp_path / "run", reference)
+
+
+def test_killed_twice_and_with_a_torn_log_line(
+    plain: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
+    config, reference = plain
+    run = tmp_path / "run"
+    killed(config, run, kills.before_step(7))
+    with (run / "log.jsonl").open("a") as log:
+        log.write('{"kind": "train", "step": 6, "los')
+    resumed(run, kills.in_fill(1))
+    resumed(run, kills.at_micro_batch(1))
+    resumed(run)
+    assert_same_run(run, reference)
+
+
+def test_resuming_a_finished_run_changes_nothing(
+    plain: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
+    config, reference = plain
+    run = uninterrupted(config, tmp_path / "run")
+    resumed(run)
+    assert_same_run(run, reference)
+
+
+def test_the_comparison_can_fail(plain: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    """Another seed must show in every kind of state, or the tests above would prove nothing."""
+    config, reference = plain
+    other = small_run(Path(config.data.corpus).parent, seed=43)
+    run = uninterrupted(other, tmp_path / "run")
+    found = " ".join(differing(tensors_of(run / "checkpoint-12"), tensors_of(reference / "checkpoint-12")))
+    for part in (
+        "model.safetensors/model.layers.1.mlp.router.codebook.codewords",
+        "model.safetensors/model.layers.1.mlp.router.centroids",
+        "optimizer.safetensors/model.layers.1.mlp.router.centroids/exp_avg_sq",
+        "random-0.safetensors/torch",
+    ):
+        assert part in found
+    assert timeless_log(run) != timeless_log(reference)
+
+
+ROUTER_OPTIONS: dict[str, dict[str, Any]] = {
+    "air": {"num_codewords": 8, "shortlist_size": 16, "jitter_std": 0.1, "probes": 2},
+    "peer": {"num_heads": 2},
+    "hierarchical": {"num_clusters": 8, "num_selected_clusters": 2},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    **{
+        name: {"router": name, "router_options": ROUTER_OPTIONS.get(name, {})} for name in ROUTERS
+    },
+    "air, experts choose": {
+        "router_options": {"num_codewords": 8, "shortlist_size": 16, "gate": "expert_choice"}
+    },
+    "air, many dead codes": {
+        "router_options": {"num_codewords": 32, "shortlist_size": 16, "dead_below": 8.0},
+        "shortlist_balance_weight": 0.01,
+        "router_z_weight": 0.001,
+        "moe_layers": [0, 1],
+    },
+    "coarse": {
+        "router": "topk",
+        "router_options": {},
+        "experts": "coarse",
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "expert_size": 8,
+    },
+    "dense": {"moe_layers": []},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_router_resumes_exactly(name: str, tmp_path: Path) -> None:
+    config = small_run(
+        tmp_path, small_model(**MODELS[name]), documents=60, steps=5, eval_every=2, log_every=2
+    )
+    reference = uninterrupted(config, tmp_path / "reference")
+    killed(config, tmp_path / "run", kills.at_micro_batch(2 * 2 + 2))
+    assert [step_of(path) for path in checkpoints(tmp_path / "run")] == [2]
+    resumed(tmp_path / "run")
+    assert_same_run(tmp_path / "run", reference)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"gradient_checkpointing": True}, id="gradient checkpointing"),
+        pytest.param({"precision": "bf16"}, id="bf16"),
+        pytest.param({"save_every": 3, "eval_every": 5, "keep_checkpoints": 3}, id="save_every"),
+        pytest.param({"batch_size": 4, "log_every": 4}, id="one micro-batch"),
+        pytest.param({"log_every": 100}, id="one log line"),
+    ],
+)
+def test_recipes_resume_exactly(options: dict[str, Any], tmp_path: Path) -> None:
+    config = small_run(tmp_path, **({"steps": 8} | options))
+    reference = uninterrupted(config, tmp_path / "reference")
+    killed(config, tmp_path / "run", kills.before_step(8))
+    assert checkpoints(tmp_path / "run")
+    resumed(tmp_path / "run")
+    assert_same_run(tmp_path / "run", reference)
+
+
+@pytest.fixture(scope="module")
+def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+    """12 steps each, evaluated and saved at their ends, and saved every 5 steps."""
+    folder = tmp_path_factory.mktemp("epochs")
+    config = small_run(
+        folder, documents=14, steps=None, epochs=2, eval_every="epoch", save_every=5
+    )
+    return config, uninterrupted(config, folder / "reference")
+
+
+@pytest.mark.parametrize(
+    ("step", "newest"), [(12, 10), (13, 12), (18, 15)], ids=["within", "between", "after"]
+)
+def test_epochs_resume_exactly(
+    step: int, newest: int, two_epochs: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
+    config, reference = two_epochs
+    assert [line["step"] for line in timeless_log(reference) if line["kind"] == "eval"] == [12, 24]
+    killed(config, tmp_path / "run", kills.before_step(step))
+    assert step_of(checkpoints(tmp_path / "run")[-1]) == newest
+    resumed(tmp_path / "run")
+    assert_same_run(tmp_path / "run", reference)
+
+
+def test_epochs_see_every_block_once_in_a_new_order() -> None:
+    order = EpochOrder(num_blocks=21, batch_size=4, seed=5)
+    orders = []
+    for epoch in range(3):
+        order.set_epoch(epoch)
+        orders.append(list(order))
+        assert len(orders[-1]) == len(order) == 20
+        assert len(set(orders[-1])) == 20 and set(orders[-1]) < set(range(21))
+        assert list(order) == orders[-1]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    again = EpochOrder(num_blocks=21, batch_size=4, seed=6)
+    assert list(again) != orders[0]

@@ -1,0 +1,169 @@
+"""Ctrl-C and a polite kill: the step is finished and saved, and the run goes on exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airmoe.training import RunConfig, callbacks, evaluation
+from airmoe.training.checkpoints import checkpoints, step_of
+from airmoe.training.trainer import AirMoeTrainer
+from tests.training import kills
+from tests.training.command import airmoe, started
+from tests.training.runs import (
+    assert_same_run,
+    assignments,
+    in_process,
+    small_run,
+    train_here,
+)
+
+INTERRUPTED, TERMINATED = 130, 143
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+    folder = tmp_path_factory.mktemp("signals")
+    config = small_run(folder)
+    assert in_process(lambda: train_here(config, folder / "reference")) == 0
+    renamed(folder / "reference")
+    return config, folder / "reference"
+
+
+def renamed(run: Path) -> None:
+    """The command starts from another preset's name; everything else must be equal."""
+    for file in ("run.json", "result.json"):
+        values = json.loads((run / file).read_text())
+        values["config"]["preset"] = "tiny"
+        (run / file).write_text(json.dumps(values))
+
+
+def send(number: int, owner: Any, name: str, now: Callable[..., bool], times: int = 1) -> Callable[[], None]:
+    """Signal this process at a call of `owner.name`."""
+
+    def patch() -> None:
+        original = getattr(owner, name)
+
+        def replaced(*arguments: Any, **named: Any) -> Any:
+            if now(*arguments, **named):
+                for _ in range(times):
+                    os.kill(os.getpid(), number)
+                    time.sleep(0.01)
+            return original(*arguments, **named)
+
+        setattr(owner, name, replaced)
+
+    return patch
+
+
+def before_step(number: int, step: int) -> Callable[[], None]:
+    return send(
+        number,
+        callbacks.WatchSteps,
+        "on_step_begin",
+        lambda _self, _arguments, state, *_, **__: state.global_step == step - 1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("patch", "code", "step"),
+    [
+        pytest.param(before_step(signal.SIGTERM, 6), TERMINATED, 6, id="terminated"),
+        pytest.param(before_step(signal.SIGINT, 6), INTERRUPTED, 6, id="interrupted"),
+        pytest.param(before_step(signal.SIGINT, 1), INTERRUPTED, 1, id="in the first step"),
+        pytest.param(before_step(signal.SIGINT, 4), INTERRUPTED, 4, id="at an evaluation"),
+        pytest.param(
+            send(signal.SIGTERM, AirMoeTrainer, "compute_loss", kills.nth(2 * 4 + 2)),
+            TERMINATED,
+            5,
+            id="inside a window",
+        ),
+        pytest.param(
+            send(signal.SIGTERM, evaluation, "_summed_loss", kills.nth(2)),
+            TERMINATED,
+            5,
+            id="inside an evaluation",
+        ),
+    ],
+)
+def test_the_step_is_finished_and_saved(
+    patch: Callable[[], None], code: int, step: int, plain: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
+    config, reference = plain
+    run = tmp_path / "run"
+    outcome = airmoe("train", "tiny", *assignments(config), "--run", run, patch=patch)
+    assert outcome.code == code
+    assert outcome.out.splitlines()[-1] == (
+        f"Stopped after step {step}. Go on: airmoe train --resume {run}"
+    )
+    assert outcome.err == ""
+    assert step_of(checkpoints(run)[-1]) == step
+    assert not (run / "result.json").exists()
+    assert airmoe("train", "--resume", run).code == 0
+    assert_same_run(run, reference)
+
+
+def test_a_signal_in_the_last_step_comes_too_late(
+    plain: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
+    config, reference = plain
+    run = tmp_path / "run"
+    patch = before_step(signal.SIGTERM, 12)
+    outcome = airmoe("train", "tiny", *assignments(config), "--run", run, patch=patch)
+    assert outcome.code == 0 and "Finished" in outcome.out
+    assert_same_run(run, reference)
+
+
+def test_the_second_signal_does_not_wait(plain: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    config, _ = plain
+    for number, code in ((signal.SIGINT, INTERRUPTED), (signal.SIGTERM, -signal.SIGTERM)):
+        run = tmp_path / f"run-{number}"
+        patch = send(number, AirMoeTrainer, "compute_loss", kills.nth(3), times=2)
+        outcome = airmoe("train", "tiny", *assignments(config), "--run", run, patch=patch)
+        assert outcome.code == code
+        assert checkpoints(run) == []
+        assert outcome.err in ("", "airmoe: interrupted\n")
+
+
+def test_signals_are_given_back(tmp_path: Path) -> None:
+    config = small_run(tmp_path, steps=1, eval_every=1)
+
+    def job() -> None:
+        def mine(*_: Any) -> None: ...
+
+        signal.signal(signal.SIGTERM, mine)
+        train_here(config, tmp_path / "run")
+        assert signal.getsignal(signal.SIGTERM) is mine
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    assert in_process(job) == 0
+
+
+@pytest.mark.slow
+def test_a_real_process_killed_at_a_random_moment(
+    plain: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
+    """`python -m airmoe`, killed by somebody else at no particular line."""
+    config, reference = plain
+    run = tmp_path / "run"
+    process = started("train", "tiny", *assignments(config), "--run", run)
+    until = time.monotonic() + 120
+    while not (run / "log.jsonl").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(random.uniform(0.0, 0.5))
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and not (run / "result.json").exists()
+    process = started("train", "--resume", run)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.splitlines()[-1] == f"Finished: {run / 'result.json'}"
+    assert_same_run(run, reference)

@@ -1,0 +1,212 @@
+"""Two processes under torchrun: equal codebooks, the curve of one process, exact resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from airmoe.data import open_prepared
+from airmoe.model import AirMoeForCausalLM
+from airmoe.training import RunConfig, evaluate, run
+from airmoe.training.checkpoints import checkpoints, step_of
+from airmoe.training.load import load_trained
+from tests.training.command import pythonpath
+from tests.training.runs import (
+    assert_same_run,
+    differing,
+    in_process,
+    resume_here,
+    small_model,
+    small_run,
+    timeless_log,
+    train_here,
+)
+
+pytestmark = pytest.mark.slow  # together: the first test waits for the starts of the processes
+
+ROUTER = {"num_codewords": 12, "shortlist_size": 16, "jitter_std": 0.0, "dead_below": 4.0}
+
+
+def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Two processes; a hanging one is a failure, not a wait."""
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "-m"),
+            *map(str, arguments),
+        ],
+        env=os.environ
+        | {"PYTHONPATH": pythonpath(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """What the processes left behind, in one folder."""
+
+    folder: Path
+    config: RunConfig  # of one process
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("ranks")
+    one = small_run(folder, small_model(router_options=ROUTER), micro_batch_size=8)
+    two = dataclasses.replace(one, training=dataclasses.replace(one.training, micro_batch_size=4))
+    sharded = dataclasses.replace(
+        two, training=dataclasses.replace(two.training, sharding="fsdp2")
+    )
+    for name in ("ddp", "ddp-killed", "full"):
+        (folder / f"{name}.json").write_text(json.dumps(two.to_json()))
+    for name in ("fsdp", "fsdp-killed"):
+        (folder / f"{name}.json").write_text(json.dumps(sharded.to_json()))
+    blocks = open_prepared(folder / "tokens").blocks("validation", 32)
+    torch.save([blocks[index] for index in range(9)], folder / "blocks.pt")
+    assert in_process(lambda: train_here(one, folder / "one")) == 0
+    jobs = ["train:ddp", "train:fsdp", "evaluate:ddp", "fail:full", "killed:ddp-killed"]
+    first = torchrun("tests.training.ranks", folder, *jobs)
+    assert first.stdout.count("done: ") == 2 * 4, first.stderr[-3000:]
+    assert first.returncode != 0
+    shutil.copytree(folder / "ddp-killed", folder / "ddp-to-one")
+    second = torchrun("tests.training.ranks", folder, "resume:ddp-killed", "killed:fsdp-killed")
+    assert second.stdout.count("done: ") == 2 and second.returncode != 0, second.stderr[-3000:]
+    shutil.copytree(folder / "fsdp-killed", folder / "fsdp-to-one")
+    third = torchrun("airmoe", "train", "--resume", folder / "fsdp-killed")
+    assert third.returncode == 0, third.stderr[-3000:]
+    assert f"Finished: {folder / 'fsdp-killed' / 'result.json'}" in third.stdout
+    return Runs(folder, one)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_every_rank_has_the_same_codebook(name: str, runs: Runs) -> None:
+    first, second = (load_file(runs.folder / f"{name}-{rank}.safetensors") for rank in (0, 1))
+    assert any("codewords" in buffer for buffer in first)
+    assert differing(first, second) == []
+    saved = load_file(runs.folder / name / "checkpoint-12" / "model.safetensors")
+    for buffer in ("codewords", "counts", "sums"):
+        assert torch.equal(
+            saved[f"model.layers.1.mlp.router.codebook.{buffer}"], first[f"0.codebook.{buffer}"]
+        )
+
+
+@pytest.fixture(scope="module")
+def tolerance(runs: Runs) -> dict[str, float]:
+    """How far rounding alone drives this run apart, by name of the number.
+
+    Two processes add in another order, so every sum may differ in its last bit, and training makes
+    that grow. How much is measured: runs of one process whose first weights are off by one bit.
+    Four times the most that two such runs move is allowed, and 1e-6 where they do not move.
+    """
+    control = timeless_log(runs.folder / "one")
+    most: dict[str, float] = {}
+    for seed in (1, 2):
+
+        def job(seed: int = seed) -> None:
+            original = run.build_model
+
+            def nudged(*arguments: Any) -> AirMoeForCausalLM:
+                model = original(*arguments)
+                random = torch.Generator().manual_seed(seed)
+                with torch.no_grad():
+                    for weight in model.parameters():
+                        signs = torch.randint(-1, 2, weight.shape, generator=random)
+                        weight.mul_(1 + signs * 2.0**-23)
+                return model
+
+            run.build_model = nudged
+            train_here(runs.config, runs.folder / f"nudged-{seed}")
+
+        assert in_process(job) == 0
+        for line, plain in zip(timeless_log(runs.folder / f"nudged-{seed}"), control, strict=True):
+            for name in ("loss", "grad_norm"):
+                if name in line:
+                    moved = abs(line[name] - plain[name]) / abs(plain[name])
+                    most[name] = max(most.get(name, 0.0), moved)
+    assert max(most.values()) < 0.01  # else a comparison would prove nothing
+    return {name: 4 * moved + 1e-6 for name, moved in most.items()}
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "ddp-to-one", "fsdp-to-one"])
+def test_the_curve_is_that_of_one_process(
+    name: str, runs: Runs, tolerance: dict[str, float]
+) -> None:
+    """Also where one process went on with what two had begun."""
+    if name.endswith("to-one"):
+        config = json.loads((runs.folder / name / "run.json").read_text())
+        config["config"]["training"] |= {"sharding": "none", "micro_batch_size": 8}
+        (runs.folder / name / "run.json").write_text(json.dumps(config))
+        assert [step_of(path) for path in checkpoints(runs.folder / name)] == [4]
+        assert in_process(lambda: resume_here(runs.folder / name)) == 0
+    found, expected = (timeless_log(runs.folder / which) for which in (name, "one"))
+    assert [(line["kind"], line["step"]) for line in found] == [
+        (line["kind"], line["step"]) for line in expected
+    ]
+    for line, plain in zip(found, expected, strict=True):
+        assert line["tokens"] == plain["tokens"]
+        assert line.get("learning_rate") == plain.get("learning_rate")
+        for number, allowed in tolerance.items():
+            if number in plain:
+                assert line[number] == pytest.approx(plain[number], rel=allowed), (number, line)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_a_killed_group_resumes_exactly(name: str, runs: Runs) -> None:
+    """Both processes were killed in step 7; the random states of both are in the checkpoint."""
+    assert_same_run(runs.folder / f"{name}-killed", runs.folder / name)
+    random = [
+        load_file(runs.folder / name / "checkpoint-12" / f"random-{rank}.safetensors")
+        for rank in (0, 1)
+    ]
+    assert not torch.equal(random[0]["running_loss"], torch.ones(1))
+    assert random[0].keys() == random[1].keys()
+
+
+def test_evaluation_on_two_ranks_is_that_of_one(runs: Runs) -> None:
+    found = [json.loads((runs.folder / f"evaluation-{rank}.json").read_text()) for rank in (0, 1)]
+    assert found[0] == found[1]
+    trained = load_trained(runs.folder / "ddp")
+    blocks = torch.load(runs.folder / "blocks.pt")
+    for count in (9, 4, 2):
+        plain = evaluate(trained.model, blocks[:count], batch_size=4, quality_tokens=10_000)
+        together = found[0][str(count)]
+        assert together["tokens"] == plain.tokens == count * 31
+        # The same batches, summed in float64 in another order.
+        assert together["loss"] == pytest.approx(plain.loss, rel=1e-14)
+        for name in ("entropy", "dead_experts", "load_imbalance", "codeword_perplexity"):
+            assert together[name] == plain.routing[name], name
+
+
+def test_a_failure_of_the_first_rank_is_told_to_all(runs: Runs) -> None:
+    messages = [(runs.folder / f"full-{rank}.txt").read_text() for rank in (0, 1)]
+    assert messages[0] == messages[1]
+    assert "step 4" in messages[0] and "disk is full" in messages[0]
+
+
+def test_results_are_written_once(runs: Runs) -> None:
+    """By the first rank; the other must neither write nor fail over it."""
+    again = torchrun("airmoe", "train", "--resume", runs.folder / "ddp-killed")
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert again.stdout.count("Finished") == 1
+    result = json.loads((runs.folder / "ddp-killed" / "result.json").read_text())
+    assert result["log"][-1]["step"] == 12
+
+
+def test_a_mistake_ends_both_processes(runs: Runs) -> None:
+    """The folder is taken: nobody may wait for a rank that is gone."""
+    failed = torchrun("airmoe", "train", "tiny", "--folder", runs.folder / "one")
+    assert failed.returncode != 0
+    lines = [line for line in failed.stderr.splitlines() if line.startswith("airmoe: ")]
+    assert lines and all("another config" in line for line in lines)
