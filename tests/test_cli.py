@@ -37,7 +37,10 @@ def test_prepare(tmp_path: Path) -> None:
     splits = prepared.manifest.splits
     assert outcome.out.splitlines() == [
         f"{out}: bytes, 257 token ids",
-        *(f"  {name}: {splits[name].documents:,} documents, {splits[name].tokens:,} tokens" for name in splits),
+        *(
+            f"  {name}: {splits[name].documents:,} documents, {splits[name].tokens:,} tokens"
+            for name in splits
+        ),
     ]
     assert splits["train"].documents + splits["validation"].documents == 60
     # Every document is its bytes and an end.
@@ -184,6 +187,7 @@ print("loaded:", *sorted(heavy & set(sys.modules)))
 """
 
 
+@pytest.fixture(scope="module")
 def loaded_by_help() -> set[str]:
     probe = subprocess.run(
         [sys.executable, "-c", PROBE],
@@ -195,10 +199,10 @@ def loaded_by_help() -> set[str]:
     return set(probe.stdout.splitlines()[-1].split()[1:])
 
 
-def test_help_loads_nothing_it_does_not_need() -> None:
-    assert loaded_by_help() - {"torch"} == set()
+def test_help_loads_nothing_it_does_not_need(loaded_by_help: set[str]) -> None:
+    assert loaded_by_help - {"torch"} == set()
 
 
 @pytest.mark.xfail(reason="airmoe/__init__.py imports every part, and so torch")
-def test_help_does_not_load_torch() -> None:
-    assert "torch" not in loaded_by_help()
+def test_help_does_not_load_torch(loaded_by_help: set[str]) -> None:
+    assert "torch" not in loaded_by_help

@@ -112,9 +112,7 @@ def train(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(
-            help="air (default), exact, peer, hierarchical, expert_choice, coarse, dense"
-        ),
+        typer.Option(help="air (default), exact, peer, hierarchical, expert_choice, coarse, dense"),
     ] = None,
     run: Annotated[
         Path | None,

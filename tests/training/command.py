@@ -29,7 +29,7 @@ class Outcome:
 def airmoe(
     *arguments: object, cwd: Path | None = None, patch: Callable[[], Any] | None = None
 ) -> Outcome:
-    """`airmoe ARGUMENTS` in a forked process: nothing is imported again, `patch` is undone by its end."""
+    """`airmoe ARGUMENTS` in a forked process: imports nothing again, and forgets its `patch`."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
 
         def job() -> None:
@@ -71,7 +71,7 @@ def started(*arguments: object, **options: Any) -> subprocess.Popen[str]:
 
 
 def pythonpath() -> str:
-    """`src` and the root for processes started here, before what the tests themselves were given."""
+    """`src` and the root, then what the tests themselves were given."""
     given = os.environ.get("PYTHONPATH")
     return os.pathsep.join([str(ROOT / "src"), str(ROOT), *([given] if given else [])])
 

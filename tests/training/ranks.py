@@ -6,6 +6,7 @@ A start of two processes takes seconds, so one start does several jobs one after
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from airmoe.distributed import rank, world_size
+from airmoe.errors import ConfigError, RunFailed
 from airmoe.routers import Router
-from airmoe.training import RunConfig, evaluate
+from airmoe.training import RunConfig, checkpoints, evaluate
 from airmoe.training.load import load_trained
 from airmoe.training.trainer import AirMoeTrainer
 from tests.training import kills
@@ -70,10 +72,42 @@ def killed(folder: Path, name: str) -> None:
     train_here(read_config(folder, name), folder / name)
 
 
+class BrokenOffError(Exception): ...
+
+
+def broken(folder: Path, name: str) -> None:
+    """Both processes stop in the seventh step, but live on for the next job."""
+    now, original = kills.nth(7), AirMoeTrainer.compute_loss
+
+    def compute_loss(self: AirMoeTrainer, *arguments: Any, **named: Any) -> Any:
+        if now():
+            raise BrokenOffError
+        return original(self, *arguments, **named)
+
+    setattr(AirMoeTrainer, "compute_loss", compute_loss)  # noqa: B010
+    try:
+        train_here(read_config(folder, name), folder / name)
+    except BrokenOffError:
+        setattr(AirMoeTrainer, "compute_loss", original)  # noqa: B010
+
+
+def copy(folder: Path, name: str) -> None:
+    """The run as it stands, for the test to go on with."""
+    if rank() == 0:
+        shutil.copytree(folder / name, folder / f"{name}-copy")
+    torch.distributed.barrier()
+
+
+def refused(folder: Path, name: str) -> None:
+    """A new run where there is one already: every rank says so, and none waits for another."""
+    try:
+        train_here(read_config(folder, "full"), folder / name)
+    except ConfigError as error:
+        (folder / f"refused-{rank()}.txt").write_text(str(error))
+
+
 def fail(folder: Path, name: str) -> None:
     """The disk of the first process is full: the second must hear of it."""
-    from airmoe.errors import RunFailed
-    from airmoe.training import checkpoints
 
     def save_tensors(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -93,6 +127,9 @@ JOBS: dict[str, Callable[[Path, str], None]] = {
     "resume": lambda folder, name: resume_here(folder / name),
     "evaluate": evaluate_together,
     "killed": killed,
+    "broken": broken,
+    "copy": copy,
+    "refused": refused,
     "fail": fail,
 }
 

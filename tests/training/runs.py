@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -27,16 +26,16 @@ from airmoe.training.config import model_options
 from airmoe.training.files import read_json
 from airmoe.training.run import read_log
 
-WORDS = "the of a expert router token learns codebook follows shortlist picks and then again".split()
+WORDS = "the of a expert router token learns codebook follows shortlist picks and then again"
 
 
 def write_text(folder: Path, documents: int = 240) -> Path:
     """Sentences with some structure, different in every document."""
-    random = torch.Generator().manual_seed(7)
+    random, words = torch.Generator().manual_seed(7), WORDS.split()
     texts = []
     for _ in range(documents):
-        chosen = torch.randint(len(WORDS), (40,), generator=random).tolist()
-        texts.append(" ".join(WORDS[index] for index in chosen) + ".")
+        chosen = torch.randint(len(words), (40,), generator=random).tolist()
+        texts.append(" ".join(words[index] for index in chosen) + ".")
     path = folder / "text.txt"
     path.write_text("\n\n".join(texts), encoding="utf-8")
     return path
@@ -116,7 +115,7 @@ def assignments(config: RunConfig) -> list[str]:
 
 
 def quiet() -> Console:
-    return Console(file=open(os.devnull, "w"))  # noqa: SIM115 (as long as the console)
+    return Console(file=open(os.devnull, "w"))
 
 
 def in_process(job: Callable[[], Any]) -> int:

@@ -61,7 +61,9 @@ def test_checkpoints_are_in_order_of_their_steps(tmp_path: Path) -> None:
         (77, 2, [4, 5]),  # it is not there
     ],
 )
-def test_the_best_and_the_newest_stay(best: int | None, keep: int, kept: list[int], tmp_path: Path) -> None:
+def test_the_best_and_the_newest_stay(
+    best: int | None, keep: int, kept: list[int], tmp_path: Path
+) -> None:
     fake(tmp_path, 1, 2, 3, 4, 5)
     remove_old(tmp_path, keep, None if best is None else tmp_path / f"checkpoint-{best}")
     assert steps(tmp_path) == kept
@@ -74,7 +76,11 @@ def test_clean_up_finishes_what_a_kill_left(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-4.partial" / "model.safetensors").write_text("half")
     (tmp_path / "log.jsonl").write_text("")
     clean_up(tmp_path, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3", "log.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint-1",
+        "checkpoint-3",
+        "log.jsonl",
+    ]
     empty = tmp_path / "empty"
     empty.mkdir()
     clean_up(empty, keep=2)
@@ -98,7 +104,9 @@ def test_a_failed_write_leaves_no_trace(tmp_path: Path) -> None:
         save_tensors({"a": torch.zeros(3)}, folder / "a.safetensors")
         raise PermissionError(13, "Permission denied", "b")
 
-    with pytest.raises(RunFailed, match=r"step 4: .*Permission denied.*checkpoint-2 is whole.*--resume"):
+    with pytest.raises(
+        RunFailed, match=r"step 4: .*Permission denied.*checkpoint-2 is whole.*--resume"
+    ):
         write_checkpoint(tmp_path, 4, fill)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 

@@ -1,8 +1,9 @@
-"""What a user sees when a run cannot start or go on: one line, the right exit code, nothing lost."""
+"""What a user sees when a run cannot start or go on: one line, the right code, nothing lost."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from airmoe.data import PrepareConfig, prepare
+from airmoe.errors import ConfigError
 from airmoe.experiments import preset
 from airmoe.training import RunConfig, checkpoints, override
 from airmoe.training.checkpoints import best_checkpoint, step_of
@@ -28,7 +30,6 @@ from tests.training.runs import (
     assert_same_run,
     assignments,
     in_process,
-    resume_here,
     small_model,
     small_run,
     tensors_of,
@@ -105,16 +106,16 @@ ODD_VALUES = ("abc", "[]", "{}", "-1", "0", "null", "true", "1.5", "NaN", "1e400
 @pytest.mark.parametrize("section", SECTIONS)
 def test_no_value_of_any_option_makes_a_traceback(section: str) -> None:
     """A wrong value is a `ConfigError` of one line, whatever it is; nothing else gets out."""
-    from airmoe.errors import ConfigError
-
-    start = preset("tiny")
+    start, messages = preset("tiny"), {}
     for name in SECTIONS[section]:
         for value in ODD_VALUES:
+            assignment = f"{section}.{name}={value}"
             try:
-                override(start, [f"{section}.{name}={value}"])
+                override(start, [assignment])
             except ConfigError as error:
-                assert "\n" not in str(error)
-                assert section in error.field or "training.steps" in error.field or "air" in error.field
+                messages[assignment] = str(error)
+    assert len(messages) > len(SECTIONS[section])
+    assert [text for text in messages.values() if "\n" in text] == []
 
 
 # -- text ---------------------------------------------------------------------------------------
@@ -128,7 +129,11 @@ def test_missing_and_useless_text(text: Path, tmp_path: Path) -> None:
         "missing": (["data.corpus=nothere.txt"], ["corpus: got 'nothere.txt'", "python-docs"]),
         "empty": ([f"data.corpus={tmp_path}/empty.txt"], ["prepare.corpus", "no text"]),
         "shorter than a block": (
-            [f"data.corpus={tmp_path}/short.txt", "data.validation_fraction=0.3", "data.block_size=512"],
+            [
+                f"data.corpus={tmp_path}/short.txt",
+                "data.validation_fraction=0.3",
+                "data.block_size=512",
+            ],
             ["data.block_size: got 512", "split 'train'"],
         ),
         "fewer blocks than a batch": (
@@ -136,7 +141,11 @@ def test_missing_and_useless_text(text: Path, tmp_path: Path) -> None:
             ["training.batch_size: got 100000", "must be <= "],
         ),
         "too large a block": (
-            ["data.folder=" + str(text / "tokens"), "data.block_size=1000000", "model.max_position_embeddings=1000000"],
+            [
+                "data.folder=" + str(text / "tokens"),
+                "data.block_size=1000000",
+                "model.max_position_embeddings=1000000",
+            ],
             ["data.block_size: got 1000000"],
         ),
         "no such tokenizer": (["data.tokenizer=nothere"], ["tokenizer: got 'nothere'"]),
@@ -181,14 +190,16 @@ def test_damaged_tokens(
 
 def test_tokens_out_of_range(text: Path, tmp_path: Path) -> None:
     """Consistent to its checksums, but of another vocabulary than it says."""
-    tokens = damaged(text, tmp_path, lambda content: content.__setitem__(slice(0, 4), b"\xff\0\1\0"))
+    tokens = damaged(
+        text, tmp_path, lambda content: content.__setitem__(slice(0, 4), b"\xff\0\1\0")
+    )
     manifest = json.loads((tokens / "manifest.json").read_text())
-    import hashlib
-
     (shard,) = manifest["splits"]["train"]["shards"]
     shard["sha256"] = hashlib.sha256((tokens / shard["file"]).read_bytes()).hexdigest()
     (tokens / "manifest.json").write_text(json.dumps(manifest))
-    config = small_run(text, steps=None, epochs=1, batch_size=64, micro_batch_size=64, eval_every="epoch")
+    config = small_run(
+        text, steps=None, epochs=1, batch_size=64, micro_batch_size=64, eval_every="epoch"
+    )
     outcome = trained(config, tmp_path / "run", f"data.folder={tokens}")
     assert_one_line(outcome, CONFIG_ERROR, "data: got 65791", "vocab_size = 257", "position 0")
 
@@ -230,7 +241,9 @@ def test_run_folders_are_never_overwritten(text: Path, finished: Path, tmp_path:
     (tmp_path / "foreign" / "thesis.tex").write_text("x")
     outcome = trained(config, tmp_path / "foreign")
     assert_one_line(outcome, CONFIG_ERROR, "new or empty folder")
-    assert_one_line(trained(config, tmp_path / "foreign" / "thesis.tex"), CONFIG_ERROR, "new or empty")
+    assert_one_line(
+        trained(config, tmp_path / "foreign" / "thesis.tex"), CONFIG_ERROR, "new or empty"
+    )
     assert (tmp_path / "foreign" / "thesis.tex").read_text() == "x"
 
 
@@ -267,12 +280,12 @@ def test_resume_of_what_is_no_run(text: Path, finished: Path, tmp_path: Path) ->
     for content, part in contents.items():
         (tmp_path / "run.json").write_text(content)
         assert_one_line(airmoe("train", "--resume", tmp_path), CONFIG_ERROR, part)
-        assert_one_line(airmoe("eval", tmp_path), CONFIG_ERROR, part)
+    assert_one_line(airmoe("eval", tmp_path), CONFIG_ERROR, "run.sails: got 5")
 
 
-def unfinished(text: Path, folder: Path, **options: Any) -> Path:
+def unfinished(text: Path, folder: Path) -> Path:
     """A run of 6 steps, killed with a checkpoint at 2 only."""
-    config = small_run(text, **({"steps": 6, "eval_every": 2} | options))
+    config = small_run(text, steps=6, eval_every=2)
 
     def job() -> None:
         kills.before_step(4)()
@@ -316,7 +329,9 @@ def test_models_without_a_checkpoint(text: Path, tmp_path: Path) -> None:
     shutil.rmtree(run / "checkpoint-2")
     for command in ("eval", "generate"):
         outcome = airmoe(command, run)
-        assert_one_line(outcome, CONFIG_ERROR, f"run: got '{run}'", "checkpoint-N", "Train it first")
+        assert_one_line(
+            outcome, CONFIG_ERROR, f"run: got '{run}'", "checkpoint-N", "Train it first"
+        )
 
 
 # -- failures on the way ------------------------------------------------------------------------
@@ -349,14 +364,18 @@ def test_a_full_disk_keeps_the_checkpoint_before(text: Path, tmp_path: Path) -> 
     run = tmp_path / "run"
     outcome = trained(config, run, patch=full_disk(2 * 2 - 1))
     assert_one_line(
-        outcome, RUN_FAILED, "step 4", "disk is full", f"{run}/checkpoint-2 is whole", f"--resume {run}"
+        outcome,
+        RUN_FAILED,
+        "step 4",
+        "disk is full",
+        f"{run}/checkpoint-2 is whole",
+        f"--resume {run}",
     )
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-2", "log.jsonl", "run.json"]
     outcome = airmoe("train", "--resume", run, patch=full_disk(1))
     assert_one_line(outcome, RUN_FAILED, "step 4", "disk is full")
     assert airmoe("train", "--resume", run).code == 0
     assert tensors_of(run / "checkpoint-6").keys() == tensors_of(reference / "checkpoint-6").keys()
-    (run / "run.json").unlink(), (reference / "run.json").unlink()
     for folder in (run, reference):
         result = json.loads((folder / "result.json").read_text())
         del result["config"]["preset"]
@@ -417,10 +436,15 @@ def test_a_loss_that_is_no_number_stops_the_run(log_every: int, text: Path, tmp_
     config = small_run(text, steps=9, eval_every=3, log_every=log_every)
     run = tmp_path / "run"
     outcome = trained(config, run, patch=poison(5))
-    assert_one_line(outcome, RUN_FAILED, "step 5", "not a finite number", f"{run}/checkpoint-3", "learning_rate")
+    assert_one_line(
+        outcome, RUN_FAILED, "step 5", "not a finite number", f"{run}/checkpoint-3", "learning_rate"
+    )
     assert [step_of(path) for path in checkpoints.checkpoints(run)] == [3]
     assert not (run / "result.json").exists()
-    assert all(tensor.isfinite().all() for tensor in load_file(run / "checkpoint-3" / "model.safetensors").values())
+    assert all(
+        tensor.isfinite().all()
+        for tensor in load_file(run / "checkpoint-3" / "model.safetensors").values()
+    )
     for line in (run / "log.jsonl").read_text().splitlines():
         assert json.loads(line)["step"] < 5 and math.isfinite(json.loads(line)["loss"])
     assert airmoe("train", "--resume", run).code == 0  # unpoisoned, it goes on
@@ -441,7 +465,9 @@ def test_a_gradient_that_is_no_number_stops_the_run(text: Path, tmp_path: Path) 
 
     config = small_run(text, steps=4, eval_every=3, log_every=1)
     outcome = trained(config, tmp_path / "run", patch=patch)
-    assert_one_line(outcome, RUN_FAILED, "step 3", "not a finite number", "No checkpoint was written")
+    assert_one_line(
+        outcome, RUN_FAILED, "step 3", "not a finite number", "No checkpoint was written"
+    )
     assert checkpoints.checkpoints(tmp_path / "run") == []
 
 
@@ -481,10 +507,13 @@ def test_experts_that_choose_tokens_cannot_generate(
     config = small_run(text, small_model(**fields), steps=1, eval_every=1)
     assert in_process(lambda: train_here(config, tmp_path / "run")) == 0
     assert best_checkpoint(tmp_path / "run").name == "checkpoint-1"
-    assert_one_line(airmoe("generate", tmp_path / "run", "the"), CONFIG_ERROR, "experts choose tokens")
+    assert_one_line(
+        airmoe("generate", tmp_path / "run", "the"), CONFIG_ERROR, "experts choose tokens"
+    )
     assert airmoe("eval", tmp_path / "run").code == 0
 
 
+@pytest.mark.slow
 def test_the_real_process_says_the_same(tmp_path: Path) -> None:
     process = started("train", "tiny", "training.stepz=5", cwd=tmp_path)
     out, err = process.communicate(timeout=120)

@@ -21,7 +21,7 @@ LENGTH = 12
 
 
 def blocks(count: int) -> Blocks:
-    return [{"input_ids": batch(100 + index, (LENGTH,))} for index in range(count)]
+    return [{"input_ids": batch(100 + index, (1, LENGTH))[0]} for index in range(count)]
 
 
 def routers_of(model: Any) -> list[Router]:

@@ -80,6 +80,7 @@ def test_the_end_of_text_ends_it() -> None:
 
     def forward(*arguments: Any, **named: Any) -> Any:
         output = original(*arguments, **named)
+        assert output.logits is not None
         output.logits[..., 256] = 1e9
         return output
 

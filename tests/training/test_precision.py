@@ -16,7 +16,8 @@ from tests.training.runs import in_process, small_model, small_run, timeless_log
 
 
 def run_of(folder: Path, name: str, **options: Any) -> tuple[RunConfig, Path]:
-    config = small_run(folder, **({"steps": 4, "eval_every": 4, "log_every": 1} | options))
+    given: dict[str, Any] = {"steps": 4, "eval_every": 4, "log_every": 1, **options}
+    config = small_run(folder, **given)
     assert in_process(lambda: train_here(config, folder / name)) == 0
     return config, folder / name
 

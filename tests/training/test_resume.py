@@ -61,21 +61,15 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
 # 12 steps of 2 micro-batches, evaluated and saved at 4, 8 and 12, logged at 1, 3, 6, 9 and 12;
 # an evaluation has 3 batches; a checkpoint's tensor files are optimizer and random states.
 KILLS = {
-    "before the first step": kills.before_step(1),
     "before the first checkpoint": kills.before_step(3),
     "between windows": kills.before_step(7),
-    "just before a checkpoint": kills.before_step(8),
     "inside a window": kills.at_micro_batch(2 * 5 + 1),
     "in the second micro-batch": kills.at_micro_batch(2 * 6 + 2),
     "after the optimizer's step": kills.after_optimizer_step(6),
-    "after a log line": kills.after_log_line(4),
-    "in the first evaluation": kills.in_evaluation(2),
     "in an evaluation": kills.in_evaluation(3 + 2),
-    "in the first checkpoint": kills.in_fill(1),
+    "in the first checkpoint": kills.in_fill(2),
     "in a checkpoint, after its model": kills.in_fill(2 + 1),
-    "in a checkpoint, after its optimizer": kills.in_fill(2 + 2),
     "before a checkpoint's name": kills.before_rename(2),
-    "before the last checkpoint's name": kills.before_rename(3),
     "before the rotation": kills.before_rotation(2),
     "before the last rotation": kills.before_rotation(3),
     "in the rotation": kills.in_rotation,
@@ -91,6 +85,10 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(
     config, reference = plain
     killed(config, tmp_path / "run", KILLS[moment])
     assert not (tmp_path / "run" / "result.json").exists()
+    for checkpoint in checkpoints(tmp_path / "run"):  # what has that name is whole
+        files = {file.name for file in (reference / "checkpoint-12").iterdir()}
+        assert {file.name for file in checkpoint.iterdir()} == files
+        assert tensors_of(checkpoint)
     resumed(tmp_path / "run")
     assert_same_run(tmp_path / "run", reference)
 
@@ -123,7 +121,9 @@ def test_the_comparison_can_fail(plain: tuple[RunConfig, Path], tmp_path: Path) 
     config, reference = plain
     other = small_run(Path(config.data.corpus).parent, seed=43)
     run = uninterrupted(other, tmp_path / "run")
-    found = " ".join(differing(tensors_of(run / "checkpoint-12"), tensors_of(reference / "checkpoint-12")))
+    found = " ".join(
+        differing(tensors_of(run / "checkpoint-12"), tensors_of(reference / "checkpoint-12"))
+    )
     for part in (
         "model.safetensors/model.layers.1.mlp.router.codebook.codewords",
         "model.safetensors/model.layers.1.mlp.router.centroids",
@@ -140,9 +140,7 @@ ROUTER_OPTIONS: dict[str, dict[str, Any]] = {
     "hierarchical": {"num_clusters": 8, "num_selected_clusters": 2},
 }
 MODELS: dict[str, dict[str, Any]] = {
-    **{
-        name: {"router": name, "router_options": ROUTER_OPTIONS.get(name, {})} for name in ROUTERS
-    },
+    **{name: {"router": name, "router_options": ROUTER_OPTIONS.get(name, {})} for name in ROUTERS},
     "air, experts choose": {
         "router_options": {"num_codewords": 8, "shortlist_size": 16, "gate": "expert_choice"}
     },
@@ -187,7 +185,8 @@ def test_every_router_resumes_exactly(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_recipes_resume_exactly(options: dict[str, Any], tmp_path: Path) -> None:
-    config = small_run(tmp_path, **({"steps": 8} | options))
+    given: dict[str, Any] = {"steps": 8, **options}
+    config = small_run(tmp_path, **given)
     reference = uninterrupted(config, tmp_path / "reference")
     killed(config, tmp_path / "run", kills.before_step(8))
     assert checkpoints(tmp_path / "run")
@@ -199,9 +198,7 @@ def test_recipes_resume_exactly(options: dict[str, Any], tmp_path: Path) -> None
 def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
     """12 steps each, evaluated and saved at their ends, and saved every 5 steps."""
     folder = tmp_path_factory.mktemp("epochs")
-    config = small_run(
-        folder, documents=14, steps=None, epochs=2, eval_every="epoch", save_every=5
-    )
+    config = small_run(folder, documents=14, steps=None, epochs=2, eval_every="epoch", save_every=5)
     return config, uninterrupted(config, folder / "reference")
 
 

@@ -46,7 +46,9 @@ def renamed(run: Path) -> None:
         (run / file).write_text(json.dumps(values))
 
 
-def send(number: int, owner: Any, name: str, now: Callable[..., bool], times: int = 1) -> Callable[[], None]:
+def send(
+    number: int, owner: Any, name: str, now: Callable[..., bool], times: int = 1
+) -> Callable[[], None]:
     """Signal this process at a call of `owner.name`."""
 
     def patch() -> None:

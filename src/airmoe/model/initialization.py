@@ -16,8 +16,13 @@ from airmoe.routers.shortlists import ShortlistCache
 
 
 @torch.no_grad()
-def initialize_ours(module: nn.Module) -> bool:
-    """Give a router, its parts or experts their starting values; False for any other module."""
+def initialize_ours(module: nn.Module, std: float) -> bool:
+    """Give a router, its parts or experts their starting values; False for any other module.
+
+    Experts start like the model's other matrices, at `std`. A layer on its own prefers outputs of
+    unit variance, but then the down rows are of size 1, which AdamW at 3e-4 cannot turn in
+    thousands of steps, and the post-norm makes their scale meaningless anyway.
+    """
     if isinstance(module, ShortlistCache):
         for buffer in module.buffers():
             buffer.zero_()
@@ -30,7 +35,11 @@ def initialize_ours(module: nn.Module) -> bool:
         for tensor in (*module.parameters(), *module.buffers())
         if getattr(tensor, "_is_hf_initialized", False)
     ]
-    module.reset_parameters()
+    if isinstance(module, (GranularExperts, CoarseExperts)):
+        for weight in module.parameters():
+            nn.init.normal_(weight, std=std)
+    else:
+        module.reset_parameters()
     for tensor, value in loaded:
         tensor.copy_(value)
     return True

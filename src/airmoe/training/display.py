@@ -108,9 +108,7 @@ class PrepareDisplay:
             return
         if self._task is None:
             self._progress.start()
-            self._task = self._progress.add_task(
-                "", total=None, numbers="", corpus=self._corpus
-            )
+            self._task = self._progress.add_task("", total=None, numbers="", corpus=self._corpus)
         self._progress.update(
             self._task,
             description=progress.split,

@@ -94,7 +94,7 @@ class AirMoeTrainer(Trainer):
 
     @property
     def torch_optimizer(self) -> Optimizer:
-        return getattr(self.optimizer, "optimizer", self.optimizer)
+        return cast(Optimizer, getattr(self.optimizer, "optimizer", self.optimizer))
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # the Trainer's estimate counts all experts as active

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from airmoe.distributed import is_distributed
 from airmoe.metrics import RoutingMeter, shortlist_staleness
 from airmoe.routers import AirRouter, PeerRouter, Router, Routing
 
@@ -72,8 +73,9 @@ class RoutingWatch:
         found: list[dict[str, float | None]] = []
         for place, router in enumerate(self._routers):
             meter = self._meters[place]
-            if place in self._samples and not isinstance(router, PeerRouter):
-                meter.update_quality(router, *self._samples[place])
+            sample = self._samples.get(place, _no_tokens(router) if is_distributed() else None)
+            if sample is not None and not isinstance(router, PeerRouter):
+                meter.update_quality(router, *sample)
             report = meter.compute()
             found.append(
                 {
@@ -88,6 +90,12 @@ class RoutingWatch:
                 }
             )
         return _means(found)
+
+
+def _no_tokens(router: Router) -> tuple[Tensor, Tensor]:
+    """The sample of a rank that saw no batch: it must still help to gather sharded parameters."""
+    device = router.micro_batches.device
+    return torch.zeros(1, router.config.dim, device=device), torch.zeros(1, device=device).bool()
 
 
 def _staleness(router: Router) -> float | None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from airmoe.kernels.cell_experts import batched, reference
 from airmoe.kernels.cell_experts.activations import Activation, activate, is_gated
-from airmoe.kernels.cell_experts.reference import CellExperts, Form
 from airmoe.kernels.cells import Cells
 from airmoe.kernels.precision import own_precision
+
+
+def implementation(device_type: str) -> Literal["reference", "batched"]:
+    """Which file computes on such a device: cell by cell suits a CPU, groups of cells a GPU."""
+    return "reference" if device_type == "cpu" else "batched"
 
 
 @own_precision
@@ -30,10 +37,12 @@ def cell_experts(
     """
     tensors = (hidden, gate, up, down, gates)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    form = Form(activation, expert_size, hidden.dtype, keep)
-    return CellExperts.apply(  # type: ignore[no-any-return]
+    form = reference.Form(activation, expert_size, hidden.dtype, keep)
+    batch = implementation(hidden.device.type) == "batched"
+    function = batched.CellExperts if batch else reference.CellExperts
+    return function.apply(  # type: ignore[no-any-return]
         hidden, gate, up, down, gates, cells.token_ids, cells.offsets, cells.pools, form
     )
 
 
-__all__ = ["Activation", "activate", "cell_experts", "is_gated"]
+__all__ = ["Activation", "activate", "cell_experts", "implementation", "is_gated"]
