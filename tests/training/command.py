@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ def airmoe(
             sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
             sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
             torch.set_num_threads(1)
+            print_warnings()
             if cwd is not None:
                 os.chdir(cwd)
             sys.argv = ["airmoe", *map(str, arguments)]
@@ -55,6 +57,18 @@ def airmoe(
         out.seek(0)
         err.seek(0)
         return Outcome(code, out.read(), err.read())
+
+
+def print_warnings() -> None:
+    """As Python does by itself: pytest collects them, and a user would see them."""
+
+    def show(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))
+
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    warnings.showwarning = show
 
 
 def started(*arguments: object, **options: Any) -> subprocess.Popen[str]:
