@@ -9,7 +9,7 @@ CONSTRAINTS := constraints/cpu.txt
 
 .PHONY: help install check test test-gpu demo bench
 help:
-	@echo "make demo      route one batch coarse to fine and show the numbers"
+	@echo "make demo      train a tiny AIR model and its twins at equal budget, and compare them"
 	@echo "make test      lint, type-check and test"
 	@echo "make check     lint and type-check only"
 	@echo "make test-gpu  the tests that need a CUDA device"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from airmoe.errors import ConfigError
+from airmoe import AirRouter, ConfigError
 from airmoe.experiments import preset
-from airmoe.model import parameter_counts
 from airmoe.training import generate_text, open_run, override, resume, train
 from airmoe.training.files import read_json
 from airmoe.training.load import load_trained
@@ -23,7 +22,7 @@ TWINS = {
     "air": ("AIR", "#0072B2"),
     "exact": ("exact top-K", "#D55E00"),
     "peer": ("PEER", "#009E73"),
-    "coarse": ("coarse, K = 1", "#CC79A7"),
+    "coarse": ("coarse", "#CC79A7"),
 }
 PROMPT = "The function returns"
 
@@ -72,12 +71,13 @@ def introduce(console: Console) -> None:
     config = preset("tiny")
     model = config.model_config(vocab_size=2, eos_id=1)
     router = model.router_config()
+    assert isinstance(router, AirRouter.Config)
     console.print(
-        f"Four language models learn the prose inside this Python. One of their {4} feed-forward "
-        f"layers is a mixture of experts: {model.num_experts:,} single neurons of which each token "
-        f"uses {model.num_experts_per_tok}. AIR scores {getattr(router, 'shortlist_size')} of "  # noqa: B009
-        "them per token, exact top-K all of them, PEER two product-key tables; the coarse twin has "
-        "the same weights in few large experts. Same data, order, steps and seed.\n",
+        "Four language models learn the prose inside this Python. One feed-forward layer of "
+        f"{model.num_hidden_layers} is a mixture of experts: {model.num_experts:,} single neurons, "
+        f"{model.num_experts_per_tok} of them for each token. AIR scores {router.shortlist_size} "
+        "candidates per token, exact top-K scores all, PEER finds pairs of sub-keys; the coarse "
+        "twin has the same neurons in few large experts. Same text, order, steps and seed.\n",
         highlight=False,
     )
 
@@ -96,25 +96,23 @@ def train_twin(method: str, folder: Path, changes: list[str], console: Console) 
 
 def show_table(twins: list[Twin], console: Console) -> None:
     table = Table(title="After equal training", title_justify="left")
-    for heading in ("method", "parameters", "active"):
-        table.add_column(heading, justify="left" if heading == "method" else "right")
-    for heading in ("perplexity", "tokens/s", "overlap", "dead experts", "entropy", "at most"):
-        table.add_column(heading, justify="right")
+    table.add_column("method", no_wrap=True)
+    for heading in ("weights", "perplexity", "tokens/s", "overlap", "dead", "entropy / max"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for twin in twins:
         table.add_row(*row_of(twin))
     console.print()
     console.print(table)
     console.print(
-        "perplexity: on held-out text, lower is better. overlap: share of the exact top-K that was "
-        "found. dead: experts that no held-out token used. entropy: of their use, in nats.",
+        "weights: parameters in all. perplexity: on held-out text, lower is better. overlap: share "
+        "of the exact top-K that was found. dead: experts no held-out token used; they come to "
+        "life with longer training. entropy of their use: nats, and for equal use of all.",
         highlight=False,
     )
 
 
 def row_of(twin: Twin) -> list[str]:
     """What the table says of one run."""
-    import math
-
     last, counts = twin.result["last"], twin.result["parameters"]
     num_experts = open_run(twin.folder).config.model["num_experts"]
 
@@ -124,13 +122,11 @@ def row_of(twin: Twin) -> list[str]:
     return [
         twin.name,
         f"{counts['total'] / 1e6:.2f} M",
-        f"{counts['active'] / 1e6:.2f} M",
         shown("perplexity", "{:.1f}"),
         f"{twin.result['tokens_per_second']:,.0f}",
         shown("overlap", "{:.3f}"),
-        shown("dead_experts", "{:.1%}"),
-        shown("entropy", "{:.2f}"),
-        f"{math.log(num_experts):.2f}",
+        shown("dead_experts", "{:.0%}"),
+        shown("entropy", "{:.2f}") + f" / {math.log(num_experts):.2f}",
     ]
 
 

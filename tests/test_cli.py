@@ -203,6 +203,5 @@ def test_help_loads_nothing_it_does_not_need(loaded_by_help: set[str]) -> None:
     assert loaded_by_help - {"torch"} == set()
 
 
-@pytest.mark.xfail(reason="airmoe/__init__.py imports every part, and so torch")
 def test_help_does_not_load_torch(loaded_by_help: set[str]) -> None:
     assert "torch" not in loaded_by_help

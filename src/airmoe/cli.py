@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from airmoe.errors import ConfigError, RunFailed
+from airmoe.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from airmoe.training import Finished
@@ -30,7 +30,7 @@ def main() -> None:
         app()
     except ConfigError as error:
         _stop(str(error), 2)
-    except RunFailed as error:
+    except RunError as error:
         _stop(str(error), 1)
     except OSError as error:
         if error.errno != errno.ENOSPC:

@@ -15,5 +15,5 @@ class ConfigError(ValueError):
         return type(self), (self.field, self.value, self.rule, self.remedy)
 
 
-class RunFailed(RuntimeError):
-    """A run that had to stop (loss not a number, disk full): says where, what is kept, what to do."""
+class RunError(RuntimeError):
+    """A run that had to stop (no finite loss, disk full): says where, what is kept, what to do."""

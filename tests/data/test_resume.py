@@ -21,8 +21,9 @@ ROOT = Path(__file__).parents[2]
 # Slow enough to be killed in the middle: it waits after every batch.
 SLOW_PREPARE = """
 import sys, time
-from airmoe.data import PrepareConfig, prepare
+from airmoe.data import PrepareConfig, parallel, prepare
 sys.modules[PrepareConfig.__module__]._BATCH_CHARACTERS = 3000
+parallel.BATCHES_ALONE = 2  # some by itself, then by workers
 corpus, out = sys.argv[1:]
 config = PrepareConfig(corpus=corpus, tokenizer="bytes", out=out, workers=2)
 prepare(config, lambda _: time.sleep(0.05), _shard_tokens=5000)

@@ -11,7 +11,7 @@ from types import ModuleType
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 QUOTED = re.compile(r"<!-- quote: .*? -->\n```python\n.*?```\n", re.DOTALL)
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def load_script(path: str) -> ModuleType:
@@ -34,6 +34,16 @@ def run_blocks(blocks: list[str], name: str) -> ModuleType:
     return module
 
 
-def python_blocks(page: Path) -> list[str]:
-    """Code that a reader may paste, in order; quotes of the source are not meant to run."""
+def code_blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, code) that a reader may paste; quotes of the source are not meant to run."""
     return BLOCK.findall(QUOTED.sub("", page.read_text(encoding="utf-8")))
+
+
+def python_blocks(page: Path) -> list[str]:
+    return [code for language, code in code_blocks(page) if language == "python"]
+
+
+def command_lines(script: str) -> list[str]:
+    """The commands of a piece of shell, without comments, continued lines in one."""
+    lines = script.replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +17,16 @@ from tests.docs.common import ROOT
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-def run(name: str, *arguments: str) -> str:
+# What else an example may need: the extra `plot` is part of what `make demo` installs.
+EXTRA = {"demo.py": {"matplotlib"}}
+
+
+def run(name: str, *arguments: str, cwd: Path = ROOT) -> str:
     env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "utf-8"}
     env.pop("COLUMNS", None)
     done = subprocess.run(
-        [sys.executable, f"examples/{name}", *arguments],
-        cwd=ROOT,
+        [sys.executable, str(ROOT / "examples" / name), *arguments],
+        cwd=cwd,
         env=env,
         capture_output=True,
         text=True,
@@ -36,8 +43,27 @@ def test_route_by_hand_agrees_with_the_library() -> None:
     assert steps == ["1", "2", "3", "4", "5"]
 
 
-def test_demo_shows_every_section_in_a_plain_pipe() -> None:
-    output = run("demo.py", "--quick")
+@pytest.mark.slow
+def test_demo_trains_four_models_and_compares_them(tmp_path: Path) -> None:
+    output = run("demo.py", "--quick", "--out", "out", cwd=tmp_path)
+    out = tmp_path / "out"
+    methods = ("air", "exact", "peer", "coarse")
+    results = [json.loads((out / method / "result.json").read_text()) for method in methods]
+    assert {len(result["log"]) for result in results} == {len(results[0]["log"])}
+    table = output.partition("After equal training")[2].partition("weights:")[0]
+    rows = [line.split("│")[1:-1] for line in table.splitlines() if "│" in line]
+    numbers = [[cell.strip() for cell in row[1:]] for row in rows if row[1].strip()]
+    assert [row[1] for row in numbers] == [f"{r['last']['perplexity']:.1f}" for r in results]
+    assert numbers[1][3] == "1.000" and numbers[2][3] == "-"  # exact routing finds itself
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    sample = (out / "sample.txt").read_text(encoding="utf-8")
+    assert sample.startswith("The function returns") and len(sample) > 40
+    assert "\x1b" not in output, "escape codes in a pipe"
+    shutil.rmtree(out)  # some hundred megabytes of checkpoints
+
+
+def test_routing_tour_shows_every_section_in_a_plain_pipe() -> None:
+    output = run("routing_tour.py", "--quick")
     titles = (
         "1  Real",
         "2  The codebook",
@@ -55,10 +81,9 @@ def test_demo_shows_every_section_in_a_plain_pipe() -> None:
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
-def test_examples_import_little(file: os.PathLike[str]) -> None:
-    with open(file, encoding="utf-8") as opened:
-        tree = ast.parse(opened.read())
+def test_examples_import_little(file: Path) -> None:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
     modules = [alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names]
     modules += [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
     packages = {module.partition(".")[0] for module in modules} - set(sys.stdlib_module_names)
-    assert packages <= {"torch", "rich", "numpy", "airmoe", "prose"}
+    assert packages <= {"torch", "rich", "numpy", "airmoe", "prose"} | EXTRA.get(file.name, set())

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from airmoe import ROUTERS, AirRouter
+from airmoe.experiments.presets import WEB_STEPS
 from airmoe.kernels.noise import normal
+from airmoe.model import model_size, parameter_counts
 from airmoe.routers.air import PLAN_BYTES
-from tests.docs.common import PAGES, ROOT, load_script, python_blocks, run_blocks
+from tests.docs.common import PAGES, ROOT, code_blocks, load_script, python_blocks, run_blocks
 
 quotes = load_script("docs/quotes.py")
+TRAIN = ROOT / "docs" / "train.md"
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
@@ -28,9 +31,11 @@ def _routers_restored() -> Iterator[None]:
     ROUTERS.update(before)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page != TRAIN], ids=lambda page: page.name)
 @pytest.mark.usefixtures("_routers_restored")
 def test_code_runs(page: Path) -> None:
+    """Of the page about training test_train.py takes care: it also has commands."""
+    assert all(language == "python" for language, _ in code_blocks(page))
     run_blocks(python_blocks(page), page.name)
 
 
@@ -40,6 +45,7 @@ def test_pages_have_code_to_run() -> None:
     assert counts["README.md"] == 1
     assert counts["method.md"] >= 3
     assert counts["add_a_router.md"] >= 4
+    assert counts["train.md"] >= 5
 
 
 @pytest.mark.usefixtures("_routers_restored")
@@ -107,6 +113,22 @@ def test_numbers_in_decisions() -> None:
     assert f"never exceeds {math.ceil(100 * largest) / 100} standard deviations" in text
     keys = torch.arange(2000, dtype=torch.int32).unsqueeze(-1)
     assert normal(keys, torch.arange(2000)).abs().max() <= largest + 1e-6
+
+
+def test_numbers_of_the_model_in_decisions() -> None:
+    text = " ".join((ROOT / "docs" / "decisions.md").read_text(encoding="utf-8").split())
+    small, medium, large = (model_size(name) for name in ("small", "medium", "large"))
+    totals = [f"{parameter_counts(size).total / 1e6:.1f} M" for size in (small, medium, large)]
+    assert f"ours has {totals[0]}" in text and f"ours are {totals[1]} and {totals[2]}" in text
+    assert f"counted ({parameter_counts(small).active / 1e6:.1f} M" in text
+    small.num_experts = 16_384
+    assert f"16,384 experts ({parameter_counts(small).total / 1e6:.1f} M)" in text
+    assert f"initializer_range` {small.initializer_range}" in text
+    assert small.moe_layers == [8] and "the ninth of 16" in text
+    medium_steps, large_steps = (WEB_STEPS[f"{size}-c5"] for size in ("medium", "large"))
+    assert f"make {medium_steps:,} and {large_steps:,} steps" in text
+    c5, openwebtext2 = (WEB_STEPS[f"small-{name}"] for name in ("c5", "openwebtext2"))
+    assert f"{c5:,} steps on C5 and {openwebtext2:,} steps on OpenWebText2" in text
 
 
 def anchors(page: Path) -> set[str]:

@@ -140,14 +140,14 @@ def test_a_model_built_without_memory_is_initialised_whole(variant: str) -> None
     assert logits_of(model).isfinite().all()
 
 
-def test_initial_values_are_llamas_and_the_layers_own() -> None:
+def test_initial_values_are_llamas_and_the_routers_own() -> None:
     model = build("peer", hidden_size=64, num_experts=400)
     layer = model.model.layers[1].mlp
     for weight, std in (
         (model.model.embed_tokens.weight, 0.02),
         (model.model.layers[0].mlp.up_proj.weight, 0.02),
-        (layer.experts.up, 64**-0.5),
-        (layer.experts.down, 1.0),
+        (layer.experts.up, 0.02),
+        (layer.experts.down, 0.02),
         (layer.router.query.weight, 64**-0.5),
     ):
         torch.testing.assert_close(weight.std(), torch.tensor(std), rtol=0.1, atol=0.0)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from airmoe.distributed import rank, world_size
-from airmoe.errors import ConfigError, RunFailed
+from airmoe.errors import ConfigError, RunError
 from airmoe.routers import Router
 from airmoe.training import RunConfig, checkpoints, evaluate
 from airmoe.training.load import load_trained
@@ -116,7 +116,7 @@ def fail(folder: Path, name: str) -> None:
     checkpoints.save_tensors = save_tensors
     try:
         train_here(read_config(folder, name), folder / name)
-    except RunFailed as error:
+    except RunError as error:
         (folder / f"{name}-{rank()}.txt").write_text(str(error))
     finally:
         checkpoints.save_tensors = original

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from airmoe.errors import ConfigError, RunFailed
+from airmoe.errors import ConfigError, RunError
 from airmoe.training import best_checkpoint
 from airmoe.training.checkpoints import (
     checkpoints,
@@ -105,7 +105,7 @@ def test_a_failed_write_leaves_no_trace(tmp_path: Path) -> None:
         raise PermissionError(13, "Permission denied", "b")
 
     with pytest.raises(
-        RunFailed, match=r"step 4: .*Permission denied.*checkpoint-2 is whole.*--resume"
+        RunError, match=r"step 4: .*Permission denied.*checkpoint-2 is whole.*--resume"
     ):
         write_checkpoint(tmp_path, 4, fill)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]

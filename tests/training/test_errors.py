@@ -82,7 +82,7 @@ def assert_no_run(folder: Path) -> None:
         (["tiny", "training.steps=many"], ["training.steps: got 'many'", "whole number"]),
         (["tiny", "training.epochs=5"], ["training.steps: got ", "epochs = 5"]),
         (["tiny", "training.precision=fp8"], ["training.precision: got 'fp8'", "'bf16'"]),
-        (["tiny", "training.micro_batch_size=3"], ["must divide batch_size = 16"]),
+        (["tiny", "training.micro_batch_size=3"], ["must divide batch_size = 4"]),
         (["tiny", "training.seed=4294967296"], ["training.seed", "4294967296"]),
         (["tiny", "training.precision=fp16"], ["training.precision: got 'fp16'", "needs a GPU"]),
         (["tiny", "training.sharding=fsdp2"], ["training.sharding", "torchrun"]),

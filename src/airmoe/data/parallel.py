@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import multiprocessing
 import signal
 import traceback
@@ -18,6 +19,7 @@ from airmoe.data.shards import TOKEN_TYPE
 from airmoe.data.tokenizers import Tokenizer
 from airmoe.errors import ConfigError
 
+BATCHES_ALONE = 16  # some megabytes are encoded sooner than workers have started
 _READ_AHEAD = 4  # finished batches per worker that may wait for a slower one
 _GOODBYE_SECONDS = 5.0
 
@@ -58,7 +60,7 @@ def in_validation(text: str, fraction: float) -> bool:
 
 
 class EncoderPool:
-    """Runs an `Encoder` in `workers` processes; with one worker, in this process.
+    """Runs an `Encoder` in `workers` processes; with one worker, or little text, in this process.
 
     Each worker has a pipe of its own and works on one batch at a time: when this process dies,
     however suddenly, the pipes close and the workers end. A standard pool would leave them behind.
@@ -66,14 +68,16 @@ class EncoderPool:
 
     def __init__(self, encoder: Encoder, workers: int) -> None:
         self._encoder = encoder
+        self._wanted = workers if workers > 1 else 0
         self._workers: dict[Connection, Any] = {}
-        if workers > 1:
-            # Forking from a fresh server is safe whatever threads run here, and what it has
-            # imported (torch, with the package) is loaded once for all workers.
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([__name__])
-            for _ in range(workers):
-                self._start(context)
+
+    def _start_all(self) -> None:
+        # Forking from a fresh server is safe whatever threads run here, and what it has
+        # imported (torch, with the package) is loaded once for all workers.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        for _ in range(self._wanted):
+            self._start(context)
 
     def _start(self, context: Any) -> None:
         ours, theirs = context.Pipe()
@@ -101,10 +105,15 @@ class EncoderPool:
 
     def encode(self, batches: Iterable[list[str]]) -> Generator[list[EncodedDocument]]:
         """Encoded batches in the order of `batches`, of which few are held at any time."""
-        if not self._workers:
-            for batch in batches:
-                yield self._encoder.encode(batch)
+        batches = iter(batches)
+        alone = None if not self._wanted else 0 if self._workers else BATCHES_ALONE
+        for batch in itertools.islice(batches, alone):
+            yield self._encoder.encode(batch)
+        if (following := next(batches, None)) is None:
             return
+        if not self._workers:
+            self._start_all()
+        batches = itertools.chain([following], batches)
         busy: dict[Connection, int] = {}  # the number of the batch each worker has
         try:
             yield from self._encode_elsewhere(enumerate(batches), busy)

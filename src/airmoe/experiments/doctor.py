@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import pkgutil
 import sys
@@ -66,12 +67,17 @@ def _devices() -> list[str]:
 
 
 def _kernels() -> dict[str, str]:
-    """Every operation has one implementation today; a Triton one would be chosen on a GPU."""
-    return {
-        module.name: "reference (plain PyTorch)"
-        for module in pkgutil.iter_modules(airmoe.kernels.__path__)
-        if module.ispkg
-    }
+    """Operation -> the file that computes it on this machine's best device."""
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    names = [m.name for m in pkgutil.iter_modules(airmoe.kernels.__path__) if m.ispkg]
+    return {name: f"{_implementation(name, device_type)} (PyTorch)" for name in names}
+
+
+def _implementation(name: str, device_type: str) -> str:
+    """Operations with a choice have a function that makes it; the others have a reference only."""
+    package = importlib.import_module(f"airmoe.kernels.{name}")
+    choose = getattr(package, "implementation", None)
+    return "reference" if choose is None else choose(device_type)
 
 
 def _missing() -> dict[str, tuple[str, str]]:

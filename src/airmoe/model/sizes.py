@@ -18,12 +18,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 128,
         "intermediate_size": 384,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 1,
         "num_experts": 4096,
-        "num_experts_per_tok": 32,
-        "router_options": {"num_codewords": 64, "shortlist_size": 256},
+        "num_experts_per_tok": 16,
+        "router_options": {"num_codewords": 64, "shortlist_size": 128},
     },
     "small": {
         "hidden_size": 256,

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from airmoe.errors import ConfigError, RunFailed
+from airmoe.errors import ConfigError, RunError
 from airmoe.training.files import read_json, sync_folder, sync_tree
 
 NAME = re.compile(r"checkpoint-(\d+)")
@@ -69,7 +69,7 @@ def _failure_explained(run_folder: Path, step: int, partial: Path) -> Iterator[N
         kept = checkpoints(run_folder)
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         what = "the disk is full" if full else f"it failed ({error})"
-        raise RunFailed(
+        raise RunError(
             f"step {step}: while the checkpoint was written, {what}. "
             + (f"{kept[-1]} is whole. " if kept else "No checkpoint was written before. ")
             + f"Make room, then: airmoe train --resume {run_folder}"

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
 
 from airmoe.distributed import full_tensor, is_distributed, rank, world_size
-from airmoe.errors import RunFailed
+from airmoe.errors import RunError
 from airmoe.model import AirMoeForCausalLM
 from airmoe.routers import Router, track_optimizer
 from airmoe.training import checkpoints
@@ -130,7 +130,7 @@ class AirMoeTrainer(Trainer):
             return
         folder = Path(str(self.args.output_dir))
         kept = checkpoints.checkpoints(folder)
-        raise RunFailed(
+        raise RunError(
             f"step {step}: the loss or its gradient is not a finite number. "
             + (
                 f"The last good checkpoint is {kept[-1]}. "
@@ -204,7 +204,7 @@ class AirMoeTrainer(Trainer):
             try:
                 checkpoints.write_checkpoint(folder, step, fill)
                 checkpoints.remove_old(folder, self.options.keep_checkpoints, self._best())
-            except RunFailed as error:
+            except RunError as error:
                 failure = error
         _fail_together(failure)
 
@@ -282,10 +282,10 @@ class AirMoeTrainer(Trainer):
         return checkpoint / f"random-{rank()}.safetensors"
 
 
-def _fail_together(failure: RunFailed | None) -> None:
+def _fail_together(failure: RunError | None) -> None:
     """Raise on every rank what happened on the first, so that none waits for the others."""
     message = [None if failure is None else str(failure)]
     if is_distributed():
         dist.broadcast_object_list(message)
     if message[0] is not None:
-        raise RunFailed(message[0])
+        raise RunError(message[0])
