@@ -1,4 +1,4 @@
-"""`make demo`: one batch of real words routed coarse to fine over 16,384 experts, in numbers."""
+"""One batch of real words routed coarse to fine over 16,384 experts, in numbers."""
 
 from __future__ import annotations
 

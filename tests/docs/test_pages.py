@@ -31,7 +31,9 @@ def _routers_restored() -> Iterator[None]:
     ROUTERS.update(before)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != TRAIN], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page != TRAIN], ids=lambda page: page.name
+)
 @pytest.mark.usefixtures("_routers_restored")
 def test_code_runs(page: Path) -> None:
     """Of the page about training test_train.py takes care: it also has commands."""

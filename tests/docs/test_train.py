@@ -17,7 +17,6 @@ from torch.distributed.run import parse_args
 from airmoe import cli
 from airmoe.data.shards import SHARD_TOKENS
 from airmoe.experiments import PRESETS, preset
-from airmoe.experiments.presets import WEB_STEPS
 from airmoe.kernels.linear_cross_entropy.reference import CPU_CHUNK_BYTES, CUDA_CHUNK_BYTES
 from airmoe.model import METHODS
 from airmoe.training import override
@@ -78,7 +77,7 @@ def test_a_run_holds_what_the_page_lists(walked: Path) -> None:
     listed = set(re.findall(r"^    ([\w.-]+)/? ", tree, re.MULTILINE))
     assert listed == {path.name for path in (walked / "runs" / "mine").iterdir()}
     files = {path.name for path in (walked / "runs" / "mine" / "checkpoint-20").iterdir()}
-    about = TEXT.partition("A checkpoint is `model")[2].partition("No\npickle")[0]
+    about = TEXT.partition("A checkpoint is `model")[2].partition("pickle")[0]
     for name in ("model.safetensors", *re.findall(r"`([\w-]+\.\w+)`", about)):
         assert name in files, name
 
@@ -92,8 +91,8 @@ def test_preset_table() -> None:
             corpus = text.strip("` ")
             assert run.data.corpus == (name.partition("-")[2] if corpus == "as named" else corpus)
             assert (run.data.block_size, run.training.batch_size) == (int(block), int(sequences))
-            steps = f"{run.training.steps:,} steps" if name in WEB_STEPS else None
-            assert length == (steps or f"{run.training.epochs} epochs")
+            steps, epochs = run.training.steps, run.training.epochs
+            assert length == (f"{epochs} epochs" if steps is None else f"{steps:,} steps")
             assert (run.data.tokenizer, run.training.precision) == ("llama-3", "fp16")
             assert (run.training.learning_rate, run.training.warmup) == (3e-4, 0.05)
     assert found == set(PRESETS) - {"tiny"}
@@ -102,8 +101,8 @@ def test_preset_table() -> None:
 def test_other_lists_are_complete() -> None:
     assert [row[0].strip("`") for row in table("method")] == list(METHODS)
     assert f"shards of 2^{SHARD_TOKENS.bit_length() - 1} tokens" in TEXT
-    assert CPU_CHUNK_BYTES == 256 * 2**20 and "256 MiB" in TEXT
-    assert CUDA_CHUNK_BYTES == 2**30 and "1 GiB" in TEXT
+    chunks = f"{CPU_CHUNK_BYTES // 2**20} MiB on a CPU and {CUDA_CHUNK_BYTES // 2**30} GiB on a GPU"
+    assert chunks in " ".join(TEXT.split())
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(f"`{method}`" in readme for method in METHODS)
     commands = re.search(r"cli\.py +airmoe (.*)", readme)
@@ -131,7 +130,7 @@ def test_commands_of_all_pages_are_understood() -> None:
     ],
 )
 def test_the_check_finds_what_is_wrong(line: str) -> None:
-    with pytest.raises((Exception, SystemExit)):  # noqa: B017, PT011 (of typer, airmoe, torchrun)
+    with pytest.raises((Exception, SystemExit)):  # of typer, airmoe, torchrun
         understood(line)
 
 

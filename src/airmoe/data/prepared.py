@@ -97,5 +97,5 @@ def _not_there(folder: Path) -> ConfigError:
         "data",
         str(folder),
         "is not a folder",
-        f"Make it: airmoe prepare --corpus python-docs --tokenizer bpe:8192 --out {folder}",
+        f"Make it: airmoe prepare python-docs --tokenizer bpe:8192 --out {folder}",
     )

@@ -10,34 +10,43 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from airmoe.model.configuration import AirMoeConfig
 from airmoe.moe import CoarseExperts, GranularExperts
 from airmoe.routers import Codebook, Router
 from airmoe.routers.shortlists import ShortlistCache
 
 
 @torch.no_grad()
-def initialize_ours(module: nn.Module, std: float) -> bool:
-    """Give a router, its parts or experts their starting values; False for any other module.
+def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
+    """Give what starts otherwise than in Llama its values; False for any other module.
 
-    Experts start like the model's other matrices, at `std`. A layer on its own prefers outputs of
-    unit variance, but then the down rows are of size 1, which AdamW at 3e-4 cannot turn in
-    thousands of steps, and the post-norm makes their scale meaningless anyway.
+    Embedding rows start with norm 1, at D^-0.5 instead of 0.02: AdamW moves all layers' outputs in
+    one common direction during the first steps, and 50 steps drown tokens that start so small.
+
+    Experts start like the model's other matrices. A layer on its own prefers outputs of unit
+    variance, but then the down rows are of size 1, which AdamW at 3e-4 cannot turn in thousands of
+    steps, and the post-norm makes their scale meaningless anyway.
     """
     if isinstance(module, ShortlistCache):
         for buffer in module.buffers():
             buffer.zero_()
         module.stale = True
         return True
-    if not isinstance(module, (Router, Codebook, GranularExperts, CoarseExperts)):
+    experts = isinstance(module, (GranularExperts, CoarseExperts))
+    if not (experts or isinstance(module, (Router, Codebook, nn.Embedding))):
         return False
     loaded = [
         (tensor, tensor.clone())
         for tensor in (*module.parameters(), *module.buffers())
         if getattr(tensor, "_is_hf_initialized", False)
     ]
-    if isinstance(module, (GranularExperts, CoarseExperts)):
+    if experts:
         for weight in module.parameters():
-            nn.init.normal_(weight, std=std)
+            nn.init.normal_(weight, std=config.initializer_range)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=config.hidden_size**-0.5)
+        if module.padding_idx is not None:
+            module.weight[module.padding_idx].zero_()
     else:
         module.reset_parameters()
     for tensor, value in loaded:

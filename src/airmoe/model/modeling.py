@@ -111,7 +111,7 @@ class AirMoePreTrainedModel(LlamaPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if not initialize_ours(module, self.config.initializer_range):
+        if not initialize_ours(module, self.config):
             super()._init_weights(module)
 
 
