@@ -97,7 +97,7 @@ def train_twin(method: str, folder: Path, changes: list[str], console: Console) 
 def show_table(twins: list[Twin], console: Console) -> None:
     table = Table(title="After equal training", title_justify="left")
     table.add_column("method", no_wrap=True)
-    for heading in ("weights", "perplexity", "tokens/s", "overlap", "dead", "entropy / max"):
+    for heading in ("weights", "perplexity", "tokens/s", "overlap", "dead", "entropy"):
         table.add_column(heading, justify="right", no_wrap=True)
     for twin in twins:
         table.add_row(*row_of(twin))
@@ -106,7 +106,7 @@ def show_table(twins: list[Twin], console: Console) -> None:
     console.print(
         "weights: parameters in all. perplexity: on held-out text, lower is better. overlap: share "
         "of the exact top-K that was found. dead: experts no held-out token used; they come to "
-        "life with longer training. entropy of their use: nats, and for equal use of all.",
+        "life with longer training. entropy of their use: nats, of those equal use would have.",
         highlight=False,
     )
 
@@ -126,7 +126,7 @@ def row_of(twin: Twin) -> list[str]:
         f"{twin.result['tokens_per_second']:,.0f}",
         shown("overlap", "{:.3f}"),
         shown("dead_experts", "{:.0%}"),
-        shown("entropy", "{:.2f}") + f" / {math.log(num_experts):.2f}",
+        shown("entropy", "{:.1f}") + f" of {math.log(num_experts):.1f}",
     ]
 
 

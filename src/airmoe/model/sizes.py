@@ -23,7 +23,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "num_experts": 4096,
         "num_experts_per_tok": 16,
-        "router_options": {"num_codewords": 64, "shortlist_size": 128},
+        "router_options": {"num_codewords": 32, "shortlist_size": 128},
     },
     "small": {
         "hidden_size": 256,
