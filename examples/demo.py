@@ -153,6 +153,8 @@ def draw_curves(twins: list[Twin], path: Path) -> Path:
         )
     by_tokens.set(xlabel="thousand tokens", ylabel="validation perplexity", yscale="log")
     by_time.set(xlabel="seconds on this machine")
+    for labels in (by_tokens.yaxis.set_major_formatter, by_tokens.yaxis.set_minor_formatter):
+        labels("{x:.0f}")  # 200 instead of 2 x 10^2
     for axes in (by_tokens, by_time):
         axes.grid(alpha=0.3)
     by_tokens.legend()

@@ -109,6 +109,8 @@ def _go(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path |
     transformers_logging.disable_progress_bar()  # one bar, and it is ours
     set_seed(options.seed)
     model = build_model(config, prepared)
+    if rank() == 0:
+        _introduce(run, model, last_step, console)
     trainer = AirMoeTrainer(
         model, config, arguments, train_blocks, eval_blocks, prepared.tokenizer().save
     )
@@ -179,6 +181,19 @@ def _add_callbacks(
     for callback in added:
         trainer.add_callback(callback)
     return stop, closing
+
+
+def _introduce(run: RunFolder, model: AirMoeForCausalLM, last_step: int, console: Console) -> None:
+    """How large the model and the work are, before they start."""
+    counts = parameter_counts(model.config)
+    tokens = run.config.training.batch_size * run.config.data.block_size
+    console.print(
+        f"{_title(run)}: {counts.total / 1e6:.2f} M parameters, {counts.active / 1e6:.2f} M active "
+        f"per token; {last_step:,} steps of {tokens:,} tokens",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _title(run: RunFolder) -> str:
