@@ -144,7 +144,7 @@ def test_initial_values() -> None:
     model = build("peer", hidden_size=64, num_experts=400)
     layer = model.model.layers[1].mlp
     for weight, std in (
-        (model.model.embed_tokens.weight, 64**-0.5),
+        (model.model.embed_tokens.weight, 0.02),
         (model.model.layers[0].mlp.up_proj.weight, 0.02),
         (layer.experts.up, 0.02),
         (layer.experts.down, 0.02),

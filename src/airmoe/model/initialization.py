@@ -18,10 +18,7 @@ from airmoe.routers.shortlists import ShortlistCache
 
 @torch.no_grad()
 def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
-    """Give what starts otherwise than in Llama its values; False for any other module.
-
-    Embedding rows start with norm 1, at D^-0.5 instead of 0.02: AdamW moves all layers' outputs in
-    one common direction during the first steps, and 50 steps drown tokens that start so small.
+    """Give a router, its parts or experts their starting values; False for any other module.
 
     Experts start like the model's other matrices. A layer on its own prefers outputs of unit
     variance, but then the down rows are of size 1, which AdamW at 3e-4 cannot turn in thousands of
@@ -33,7 +30,7 @@ def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
         module.stale = True
         return True
     experts = isinstance(module, (GranularExperts, CoarseExperts))
-    if not (experts or isinstance(module, (Router, Codebook, nn.Embedding))):
+    if not (experts or isinstance(module, (Router, Codebook))):
         return False
     loaded = [
         (tensor, tensor.clone())
@@ -43,10 +40,6 @@ def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
     if experts:
         for weight in module.parameters():
             nn.init.normal_(weight, std=config.initializer_range)
-    elif isinstance(module, nn.Embedding):
-        nn.init.normal_(module.weight, std=config.hidden_size**-0.5)
-        if module.padding_idx is not None:
-            module.weight[module.padding_idx].zero_()
     else:
         module.reset_parameters()
     for tensor, value in loaded:
