@@ -16,6 +16,16 @@ from airmoe.errors import ConfigError, RunError
 if TYPE_CHECKING:
     from airmoe.training import Finished
 
+# A path that cannot be made or read is the user's to change.
+PATH_ERRORS = (
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+)
+
 app = typer.Typer(
     help="Granular mixtures-of-experts: prepare text, train, evaluate, generate.",
     no_args_is_help=True,
@@ -33,6 +43,8 @@ def main() -> None:
     except RunError as error:
         _stop(str(error), 1)
     except OSError as error:
+        if error.errno in PATH_ERRORS and error.filename is not None:
+            _stop(f"{error.filename}: {error.strerror}. Choose a path that can be used.", 2)
         if error.errno != errno.ENOSPC:
             raise
         _stop("the disk is full. Make room and run the same command again: it goes on.", 1)

@@ -23,6 +23,7 @@ from airmoe.experiments import preset
 from airmoe.training import RunConfig, checkpoints, override
 from airmoe.training.checkpoints import best_checkpoint, step_of
 from airmoe.training.overrides import SECTIONS
+from airmoe.training.run_folder import locked, open_run
 from airmoe.training.trainer import AirMoeTrainer
 from tests.training import kills
 from tests.training.command import Outcome, airmoe, assert_one_line, started
@@ -322,6 +323,67 @@ def test_resume_and_eval_of_a_cut_checkpoint(file: str, text: Path, tmp_path: Pa
     assert_one_line(outcome, CONFIG_ERROR, str(run / "checkpoint-2"), "whole")
     if file.startswith("model"):
         assert_one_line(airmoe("eval", run), CONFIG_ERROR, str(run / "checkpoint-2"), "whole")
+
+
+@pytest.mark.parametrize("file", ["trainer_state.json", "training.json"])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("{")])
+def test_resume_of_a_checkpoint_with_a_damaged_file(
+    damage: Callable[[Path], Any], file: str, text: Path, tmp_path: Path
+) -> None:
+    run = unfinished(text, tmp_path)
+    damage(run / "checkpoint-2" / file)
+    outcome = airmoe("train", "--resume", run)
+    assert_one_line(outcome, CONFIG_ERROR, str(run / "checkpoint-2" / file), "whole")
+
+
+def test_resume_wants_the_text_the_run_began_with(tmp_path: Path) -> None:
+    """Elsewhere, `data.corpus` would be prepared under the folder's name: another text."""
+    run = unfinished(tmp_path, tmp_path)
+    (tmp_path / "tokens").rename(tmp_path / "away")
+    outcome = airmoe("train", "--resume", run)
+    assert_one_line(outcome, CONFIG_ERROR, "data.folder", "where the run was started")
+    assert not (tmp_path / "tokens").exists()
+    (tmp_path / "other.txt").write_text((tmp_path / "text.txt").read_text().upper())
+    other = PrepareConfig(
+        corpus=str(tmp_path / "other.txt"),
+        tokenizer="bytes",
+        out=str(tmp_path / "tokens"),
+        validation_fraction=0.1,
+        workers=1,
+    )
+    prepare(other)
+    assert_one_line(airmoe("train", "--resume", run), CONFIG_ERROR, "data.folder", "began")
+    shutil.rmtree(tmp_path / "tokens")
+    (tmp_path / "away").rename(tmp_path / "tokens")
+    assert airmoe("train", "--resume", run).code == 0
+
+
+def test_resume_without_the_log(text: Path, tmp_path: Path) -> None:
+    run = unfinished(text, tmp_path)
+    whole = (run / "log.jsonl").read_bytes()
+    (run / "log.jsonl").write_bytes(whole[:10])
+    assert_one_line(airmoe("train", "--resume", run), CONFIG_ERROR, "log.jsonl", "not 10")
+    (run / "log.jsonl").unlink()
+    assert_one_line(airmoe("train", "--resume", run), CONFIG_ERROR, "log.jsonl", "not 0")
+    (run / "log.jsonl").write_bytes(whole)
+    assert airmoe("train", "--resume", run).code == 0
+
+
+def test_resume_of_a_run_that_still_goes_on(text: Path, tmp_path: Path) -> None:
+    run = unfinished(text, tmp_path)
+    before = sorted(run.rglob("*"))
+    with locked(open_run(run)):
+        assert_one_line(airmoe("train", "--resume", run), CONFIG_ERROR, "another process")
+    assert sorted(run.rglob("*")) == before
+    assert airmoe("train", "--resume", run).code == 0
+
+
+def test_paths_through_a_file(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    inside = tmp_path / "file" / "inside"
+    assert_one_line(trained(small_run(text), inside), CONFIG_ERROR, str(inside))
+    outcome = airmoe("prepare", text / "text.txt", "--out", inside, "--tokenizer", "bytes")
+    assert_one_line(outcome, CONFIG_ERROR, str(inside))
 
 
 def test_models_without_a_checkpoint(text: Path, tmp_path: Path) -> None:

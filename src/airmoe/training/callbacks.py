@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from airmoe.training.files import read_json
+from airmoe.training.checkpoints import load_json
 from airmoe.training.trainer import AirMoeTrainer
 
 Line = dict[str, Any]
@@ -133,7 +133,7 @@ class Restore(TrainerCallback):
         length = 0
         if self._checkpoint is not None:
             self._trainer.restore_running_log(self._checkpoint)
-            length = read_json(self._checkpoint / "training.json")["log_bytes"]
+            length = load_json(self._checkpoint / "training.json")["log_bytes"]
         if state.is_world_process_zero and self._log.exists():
             os.truncate(self._log, length)
 

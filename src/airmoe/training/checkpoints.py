@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -105,12 +106,24 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            "checkpoint",
-            str(path),
-            f"must be a whole safetensors file ({error})",
-            "Remove this checkpoint folder and resume from the one before.",
-        ) from error
+        raise _damaged(path, "safetensors", error) from error
+
+
+def load_json(path: Path) -> Any:
+    """A JSON file of a checkpoint."""
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        raise _damaged(path, "JSON", error) from error
+
+
+def _damaged(path: Path, kind: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        "checkpoint",
+        str(path),
+        f"must be a whole {kind} file ({error})",
+        "Remove this checkpoint folder and resume from the one before.",
+    )
 
 
 def load_model(checkpoint: Path, model: nn.Module) -> None:
@@ -147,5 +160,5 @@ def best_checkpoint(run_folder: Path) -> Path:
             "must hold a checkpoint-N folder",
             "Train it first, or wait for its first evaluation.",
         )
-    best_step = read_json(found[-1] / "trainer_state.json").get("best_global_step")
+    best_step = load_json(found[-1] / "trainer_state.json").get("best_global_step")
     return next((path for path in found if step_of(path) == best_step), found[-1])

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,20 +25,23 @@ from airmoe.errors import ConfigError
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM, parameter_counts
 from airmoe.training.arguments import check_device, make_arguments, total_steps
 from airmoe.training.callbacks import LastStep, Recorder, Restore, StopOnSignal, WatchSteps
-from airmoe.training.checkpoints import checkpoints, clean_up, step_of
+from airmoe.training.checkpoints import checkpoints, clean_up, load_json, step_of
 from airmoe.training.config import RunConfig
 from airmoe.training.display import Display, PrepareDisplay
 from airmoe.training.files import read_json, write_json
 from airmoe.training.run_folder import (
     RunFolder,
     check_free,
+    check_log,
+    check_same_data,
     create_run,
+    locked,
     machine,
     open_run,
     versions,
 )
 from airmoe.training.tensorboard import TensorBoard, check_installed
-from airmoe.training.text import check_blocks, prepared_data
+from airmoe.training.text import check_blocks, data_folder, prepared_data
 from airmoe.training.trainer import AirMoeTrainer
 
 
@@ -58,21 +62,40 @@ def train(config: RunConfig, folder: Path, console: Console) -> Finished:
     _blocks(config, prepared)  # what is wrong with them is said before there is a folder
     _model_config(config, prepared)
     if rank() == 0:
-        create_run(folder, config)
+        create_run(folder, config, prepared)
     PartialState().wait_for_everyone()
-    return _go(RunFolder(folder, config), prepared, console, checkpoint=None)
+    run = RunFolder(folder, config)
+    with locked(run) if rank() == 0 else nullcontext():
+        return _go(run, prepared, console, checkpoint=None)
 
 
 def resume(folder: Path, console: Console) -> Finished:
     """Go on from the newest whole checkpoint, or from the start if there is none yet."""
     run = open_run(folder)
     _start_processes(run.config)
+    _check_folder_there(run.config)
     prepared = _data_on_every_process(run.config, console)
-    if rank() == 0:
-        clean_up(folder, run.config.training.keep_checkpoints)
-    PartialState().wait_for_everyone()
-    found = checkpoints(folder)
-    return _go(run, prepared, console, checkpoint=found[-1] if found else None)
+    check_same_data(run, prepared)
+    with locked(run) if rank() == 0 else nullcontext():
+        if rank() == 0:
+            clean_up(folder, run.config.training.keep_checkpoints)
+        PartialState().wait_for_everyone()
+        found = checkpoints(folder)
+        if found:
+            check_log(run, found[-1])
+        return _go(run, prepared, console, checkpoint=found[-1] if found else None)
+
+
+def _check_folder_there(config: RunConfig) -> None:
+    """A folder that was named is not made anew: its text need not have come from data.corpus."""
+    folder = config.data.folder
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError(
+            "data.folder",
+            folder,
+            "must be there, with the text of the run",
+            "Resume where the run was started (its paths are relative to there), or put it back.",
+        )
 
 
 def _start_processes(config: RunConfig) -> None:
@@ -86,6 +109,15 @@ def _start_processes(config: RunConfig) -> None:
 
 def _data_on_every_process(config: RunConfig, console: Console) -> Prepared:
     display = PrepareDisplay(console, config.data.corpus)
+    folder = data_folder(config.data)
+    if rank() == 0 and not folder.exists():  # say so: the folder's name may be mistyped
+        console.print(
+            f"{folder} does not exist yet: preparing {config.data.corpus} there, tokenizer "
+            f"{config.data.tokenizer}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     with PartialState().main_process_first(), display:
         return prepared_data(config.data, display.show)
 
@@ -215,7 +247,7 @@ def write_result(run: RunFolder, peak_memory: float | None) -> None:
     speeds = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
     if peak_memory is None and run.result.exists():
         peak_memory = read_json(run.result)["peak_memory_gib"]
-    model = json.loads((checkpoints(run.path)[-1] / "config.json").read_text(encoding="utf-8"))
+    model = load_json(checkpoints(run.path)[-1] / "config.json")
     counts = parameter_counts(run.config.model_config(model["vocab_size"], model["eos_token_id"]))
     write_json(
         run.result,

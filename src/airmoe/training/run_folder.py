@@ -1,6 +1,6 @@
 """A run's folder: what was asked for, with which versions, and how far it came.
 
-RUN/  run.json         settings, versions, git state, machine
+RUN/  run.json         settings, hash of the text, versions, git state, machine
       log.jsonl        one line per log or evaluation
       checkpoint-N/    see checkpoints.py
       tensorboard/     the same numbers for TensorBoard
@@ -9,17 +9,23 @@ RUN/  run.json         settings, versions, git state, machine
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import importlib.metadata
 import json
 import platform
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from airmoe.data import Prepared
 from airmoe.errors import ConfigError
+from airmoe.training.checkpoints import load_json
 from airmoe.training.config import RunConfig
 from airmoe.training.files import read_json, write_json
 
@@ -43,7 +49,7 @@ class RunFolder:
         return self.path / "result.json"
 
 
-def create_run(path: Path, config: RunConfig) -> RunFolder:
+def create_run(path: Path, config: RunConfig, prepared: Prepared) -> RunFolder:
     """Make the folder of a new run; one that exists is never overwritten."""
     check_free(path, config)
     path.mkdir(parents=True, exist_ok=True)
@@ -52,6 +58,7 @@ def create_run(path: Path, config: RunConfig) -> RunFolder:
         {
             "format": FORMAT,
             "config": config.to_json(),
+            "data_sha256": data_sha256(prepared),
             "versions": versions(),
             "git": git_state(),
             "machine": machine(),
@@ -103,6 +110,52 @@ def open_run(path: Path) -> RunFolder:
             "Use the airmoe version that wrote it (see versions in run.json).",
         )
     return RunFolder(path, RunConfig.from_json(config))
+
+
+def data_sha256(prepared: Prepared) -> str:
+    """One number for the tokens of a run: equal manifests are equal tokens."""
+    manifest = json.dumps(asdict(prepared.manifest), sort_keys=True)
+    return hashlib.sha256(manifest.encode()).hexdigest()
+
+
+def check_same_data(run: RunFolder, prepared: Prepared) -> None:
+    """Raise if the text changed since the run began: it would go on as another run."""
+    if read_json(run.path / "run.json").get("data_sha256") != data_sha256(prepared):
+        raise ConfigError(
+            "data.folder",
+            str(prepared.folder),
+            f"must hold the text with which {run.path} began",
+            "Put that back, or start a new run.",
+        )
+
+
+def check_log(run: RunFolder, checkpoint: Path) -> None:
+    """Raise if the log lost lines from before the checkpoint: they cannot be made again."""
+    length = load_json(checkpoint / "training.json")["log_bytes"]
+    found = run.log.stat().st_size if run.log.is_file() else 0
+    if found < length:
+        raise ConfigError(
+            "log",
+            str(run.log),
+            f"must have at least the {length} bytes it had at {checkpoint.name}, not {found}",
+            "Put the file back, or start a new run.",
+        )
+
+
+@contextmanager
+def locked(run: RunFolder) -> Iterator[None]:
+    """Keep others out of a run that goes on; a lock of the system, so none outlives a kill."""
+    with (run.path / "run.json").open("r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                "run",
+                str(run.path),
+                "is being trained by another process at this moment",
+                "Wait for it, or stop it first.",
+            ) from error
+        yield
 
 
 def versions() -> dict[str, str]:

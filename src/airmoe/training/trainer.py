@@ -21,7 +21,7 @@ from airmoe.routers import Router, track_optimizer
 from airmoe.training import checkpoints
 from airmoe.training.config import RunConfig
 from airmoe.training.evaluation import Evaluation, evaluate
-from airmoe.training.files import read_json, write_json
+from airmoe.training.files import write_json
 from airmoe.training.optimizer_state import load_optimizer_state, optimizer_state
 from airmoe.training.order import EpochOrder
 from airmoe.training.random_state import random_state, set_random_state
@@ -242,7 +242,7 @@ class AirMoeTrainer(Trainer):
         folder = Path(checkpoint)
         moments = checkpoints.load_tensors(folder / "optimizer.safetensors")
         load_optimizer_state(self.airmoe_model, self.torch_optimizer, moments)
-        self._restored = read_json(folder / "training.json")
+        self._restored = checkpoints.load_json(folder / "training.json")
         assert self._restored is not None
         schedule = cast(Any, self.lr_scheduler)
         schedule.load_state_dict({**schedule.state_dict(), **self._restored["schedule"]})
