@@ -69,7 +69,7 @@ def drop_splits(folder: Path) -> None:
         (lambda folder: (folder / "train-00001.bin").unlink(), ["train-00001.bin", "not in the"]),
         (truncate, ["train-00001.bin", "bytes instead of"]),
         (damage_last_byte, ["train-00001.bin", "is damaged", "sha256"]),
-        (lambda folder: folder.rename(folder.with_name("other")), ["airmoe prepare --corpus"]),
+        (lambda folder: folder.rename(folder.with_name("other")), ["airmoe prepare"]),
         (lambda folder: folder.rename(f"{folder}.partial"), ["not finished", "to go on"]),
     ],
 )
