@@ -13,8 +13,8 @@ from rich.table import Table
 
 from airmoe import AirRouter, ConfigError
 from airmoe.experiments import preset
+from airmoe.files import read_json
 from airmoe.training import generate_text, open_run, override, resume, train
-from airmoe.training.files import read_json
 from airmoe.training.load import load_trained
 
 # Method -> how it is called in table and figure, and its colour (Okabe and Ito's palette).

@@ -20,6 +20,7 @@ PACKAGE = ROOT / "src" / "airmoe"
 ORDER = (
     "errors",
     "config",
+    "files",
     "distributed",
     "kernels",
     "routers",
@@ -34,7 +35,7 @@ ORDER = (
     "__main__",
 )
 # Text preparation must run without the model, so it stands apart from what comes before it.
-NARROWER = {"data": ("errors", "config")}
+NARROWER = {"data": ("errors", "config", "files")}
 
 
 def part_of(module: str) -> str:

@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from airmoe.data import PrepareConfig, prepare
+from airmoe.files import read_json
 from airmoe.model import AirMoeConfig
 from airmoe.training import DataOptions, RunConfig, TrainingOptions, resume, train
 from airmoe.training.callbacks import Recorder
 from airmoe.training.checkpoints import checkpoints
 from airmoe.training.config import model_options
-from airmoe.training.files import read_json
 from airmoe.training.run import read_log
 
 WORDS = "the of a expert router token learns codebook follows shortlist picks and then again"

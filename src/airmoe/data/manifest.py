@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from airmoe.data.tokenizers import TokenizerIdentity
 from airmoe.errors import ConfigError
+from airmoe.files import write_json
 
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
@@ -100,24 +100,3 @@ def split_info(values: Mapping[str, Any]) -> SplitInfo:
     """Undo `asdict`."""
     shards = tuple(ShardInfo(**shard) for shard in values["shards"])
     return SplitInfo(int(values["documents"]), int(values["tokens"]), shards)
-
-
-def write_json(file: Path, values: Mapping[str, Any]) -> None:
-    """Replace a file at once: after a crash there is the old one or the new one, whole."""
-    draft = file.with_name(file.name + ".draft")
-    with draft.open("w", encoding="utf-8") as stream:
-        json.dump(values, stream, indent=2)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    draft.replace(file)
-    sync_folder(file.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make names in a folder survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,13 +18,12 @@ from airmoe.data.manifest import (
     Manifest,
     Recipe,
     split_info,
-    sync_folder,
-    write_json,
 )
 from airmoe.data.prepared import partial_folder
 from airmoe.data.shards import WriterState
 from airmoe.data.tokenizers import Tokenizer, TokenizerIdentity, load_tokenizer
 from airmoe.errors import ConfigError
+from airmoe.files import sync_folder, write_json
 
 PROGRESS_FILE = "progress.json"
 LOCK_FILE = "lock"

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from airmoe.errors import ConfigError, RunError
-from airmoe.training.files import read_json, sync_folder, sync_tree
+from airmoe.files import read_json, sync_folder, sync_tree
 
 NAME = re.compile(r"checkpoint-(\d+)")
 PARTIAL = ".partial"

@@ -22,13 +22,13 @@ from transformers.utils import logging as transformers_logging
 from airmoe.data import BlockDataset, Prepared
 from airmoe.distributed import rank
 from airmoe.errors import ConfigError
+from airmoe.files import read_json, write_json
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM, parameter_counts
 from airmoe.training.arguments import check_device, make_arguments, total_steps
 from airmoe.training.callbacks import LastStep, Recorder, Restore, StopOnSignal, WatchSteps
 from airmoe.training.checkpoints import checkpoints, clean_up, load_json, step_of
 from airmoe.training.config import RunConfig
 from airmoe.training.display import Display, PrepareDisplay
-from airmoe.training.files import read_json, write_json
 from airmoe.training.run_folder import (
     RunFolder,
     check_free,

@@ -25,9 +25,9 @@ import torch
 
 from airmoe.data import Prepared
 from airmoe.errors import ConfigError
+from airmoe.files import read_json, write_json
 from airmoe.training.checkpoints import load_json
 from airmoe.training.config import RunConfig
-from airmoe.training.files import read_json, write_json
 
 FORMAT = 1
 PACKAGES = ("airmoe", "torch", "transformers", "accelerate", "safetensors", "tokenizers", "numpy")

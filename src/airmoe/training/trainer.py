@@ -16,12 +16,12 @@ from transformers import Trainer, TrainingArguments
 
 from airmoe.distributed import full_tensor, is_distributed, rank, world_size
 from airmoe.errors import RunError
+from airmoe.files import write_json
 from airmoe.model import AirMoeForCausalLM
 from airmoe.routers import Router, track_optimizer
 from airmoe.training import checkpoints
 from airmoe.training.config import RunConfig
 from airmoe.training.evaluation import Evaluation, evaluate
-from airmoe.training.files import write_json
 from airmoe.training.optimizer_state import load_optimizer_state, optimizer_state
 from airmoe.training.order import EpochOrder
 from airmoe.training.random_state import random_state, set_random_state

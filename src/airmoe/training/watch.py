@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from airmoe.distributed import is_distributed
 from airmoe.metrics import RoutingMeter, shortlist_staleness
+from airmoe.moe.replay import inside_backward
 from airmoe.routers import AirRouter, PeerRouter, Router, Routing
 
 
@@ -54,7 +55,7 @@ class RoutingWatch:
 
     def _hook(self, place: int) -> Any:
         def after_forward(router: nn.Module, inputs: tuple[Any, ...], routing: Routing) -> None:
-            if torch._C._current_graph_task_id() != -1:
+            if inside_backward():
                 return  # activation checkpointing runs a forward again: counted already
             self._meters[place].update(routing)
             if place not in self._samples:

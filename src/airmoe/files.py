@@ -10,13 +10,13 @@ from typing import Any
 
 def write_json(path: Path, values: Any) -> None:
     """Replace `path` by the JSON of `values` in one step."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
+    draft = path.with_name(path.name + ".draft")
+    with draft.open("w", encoding="utf-8") as file:
         json.dump(values, file, indent=1)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)
+    draft.replace(path)
     sync_folder(path.parent)
 
 
