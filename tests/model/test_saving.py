@@ -144,7 +144,7 @@ def test_initial_values() -> None:
     model = build("peer", hidden_size=64, num_experts=400)
     layer = model.model.layers[1].mlp
     for weight, std in (
-        (model.model.embed_tokens.weight, 0.02),
+        (model.model.embed_tokens.weight, 64**-0.5),
         (model.model.layers[0].mlp.up_proj.weight, 0.02),
         (layer.experts.up, 0.02),
         (layer.experts.down, 0.02),
@@ -155,7 +155,9 @@ def test_initial_values() -> None:
     assert (layer.post_norm.weight == 1).all() and (layer.post_norm.bias == 0).all()
 
 
-@pytest.mark.parametrize("missing", ["centroids", "codebook.updates", "experts.up"])
+@pytest.mark.parametrize(
+    "missing", ["centroids", "codebook.updates", "experts.up", "embed_tokens.weight"]
+)
 def test_what_a_checkpoint_lacks_is_initialised_and_the_rest_is_kept(
     missing: str, tmp_path: Path
 ) -> None:

@@ -18,12 +18,19 @@ from airmoe.routers.shortlists import ShortlistCache
 
 @torch.no_grad()
 def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
-    """Give a router, its parts or experts their starting values; False for any other module.
+    """Give a router, its parts, experts or an embedding their starting values; else False.
 
     Experts start like the model's other matrices. A layer on its own prefers outputs of unit
     variance, but then the down rows are of size 1, which AdamW at 3e-4 cannot turn in thousands of
     steps, and the post-norm makes their scale meaningless anyway.
+
+    Embeddings start with rows of norm 1, because the first steps push the outputs of all layers in
+    one common direction, which would drown rows of norm 0.3.
     """
+    if isinstance(module, nn.Embedding):
+        if not getattr(module.weight, "_is_hf_initialized", False):
+            nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
+        return True
     if isinstance(module, ShortlistCache):
         for buffer in module.buffers():
             buffer.zero_()
