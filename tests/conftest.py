@@ -12,6 +12,9 @@ import torch
 
 # cuBLAS is deterministic only with this, and it must be set before CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Without a GPU Triton's interpreter runs the kernels; it must be told before Triton is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 class TorchRandom:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from airmoe.kernels.cell_experts import batched, reference
+from airmoe.kernels.backend import use_triton
+from airmoe.kernels.cell_experts import reference
 from airmoe.kernels.cell_experts.activations import Activation, activate, is_gated
 from airmoe.kernels.cells import Cells
 from airmoe.kernels.precision import own_precision
-
-
-def implementation(device_type: str) -> Literal["reference", "batched"]:
-    """Which file computes on such a device: cell by cell suits a CPU, groups of cells a GPU."""
-    return "reference" if device_type == "cpu" else "batched"
 
 
 @own_precision
@@ -37,12 +31,17 @@ def cell_experts(
     """
     tensors = (hidden, gate, up, down, gates)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if use_triton(hidden, gate, up, down):
+        from airmoe.kernels.cell_experts.operator import run
+
+        return run(
+            hidden, gate, up, down, gates, cells,
+            activation=activation, expert_size=expert_size, keep=keep,
+        )  # fmt: skip
     form = reference.Form(activation, expert_size, hidden.dtype, keep)
-    batch = implementation(hidden.device.type) == "batched"
-    function = batched.CellExperts if batch else reference.CellExperts
-    return function.apply(  # type: ignore[no-any-return]
+    return reference.CellExperts.apply(  # type: ignore[no-any-return]
         hidden, gate, up, down, gates, cells.token_ids, cells.offsets, cells.pools, form
     )
 
 
-__all__ = ["Activation", "activate", "cell_experts", "implementation", "is_gated"]
+__all__ = ["Activation", "activate", "cell_experts", "is_gated"]

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
-from airmoe.kernels.cell_scores import batched, reference
+from airmoe.kernels.backend import use_triton
+from airmoe.kernels.cell_scores import reference
 from airmoe.kernels.cells import Cells
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.precision import own_precision
-
-
-def implementation(device_type: str) -> Literal["reference", "batched"]:
-    """Which file computes on such a device: cell by cell suits a CPU, groups of cells a GPU."""
-    return "reference" if device_type == "cpu" else "batched"
 
 
 @own_precision
@@ -32,11 +26,10 @@ def cell_scores(
     unit-norm centroids; the gradient goes through the norm although the value was cached. Jitter
     is a function of (token, expert), the same wherever the pair is met.
     """
-    batch = implementation(hidden.device.type) == "batched"
-    function = batched.CellScores if batch else reference.CellScores
-    return function.apply(  # type: ignore[no-any-return]
+    if use_triton(hidden, centroids):
+        from airmoe.kernels.cell_scores.operator import run
+
+        return run(hidden, centroids, inverse_norms, cells, noise)
+    return reference.CellScores.apply(  # type: ignore[no-any-return]
         hidden, centroids, inverse_norms, cells.token_ids, cells.offsets, cells.pools, noise
     )
-
-
-__all__ = ["cell_scores", "implementation"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from airmoe.kernels.cells import reference
+from airmoe.kernels.cells.reverse import ReverseIndex, make_reverse
+from airmoe.kernels.cells.tiles import RowTiles, make_tiles
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,21 @@ class Cells:
     order: Tensor  # [N] row -> its place in the unsorted [T * rows_per_token] list
     rows_per_token: int
     pools_version: int | None  # of the pools when the rows were sorted; None under inference mode
+    # Made once, when a kernel asks for them.
+    _tiles: list[RowTiles] = field(default_factory=list, repr=False, compare=False)
+    _reverse: list[ReverseIndex] = field(default_factory=list, repr=False, compare=False)
+
+    def row_tiles(self) -> RowTiles:
+        """Blocks of rows of one cell."""
+        if not self._tiles:
+            self._tiles.append(make_tiles(self.offsets, self.token_ids.shape[0]))
+        return self._tiles[0]
+
+    def reverse_index(self, num_experts: int) -> ReverseIndex:
+        """Where each expert is in the pools."""
+        if not self._reverse:
+            self._reverse.append(make_reverse(self.pools, num_experts))
+        return self._reverse[0]
 
     def check_current(self) -> None:
         """Pools are a cache that is rewritten in place: an old routing must not be read by it."""
@@ -35,11 +52,17 @@ class Cells:
         return torch.searchsorted(self.offsets, rows, right=True) - 1
 
 
-def make_cells(cell_ids: Tensor, pools: Tensor) -> Cells:
-    """cell_ids [T, R] (R cells per token), pools [G, M] -> the sorted layout, N = T * R."""
+def make_cells(cell_ids: Tensor, pools: Tensor, reverse: ReverseIndex | None = None) -> Cells:
+    """cell_ids [T, R] (R cells per token), pools [G, M] -> the sorted layout, N = T * R.
+
+    `reverse` is the pools' own reverse index, where somebody keeps it.
+    """
     order, offsets = reference.sort_rows(cell_ids.flatten(), pools.shape[0])
     token_ids = order.div(cell_ids.shape[1], rounding_mode="floor")
-    return Cells(token_ids, offsets, pools, order, cell_ids.shape[1], _version(pools))
+    known = [] if reverse is None else [reverse]
+    return Cells(
+        token_ids, offsets, pools, order, cell_ids.shape[1], _version(pools), _reverse=known
+    )
 
 
 def _version(pools: Tensor) -> int | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from airmoe.kernels.backend import use_triton
 from airmoe.kernels.dense import reference
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.precision import own_precision
@@ -23,7 +24,17 @@ class Summary:
 @torch.no_grad()
 @own_precision
 def best_experts(hidden: Tensor, experts: Tensor, count: int, noise: Noise | None = None) -> Tensor:
-    """Each token's `count` best experts: hidden [T, D], experts [E, D] -> [T, count] ids."""
+    """Each token's `count` best experts: hidden [T, D], experts [E, D] -> [T, count] ids.
+
+    Best first, ties to the lowest id.
+    """
+    if use_triton(hidden, experts):
+        from airmoe.kernels.dense.triton import best_experts_op
+        from airmoe.kernels.shortlist.triton import plan_cuts
+
+        if plan_cuts(experts.shape[0], count) is not None:
+            keys, std = (None, 0.0) if noise is None else (noise.row_keys, noise.std)
+            return best_experts_op(hidden, experts, count, keys, std)
     return reference.best_experts(hidden, experts, count, noise)
 
 

@@ -11,7 +11,9 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from airmoe.kernels.noise.reference import combine, normal, uniform_index
+from airmoe.kernels.backend import use_triton
+from airmoe.kernels.noise import reference
+from airmoe.kernels.noise.reference import normal, uniform_index
 
 
 class Stage(IntEnum):
@@ -40,6 +42,19 @@ class Noise:
     def pairs(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Jitter for (row, column) pairs of one broadcast shape."""
         return normal(self.row_keys[rows], columns).mul_(self.std)
+
+
+def combine(first: Tensor, *rest: Tensor | int) -> Tensor:
+    """Fold whole numbers, at most three after the first, into one int64 key, broadcasting.
+
+    Tensors are int64, scalars or vectors of one length; numbers are not negative.
+    """
+    if use_triton(first):
+        from airmoe.kernels.noise.keys_triton import combine_keys
+
+        tensors = [part for part in rest if isinstance(part, Tensor)]
+        return combine_keys(first, tensors, [-1 if isinstance(p, Tensor) else p for p in rest])
+    return reference.combine(first, *rest)
 
 
 def make_noise(key: Tensor, stage: Stage, num_rows: int, std: float) -> Noise:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from airmoe.kernels.backend import use_triton
 from airmoe.kernels.precision import own_precision
 from airmoe.kernels.rows import reference
 
@@ -77,16 +78,28 @@ class _Scatter(torch.autograd.Function):
 @own_precision
 def gather_dot(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     """<queries[q], table[ids[q, j]]>: [Q, D], [R, D], [Q, J] -> [Q, J]."""
+    if use_triton(queries, table, ids):
+        from airmoe.kernels.rows import operator
+
+        return operator.gather_dot(queries, table, ids)
     return _Dot.apply(queries, table, ids)  # type: ignore[no-any-return]
 
 
 @own_precision
 def gather_total(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     """sum_j weights[q, j] * table[ids[q, j]]: [Q, J], [R, D], [Q, J] -> [Q, D]."""
+    if use_triton(weights, table, ids):
+        from airmoe.kernels.rows import operator
+
+        return operator.gather_total(weights, table, ids)
     return _Total.apply(weights, table, ids)  # type: ignore[no-any-return]
 
 
 @own_precision
 def scatter_total(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor:
     """Add weights[q, j] * rows[q] into row ids[q, j] of the result: -> [num_out, D]."""
+    if use_triton(weights, rows, ids):
+        from airmoe.kernels.rows import operator
+
+        return operator.scatter_total(weights, rows, ids, num_out)
     return _Scatter.apply(weights, rows, ids, num_out)  # type: ignore[no-any-return]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from airmoe.kernels.backend import use_triton
 from airmoe.kernels.select import reference
 from airmoe.kernels.select.reference import top_positions
 
@@ -16,6 +17,10 @@ def top_k_gates(scores: Tensor, valid: Tensor, count: int) -> Tensor:
     ties go to the lowest position, and selection is on float32. With `count` = 1 the weight is
     the probability among all n (Switch), so that it has a gradient.
     """
+    if use_triton(scores):
+        from airmoe.kernels.select.triton import top_k_gates_op
+
+        return top_k_gates_op(scores, valid, count)
     return reference.top_k_gates(scores, valid, count)
 
 

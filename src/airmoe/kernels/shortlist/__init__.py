@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from airmoe.kernels.backend import use_triton
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.precision import own_precision
 from airmoe.kernels.shortlist import reference
@@ -28,4 +29,11 @@ def top_m(
     """
     if out is None:
         out = torch.empty(codewords.shape[0], size, dtype=torch.int64, device=codewords.device)
+    if codewords.dtype == torch.float32 and use_triton(codewords, centroids, inverse_norms):
+        from airmoe.kernels.shortlist.triton import plan_cuts, top_m_op
+
+        if plan_cuts(centroids.shape[0], size) is not None:
+            keys, std = (None, 0.0) if noise is None else (noise.row_keys, noise.std)
+            top_m_op(codewords, centroids, inverse_norms, keys, std, out)
+            return out
     return reference.top_m(codewords, centroids, inverse_norms, size, noise, out)

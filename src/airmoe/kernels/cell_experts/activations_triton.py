@@ -1,0 +1,96 @@
+"""The activations of `activations.py` and their derivatives, for use inside Triton kernels."""
+# pyright: reportGeneralTypeIssues=none
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from airmoe.kernels.cell_experts.activations import Activation
+
+# Kernels are compiled for one activation: the code is a compile-time constant.
+ACTIVATION_CODES: dict[Activation, int] = {
+    "swiglu": 0,
+    "geglu": 1,
+    "gelu": 2,
+    "relu": 3,
+    "silu": 4,
+}
+_SWIGLU = tl.constexpr(ACTIVATION_CODES["swiglu"])
+_GEGLU = tl.constexpr(ACTIVATION_CODES["geglu"])
+_GELU = tl.constexpr(ACTIVATION_CODES["gelu"])
+_RELU = tl.constexpr(ACTIVATION_CODES["relu"])
+_SILU = tl.constexpr(ACTIVATION_CODES["silu"])
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_NORMAL_PEAK = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi), the normal density at 0
+
+
+@triton.jit
+def activate(up, gate, ACTIVATION: tl.constexpr):
+    """act(up), or act(gate) * up for gated activations; float32, elementwise.
+
+    Pass `up` again as `gate` where there is none.
+    """
+    if ACTIVATION == _SWIGLU:
+        active = _silu(gate) * up
+    elif ACTIVATION == _GEGLU:
+        active = _gelu(gate) * up
+    elif ACTIVATION == _GELU:
+        active = _gelu(up)
+    elif ACTIVATION == _SILU:
+        active = _silu(up)
+    else:
+        tl.static_assert(ACTIVATION == _RELU)
+        active = tl.where(up <= 0.0, 0.0, up)  # this way round NaN stays NaN
+    return active
+
+
+@triton.jit
+def activation_grads(up, gate, grad, ACTIVATION: tl.constexpr):
+    """(active, gradient of up, gradient of gate), given the gradient of `active`; float32.
+
+    For plain activations the third is meaningless: ignore it.
+    """
+    if ACTIVATION == _SWIGLU:
+        plain, slope = _silu_and_slope(gate)
+        active, grad_up, grad_gate = plain * up, grad * plain, grad * up * slope
+    elif ACTIVATION == _GEGLU:
+        plain, slope = _gelu_and_slope(gate)
+        active, grad_up, grad_gate = plain * up, grad * plain, grad * up * slope
+    elif ACTIVATION == _GELU:
+        active, slope = _gelu_and_slope(up)
+        grad_up = grad * slope
+        grad_gate = grad_up
+    elif ACTIVATION == _SILU:
+        active, slope = _silu_and_slope(up)
+        grad_up = grad * slope
+        grad_gate = grad_up
+    else:
+        tl.static_assert(ACTIVATION == _RELU)
+        active = tl.where(up <= 0.0, 0.0, up)
+        grad_up = tl.where(up <= 0.0, 0.0, grad)
+        grad_gate = grad_up
+    return active, grad_up, grad_gate
+
+
+@triton.jit
+def _silu(values):
+    return values / (1.0 + tl.exp(-values))
+
+
+@triton.jit
+def _silu_and_slope(values):
+    sigmoid = 1.0 / (1.0 + tl.exp(-values))
+    return values * sigmoid, sigmoid * (1.0 + values * (1.0 - sigmoid))
+
+
+@triton.jit
+def _gelu(values):
+    return 0.5 * values * (1.0 + tl.erf(values * _SQRT_HALF))
+
+
+@triton.jit
+def _gelu_and_slope(values):
+    below = 0.5 * (1.0 + tl.erf(values * _SQRT_HALF))  # normal distribution function
+    density = _NORMAL_PEAK * tl.exp(-0.5 * values * values)
+    return values * below, below + values * density

@@ -1,0 +1,233 @@
+"""`airmoe::cell_experts`: the Triton path as an operator that compilers and graphs can take in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from airmoe.kernels.cell_experts.triton import Layout, activation_backward, activations
+from airmoe.kernels.cells import Cells
+from airmoe.kernels.cells.reverse import ReverseIndex, make_reverse
+from airmoe.kernels.cells.tiles import RowTiles
+from airmoe.kernels.cells.triton import pool_products, row_products
+
+
+@torch.library.custom_op("airmoe::cell_experts", mutates_args=())
+def _forward(
+    hidden: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gates: Tensor,
+    tile_cells: Tensor,
+    tile_first: Tensor,
+    tile_rows: Tensor,
+    block: int,
+    offsets: Tensor,
+    token_ids: Tensor,
+    neurons: Tensor,
+    entries: Tensor | None,
+    starts: Tensor | None,
+    activation: str,
+    expert_size: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    layout = Layout(RowTiles(tile_cells, tile_first, tile_rows, block), offsets, token_ids, neurons)
+    found = activations(
+        hidden, gate, up, gates, layout, activation=activation, expert_size=expert_size, keep=keep
+    )
+    output = pool_products(
+        [(found.active, down)], layout.tiles, offsets, token_ids, neurons, hidden.shape[0]
+    )
+    none = hidden.new_empty(0)
+    return (
+        output,
+        none if found.pre_gate is None else found.pre_gate,
+        hidden.new_empty(0) if found.pre_up is None else found.pre_up,
+    )
+
+
+@_forward.register_fake
+def _(
+    hidden: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gates: Tensor,
+    tile_cells: Tensor,
+    tile_first: Tensor,
+    tile_rows: Tensor,
+    block: int,
+    offsets: Tensor,
+    token_ids: Tensor,
+    neurons: Tensor,
+    entries: Tensor | None,
+    starts: Tensor | None,
+    activation: str,
+    expert_size: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (token_ids.shape[0], neurons.shape[1])
+    return (
+        torch.empty_like(hidden),
+        hidden.new_empty(shape if keep and gate is not None else 0),
+        hidden.new_empty(shape if keep else 0),
+    )
+
+
+@torch.library.custom_op("airmoe::cell_experts_backward", mutates_args=())
+def _backward(
+    grad_output: Tensor,
+    hidden: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gates: Tensor,
+    pre_gate: Tensor,
+    pre_up: Tensor,
+    tile_cells: Tensor,
+    tile_first: Tensor,
+    tile_rows: Tensor,
+    block: int,
+    offsets: Tensor,
+    token_ids: Tensor,
+    neurons: Tensor,
+    entries: Tensor | None,
+    starts: Tensor | None,
+    activation: str,
+    expert_size: int,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tiles = RowTiles(tile_cells, tile_first, tile_rows, block)
+    layout = Layout(tiles, offsets, token_ids, neurons)
+    found = activation_backward(
+        grad_output,
+        down,
+        gates,
+        None if gate is None else pre_gate,
+        pre_up,
+        layout,
+        activation=activation,
+        expert_size=expert_size,
+    )
+    want_hidden, want_gate, want_up, want_down, want_gates = wanted
+    none = hidden.new_empty(0)
+    grad_hidden = none
+    if want_hidden:
+        pairs = [(found.grad_up, up)]
+        if gate is not None and found.grad_gate is not None:
+            pairs.append((found.grad_gate, gate))
+        grad_hidden = pool_products(pairs, tiles, offsets, token_ids, neurons, hidden.shape[0])
+    if entries is None or starts is None:
+        reverse = make_reverse(neurons, up.shape[0])
+    else:
+        reverse = ReverseIndex(entries, starts)
+
+    grads = {name: hidden.new_empty(0) for name in ("gate", "up", "down")}
+    candidates = (("gate", found.grad_gate, gate, want_gate), ("up", found.grad_up, up, want_up))
+    inner = {
+        name: (x, table)
+        for name, x, table, want in candidates
+        if want and x is not None and table is not None
+    }
+    place = (offsets, token_ids, neurons, reverse, block)
+    if inner:
+        found_grads = row_products(list(inner.values()), hidden, *place)
+        grads |= dict(zip(inner, found_grads, strict=True))
+    if want_down:
+        (grads["down"],) = row_products([(found.active, down)], grad_output, *place)
+    grad_gates = none
+    if want_gates:
+        grad_gates = found.grad_gates
+        if expert_size > 1:
+            grad_gates = grad_gates.float().unflatten(-1, (-1, expert_size)).sum(-1)
+        grad_gates = grad_gates.to(gates.dtype)
+    return grad_hidden, grads["gate"], grads["up"], grads["down"], grad_gates
+
+
+@_backward.register_fake
+def _(
+    grad_output: Tensor,
+    hidden: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gates: Tensor,
+    pre_gate: Tensor,
+    pre_up: Tensor,
+    tile_cells: Tensor,
+    tile_first: Tensor,
+    tile_rows: Tensor,
+    block: int,
+    offsets: Tensor,
+    token_ids: Tensor,
+    neurons: Tensor,
+    entries: Tensor | None,
+    starts: Tensor | None,
+    activation: str,
+    expert_size: int,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    operands = (hidden, gate, up, down, gates)
+    shapes = [
+        torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        if want and value is not None
+        else hidden.new_empty(0)
+        for value, want in zip(operands, wanted, strict=True)
+    ]
+    return shapes[0], shapes[1], shapes[2], shapes[3], shapes[4]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, gate, up, down, gates, cells, first, rows, block, *rest = inputs
+    offsets, token_ids, neurons, entries, starts, activation, expert_size, _keep = rest
+    ctx.fixed = (block, activation, expert_size)
+    ctx.save_for_backward(
+        hidden, gate, up, down, gates, output[1], output[2],
+        cells, first, rows, offsets, token_ids, neurons, entries, starts,
+    )  # fmt: skip
+
+
+def _autograd(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    *operands, cells, first, rows, offsets, token_ids, neurons, entries, starts = ctx.saved_tensors
+    block, activation, expert_size = ctx.fixed
+    wanted = list(ctx.needs_input_grad[:5])
+    wanted[1] = wanted[1] and operands[1] is not None
+    grads = torch.ops.airmoe.cell_experts_backward(
+        grad_output.to(operands[0].dtype).contiguous(), *operands, cells, first, rows, block,
+        offsets, token_ids, neurons, entries, starts, activation, expert_size, wanted,
+    )  # fmt: skip
+    return *(g if want else None for g, want in zip(grads, wanted, strict=True)), *(None,) * 12
+
+
+_forward.register_autograd(_autograd, setup_context=_setup)
+
+
+def run(
+    hidden: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gates: Tensor,
+    cells: Cells,
+    *,
+    activation: str,
+    expert_size: int,
+    keep: bool,
+) -> Tensor:
+    """`cell_experts` on Triton: [T, D]."""
+    tiles, neurons = cells.row_tiles(), cells.pools
+    reverse = None
+    if expert_size > 1:
+        inner = torch.arange(expert_size, device=neurons.device)
+        neurons = (neurons.unsqueeze(-1) * expert_size + inner).flatten(1)
+    elif keep:
+        reverse = cells.reverse_index(up.shape[0])
+    entries, starts = (None, None) if reverse is None else (reverse.entries, reverse.starts)
+    return torch.ops.airmoe.cell_experts(
+        hidden.contiguous(), gate, up, down, gates, tiles.cells, tiles.first_rows, tiles.rows,
+        tiles.block, cells.offsets, cells.token_ids, neurons, entries, starts,
+        activation, expert_size, keep,
+    )[0]  # fmt: skip

@@ -1,0 +1,74 @@
+"""Gates of cells in one go: fine scores, the K best, their softmax (Alg. 1, line 10; Eq. 2).
+
+The same as `cell_scores` followed by `top_k_gates`, which is its definition, but scores are never
+kept. For one row per token, on Triton only: on a CPU the two steps are the faster way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from airmoe.kernels.cells import Cells
+from airmoe.kernels.noise import Noise
+from airmoe.kernels.precision import own_precision
+
+
+@dataclass(frozen=True)
+class CellGates:
+    """What routing needs of the candidates of every token."""
+
+    gates: Tensor  # [N, M], 0 = not chosen
+    log_z: Tensor  # [N] logsumexp over all M candidates, 0 for tokens that do not count
+    _probs: Tensor  # [E] zeros: carries the gradient of `expert_probs`
+    _operands: tuple[Tensor, Tensor, Tensor | None, Noise | None]
+    _cells: Cells
+    _token_weights: Tensor  # [T]
+
+    def expert_probs(self) -> Tensor:
+        """[E] weighted sum over tokens of the softmax over their candidates, differentiable."""
+        from airmoe.kernels.cell_gates.triton import Scored, probs_per_entry
+
+        cells, num_experts = self._cells, self._probs.shape[0]
+        with torch.no_grad():
+            scored = Scored(
+                *self._operands, cells.row_tiles(), cells.offsets, cells.token_ids, cells.pools
+            )
+            sums = probs_per_entry(scored, self.log_z.detach(), self._token_weights)
+            values = cells.reverse_index(num_experts).sum_by_expert(sums)
+        return self._probs + values
+
+
+@own_precision
+def cell_gates(
+    hidden: Tensor,
+    centroids: Tensor,
+    cells: Cells,
+    valid: Tensor,
+    token_weights: Tensor,
+    top_k: int,
+    *,
+    inverse_norms: Tensor | None = None,
+    noise: Noise | None = None,
+) -> CellGates:
+    """hidden [T, D], centroids [E, D], one cell per token; valid, token_weights [T].
+
+    Gates have the dtype of the products: the wider of hidden's and the centroids'.
+    """
+    import airmoe.kernels.cell_gates.operator  # noqa: F401 (registers the operator)
+
+    work = torch.promote_types(hidden.dtype, centroids.dtype)
+    if work != hidden.dtype or work != centroids.dtype:
+        work = torch.promote_types(work, torch.float32)
+    hidden, centroids = hidden.to(work).contiguous(), centroids.to(work).contiguous()
+    tiles, reverse = cells.row_tiles(), cells.reverse_index(centroids.shape[0])
+    gates, log_z, probs = torch.ops.airmoe.cell_gates(
+        hidden, centroids, inverse_norms,
+        None if noise is None else noise.row_keys, 0.0 if noise is None else noise.std,
+        tiles.cells, tiles.first_rows, tiles.rows, tiles.block, cells.offsets, cells.token_ids,
+        cells.pools, reverse.entries, reverse.starts, valid, token_weights.float(), top_k,
+    )  # fmt: skip
+    operands = (hidden.detach(), centroids.detach(), inverse_norms, noise)
+    return CellGates(gates, log_z, probs, operands, cells, token_weights.float())

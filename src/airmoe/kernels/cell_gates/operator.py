@@ -1,0 +1,200 @@
+"""`airmoe::cell_gates`: scores, selection and gates as one operator.
+
+Its third output, `probs`, is zero. It carries a gradient: the mean probabilities are computed only
+when somebody reads them, added to it, and their gradient then arrives here with the others, so that
+hidden states and centroids are multiplied once for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from airmoe.kernels.cell_gates.triton import Scored, make_gates, score_grads
+from airmoe.kernels.cells.reverse import ReverseIndex
+from airmoe.kernels.cells.tiles import RowTiles
+from airmoe.kernels.cells.triton import pool_products, row_products
+from airmoe.kernels.noise import Noise
+
+
+@torch.library.custom_op("airmoe::cell_gates", mutates_args=())
+def _forward(
+    hidden: Tensor,
+    centroids: Tensor,
+    inverse_norms: Tensor | None,
+    row_keys: Tensor | None,
+    noise_std: float,
+    tile_cells: Tensor,
+    tile_first: Tensor,
+    tile_rows: Tensor,
+    block: int,
+    offsets: Tensor,
+    token_ids: Tensor,
+    pools: Tensor,
+    entries: Tensor,
+    starts: Tensor,
+    valid: Tensor,
+    token_weights: Tensor,
+    top_k: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    noise = None if row_keys is None else Noise(row_keys, noise_std)
+    tiles = RowTiles(tile_cells, tile_first, tile_rows, block)
+    scored = Scored(hidden, centroids, inverse_norms, noise, tiles, offsets, token_ids, pools)
+    gates, log_z = make_gates(scored, valid, top_k)
+    return gates, log_z, log_z.new_zeros(centroids.shape[0])
+
+
+@_forward.register_fake
+def _(
+    hidden: Tensor,
+    centroids: Tensor,
+    inverse_norms: Tensor | None,
+    row_keys: Tensor | None,
+    noise_std: float,
+    tile_cells: Tensor,
+    tile_first: Tensor,
+    tile_rows: Tensor,
+    block: int,
+    offsets: Tensor,
+    token_ids: Tensor,
+    pools: Tensor,
+    entries: Tensor,
+    starts: Tensor,
+    valid: Tensor,
+    token_weights: Tensor,
+    top_k: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = token_ids.shape[0]
+    return (
+        hidden.new_empty(rows, pools.shape[1]),
+        hidden.new_empty(rows, dtype=torch.float32),
+        hidden.new_empty(centroids.shape[0], dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("airmoe::cell_gates_backward", mutates_args=())
+def _backward(
+    grad_gates: Tensor | None,
+    grad_log_z: Tensor | None,
+    grad_probs: Tensor | None,
+    hidden: Tensor,
+    centroids: Tensor,
+    inverse_norms: Tensor | None,
+    row_keys: Tensor | None,
+    noise_std: float,
+    tile_cells: Tensor,
+    tile_first: Tensor,
+    tile_rows: Tensor,
+    block: int,
+    offsets: Tensor,
+    token_ids: Tensor,
+    pools: Tensor,
+    entries: Tensor,
+    starts: Tensor,
+    token_weights: Tensor,
+    gates: Tensor,
+    log_z: Tensor,
+    top_k: int,
+    want_hidden: bool,
+    want_centroids: bool,
+) -> tuple[Tensor, Tensor]:
+    noise = None if row_keys is None else Noise(row_keys, noise_std)
+    tiles = RowTiles(tile_cells, tile_first, tile_rows, block)
+    scored = Scored(hidden, centroids, inverse_norms, noise, tiles, offsets, token_ids, pools)
+    grads = score_grads(
+        scored, gates, log_z, token_weights, grad_gates, grad_log_z, grad_probs, top_k=top_k
+    )
+    grad_hidden = hidden.new_empty(0)
+    if want_hidden:
+        pairs = [(grads, centroids)]
+        grad_hidden = pool_products(pairs, tiles, offsets, token_ids, pools, hidden.shape[0])
+    grad_centroids = hidden.new_empty(0)
+    if want_centroids:
+        reverse = ReverseIndex(entries, starts)
+        (grad_centroids,) = row_products(
+            [(grads, centroids)], hidden, offsets, token_ids, pools, reverse, block, inverse_norms
+        )
+    return grad_hidden, grad_centroids
+
+
+@_backward.register_fake
+def _(
+    grad_gates: Tensor | None,
+    grad_log_z: Tensor | None,
+    grad_probs: Tensor | None,
+    hidden: Tensor,
+    centroids: Tensor,
+    inverse_norms: Tensor | None,
+    row_keys: Tensor | None,
+    noise_std: float,
+    tile_cells: Tensor,
+    tile_first: Tensor,
+    tile_rows: Tensor,
+    block: int,
+    offsets: Tensor,
+    token_ids: Tensor,
+    pools: Tensor,
+    entries: Tensor,
+    starts: Tensor,
+    token_weights: Tensor,
+    gates: Tensor,
+    log_z: Tensor,
+    top_k: int,
+    want_hidden: bool,
+    want_centroids: bool,
+) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty_like(hidden) if want_hidden else hidden.new_empty(0),
+        torch.empty_like(centroids) if want_centroids else hidden.new_empty(0),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, centroids, inverse_norms, row_keys, noise_std, *rest = inputs
+    (
+        cells,
+        first,
+        rows,
+        block,
+        offsets,
+        token_ids,
+        pools,
+        entries,
+        starts,
+        _valid,
+        weights,
+        top_k,
+    ) = rest
+    ctx.fixed = (noise_std, block, top_k)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        hidden, centroids, inverse_norms, row_keys, cells, first, rows,
+        offsets, token_ids, pools, entries, starts, weights, output[0], output[1],
+    )  # fmt: skip
+
+
+def _autograd(
+    ctx: Any, grad_gates: Tensor | None, grad_log_z: Tensor | None, grad_probs: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    hidden, centroids, inverse_norms, row_keys, cells, first, rows, *rest = ctx.saved_tensors
+    noise_std, block, top_k = ctx.fixed
+    want_hidden, want_centroids = ctx.needs_input_grad[:2]
+    upstream = [
+        None if grad is None else grad.contiguous() for grad in (grad_gates, grad_log_z, grad_probs)
+    ]
+    if all(grad is None for grad in upstream):
+        return (None,) * 17
+    grad_hidden, grad_centroids = torch.ops.airmoe.cell_gates_backward(
+        *upstream, hidden, centroids, inverse_norms, row_keys, noise_std,
+        cells, first, rows, block, *rest, top_k, want_hidden, want_centroids,
+    )  # fmt: skip
+    return (
+        grad_hidden if want_hidden else None,
+        grad_centroids if want_centroids else None,
+        *(None,) * 15,
+    )
+
+
+_forward.register_autograd(_autograd, setup_context=_setup)

@@ -1,0 +1,66 @@
+"""Expert -> its (cell, position) entries, so that gradients can be summed without atomics.
+
+The experts are cut into parts with about equally many entries, because the partial sums of all of
+them would be a [G, M, D] tensor. Cells write the partial sums of a part one after another, and each
+expert then gathers its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PART_BYTES = 256 * 2**20  # memory for the partial sums of one part
+
+
+@dataclass(frozen=True)
+class ReverseIndex:
+    """Where each expert of a table occurs in the pools [G, M]."""
+
+    entries: Tensor  # [G * M] int32: cell * M + position, expert by expert, cells ascending
+    starts: Tensor  # [E + 1] int32: first entry of each expert
+
+    def sum_by_expert(self, values: Tensor) -> Tensor:
+        """Add up what an expert has in all its cells: [G, M] -> [E], in a fixed order."""
+        wide = torch.float64 if values.is_floating_point() else torch.int64
+        ordered = values.flatten()[self.entries].to(wide).cumsum(0)
+        ends = torch.nn.functional.pad(ordered, (1, 0))[self.starts]
+        return ends.diff().to(values.dtype)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Ranges of experts whose partial sums fit into memory together."""
+
+    experts: Tensor  # [parts + 1] int32: first expert of each part
+    positions: Tensor  # [G, parts + 1] int32: first pool position of each part
+    shifts: Tensor  # [G, parts] int32: row of a partial sum = its position + this
+    count: int
+    rows: int  # the most partial sums of one part
+
+
+def make_reverse(pools: Tensor, num_experts: int) -> ReverseIndex:
+    """pools [G, M], no expert twice in a row -> where each expert is."""
+    ordered, entries = pools.flatten().int().sort(stable=True)
+    experts = torch.arange(num_experts + 1, device=pools.device, dtype=torch.int32)
+    starts = torch.searchsorted(ordered, experts, out_int32=True)
+    return ReverseIndex(entries.int(), starts)
+
+
+def make_parts(reverse: ReverseIndex, pools: Tensor, row_bytes: int) -> Parts:
+    """Cut the experts so that a part's partial sums, `row_bytes` each, fit into PART_BYTES."""
+    total = pools.numel()
+    count = max(1, -(-total * row_bytes // PART_BYTES))
+    share = -(-total // count)
+    marks = torch.arange(count + 1, device=pools.device, dtype=torch.int32) * share
+    experts = torch.searchsorted(reverse.starts, marks.clamp_max_(total), out_int32=True)
+    # Experts that occur nowhere belong to some part all the same: their gradient is 0.
+    experts[0], experts[-1] = 0, reverse.starts.shape[0] - 1
+    wanted = experts.to(pools.dtype).expand(pools.shape[0], -1).contiguous()
+    positions = torch.searchsorted(pools, wanted, out_int32=True)
+    sizes = positions.diff(dim=-1)  # [G, parts]
+    shifts = (sizes.cumsum(0) - sizes - positions[:, :-1]).int()
+    # One expert more than a share may be in: it has at most one entry per cell.
+    return Parts(experts, positions, shifts.contiguous(), count, share + pools.shape[0])

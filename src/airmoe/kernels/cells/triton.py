@@ -1,0 +1,276 @@
+"""Two of the three grouped products over cells, in Triton. X is [N, M], a row per token and cell.
+
+    pool_products   out[token] = X[row] @ table[pool]          rows of the table fetched by index
+    row_products    out[expert] = sum over its cells of X[rows, position].T @ values[tokens]
+
+The third, values @ table[pool].T, is part of the kernels of scores and experts.
+"""
+
+# pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from airmoe.kernels.cells.reverse import ReverseIndex, make_parts
+from airmoe.kernels.cells.tiles import RowTiles
+
+REDUCE_PROGRAMS = 132 * 64
+REDUCE_ROWS = 4
+BLOCKS_PER_PROGRAM = 4  # blocks of positions that one program of the partial sums takes in turn
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Float32 products as exact as float32, by three products of the matrix units."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def _pool_products_kernel(
+    x_1, table_1, x_2, table_2, out,
+    tile_cells, tile_first, offsets, token_ids, pools,
+    POOL: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    TWO: tl.constexpr, BY_TOKEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(1)
+    cell = tl.load(tile_cells + tile)
+    if cell >= 0:
+        rows = tl.load(tile_first + tile) + tl.arange(0, BLOCK_T)
+        row_mask = rows < tl.load(offsets + cell + 1)
+        columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+        column_mask = columns < DIM
+        x_rows = rows.to(tl.int64)[:, None] * POOL
+        tokens_first: tl.constexpr = BLOCK_T >= 64
+        if tokens_first:
+            total = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+        else:
+            total = tl.zeros((BLOCK_D, BLOCK_T), tl.float32)
+        for start in range(0, POOL, BLOCK_P):
+            places = start + tl.arange(0, BLOCK_P)
+            place_mask = places < POOL
+            ids = tl.load(pools + cell.to(tl.int64) * POOL + places, mask=place_mask, other=0)
+            entries = ids.to(tl.int64)[:, None] * DIM + columns[None, :]
+            mask = place_mask[:, None] & column_mask[None, :]
+            x_mask = row_mask[:, None] & place_mask[None, :]
+            x = tl.load(x_1 + x_rows + places[None, :], mask=x_mask, other=0.0)
+            table = tl.load(table_1 + entries, mask=mask, other=0.0)
+            if tokens_first:
+                total = tl.dot(x, table, total, input_precision=PRECISION)
+            else:
+                total = tl.dot(tl.trans(table), tl.trans(x), total, input_precision=PRECISION)
+            if TWO:
+                x = tl.load(x_2 + x_rows + places[None, :], mask=x_mask, other=0.0)
+                table = tl.load(table_2 + entries, mask=mask, other=0.0)
+                if tokens_first:
+                    total = tl.dot(x, table, total, input_precision=PRECISION)
+                else:
+                    total = tl.dot(tl.trans(table), tl.trans(x), total, input_precision=PRECISION)
+        if not tokens_first:
+            total = tl.trans(total)
+        if BY_TOKEN:
+            target = tl.load(token_ids + rows, mask=row_mask, other=0).to(tl.int64)
+        else:
+            target = rows.to(tl.int64)
+        tl.store(
+            out + target[:, None] * DIM + columns[None, :],
+            total.to(out.dtype.element_ty),
+            mask=row_mask[:, None] & column_mask[None, :],
+        )
+
+
+def pool_products(
+    pairs: list[tuple[Tensor, Tensor]],
+    tiles: RowTiles,
+    offsets: Tensor,
+    token_ids: Tensor,
+    pools: Tensor,
+    num_tokens: int,
+) -> Tensor:
+    """Sum over pairs of X [N, M] @ table[pool]: [T, D] in the table's dtype.
+
+    A token with several rows gets their sum, taken in float32.
+    """
+    x_1, table_1 = pairs[0]
+    x_2, table_2 = pairs[-1]
+    dim, pool = table_1.shape[1], pools.shape[1]
+    by_token = token_ids.shape[0] == num_tokens  # one row each: rows are a permutation of tokens
+    out = torch.empty(
+        token_ids.shape[0],
+        dim,
+        dtype=table_1.dtype if by_token else torch.float32,
+        device=table_1.device,
+    )
+    if out.numel() == 0:
+        return out if by_token else out.new_zeros(num_tokens, dim).to(table_1.dtype)
+    wide = table_1.dtype == torch.float32
+    block_d = min(triton.next_power_of_2(dim), 64 if wide else 128)
+    block_d = max(block_d, 16)
+    block_p = min(max(triton.next_power_of_2(pool), 16), 32 if wide else 64)
+    _pool_products_kernel[(triton.cdiv(dim, block_d), tiles.count)](
+        x_1, table_1, x_2, table_2, out,
+        tiles.cells, tiles.first_rows, offsets, token_ids, pools,
+        POOL=pool, DIM=dim, BLOCK_T=tiles.block, BLOCK_P=block_p, BLOCK_D=block_d,
+        TWO=len(pairs) == 2, BY_TOKEN=by_token, PRECISION=dot_precision(table_1.dtype),
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if by_token:
+        return out
+    rows = token_ids.argsort(stable=True)  # token by token; every token has equally many
+    return out.index_select(0, rows).view(num_tokens, -1, dim).sum(1).to(table_1.dtype)
+
+
+@triton.jit
+def _x_block(x, rows, row_mask, places, POOL: tl.constexpr):
+    mask = row_mask[:, None] & (places < POOL)[None, :]
+    return tl.load(x + rows.to(tl.int64)[:, None] * POOL + places[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _value_block(values, token_ids, rows, row_mask, columns, DIM: tl.constexpr):
+    tokens = tl.load(token_ids + rows, mask=row_mask, other=0).to(tl.int64)
+    mask = row_mask[:, None] & (columns < DIM)[None, :]
+    return tl.load(values + tokens[:, None] * DIM + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_partial(partial, total, target, mine, columns, DIM: tl.constexpr):
+    tl.store(
+        partial + target.to(tl.int64)[:, None] * DIM + columns[None, :],
+        total.to(partial.dtype.element_ty),
+        mask=mine[:, None] & (columns < DIM)[None, :],
+    )
+
+
+@triton.jit
+def _partial_kernel(
+    x_1, x_2, values, partial_1, partial_2,
+    offsets, token_ids, positions, shifts, part,
+    POOL: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    TWO: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    cell = tl.program_id(2)
+    low = tl.load(positions + cell * (PARTS + 1) + part)
+    high = tl.load(positions + cell * (PARTS + 1) + part + 1)
+    # Start on a multiple of 16 so that rows of X are read in wide loads.
+    begin = tl.multiple_of(low // 16 * 16 + tl.program_id(1) * BLOCK_P, 16)
+    if begin < high:
+        shift = tl.load(shifts + cell * PARTS + part)
+        columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+        first = tl.load(offsets + cell)
+        last = tl.load(offsets + cell + 1)
+        rows = first + tl.arange(0, BLOCK_R)
+        row_mask = rows < last
+        value = _value_block(values, token_ids, rows, row_mask, columns, DIM)
+        if last - first <= BLOCK_R:  # the usual cell: its values are read once
+            for start in range(begin, high, SPLITS * BLOCK_P):
+                places = tl.multiple_of(start, 16) + tl.arange(0, BLOCK_P)
+                mine = (places >= low) & (places < high)
+                x = _x_block(x_1, rows, row_mask, places, POOL)
+                total = tl.dot(tl.trans(x), value, input_precision=PRECISION)
+                _store_partial(partial_1, total, places + shift, mine, columns, DIM)
+                if TWO:
+                    x = _x_block(x_2, rows, row_mask, places, POOL)
+                    total = tl.dot(tl.trans(x), value, input_precision=PRECISION)
+                    _store_partial(partial_2, total, places + shift, mine, columns, DIM)
+        else:
+            for start in range(begin, high, SPLITS * BLOCK_P):
+                places = tl.multiple_of(start, 16) + tl.arange(0, BLOCK_P)
+                mine = (places >= low) & (places < high)
+                total_1 = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+                total_2 = total_1
+                for row in range(first, last, BLOCK_R):
+                    rows = row + tl.arange(0, BLOCK_R)
+                    row_mask = rows < last
+                    value = _value_block(values, token_ids, rows, row_mask, columns, DIM)
+                    x = _x_block(x_1, rows, row_mask, places, POOL)
+                    total_1 = tl.dot(tl.trans(x), value, total_1, input_precision=PRECISION)
+                    if TWO:
+                        x = _x_block(x_2, rows, row_mask, places, POOL)
+                        total_2 = tl.dot(tl.trans(x), value, total_2, input_precision=PRECISION)
+                _store_partial(partial_1, total_1, places + shift, mine, columns, DIM)
+                if TWO:
+                    _store_partial(partial_2, total_2, places + shift, mine, columns, DIM)
+
+
+@triton.jit
+def _reduce_kernel(
+    partial, out, entries, starts, shifts, part_experts, part, table, inverse_norms,
+    POOL: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_S: tl.constexpr, PROJECT: tl.constexpr,
+):  # fmt: skip
+    first = tl.load(part_experts + part)
+    last = tl.load(part_experts + part + 1)
+    columns = tl.arange(0, WIDTH)
+    column_mask = columns < DIM
+    for expert in range(first + tl.program_id(0), last, tl.num_programs(0)):
+        begin = tl.load(starts + expert)
+        end = tl.load(starts + expert + 1)
+        total = tl.zeros((BLOCK_S, WIDTH), tl.float32)
+        for start in range(begin, end, BLOCK_S):
+            places = start + tl.arange(0, BLOCK_S)
+            mask = places < end
+            entry = tl.load(entries + places, mask=mask, other=0)
+            row = entry % POOL + tl.load(shifts + entry // POOL * PARTS + part, mask=mask, other=0)
+            total += tl.load(
+                partial + row.to(tl.int64)[:, None] * DIM + columns[None, :],
+                mask=mask[:, None] & column_mask[None, :],
+                other=0.0,
+            ).to(tl.float32)
+        grad = tl.sum(total, axis=0)
+        place = (tl.zeros((WIDTH,), tl.int64) + expert) * DIM + columns
+        if PROJECT:  # the gradient came through w / |w|: drop its radial part
+            unit = tl.load(table + place, mask=column_mask, other=0.0).to(tl.float32)
+            unit *= tl.load(inverse_norms + expert)
+            grad -= unit * tl.sum(grad * unit, axis=0)
+        tl.store(out + place, grad.to(out.dtype.element_ty), mask=column_mask)
+
+
+def row_products(
+    sources: list[tuple[Tensor, Tensor]],
+    values: Tensor,
+    offsets: Tensor,
+    token_ids: Tensor,
+    pools: Tensor,
+    reverse: ReverseIndex,
+    block_rows: int,
+    inverse_norms: Tensor | None = None,
+) -> list[Tensor]:
+    """Gradients of one or two tables [E, D] from their X [N, M] and common values [T, D].
+
+    `sources` are pairs (X, table). The order of summation is fixed. With `inverse_norms` X is
+    scaled by them already, and the part along each row of the table is taken out.
+    """
+    dim, pool, num_cells = values.shape[1], pools.shape[1], pools.shape[0]
+    x_1, x_2 = sources[0][0], sources[-1][0]
+    parts = make_parts(reverse, pools, len(sources) * dim * x_1.element_size())
+    shape = (len(sources), parts.rows, dim)
+    partial = torch.empty(shape, dtype=x_1.dtype, device=x_1.device)
+    grads = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for _, t in sources]
+    wide = x_1.dtype == torch.float32
+    width = triton.next_power_of_2(dim)
+    block_d = max(16, min(width, 64 if wide else 256))
+    block_p = max(16, min(triton.next_power_of_2(pool), 64))
+    block_r = block_rows if block_rows <= 32 or len(sources) == 1 else 2 * block_rows
+    blocks = triton.cdiv(pool, block_p * parts.count) + 1  # of positions, in a mean part
+    splits = triton.cdiv(blocks, BLOCKS_PER_PROGRAM)
+    for part in range(parts.count):
+        _partial_kernel[(triton.cdiv(dim, block_d), splits, num_cells)](
+            x_1, x_2, values, partial[0], partial[-1],
+            offsets, token_ids, parts.positions, parts.shifts, part,
+            POOL=pool, DIM=dim, PARTS=parts.count, SPLITS=splits,
+            BLOCK_R=min(block_r, 32) if wide else block_r, BLOCK_P=block_p, BLOCK_D=block_d,
+            TWO=len(sources) == 2, PRECISION=dot_precision(x_1.dtype),
+            num_warps=8 if block_r == 128 else 4, num_stages=3 if block_r == 128 else 2,
+        )  # fmt: skip
+        for (_, table), own, grad in zip(sources, partial, grads, strict=True):
+            _reduce_kernel[(min(REDUCE_PROGRAMS, table.shape[0]),)](
+                own, grad, reverse.entries, reverse.starts, parts.shifts, parts.experts, part,
+                table, grad if inverse_norms is None else inverse_norms,
+                POOL=pool, PARTS=parts.count, DIM=dim, WIDTH=width, BLOCK_S=REDUCE_ROWS,
+                PROJECT=inverse_norms is not None, num_warps=max(1, width // 256),
+            )  # fmt: skip
+    return grads

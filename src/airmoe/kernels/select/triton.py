@@ -1,0 +1,290 @@
+"""Exact top-K without a sort, and the gates over what was chosen.
+
+A row stays in registers, and the K-th largest score is found by halving the interval between its
+least and greatest score, counting after each step, until exactly K scores reach the middle: about
+log2(n) + 1 steps of two instructions per score. Only a row with equal scores at the border goes on
+to find which of them come first.
+"""
+
+# pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from airmoe.kernels.select.reference import top_positions
+
+LONGEST_ROW = 16384  # scores that fit into the registers of one program
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+INFINITY = tl.constexpr(float("inf"))
+LONG_ROW_ELEMENTS = 1 << 22  # of longer rows, how many scores are handled at a time
+
+
+MAX_REGISTERS = 128  # 16 warps on an SM; without a limit the compiler takes 200
+
+
+def row_warps(block: int) -> int:
+    """Warps for a row of `block` scores: one up to 2048, so that counting needs no barrier."""
+    return max(1, min(16, block // 2048))
+
+
+@triton.jit
+def finite_from_above(scores):
+    """Scores for selecting: +inf and NaN become the largest number, as they are in the reference.
+
+    Halving an interval needs finite ends; -inf is dealt with where the search starts.
+    """
+    return tl.minimum(tl.where(scores == scores, scores, FLOAT32_MAX), FLOAT32_MAX)
+
+
+@triton.jit
+def count_where(chosen):
+    """How many are true. As float32: one instruction sets 1.0, the sum uses the other pipe."""
+    return tl.sum(chosen.to(tl.float32), axis=0)
+
+
+@triton.jit
+def last_equal(scores, position, threshold, count, BLOCK: tl.constexpr):
+    """The position up to which scores equal to the threshold belong to the `count` largest."""
+    needed = count - count_where(scores > threshold)
+    first = 0
+    last = BLOCK - 1
+    while first < last:
+        middle = (first + last) // 2
+        enough = count_where((scores == threshold) & (position <= middle)) >= needed
+        first = tl.where(enough, first, middle + 1)
+        last = tl.where(enough, middle, last)
+    return last
+
+
+@triton.jit
+def largest(scores, position, length, count, BLOCK: tl.constexpr):
+    """(threshold, last): the `count` largest of `scores` [BLOCK], ties to the lowest position.
+
+    They are the scores above the threshold and those equal to it at positions up to `last`.
+    Scores must come from `finite_from_above`; at positions from `length` on they must be -inf.
+    """
+    real = scores > -INFINITY
+    low = tl.min(tl.where(real, scores, FLOAT32_MAX), axis=0)
+    high = tl.max(scores, axis=0)
+    reached = count_where(real)  # how many scores are at least `low`; `high` may be reached by few
+    short = reached < count  # then -inf itself is at the border
+    low = tl.where(short, -INFINITY, tl.where(count == 1, high, low))
+    high = tl.where(short, -INFINITY, high)
+    reached = tl.where(short, length * 1.0, reached)
+    middle = 0.5 * low + 0.5 * high
+    while (middle > low) & (middle < high):
+        number = count_where(scores >= middle)
+        reached = tl.where(number >= count, number, reached)
+        low = tl.where(number >= count, middle, low)
+        high = tl.where(number <= count, middle, high)  # equal: the interval closes, we are done
+        middle = 0.5 * low + 0.5 * high
+    last = length - 1
+    if reached != count:  # neighbouring numbers: the border runs through equal scores
+        low = tl.where(count_where(scores >= high) >= count, high, low)
+        last = last_equal(scores, position, low, count, BLOCK)
+    return low, last
+
+
+@triton.jit
+def _write_gates(
+    scores_ptr, gates_ptr, log_z_ptr, columns, count, least,
+    FULL_SOFTMAX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    position = tl.arange(0, BLOCK)
+    inside = position < columns
+    scores = tl.load(scores_ptr + position, mask=inside, other=-INFINITY).to(tl.float32)
+    scores = finite_from_above(scores)
+    threshold, last = largest(scores, position, columns, count, BLOCK)
+    chosen = (scores > threshold) | ((scores == threshold) & (position <= last))
+    peak = tl.max(scores, axis=0)
+    peak = tl.where(peak > -INFINITY, peak, 0.0)
+    powers = tl.exp(scores - peak)
+    total = tl.sum(powers, axis=0)
+    tl.store(log_z_ptr, peak + tl.log(total))
+    kept = tl.where(chosen, powers, 0.0)
+    if not FULL_SOFTMAX:
+        total = tl.sum(kept, axis=0)
+    # A chosen gate never underflows to 0, because 0 means "not chosen".
+    gates = tl.where(chosen, tl.maximum(kept * (1.0 / total), least), 0.0)
+    tl.store(gates_ptr + position, gates.to(gates_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gates_kernel(
+    scores_ptr, row_ids_ptr, valid_ptr, gates_ptr, log_z_ptr, columns, count, least,
+    HAS_ROW_IDS: tl.constexpr, FULL_SOFTMAX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64)
+    row = place
+    if HAS_ROW_IDS:
+        row = tl.load(row_ids_ptr + place).to(tl.int64)
+    if row >= 0:
+        if tl.load(valid_ptr + row):
+            _write_gates(
+                scores_ptr + place * columns, gates_ptr + row * columns, log_z_ptr + row,
+                columns, count, least, FULL_SOFTMAX, BLOCK,
+            )  # fmt: skip
+        else:
+            position = tl.arange(0, BLOCK)
+            zeros = tl.zeros((BLOCK,), dtype=gates_ptr.dtype.element_ty)
+            tl.store(gates_ptr + row * columns + position, zeros, mask=position < columns)
+            tl.store(log_z_ptr + row, 0.0)
+
+
+@triton.jit
+def _grads_kernel(
+    grad_gates_ptr, gates_ptr, scores_ptr, grad_scores_ptr, columns,
+    FULL_SOFTMAX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    position = tl.arange(0, BLOCK)
+    inside = position < columns
+    at = tl.program_id(0).to(tl.int64) * columns + position
+    gates = tl.load(gates_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    weighted = gates * tl.load(grad_gates_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    total = tl.sum(weighted, axis=0)
+    probs = gates
+    if FULL_SOFTMAX:
+        scores = tl.load(scores_ptr + at, mask=inside, other=-INFINITY).to(tl.float32)
+        peak = tl.max(scores, axis=0)
+        powers = tl.exp(scores - tl.where(peak > -INFINITY, peak, 0.0))
+        probs = powers / tl.sum(powers, axis=0)
+    # A row without gates has no gradient, even where its own softmax is not a number.
+    grads = tl.where(total == 0, weighted, weighted - probs * total)
+    tl.store(grad_scores_ptr + at, grads.to(grad_scores_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scatter_kernel(
+    gates_ptr, positions_ptr, log_z_ptr, row_ids_ptr, valid_ptr, out_ptr, out_log_z_ptr,
+    columns, count, HAS_ROW_IDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Chosen gates [rows, count] to their rows of [N, columns], which must be zero before."""
+    place = tl.program_id(0).to(tl.int64)
+    row = place
+    if HAS_ROW_IDS:
+        row = tl.load(row_ids_ptr + place).to(tl.int64)
+    if row >= 0:
+        valid = tl.load(valid_ptr + row)
+        tl.store(out_log_z_ptr + row, tl.where(valid, tl.load(log_z_ptr + place), 0.0))
+        for start in range(0, columns, BLOCK):
+            position = start + tl.arange(0, BLOCK)
+            zeros = tl.zeros((BLOCK,), dtype=out_ptr.dtype.element_ty)
+            tl.store(out_ptr + row * columns + position, zeros, mask=position < columns)
+        tl.debug_barrier()  # other threads' zeros must not overtake the gates
+        for start in range(0, count, BLOCK):
+            slot = start + tl.arange(0, BLOCK)
+            mask = (slot < count) & valid
+            position = tl.load(positions_ptr + place * count + slot, mask=mask, other=0)
+            gates = tl.load(gates_ptr + place * count + slot, mask=mask, other=0.0)
+            tl.store(out_ptr + row * columns + position, gates, mask=mask)
+
+
+def smallest_gate(dtype: torch.dtype) -> float:
+    """What a chosen gate is at least, so that it is not 0 in this dtype.
+
+    float16 has few exponents: its smallest normal number, 6e-5, would distort a softmax over
+    hundreds, so there it is the smallest number of all.
+    """
+    return 2.0**-24 if dtype == torch.float16 else torch.finfo(dtype).tiny
+
+
+def gates_from_scores(
+    scores: Tensor, row_ids: Tensor | None, valid: Tensor, count: int, gates: Tensor, log_z: Tensor
+) -> None:
+    """Write the gates and log Z of the rows whose scores [R, n] stand in a buffer.
+
+    Buffer row i belongs to row `row_ids[i]` of valid [N], gates [N, n] and log_z [N] (-1: to none;
+    without `row_ids` to row i). `log_z` is over all n candidates, 0 for rows that are not valid.
+    """
+    rows, columns = scores.shape
+    if rows == 0 or columns == 0:
+        return
+    if columns > LONGEST_ROW:
+        _long_gates_from_scores(scores, row_ids, valid, count, gates, log_z)
+        return
+    block = triton.next_power_of_2(columns)
+    _gates_kernel[(rows,)](
+        scores, row_ids, valid, gates, log_z, columns, count, smallest_gate(gates.dtype),
+        HAS_ROW_IDS=row_ids is not None, FULL_SOFTMAX=count == 1, BLOCK=block,
+        num_warps=row_warps(block), maxnreg=MAX_REGISTERS,
+    )  # fmt: skip
+
+
+def _long_gates_from_scores(
+    scores: Tensor, row_ids: Tensor | None, valid: Tensor, count: int, gates: Tensor, log_z: Tensor
+) -> None:
+    """The same for rows too long for registers: chosen by the reference, a few rows at a time."""
+    step = max(1, LONG_ROW_ELEMENTS // scores.shape[1])
+    for start in range(0, scores.shape[0], step):
+        part = scores[start : start + step].float()
+        positions = top_positions(part, count, ordered=False)
+        chosen = part.gather(-1, positions)
+        part_log_z = part.logsumexp(-1)
+        over = part_log_z if count == 1 else chosen.logsumexp(-1)
+        weights = (chosen - over.unsqueeze(-1)).exp_().clamp_min_(smallest_gate(gates.dtype))
+        shift = 0 if row_ids is not None else start
+        _scatter_kernel[(part.shape[0],)](
+            weights.to(gates.dtype), positions, part_log_z,
+            None if row_ids is None else row_ids[start : start + step],
+            valid[shift:], gates[shift:], log_z[shift:], scores.shape[1], count,
+            HAS_ROW_IDS=row_ids is not None, BLOCK=1024, num_warps=4,
+        )  # fmt: skip
+
+
+@torch.library.custom_op("airmoe::top_k_gates", mutates_args=())
+def top_k_gates_op(scores: Tensor, valid: Tensor, count: int) -> Tensor:
+    scores = scores.contiguous()
+    gates = torch.empty_like(scores)
+    log_z = torch.empty(scores.shape[0], dtype=torch.float32, device=scores.device)
+    gates_from_scores(scores, None, valid.contiguous(), count, gates, log_z)
+    return gates
+
+
+@top_k_gates_op.register_fake
+def _(scores: Tensor, valid: Tensor, count: int) -> Tensor:
+    return torch.empty_like(scores, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("airmoe::top_k_gates_backward", mutates_args=())
+def top_k_gates_backward_op(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
+    """Gradient of the scores; they are needed where the gate is the full-softmax probability."""
+    rows, columns = gates.shape
+    grad_scores = torch.empty_like(gates)
+    if rows == 0 or columns == 0:
+        return grad_scores
+    if columns > LONGEST_ROW:
+        weighted = grad_gates.float() * gates.float()
+        probs = gates.float() if scores is None else scores.float().softmax(-1)
+        grads = weighted.addcmul_(probs, weighted.sum(-1, keepdim=True), value=-1)
+        return grad_scores.copy_(grads)
+    block = triton.next_power_of_2(columns)
+    _grads_kernel[(rows,)](
+        grad_gates.contiguous(), gates, scores, grad_scores, columns,
+        FULL_SOFTMAX=scores is not None, BLOCK=block,
+        num_warps=row_warps(block), maxnreg=MAX_REGISTERS,
+    )  # fmt: skip
+    return grad_scores
+
+
+@top_k_gates_backward_op.register_fake
+def _(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
+    return torch.empty_like(gates)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+    scores, _, count = inputs
+    ctx.save_for_backward(output, *((scores,) if count == 1 else ()))
+
+
+def _backward(ctx: Any, grad_gates: Tensor) -> tuple[Tensor, None, None]:
+    gates, *rest = ctx.saved_tensors
+    scores = rest[0].contiguous() if rest else None
+    return top_k_gates_backward_op(grad_gates, gates, scores), None, None
+
+
+top_k_gates_op.register_autograd(_backward, setup_context=_save_for_backward)

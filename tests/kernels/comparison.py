@@ -1,0 +1,55 @@
+"""Comparing a kernel with its reference: no worse than twice the reference in the same dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from airmoe.kernels.backend import use_backend
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter's bfloat16 is wrong, so on a CPU there is none.
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+FLOOR = 2  # units in the last place of the largest entry: a lucky reference may round less
+Found = dict[str, Tensor]
+
+
+def results_and_grads(function: Callable[[Found], Found], inputs: Found, seed: int = 0) -> Found:
+    """What `function` gives, and the gradients of all inputs of a fixed random functional of it."""
+    leaves = {
+        name: tensor.detach().requires_grad_(tensor.is_floating_point())
+        for name, tensor in inputs.items()
+    }
+    results = function(leaves)
+    random = torch.Generator().manual_seed(seed)
+    upstream = [torch.randn(value.shape, generator=random).to(value) for value in results.values()]
+    floats = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    grads = torch.autograd.grad(list(results.values()), list(floats.values()), upstream)
+    found = {name: value.detach() for name, value in results.items()}
+    return found | {f"grad of {name}": grad for name, grad in zip(floats, grads, strict=True)}
+
+
+def assert_as_good(function: Callable[[Found], Found], inputs: Found) -> None:
+    """Triton's results and gradients, judged by the reference in float64 and in the same dtype."""
+    wide = {
+        name: tensor.double() if tensor.is_floating_point() else tensor
+        for name, tensor in inputs.items()
+    }
+    with use_backend("reference"):
+        exact, plain = (results_and_grads(function, given) for given in (wide, inputs))
+    with use_backend("triton"):
+        fast = results_and_grads(function, inputs)
+    for name, wanted in exact.items():
+        assert fast[name].dtype == plain[name].dtype, name
+        assert fast[name].shape == wanted.shape, name
+        if wanted.numel() == 0:
+            continue
+        assert fast[name].isfinite().all(), f"{name}: not finite"
+        error, plain_error = (
+            (found[name].double() - wanted).abs().max().item() for found in (fast, plain)
+        )
+        unit = torch.finfo(fast[name].dtype).eps * wanted.abs().max().item()
+        bound = 2 * plain_error + FLOOR * unit
+        assert error <= bound, f"{name}: error {error:.3e}, allowed {bound:.3e}"

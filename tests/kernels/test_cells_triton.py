@@ -1,0 +1,366 @@
+"""Grouped products over cells in Triton: scores, experts and gates equal their references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from airmoe.kernels.backend import use_backend
+from airmoe.kernels.cell_experts import Activation, cell_experts, is_gated
+from airmoe.kernels.cell_gates import cell_gates
+from airmoe.kernels.cell_scores import cell_scores
+from airmoe.kernels.cells import Cells, make_cells
+from airmoe.kernels.cells import reverse as reverse_index
+from airmoe.kernels.cells.reverse import make_parts, make_reverse
+from airmoe.kernels.cells.tiles import block_rows, make_tiles
+from airmoe.kernels.noise import Noise, Stage, make_noise
+from airmoe.kernels.select import top_k_gates
+from airmoe.kernels.select.reference import chosen_mask
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALVES = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
+DTYPES = [torch.float32, *HALVES]
+FLOOR = {torch.float32: 8 * torch.finfo(torch.float32).eps}
+Found = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Cells of given sizes; rows of one token each unless `rows_per_token` says otherwise."""
+
+    sizes: tuple[int, ...]
+    dim: int = 24
+    experts: int = 70
+    pool: int = 19
+    top_k: int = 5
+    rows_per_token: int = 1
+    expert_size: int = 1
+    activation: Activation = "swiglu"
+    jitter: bool = True
+    normalize: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.sizes) // self.rows_per_token
+
+    def cells(self) -> Cells:
+        assignments = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
+        cell_ids = assignments[torch.randperm(assignments.numel())].view(-1, self.rows_per_token)
+        pools = torch.rand(len(self.sizes), self.experts).argsort(-1)[:, : self.pool]
+        return make_cells(cell_ids.to(DEVICE), pools.sort(-1).values.to(DEVICE))
+
+    def noise(self) -> Noise | None:
+        key = torch.tensor(5, device=DEVICE)
+        return make_noise(key, Stage.TOKEN, self.num_tokens, 0.3) if self.jitter else None
+
+
+CASES = {
+    "even": Case((16, 16, 16)),
+    "ragged": Case((3, 0, 7, 1, 12, 5, 0, 2, 6, 6)),
+    "one huge": Case((2, 150, 1, 0, 3)),
+    "all in one": Case((0, 0, 37, 0)),
+    "single rows": Case((1,) * 9),
+    "wide": Case((20, 30, 5), dim=80, pool=33, top_k=17),
+    "big tiles": Case((70, 130, 64), dim=40),
+    "no jitter, raw centroids": Case((9, 11, 4), jitter=False, normalize=False),
+    "best only": Case((9, 11, 4), top_k=1),
+    "all of the pool": Case((9, 11, 4), top_k=19),
+}
+
+
+def named(**more: Case) -> Any:
+    cases = {**CASES, **more}
+    return pytest.mark.parametrize("case", cases.values(), ids=cases.keys())
+
+
+def operands(case: Case, names: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Found:
+    return {
+        name: torch.randn(shape, device=DEVICE).to(dtype).mul_(scale(name, case))
+        for name, shape in names.items()
+    }
+
+
+def scale(name: str, case: Case) -> float:
+    return 1.0 if name == "hidden" else case.dim**-0.5
+
+
+def run(
+    function: Callable[[Found], dict[str, Tensor]], inputs: Found, dtype: torch.dtype, seed: int = 0
+) -> Found:
+    """Results and gradients of a fixed random functional of them, computed in `dtype`."""
+    leaves = {key: value.to(dtype).requires_grad_() for key, value in inputs.items()}
+    results = function(leaves)
+    random = torch.Generator().manual_seed(seed)
+    total = torch.zeros((), dtype=torch.float64, device=DEVICE)
+    for value in results.values():
+        upstream = torch.randn(value.shape, generator=random).to(DEVICE)
+        total = total + (value * upstream.to(value.dtype)).double().sum()
+    grads = torch.autograd.grad(total, list(leaves.values()))
+    found = {key: value.detach() for key, value in results.items()}
+    return found | {f"grad {key}": grad for key, grad in zip(leaves, grads, strict=True)}
+
+
+def assert_as_good(fast: Found, plain: Found, exact: Found, dtype: torch.dtype) -> None:
+    """No error above twice that of the same formula in plain PyTorch of the same dtype."""
+    eps = torch.finfo(dtype).eps
+    for name, wanted in exact.items():
+        assert fast[name].dtype == plain[name].dtype, name
+        assert fast[name].isfinite().all(), f"{name}: not finite"
+        error = (fast[name].double() - wanted).abs().max().item()
+        plain_error = (plain[name].double() - wanted).abs().max().item()
+        bound = 2 * plain_error + 2 * eps * wanted.abs().max().item()
+        assert error <= bound, f"{name}: error {error:.3e}, allowed {bound:.3e}"
+
+
+# -- layout ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_tiles_cover_every_row_once(case: Case) -> None:
+    cells = case.cells()
+    tiles = make_tiles(cells.offsets, cells.token_ids.shape[0])
+    rows = tiles.rows.view(-1, tiles.block)
+    assert sorted(rows[rows >= 0].tolist()) == list(range(sum(case.sizes)))
+    cell_of_row = cells.cell_of_row().tolist()
+    for cell, first, own in zip(
+        tiles.cells.tolist(), tiles.first_rows.tolist(), rows.tolist(), strict=True
+    ):
+        used = [row for row in own if row >= 0]
+        assert (cell >= 0) == bool(used)
+        assert used == list(range(first, first + len(used))) or cell < 0
+        assert all(cell_of_row[row] == cell for row in used)
+
+
+def test_block_sizes_follow_the_mean_cell() -> None:
+    assert [block_rows(n, 10) for n in (10, 160, 320, 330, 640, 9999)] == [32, 32, 32, 64, 64, 64]
+
+
+@pytest.mark.parametrize("part_bytes", [1, 300, 1 << 20])
+def test_reverse_index_and_its_parts(part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = CASES["ragged"].cells().pools
+    reverse = make_reverse(pools, 70)
+    starts = reverse.starts.tolist()
+    entries = reverse.entries.tolist()
+    assert sorted(entries) == list(range(pools.numel()))
+    flat = pools.flatten().tolist()
+    for expert in range(70):
+        own = entries[starts[expert] : starts[expert + 1]]
+        assert own == [place for place, owner in enumerate(flat) if owner == expert]
+    monkeypatch.setattr(reverse_index, "PART_BYTES", part_bytes)
+    parts = make_parts(reverse, pools, 8)
+    experts = parts.experts.tolist()
+    assert experts[0] == 0 and experts[-1] == 70 and experts == sorted(experts)
+    for part in range(parts.count):
+        first, last = experts[part], experts[part + 1]
+        assert starts[last] - starts[first] <= parts.rows
+        rows = []
+        for cell, row in enumerate(pools.tolist()):
+            low, high = parts.positions[cell, part], parts.positions[cell, part + 1]
+            assert row[low:high] == [expert for expert in row if first <= expert < last]
+            rows += [place + parts.shifts[cell, part].item() for place in range(low, high)]
+        assert rows == list(range(starts[last] - starts[first]))
+
+
+def test_sums_by_expert() -> None:
+    cells = CASES["ragged"].cells()
+    values = torch.randn(cells.pools.shape, device=DEVICE)
+    wanted = torch.zeros(70, dtype=torch.float64, device=DEVICE)
+    wanted.index_add_(0, cells.pools.flatten(), values.flatten().double())
+    found = make_reverse(cells.pools, 70).sum_by_expert(values)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+# -- scores ---------------------------------------------------------------------------------
+
+
+def score_inputs(case: Case, dtype: torch.dtype) -> Found:
+    shapes = {"hidden": (case.num_tokens, case.dim), "centroids": (case.experts, case.dim)}
+    return operands(case, shapes, dtype)
+
+
+def norms_of(case: Case, centroids: Tensor) -> Tensor | None:
+    return 1 / centroids.detach().float().norm(dim=-1) if case.normalize else None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@named(two=Case((9, 11, 4), rows_per_token=2))
+def test_scores(case: Case, dtype: torch.dtype) -> None:
+    cells, noise, inputs = case.cells(), case.noise(), score_inputs(case, dtype)
+    norms = norms_of(case, inputs["centroids"])
+
+    def scores(leaves: Found) -> Found:
+        hidden, centroids = leaves.values()
+        scale = None if norms is None else norms.to(torch.promote_types(dtype, torch.float32))
+        return {"scores": cell_scores(hidden, centroids, cells, inverse_norms=scale, noise=noise)}
+
+    exact, plain = run(scores, inputs, torch.float64), run(scores, inputs, dtype)
+    with use_backend("triton"):
+        assert_as_good(run(scores, inputs, dtype), plain, exact, dtype)
+
+
+# -- gates ----------------------------------------------------------------------------------
+
+
+def plain_gates(case: Case, cells: Cells, noise: Noise | None, valid: Tensor, mask: Tensor) -> Any:
+    """The definition, with the choice given (`mask` [N, M]): dtypes must not change it."""
+    weights = valid.float() / valid.sum()
+
+    def gates(leaves: Found) -> Found:
+        hidden, centroids = leaves.values()
+        hidden = hidden.masked_fill(~valid.unsqueeze(-1), 0)
+        norms = norms_of(case, centroids)
+        work = torch.promote_types(hidden.dtype, torch.float32)
+        scale = None if norms is None else norms.to(work)
+        scores = cell_scores(hidden, centroids, cells, inverse_norms=scale, noise=noise)
+        row_valid = valid[cells.token_ids]
+        log_z = scores.logsumexp(-1)
+        chosen = scores.masked_fill(~mask, -torch.inf)
+        base = log_z if case.top_k == 1 else chosen.logsumexp(-1)
+        found = (chosen - base.unsqueeze(-1)).exp() * row_valid.unsqueeze(-1)
+        probs = (scores - log_z.unsqueeze(-1)).exp() * weights[cells.token_ids].unsqueeze(-1)
+        owners = cells.pools[cells.cell_of_row()].flatten()
+        per_expert = probs.new_zeros(case.experts).index_add(0, owners, probs.flatten())
+        return {
+            "gates": found.to(hidden.dtype),
+            "log_z": torch.where(row_valid, log_z, 0.0),
+            "probs": per_expert,
+        }
+
+    return gates
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@named()
+def test_gates(case: Case, dtype: torch.dtype) -> None:
+    cells, noise, inputs = case.cells(), case.noise(), score_inputs(case, dtype)
+    valid = torch.rand(case.num_tokens, device=DEVICE) > 0.1
+    valid[0] = True
+    masked = inputs["hidden"].masked_fill(~valid.unsqueeze(-1), 0)
+    norms = norms_of(case, inputs["centroids"])
+
+    def fused(leaves: Found) -> Found:
+        hidden, centroids = leaves.values()
+        hidden = hidden.masked_fill(~valid.unsqueeze(-1), 0)
+        weights = valid.float() / valid.sum()
+        found = cell_gates(
+            hidden, centroids, cells, valid, weights, case.top_k, inverse_norms=norms, noise=noise
+        )
+        return {"gates": found.gates, "log_z": found.log_z, "probs": found.expert_probs()}
+
+    with use_backend("triton"):
+        fast = run(fused, inputs, dtype)
+    scores = cell_scores(
+        masked.double(),
+        inputs["centroids"].double(),
+        cells,
+        inverse_norms=None if norms is None else norms.double(),
+        noise=noise,
+    )
+    mask = fast["gates"] > 0
+    row_valid = valid[cells.token_ids]
+    assert (mask.sum(-1) == case.top_k * row_valid).all(), "exactly K"
+    lowest = scores.masked_fill(~mask, torch.inf).amin(-1)
+    best_missed = scores.masked_fill(mask, -torch.inf).amax(-1)
+    slack = 16 * torch.finfo(torch.float32).eps * scores.abs().max()
+    assert (lowest + slack >= best_missed)[row_valid].all(), "the K best"
+    mask |= chosen_mask(scores.float(), case.top_k) & ~row_valid.unsqueeze(-1)  # no 0 / 0
+    function = plain_gates(case, cells, noise, valid, mask)
+    exact, plain = run(function, inputs, torch.float64), run(function, inputs, dtype)
+    assert_as_good(fast, plain, exact, dtype)
+
+
+def test_ties_go_to_the_lowest_position() -> None:
+    cells = make_cells(torch.zeros(4, 1, dtype=torch.int64, device=DEVICE),
+                       torch.arange(20, device=DEVICE).view(1, 20))  # fmt: skip
+    hidden, centroids = torch.ones(4, 16, device=DEVICE), torch.ones(20, 16, device=DEVICE)
+    valid = torch.ones(4, dtype=torch.bool, device=DEVICE)
+    with use_backend("triton"):
+        found = cell_gates(hidden, centroids, cells, valid, valid / 4, 7)
+    wanted = torch.zeros(4, 20, device=DEVICE)
+    wanted[:, :7] = 1 / 7
+    torch.testing.assert_close(found.gates, wanted)
+
+
+# -- experts --------------------------------------------------------------------------------
+
+
+def expert_inputs(case: Case, dtype: torch.dtype) -> Found:
+    table = (case.experts * case.expert_size, case.dim)
+    shapes = {"hidden": (case.num_tokens, case.dim), "up": table, "down": table}
+    if is_gated(case.activation):
+        shapes["gate"] = table
+    shapes["scores"] = (sum(case.sizes), case.pool)
+    return operands(case, shapes, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@named(
+    two=Case((9, 11, 4), rows_per_token=2),
+    neurons=Case((9, 11, 4), expert_size=3),
+    geglu=Case((9, 11, 4), activation="geglu"),
+    gelu=Case((9, 11, 4), activation="gelu"),
+    relu=Case((9, 11, 4), activation="relu"),
+    silu=Case((9, 11, 4), activation="silu", expert_size=2, rows_per_token=2),
+)
+def test_experts(case: Case, dtype: torch.dtype) -> None:
+    cells, inputs = case.cells(), expert_inputs(case, dtype)
+    mask = chosen_mask(inputs["scores"], case.top_k)
+
+    def experts(leaves: Found) -> Found:
+        gates = leaves["scores"].square() * mask
+        output = cell_experts(
+            leaves["hidden"], leaves.get("gate"), leaves["up"], leaves["down"], gates, cells,
+            activation=case.activation, expert_size=case.expert_size,
+        )  # fmt: skip
+        return {"output": output}
+
+    exact, plain = run(experts, inputs, torch.float64), run(experts, inputs, dtype)
+    with use_backend("triton"):
+        assert_as_good(run(experts, inputs, dtype), plain, exact, dtype)
+
+
+def test_weight_gradients_in_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever memory the partial sums get, the result is the same to the bit."""
+    case = CASES["ragged"]
+    cells, inputs = case.cells(), expert_inputs(case, torch.float32)
+
+    def experts(leaves: Found) -> Found:
+        hidden, up, down, gate, gates = leaves.values()
+        return {"output": cell_experts(hidden, gate, up, down, gates, cells, activation="swiglu")}
+
+    with use_backend("triton"):
+        whole = run(experts, inputs, torch.float32)
+        monkeypatch.setattr(reverse_index, "PART_BYTES", 2000)
+        parts = run(experts, inputs, torch.float32)
+    for name, value in whole.items():
+        assert torch.equal(parts[name], value), name
+
+
+def test_what_is_frozen_gets_no_gradient() -> None:
+    case = CASES["ragged"]
+    cells, inputs = case.cells(), expert_inputs(case, torch.float32)
+    inputs["hidden"].requires_grad_()
+    inputs["down"].requires_grad_()
+    with use_backend("triton"):
+        output = cell_experts(
+            inputs["hidden"], inputs["gate"], inputs["up"], inputs["down"], inputs["scores"],
+            cells, activation="swiglu",
+        )  # fmt: skip
+        output.sum().backward()
+    assert inputs["up"].grad is None and inputs["scores"].grad is None
+    assert inputs["hidden"].grad is not None and inputs["down"].grad is not None
+
+
+def test_the_fused_gates_are_those_of_the_two_steps() -> None:
+    case = CASES["wide"]
+    cells, inputs = case.cells(), score_inputs(case, torch.float32)
+    valid = torch.ones(case.num_tokens, dtype=torch.bool, device=DEVICE)
+    with use_backend("triton"):
+        fused = cell_gates(*inputs.values(), cells, valid, valid / 4, case.top_k)
+    scores = cell_scores(*inputs.values(), cells)
+    torch.testing.assert_close(fused.gates, top_k_gates(scores, valid, case.top_k))

@@ -1,0 +1,93 @@
+"""The kernels' jitter is the reference's jitter."""
+
+# ruff: noqa: N803 (compile-time constants of kernels are in capitals)
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from airmoe.kernels.noise.reference import mix32_, normal
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from airmoe.kernels.noise import triton as noise_kernels  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+COLUMNS = 128
+
+
+@triton.jit
+def _normal_kernel(row_keys, columns, out, COLUMNS: tl.constexpr):
+    row = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    key = tl.load(row_keys + row)
+    tl.store(out + row * COLUMNS + column, noise_kernels.normal(key, tl.load(columns + column)))
+
+
+@triton.jit
+def _mix_kernel(bits, out, COLUMNS: tl.constexpr):
+    column = tl.arange(0, COLUMNS)
+    tl.store(out + column, noise_kernels.mix32(tl.load(bits + column)))
+
+
+@triton.jit
+def _parts_kernel(logs, cosines, SIZE: tl.constexpr):
+    number = tl.arange(0, SIZE)
+    tl.store(logs + number, noise_kernels.log_of_share(number))
+    tl.store(cosines + number, noise_kernels.cosine_of_turn(number))
+
+
+def kernel_normal(row_keys: Tensor, columns: Tensor) -> Tensor:
+    out = torch.empty(row_keys.shape[0], COLUMNS, device=DEVICE)
+    _normal_kernel[(row_keys.shape[0],)](row_keys, columns, out, COLUMNS=COLUMNS)
+    return out
+
+
+def any_int32(*shape: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31, shape, device=DEVICE).to(torch.int32)
+
+
+def test_the_integer_part_is_equal_to_the_bit() -> None:
+    bits = any_int32(COLUMNS)
+    bits[:6] = torch.tensor([0, -1, 1, 2**31 - 1, -(2**31), 0x7FFF], device=DEVICE)
+    out = torch.empty_like(bits)
+    _mix_kernel[(1,)](bits, out, COLUMNS=COLUMNS)
+    assert torch.equal(out, mix32_(bits.clone()))
+
+
+def test_logarithm_and_cosine_of_every_16_bit_number() -> None:
+    logs, cosines = torch.empty(2, 1 << 16, device=DEVICE)
+    _parts_kernel[(1,)](logs, cosines, SIZE=1 << 16)
+    number = torch.arange(1 << 16, device=DEVICE).double()
+    exact = ((number + 0.5) / 65536).log()
+    eps = torch.finfo(torch.float32).eps
+    assert ((logs.double() - exact) / exact).abs().max() <= 2 * eps
+    assert (cosines.double() - (number * math.pi / 32768).cos()).abs().max() <= 2 * eps
+
+
+def test_normal_is_within_roundings_of_the_reference() -> None:
+    row_keys = any_int32(64)
+    columns = torch.randint(0, 1 << 20, (COLUMNS,), device=DEVICE)
+    columns[:3] = torch.tensor([0, 1, 2**31 - 1], device=DEVICE)
+    expected = normal(row_keys.unsqueeze(-1), columns)
+    actual = kernel_normal(row_keys, columns.to(torch.int32))
+    # A radius of at most 4.9 times a cosine whose reference angle, up to 2 pi, is rounded.
+    bound = 4.9 * (2 * math.pi + 1) * torch.finfo(torch.float32).eps
+    assert (actual - expected).abs().max() <= bound
+    assert (actual - expected).abs().mean() <= bound / 20
+
+
+@pytest.mark.gpu
+def test_many_normals_have_mean_0_and_deviation_1() -> None:
+    row_keys = any_int32(8192)
+    columns = torch.arange(COLUMNS, device=DEVICE)
+    expected = normal(row_keys.unsqueeze(-1), columns)
+    actual = kernel_normal(row_keys, columns.to(torch.int32))
+    bound = 4.9 * (2 * math.pi + 1) * torch.finfo(torch.float32).eps
+    assert (actual - expected).abs().max() <= bound
+    assert abs(actual.mean().item()) < 5 / math.sqrt(actual.numel())
+    assert abs(actual.std().item() - 1) < 5 / math.sqrt(actual.numel())

@@ -1,0 +1,305 @@
+"""Experts over per-token lists in Triton: values and gradients equal the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from airmoe.kernels.backend import use_backend
+from airmoe.kernels.cell_experts import Activation, is_gated
+from airmoe.kernels.token_experts import token_experts
+from airmoe.moe import GranularExperts
+from airmoe.routers.routing import TokenRouting
+from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good
+
+pytest.importorskip("triton")
+from airmoe.kernels.rows import triton as rows_triton
+from airmoe.kernels.token_experts import operator, small_batch_triton
+from airmoe.kernels.token_experts.triton import compact_gates
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int
+    top_k: int
+    dim: int
+    experts: int = 5
+    expert_size: int = 1
+    activation: Activation = "swiglu"
+    popular: int = 2  # places of every list that hold expert 1: as PEER's heads, it may repeat
+
+    def inputs(self, dtype: torch.dtype) -> Found:
+        rows = (self.experts * self.expert_size, self.dim)
+        floats = {
+            "hidden": torch.randn(self.tokens, self.dim),
+            "gate": torch.randn(rows) * self.dim**-0.5,
+            "up": torch.randn(rows) * self.dim**-0.5,
+            "down": torch.randn(rows),
+            "weights": torch.rand(self.tokens, self.top_k),
+        }
+        if not is_gated(self.activation):
+            del floats["gate"]
+        floats["weights"][:, 1:2] = 0  # an unused slot
+        ids = torch.randint(self.experts, (self.tokens, self.top_k))
+        ids[:, : self.popular] = 1
+        return {
+            **{name: tensor.to(DEVICE, dtype) for name, tensor in floats.items()},
+            "expert_ids": ids.to(DEVICE),
+        }
+
+    def run(self, given: Found) -> Found:
+        output = token_experts(
+            given["hidden"],
+            given.get("gate"),
+            given["up"],
+            given["down"],
+            given["weights"],
+            given["expert_ids"],
+            self.activation,
+            self.expert_size,
+        )
+        return {"output": output}
+
+
+CASES = {
+    "odd": Case(tokens=3, top_k=21, dim=37, popular=8),
+    "one expert each": Case(tokens=4, top_k=1, dim=16, popular=0),
+    "several neurons": Case(tokens=3, top_k=5, dim=24, expert_size=3),
+    "several column blocks": Case(tokens=2, top_k=7, dim=1100),
+    "no tokens": Case(tokens=0, top_k=3, dim=16),
+    "empty lists": Case(tokens=2, top_k=0, dim=16, popular=0),
+}
+TINY = Case(tokens=2, top_k=3, dim=16, experts=3)
+named = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(params=["small batch", "large batch"])
+def _both_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of either size of batch; long rows in parts, as those of a large batch are."""
+    if request.param == "large batch":
+        monkeypatch.setattr(operator, "SMALL_BATCH", 0)
+    monkeypatch.setattr(rows_triton, "PART_ENTRIES", 16)
+
+
+@named
+@dtypes
+@pytest.mark.usefixtures("_both_sizes")
+def test_values_and_gradients_equal_the_reference(case: Case, dtype: torch.dtype) -> None:
+    assert_as_good(case.run, case.inputs(dtype))
+
+
+@pytest.mark.parametrize("activation", [a for a in get_args(Activation) if a != "swiglu"])
+@dtypes
+@pytest.mark.usefixtures("_both_sizes")
+def test_activations(activation: Activation, dtype: torch.dtype) -> None:
+    case = replace(TINY, activation=activation)
+    assert_as_good(case.run, case.inputs(dtype))
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 100), (7, 37), (64, 3), (65, 3)])
+def test_batches_of_decoding(tokens: int, top_k: int) -> None:
+    case = Case(tokens=tokens, top_k=top_k, dim=20, experts=150, popular=0)
+    inputs = case.inputs(torch.float32)
+    exact = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+    with use_backend("reference"):
+        wanted, plain = (case.run(given)["output"] for given in (exact, inputs))
+    with use_backend("triton"):
+        found = case.run(inputs)["output"]
+    error, allowed = ((value.double() - wanted).abs().max().item() for value in (found, plain))
+    floor = 8 * torch.finfo(torch.float32).eps * wanted.abs().max().item()
+    assert error <= 2 * allowed + floor
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 33, 64])
+def test_a_small_batch_fills_the_device(tokens: int) -> None:
+    rows, columns = small_batch_triton.tile_shape(tokens, 512, 1024)
+    programs = tokens * -(-512 // rows)
+    enough = small_batch_triton.ENOUGH_PROGRAMS
+    assert programs >= enough or rows == small_batch_triton.FEWEST_ROWS
+    assert rows * columns <= small_batch_triton.TILE_ELEMENTS
+
+
+def test_float32_weights_with_half_experts() -> None:
+    case = TINY
+    inputs = case.inputs(torch.float16)
+    assert_as_good(case.run, inputs | {"weights": inputs["weights"].float()})
+
+
+@pytest.mark.parametrize(
+    ("free", "unwanted"),
+    [
+        (("hidden", "weights"), "sort_entries"),
+        (("gate", "up", "down"), "row_totals"),
+        (("down",), "row_dots"),
+        (("up",), "row_totals"),
+        (("gate", "weights"), "row_totals"),
+    ],
+)
+def test_frozen_operands_cost_nothing(
+    free: tuple[str, ...], unwanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The small forward uses none of these, so that the one not wanted in the backward can go."""
+    monkeypatch.setattr(operator, unwanted, None)  # calling it would raise
+    case = TINY
+    inputs = case.inputs(torch.float32)
+
+    def run(given: Found) -> Found:
+        dtype = given[free[0]].dtype
+        frozen = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+        return case.run(frozen | given)
+
+    assert_as_good(run, {name: inputs[name] for name in free})
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    inputs = TINY.inputs(torch.float32)
+    arguments = (*inputs.values(), "swiglu", 1)
+    _, *kept = operator.token_experts(*arguments, True)
+    _, *not_kept = operator.token_experts(*arguments, False)
+    assert [tensor.numel() for tensor in not_kept] == [0, 0]
+    assert [tuple(tensor.shape) for tensor in kept] == [(2, 3), (2, 3)]
+
+
+@pytest.mark.usefixtures("_both_sizes")
+def test_gradients_are_the_same_every_time() -> None:
+    case = replace(CASES["odd"], popular=12)
+    inputs = case.inputs(torch.float32)
+    leaves = {k: v.requires_grad_(v.is_floating_point()) for k, v in inputs.items()}
+    floats = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    with use_backend("triton"):
+        first, second = (
+            torch.autograd.grad(case.run(leaves)["output"].sin().sum(), floats) for _ in range(2)
+        )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("expert_size", [1, 2])
+def test_experts_with_token_lists_use_it(expert_size: int) -> None:
+    experts = GranularExperts(9, 16, expert_size=expert_size).to(DEVICE)
+    names = [name for name, _ in experts.named_parameters()]
+
+    def run(given: Found) -> Found:
+        routing = TokenRouting(
+            num_tokens=6,
+            num_experts=9,
+            valid=torch.ones(6, dtype=torch.bool, device=DEVICE),
+            lazy_expert_probs=lambda: torch.zeros(9),
+            lazy_log_z=lambda: torch.zeros(6),
+            expert_ids=given["expert_ids"],
+            weights=given["weights"],
+        )
+        parameters = {name: given[name] for name in names}
+        output = torch.func.functional_call(experts, parameters, (given["hidden"], routing))
+        return {"output": output}
+
+    inputs = {
+        **{name: parameter.detach() for name, parameter in experts.named_parameters()},
+        "hidden": torch.randn(6, 16, device=DEVICE),
+        "weights": torch.rand(6, 5, device=DEVICE),
+        "expert_ids": torch.randint(9, (6, 5), device=DEVICE),
+    }
+    assert_as_good(run, inputs)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_operator_compiles_without_a_break(activation: Activation) -> None:
+    inputs = replace(TINY, activation=activation).inputs(torch.float32)
+    ids = inputs.pop("expert_ids")
+    leaves = [tensor.requires_grad_() for tensor in inputs.values()]
+    gate, (hidden, up, down, weights) = None, leaves[-4:]
+    if is_gated(activation):
+        hidden, gate = leaves[:2]
+
+    def run(*tensors: Any) -> Tensor:
+        return operator.token_experts(*tensors, ids, activation, 1, True)[0].sin()
+
+    arguments = (hidden, gate, up, down, weights)
+    plain, found = (
+        run(*arguments),
+        torch.compile(run, fullgraph=True, backend="aot_eager")(*arguments),
+    )
+    assert torch.equal(found, plain)
+    grads = (torch.autograd.grad(value.sum(), leaves) for value in (plain, found))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_operator_keeps_the_rules_of_operators() -> None:
+    inputs = replace(TINY, expert_size=2).inputs(torch.float32)
+    leaves = [t.requires_grad_(t.is_floating_point()) for t in inputs.values()]
+    torch.library.opcheck(operator.token_experts, (*leaves, "swiglu", 2, True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("pool", "count"), [(19, 5), (16, 16), (70, 9)])
+def test_compact_gates_lists_the_chosen_in_order(
+    pool: int, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("airmoe.kernels.token_experts.triton.COMPACT_BLOCK", 32)
+    gates = torch.zeros(6, pool, dtype=dtype)
+    chosen = [count, 0, 1, count, count - 1, count]
+    for row, number in enumerate(chosen):
+        gates[row, torch.randperm(pool)[:number]] = (torch.rand(number) + 0.1).to(dtype)
+    pools = torch.stack([torch.randperm(200)[:pool] for _ in range(4)])
+    cells = torch.tensor([3, 0, 0, 2, 1, 3], dtype=torch.int32)
+    expert_ids, weights = compact_gates(gates.to(DEVICE), pools.to(DEVICE), cells.to(DEVICE), count)
+    for row, number in enumerate(chosen):
+        places = gates[row].nonzero().flatten()
+        unused = count - number
+        assert expert_ids[row].tolist() == pools[cells[row], places].tolist() + [0] * unused
+        assert weights[row].tolist() == gates[row, places].tolist() + [0.0] * unused
+
+
+@pytest.mark.gpu
+@dtypes
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tokens=1000, top_k=77, dim=200, experts=999),
+        Case(tokens=3000, top_k=512, dim=256, experts=4096, activation="geglu"),
+        Case(tokens=129, top_k=33, dim=1030, experts=50, expert_size=3),
+        Case(tokens=64, top_k=500, dim=4096, experts=2000),
+        Case(tokens=7, top_k=512, dim=1000, experts=2000, activation="gelu"),
+        Case(tokens=1, top_k=300, dim=1024, experts=2000),
+    ],
+    ids=str,
+)
+def test_large_shapes(case: Case, dtype: torch.dtype) -> None:
+    assert_as_good(case.run, case.inputs(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [8, 200])
+def test_a_step_runs_in_a_cuda_graph(tokens: int) -> None:
+    case = Case(tokens=tokens, top_k=40, dim=64, experts=90)
+    inputs = case.inputs(torch.bfloat16)
+    floats = [tensor.requires_grad_() for name, tensor in inputs.items() if name != "expert_ids"]
+
+    def step() -> list[Tensor]:
+        output = case.run(inputs)["output"]
+        return [output, *torch.autograd.grad(output, floats, output.detach())]
+
+    eager = [tensor.clone() for tensor in step()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    for found, wanted in zip(captured, eager, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.gpu
+def test_memory_stays_far_below_the_gathered_rows() -> None:
+    case = Case(tokens=8192, top_k=512, dim=256, experts=8192)
+    inputs = case.inputs(torch.bfloat16)
+    floats = [tensor.requires_grad_() for name, tensor in inputs.items() if name != "expert_ids"]
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    output = case.run(inputs)["output"]
+    torch.autograd.grad(output, floats, output.detach())
+    gathered = case.tokens * case.top_k * case.dim * 2
+    assert torch.cuda.max_memory_allocated() - before < gathered / 4
