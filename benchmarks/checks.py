@@ -12,19 +12,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contenders import Answer, Contender, InvertedIndex, unit
+from airmoe.experiments.bench.compare import (
+    JITTER_SIGMAS,
+    WrongAnswerError,
+    demand,
+    demand_best,
+    demand_jitter,
+    deviation,
+)
+from airmoe.experiments.bench.definitions import InvertedIndex, mixture
+from benchmarks.contenders import Answer, Contender
 
 CHECKED_TOKENS = 16
-FLOOR = 8 * torch.finfo(torch.float32).eps  # relative to the largest entry
-JITTER_SIGMAS = 7.0  # no draw of a million lies further out
-EXPERTS_AT_ONCE = 65_536
-
-
-class WrongAnswerError(AssertionError):
-    """A contender does not compute what it says; it gets no time."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ def check(contender: Contender, hidden: Tensor, cotangent: Tensor) -> Check:
         fast_grads = _gradients(contender, fast, answer.output, cotangent)
         exact, exact_grads = _by_definition(contender, hidden.double(), cotangent, answer)
         plain, plain_grads = _by_definition(contender, hidden, cotangent, answer)
-    output_error = _compare("output", answer.output, exact, plain)
+    output_error = demand(deviation("output", answer.output, exact, plain)).share
     gradient_error = max(
-        _compare(f"gradient {i}", *three)
+        demand(deviation(f"gradient {i}", *three)).share
         for i, three in enumerate(zip(fast_grads, exact_grads, plain_grads, strict=True))
     )
     jitter = _check_jittered(contender, hidden)
@@ -72,20 +73,9 @@ def _by_definition(
     """(output, gradients) of the plain formula in hidden's dtype at the chosen experts."""
     hidden = hidden.clone().requires_grad_()
     logits = contender.scores(hidden).gather(-1, answer.expert_ids)  # [T, heads, K / heads]
-    output = contender.post_norm(_mixture(contender, hidden, answer.expert_ids, logits.softmax(-1)))
+    weights, tables = logits.softmax(-1), contender.tables()
+    output = contender.post_norm(mixture(hidden, answer.expert_ids, weights, tables))
     return output, _gradients(contender, hidden, output, cotangent)
-
-
-def _mixture(contender: Contender, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """sum over chosen e of weight_e act(<up_e, h>) down_e, gated where the experts are: [T, D]."""
-    tables, ids, dtype = contender.tables(), ids.flatten(1), hidden.dtype
-    active = (tables.up[ids].to(dtype) @ hidden.unsqueeze(-1)).squeeze(-1)  # [T, K]
-    if tables.gate is None:
-        active = F.gelu(active)
-    else:
-        active = active * F.silu((tables.gate[ids].to(dtype) @ hidden.unsqueeze(-1)).squeeze(-1))
-    active = active * weights.flatten(1).to(dtype)
-    return (active.unsqueeze(1) @ tables.down[ids].to(dtype)).squeeze(1)
 
 
 def _gradients(
@@ -100,22 +90,6 @@ def _gradients(
     ]
 
 
-def _compare(what: str, fast: Tensor, exact: Tensor, plain: Tensor) -> float:
-    """Largest error as a share of the allowed one."""
-    low, high = exact.detach().aminmax()
-    allowed = 2 * _distance(plain, exact) + FLOOR * max(-low.item(), high.item())
-    error = _distance(fast, exact)
-    if not error <= allowed:  # NaN is wrong too
-        raise WrongAnswerError(f"{what}: error {error:.2e}, allowed {allowed:.2e}")
-    return error / allowed if allowed else 0.0
-
-
-def _distance(left: Tensor, right: Tensor) -> float:
-    """Largest difference; NaN where one is. These may be gigabytes, hence few temporaries."""
-    low, high = (left.detach() - right.detach()).aminmax()
-    return max(-low.item(), high.item())
-
-
 def _check_choice(contender: Contender, hidden: Tensor, ids: Tensor, slack: float) -> None:
     """Distinct candidates of each head, none worse than the K-th best (up to `slack`)."""
     total = ids[0].numel()
@@ -124,7 +98,7 @@ def _check_choice(contender: Contender, hidden: Tensor, ids: Tensor, slack: floa
         raise WrongAnswerError(f"{total} experts per token, expected {expected}")
     with torch.no_grad():
         exact, plain = contender.scores(hidden.double()), contender.scores(hidden)
-    _check_best("experts", ids, exact, plain, slack)
+    demand_best("experts", ids, exact, plain, slack)
 
 
 def _check_index(index: InvertedIndex | None, hidden: Tensor, slack: float) -> None:
@@ -133,33 +107,9 @@ def _check_index(index: InvertedIndex | None, hidden: Tensor, slack: float) -> N
         return
     used = index.assign(hidden.double()).unique()
     with torch.no_grad():
-        exact, plain = (_codeword_scores(index, used, dtype) for dtype in (torch.float64, None))
-    _check_best("shortlist", index.shortlists[used], exact, plain, slack)
-
-
-def _codeword_scores(index: InvertedIndex, used: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """[codewords, E] in a dtype, or in the parameters' own."""
-    codewords = index.codewords[used]
-    dtype = dtype or codewords.dtype
-    parts = [
-        codewords.to(dtype) @ (unit(rows, dtype) if index.project else rows.to(dtype)).T
-        for rows in index.centroids.detach().split(EXPERTS_AT_ONCE)
-    ]
-    return torch.cat(parts, dim=-1)
-
-
-def _check_best(what: str, chosen: Tensor, exact: Tensor, plain: Tensor, slack: float) -> None:
-    """`chosen` [..., K] are distinct and the K largest of `exact` [..., E] up to ties."""
-    count = chosen.shape[-1]
-    if (chosen.sort(-1).values.diff(dim=-1) == 0).any():
-        raise WrongAnswerError(f"{what}: chosen twice")
-    finite = exact.isfinite()
-    rounding = (plain.double() - exact)[finite].abs().max().item()
-    slack += 4 * rounding + 2 * FLOOR * exact[finite].abs().max().item()
-    last = exact.topk(count, dim=-1).values[..., -1:]
-    worst = (last - exact.gather(-1, chosen)).max().item()
-    if not worst <= slack:
-        raise WrongAnswerError(f"{what}: one is {worst:.2e} below the last of the best {count}")
+        dtypes = (torch.float64, index.codewords.dtype)
+        exact, plain = (index.codeword_scores(used, dtype) for dtype in dtypes)
+    demand_best("shortlist", index.shortlists[used], exact, plain, slack)
 
 
 def _check_jittered(contender: Contender, hidden: Tensor) -> float | None:
@@ -172,11 +122,8 @@ def _check_jittered(contender: Contender, hidden: Tensor) -> float | None:
         _check_index(contender.inverted_index(), hidden, slack)
         _check_choice(contender, hidden, answer.expert_ids, slack)
         logits = contender.scores(hidden.double()).gather(-1, answer.expert_ids)
-        exact = _mixture(contender, hidden.double(), answer.expert_ids, answer.weights)
-        plain = _mixture(contender, hidden, answer.expert_ids, answer.weights)
-    _compare("output with jitter", answer.output, exact, plain)
-    drawn = answer.weights.double().log() - logits.log_softmax(-1)
-    measured = (drawn - drawn.mean(-1, keepdim=True)).std().item()
-    if not 0.7 * contender.jitter_std < measured < 1.3 * contender.jitter_std:
-        raise WrongAnswerError(f"jitter {measured:.2e}, expected {contender.jitter_std:.2e}")
-    return measured
+        ids, weights, tables = answer.expert_ids, answer.weights, contender.tables()
+        exact = mixture(hidden.double(), ids, weights, tables)
+        plain = mixture(hidden, ids, weights, tables)
+    demand(deviation("output with jitter", answer.output, exact, plain))
+    return demand_jitter(answer.weights, logits, contender.jitter_std)

@@ -22,8 +22,15 @@ from airmoe import (
     load_balance_loss,
     track_optimizer,
 )
+from airmoe.experiments.bench.definitions import (
+    InvertedIndex,
+    Tables,
+    clustered_scores,
+    product_key_scores,
+    unit,
+)
+from airmoe.experiments.bench.paper_listing import ListingLayer
 from benchmarks.inputs import TokenSource
-from benchmarks.paper_listing import ListingLayer
 from benchmarks.peer_pytorch import PeerPytorch
 
 Form = Literal["gelu", "swiglu"]
@@ -36,39 +43,6 @@ class Answer:
     output: Tensor  # [T, D]
     expert_ids: Tensor  # [T, heads, K / heads]
     weights: Tensor | None = None  # as expert_ids, where the layer tells them
-
-
-@dataclass(frozen=True)
-class Tables:
-    """Single-neuron experts, one row each: [E, D]."""
-
-    gate: Tensor | None
-    up: Tensor
-    down: Tensor
-
-
-@dataclass(frozen=True)
-class InvertedIndex:
-    """Codeword -> M experts, those with the largest <c_g, w_e>."""
-
-    codewords: Tensor  # [G, D]
-    shortlists: Tensor  # [G, M]
-    centroids: Tensor  # [E, D]
-    project: bool  # whether scores take w_e / |w_e|
-
-    def assign(self, hidden: Tensor) -> Tensor:
-        """Nearest codeword by cosine: [T, D] -> [T]."""
-        return (hidden.detach() @ unit(self.codewords, hidden.dtype).T).argmax(-1)
-
-    def scores(self, hidden: Tensor) -> Tensor:
-        """<h, w_e> for e in the shortlist of the nearest codeword, -inf elsewhere: [T, 1, E]."""
-        candidates = self.shortlists[self.assign(hidden)]  # [T, M]
-        rows = self.centroids[candidates].to(hidden.dtype)  # [T, M, D]
-        if self.project:
-            rows = unit(rows, hidden.dtype)
-        logits = (hidden.unsqueeze(1) @ rows.mT).squeeze(1)  # [T, M]
-        everywhere = logits.new_full((hidden.shape[0], self.centroids.shape[0]), -torch.inf)
-        return everywhere.scatter(1, candidates, logits).unsqueeze(1)
 
 
 class Contender(ABC):
@@ -303,13 +277,10 @@ class HierarchicalLayer(OwnLayer):
 
     def scores(self, hidden: Tensor) -> Tensor:
         assert isinstance(self.router, HierarchicalRouter)
-        clusters = hidden @ unit(self.router.cluster_centroids, hidden.dtype).T  # [T, G]
-        kept = torch.full_like(clusters, -torch.inf)
-        best = clusters.topk(self.router.config.num_selected_clusters, dim=-1)
-        kept = kept.scatter(1, best.indices, best.values)
-        experts = hidden @ unit(self.router.centroids, hidden.dtype).T  # [T, E]
-        per_cluster = experts.shape[1] // clusters.shape[1]
-        return (experts + kept.repeat_interleave(per_cluster, dim=-1)).unsqueeze(1)
+        router = self.router
+        clusters = hidden @ unit(router.cluster_centroids, hidden.dtype).T  # [T, G]
+        best = clusters.topk(router.config.num_selected_clusters, dim=-1).indices
+        return clustered_scores(hidden, router.centroids, router.cluster_centroids, best)
 
 
 class PeerLayer(OwnLayer):
@@ -329,13 +300,4 @@ class PeerLayer(OwnLayer):
 
     def scores(self, hidden: Tensor) -> Tensor:
         assert isinstance(self.router, PeerRouter)
-        queries = hidden @ self.router.query.weight.to(hidden.dtype).T
-        queries = queries.view(hidden.shape[0], self.router.config.num_heads, 2, -1)
-        keys = self.router.keys.to(hidden.dtype)
-        first, second = torch.einsum("tphd,phsd->htps", queries, keys)  # [T, heads, sqrt(E)] each
-        return (first.unsqueeze(-1) + second.unsqueeze(-2)).flatten(2)
-
-
-def unit(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of norm 1 in another precision."""
-    return F.normalize(rows.to(dtype), dim=-1)
+        return product_key_scores(hidden, self.router.query.weight, self.router.keys)

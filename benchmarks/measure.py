@@ -30,7 +30,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from benchmarks.checks import Check, WrongAnswerError, check
+from airmoe.experiments.bench.compare import WrongAnswerError
+from benchmarks.checks import Check, check
 from benchmarks.contenders import Contender
 from benchmarks.inputs import TokenSource
 from benchmarks.peer_pytorch import MissingPackageError

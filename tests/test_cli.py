@@ -76,7 +76,7 @@ def test_train_prints_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> 
     assert (outcome.code, outcome.err) == (0, "")
     size, first, *_, validation, last = outcome.out.splitlines()
     assert size == f"{name}: 0.03 M parameters, 0.02 M active per token; 2 steps of 256 tokens"
-    assert first.startswith(f"{name}  train  step 1/2  loss 5.5")
+    assert first.startswith(f"{name}  train  step 1/2  loss 6.")
     assert validation.startswith(f"{name}  valid  step 2/2  loss 5.")
     assert "ppl" in validation and "overlap" in validation
     assert last == f"Finished: {tmp_path / name / 'result.json'}"

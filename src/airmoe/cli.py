@@ -26,8 +26,10 @@ PATH_ERRORS = (
     errno.ENAMETOOLONG,
 )
 
+BENCH_WIDTH = 130  # columns of the benchmark's tables where there is no terminal
+
 app = typer.Typer(
-    help="Granular mixtures-of-experts: prepare text, train, evaluate, generate.",
+    help="Granular mixtures-of-experts: prepare text, train, evaluate, generate, measure.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -243,6 +245,60 @@ def generate(
             seed=seed,
         )
     )
+
+
+@app.command()
+def bench(
+    cases: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="paper (the default), paper-16k, paper-768, paper-g256, paper-zipf, paper-captured"
+        ),
+    ] = None,
+    step: Annotated[
+        bool, typer.Option("--step", help="whole training steps of the small preset")
+    ] = False,
+    decode: Annotated[bool, typer.Option("--decode", help="batches of 1, 8 and 64 tokens")] = False,
+    scaling: Annotated[
+        bool, typer.Option("--scaling", help="from 4,096 to 1,048,576 experts")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="toy sizes, also on a CPU, to see that it runs")
+    ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="air-triton, exact, listing, ...; may be repeated")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="samples; fewer where they take too long")] = 20,
+    out: Annotated[Path, typer.Option(help="folder of the JSON files")] = Path(
+        "benchmarks/results"
+    ),
+    activations: Annotated[
+        Path | None, typer.Option(help="hidden states for paper-captured, .safetensors")
+    ] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="draw here; without anything to measure: stored results")
+    ] = None,
+) -> None:
+    """Time AIR beside its alternatives on one GPU; no time for a wrong answer."""
+    from airmoe.experiments.bench.run import Bench, Options
+
+    options = Options(
+        cases=tuple(cases or ()),
+        step=step,
+        decode=decode,
+        scaling=scaling,
+        quick=quick,
+        only=tuple(only or ()),
+        repeats=repeats,
+        out=out,
+        activations=activations,
+        figure=figure,
+    )
+    console = Console()
+    if not console.is_terminal:  # a log takes whole tables
+        console = Console(width=BENCH_WIDTH)
+    if not Bench(options, console).run():
+        raise typer.Exit(1)
 
 
 @app.command()

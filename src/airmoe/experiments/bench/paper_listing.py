@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from airmoe.experiments.bench.gathered import gathered_experts
+
 
 @dataclass(frozen=True)
 class ListingRouting:
@@ -57,25 +59,23 @@ class ListingLayer(nn.Module):
         scores = self.codewords @ self.centroids.T  # [G, E]
         self.register_buffer("shortlists", scores.topk(self.shortlist_size, dim=-1).indices)
 
+    def assign(self, hidden: Tensor) -> Tensor:
+        """Listing, step 1: [T, D] -> [T]."""
+        return (hidden.detach() @ self.codewords.T).argmax(-1)
+
     def route(self, hidden: Tensor) -> ListingRouting:
         """Listing, steps 1 and 3 to 5."""
-        codeword_ids = (hidden.detach() @ self.codewords.T).argmax(-1)  # [T]
-        candidates = self.shortlists[codeword_ids]  # [T, M]
+        candidates = self.shortlists[self.assign(hidden)]  # [T, M]
         features = F.embedding(candidates, self.centroids)  # [T, M, D]
         scores = torch.einsum("td,tmd->tm", hidden, features)
         top_scores, positions = scores.topk(self.top_k, dim=-1)  # [T, K]
         return ListingRouting(candidates.gather(1, positions), top_scores.softmax(-1))
 
     def run_experts(self, hidden: Tensor, routing: ListingRouting) -> Tensor:
-        """Single-neuron experts, gathered per token: [T, D] -> [T, D]."""
-        ids = routing.expert_ids
-        active = torch.einsum("td,tkd->tk", hidden, F.embedding(ids, self.up))
-        if self.gate is None:
-            active = F.gelu(active)
-        else:
-            gate = torch.einsum("td,tkd->tk", hidden, F.embedding(ids, self.gate))
-            active = F.silu(gate) * active
-        return torch.einsum("tk,tkd->td", active * routing.weights, F.embedding(ids, self.down))
+        """[T, D] -> [T, D]."""
+        return gathered_experts(
+            hidden, routing.expert_ids, routing.weights, self.gate, self.up, self.down
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [T, D] -> [T, D]."""

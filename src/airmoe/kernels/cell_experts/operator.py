@@ -9,7 +9,7 @@ from torch import Tensor
 
 from airmoe.kernels.cell_experts.triton import Layout, activation_backward, activations
 from airmoe.kernels.cells import Cells
-from airmoe.kernels.cells.reverse import ReverseIndex, make_reverse
+from airmoe.kernels.cells.reverse import ReverseIndex, make_parts, make_reverse
 from airmoe.kernels.cells.tiles import RowTiles
 from airmoe.kernels.cells.triton import pool_products, row_products
 
@@ -125,26 +125,26 @@ def _backward(
     else:
         reverse = ReverseIndex(entries, starts)
 
-    grads = {name: hidden.new_empty(0) for name in ("gate", "up", "down")}
-    candidates = (("gate", found.grad_gate, gate, want_gate), ("up", found.grad_up, up, want_up))
-    inner = {
-        name: (x, table)
-        for name, x, table, want in candidates
-        if want and x is not None and table is not None
-    }
-    place = (offsets, token_ids, neurons, reverse, block)
-    if inner:
-        found_grads = row_products(list(inner.values()), hidden, *place)
-        grads |= dict(zip(inner, found_grads, strict=True))
-    if want_down:
-        (grads["down"],) = row_products([(found.active, down)], grad_output, *place)
+    parts = make_parts(reverse, neurons, hidden.shape[1] * hidden.element_size())
+
+    def table_grad(x: Tensor | None, values: Tensor, table: Tensor | None, want: bool) -> Tensor:
+        if not want or x is None or table is None:
+            return hidden.new_empty(0)
+        return row_products(x, values, table, offsets, token_ids, neurons, reverse, parts)
+
     grad_gates = none
     if want_gates:
         grad_gates = found.grad_gates
         if expert_size > 1:
             grad_gates = grad_gates.float().unflatten(-1, (-1, expert_size)).sum(-1)
         grad_gates = grad_gates.to(gates.dtype)
-    return grad_hidden, grads["gate"], grads["up"], grads["down"], grad_gates
+    return (
+        grad_hidden,
+        table_grad(found.grad_gate, hidden, gate, want_gate),
+        table_grad(found.grad_up, hidden, up, want_up),
+        table_grad(found.active, grad_output, down, want_down),
+        grad_gates,
+    )
 
 
 @_backward.register_fake

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.cell_gates.triton import Scored, make_gates, score_grads
-from airmoe.kernels.cells.reverse import ReverseIndex
+from airmoe.kernels.cells.reverse import ReverseIndex, make_parts
 from airmoe.kernels.cells.tiles import RowTiles
 from airmoe.kernels.cells.triton import pool_products, row_products
 from airmoe.kernels.noise import Noise
@@ -113,9 +113,11 @@ def _backward(
     grad_centroids = hidden.new_empty(0)
     if want_centroids:
         reverse = ReverseIndex(entries, starts)
-        (grad_centroids,) = row_products(
-            [(grads, centroids)], hidden, offsets, token_ids, pools, reverse, block, inverse_norms
-        )
+        parts = make_parts(reverse, pools, hidden.shape[1] * hidden.element_size())
+        grad_centroids = row_products(
+            grads, hidden, centroids, offsets, token_ids, pools, reverse, parts,
+            inverse_norms=inverse_norms,
+        )  # fmt: skip
     return grad_hidden, grad_centroids
 
 

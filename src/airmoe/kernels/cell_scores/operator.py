@@ -9,7 +9,7 @@ from torch import Tensor
 
 from airmoe.kernels.cell_scores.triton import launch_scores, scale_by_norms
 from airmoe.kernels.cells import Cells
-from airmoe.kernels.cells.reverse import ReverseIndex
+from airmoe.kernels.cells.reverse import ReverseIndex, make_parts
 from airmoe.kernels.cells.tiles import RowTiles
 from airmoe.kernels.cells.triton import pool_products, row_products
 from airmoe.kernels.noise import Noise
@@ -88,9 +88,11 @@ def _backward(
         grad_hidden = pool_products(pairs, tiles, offsets, token_ids, pools, hidden.shape[0])
         grad_hidden = grad_hidden.to(hidden.dtype)
     if want_centroids:
-        (grad_centroids,) = row_products(
-            [(grads, centroids)], wide_hidden, offsets, token_ids, pools,
-            ReverseIndex(entries, starts), block, inverse_norms,
+        reverse = ReverseIndex(entries, starts)
+        parts = make_parts(reverse, pools, wide_hidden.shape[1] * wide_hidden.element_size())
+        grad_centroids = row_products(
+            grads, wide_hidden, centroids, offsets, token_ids, pools, reverse, parts,
+            inverse_norms=inverse_norms,
         )  # fmt: skip
     return grad_hidden, grad_centroids
 

@@ -21,7 +21,7 @@ class Cells:
     pools: Tensor  # [G, M] expert ids, ascending
     order: Tensor  # [N] row -> its place in the unsorted [T * rows_per_token] list
     rows_per_token: int
-    pools_version: int | None  # of the pools when the rows were sorted; None under inference mode
+    pools_version: int | None  # of the pools when the rows were sorted; None: not known
     # Made once, when a kernel asks for them.
     _tiles: list[RowTiles] = field(default_factory=list, repr=False, compare=False)
     _reverse: list[ReverseIndex] = field(default_factory=list, repr=False, compare=False)
@@ -40,6 +40,8 @@ class Cells:
 
     def check_current(self) -> None:
         """Pools are a cache that is rewritten in place: an old routing must not be read by it."""
+        if torch.compiler.is_compiling():
+            return  # pools of a compiled graph are its own, and versions mean nothing in it
         if self.pools_version not in (None, _version(self.pools)):
             raise RuntimeError(
                 "This routing is of an earlier moment: its router has rebuilt the shortlists. "
@@ -66,4 +68,6 @@ def make_cells(cell_ids: Tensor, pools: Tensor, reverse: ReverseIndex | None = N
 
 
 def _version(pools: Tensor) -> int | None:
-    return None if pools.is_inference() else pools._version
+    if torch.compiler.is_compiling() or pools.is_inference():
+        return None
+    return pools._version

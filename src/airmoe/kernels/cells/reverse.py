@@ -57,10 +57,11 @@ def make_parts(reverse: ReverseIndex, pools: Tensor, row_bytes: int) -> Parts:
     marks = torch.arange(count + 1, device=pools.device, dtype=torch.int32) * share
     experts = torch.searchsorted(reverse.starts, marks.clamp_max_(total), out_int32=True)
     # Experts that occur nowhere belong to some part all the same: their gradient is 0.
-    experts[0], experts[-1] = 0, reverse.starts.shape[0] - 1
+    experts[:1].zero_()
+    experts[-1:].fill_(reverse.starts.shape[0] - 1)
     wanted = experts.to(pools.dtype).expand(pools.shape[0], -1).contiguous()
     positions = torch.searchsorted(pools, wanted, out_int32=True)
-    sizes = positions.diff(dim=-1)  # [G, parts]
-    shifts = (sizes.cumsum(0) - sizes - positions[:, :-1]).int()
+    sizes = positions.diff(dim=-1).T.contiguous()  # [parts, G]: along memory sums are quick
+    shifts = (sizes.cumsum(-1) - sizes).T - positions[:, :-1]
     # One expert more than a share may be in: it has at most one entry per cell.
-    return Parts(experts, positions, shifts.contiguous(), count, share + pools.shape[0])
+    return Parts(experts, positions, shifts.int().contiguous(), count, share + pools.shape[0])

@@ -14,12 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.cells.reverse import ReverseIndex, make_parts
+from airmoe.kernels.cells.reverse import Parts, ReverseIndex
 from airmoe.kernels.cells.tiles import RowTiles
 
-REDUCE_PROGRAMS = 132 * 64
-REDUCE_ROWS = 4
-BLOCKS_PER_PROGRAM = 4  # blocks of positions that one program of the partial sums takes in turn
+REDUCE_PROGRAMS = 132 * 128
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -106,9 +104,8 @@ def pool_products(
     if out.numel() == 0:
         return out if by_token else out.new_zeros(num_tokens, dim).to(table_1.dtype)
     wide = table_1.dtype == torch.float32
-    block_d = min(triton.next_power_of_2(dim), 64 if wide else 128)
-    block_d = max(block_d, 16)
-    block_p = min(max(triton.next_power_of_2(pool), 16), 32 if wide else 64)
+    block_d = max(16, min(triton.next_power_of_2(dim), 64 if wide else 128))
+    block_p = max(16, min(triton.next_power_of_2(pool), 32 if wide or len(pairs) == 2 else 64))
     _pool_products_kernel[(triton.cdiv(dim, block_d), tiles.count)](
         x_1, table_1, x_2, table_2, out,
         tiles.cells, tiles.first_rows, offsets, token_ids, pools,
@@ -146,11 +143,10 @@ def _store_partial(partial, total, target, mine, columns, DIM: tl.constexpr):
 
 @triton.jit
 def _partial_kernel(
-    x_1, x_2, values, partial_1, partial_2,
-    offsets, token_ids, positions, shifts, part,
+    x, values, partial, offsets, token_ids, positions, shifts, part,
     POOL: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
-    TWO: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     cell = tl.program_id(2)
     low = tl.load(positions + cell * (PARTS + 1) + part)
@@ -168,32 +164,22 @@ def _partial_kernel(
         if last - first <= BLOCK_R:  # the usual cell: its values are read once
             for start in range(begin, high, SPLITS * BLOCK_P):
                 places = tl.multiple_of(start, 16) + tl.arange(0, BLOCK_P)
+                block = _x_block(x, rows, row_mask, places, POOL)
+                total = tl.dot(tl.trans(block), value, input_precision=PRECISION)
                 mine = (places >= low) & (places < high)
-                x = _x_block(x_1, rows, row_mask, places, POOL)
-                total = tl.dot(tl.trans(x), value, input_precision=PRECISION)
-                _store_partial(partial_1, total, places + shift, mine, columns, DIM)
-                if TWO:
-                    x = _x_block(x_2, rows, row_mask, places, POOL)
-                    total = tl.dot(tl.trans(x), value, input_precision=PRECISION)
-                    _store_partial(partial_2, total, places + shift, mine, columns, DIM)
+                _store_partial(partial, total, places + shift, mine, columns, DIM)
         else:
             for start in range(begin, high, SPLITS * BLOCK_P):
                 places = tl.multiple_of(start, 16) + tl.arange(0, BLOCK_P)
-                mine = (places >= low) & (places < high)
-                total_1 = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-                total_2 = total_1
+                total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
                 for row in range(first, last, BLOCK_R):
                     rows = row + tl.arange(0, BLOCK_R)
                     row_mask = rows < last
                     value = _value_block(values, token_ids, rows, row_mask, columns, DIM)
-                    x = _x_block(x_1, rows, row_mask, places, POOL)
-                    total_1 = tl.dot(tl.trans(x), value, total_1, input_precision=PRECISION)
-                    if TWO:
-                        x = _x_block(x_2, rows, row_mask, places, POOL)
-                        total_2 = tl.dot(tl.trans(x), value, total_2, input_precision=PRECISION)
-                _store_partial(partial_1, total_1, places + shift, mine, columns, DIM)
-                if TWO:
-                    _store_partial(partial_2, total_2, places + shift, mine, columns, DIM)
+                    block = _x_block(x, rows, row_mask, places, POOL)
+                    total = tl.dot(tl.trans(block), value, total, input_precision=PRECISION)
+                mine = (places >= low) & (places < high)
+                _store_partial(partial, total, places + shift, mine, columns, DIM)
 
 
 @triton.jit
@@ -230,47 +216,53 @@ def _reduce_kernel(
 
 
 def row_products(
-    sources: list[tuple[Tensor, Tensor]],
+    x: Tensor,
     values: Tensor,
+    table: Tensor,
     offsets: Tensor,
     token_ids: Tensor,
     pools: Tensor,
     reverse: ReverseIndex,
-    block_rows: int,
+    parts: Parts,
+    *,
     inverse_norms: Tensor | None = None,
-) -> list[Tensor]:
-    """Gradients of one or two tables [E, D] from their X [N, M] and common values [T, D].
+) -> Tensor:
+    """Gradient of `table` [E, D] from X [N, M] and values [T, D], in a fixed order of summation.
 
-    `sources` are pairs (X, table). The order of summation is fixed. With `inverse_norms` X is
-    scaled by them already, and the part along each row of the table is taken out.
+    With `inverse_norms` X is scaled by them already, and the part along each row is taken out.
     """
     dim, pool, num_cells = values.shape[1], pools.shape[1], pools.shape[0]
-    x_1, x_2 = sources[0][0], sources[-1][0]
-    parts = make_parts(reverse, pools, len(sources) * dim * x_1.element_size())
-    shape = (len(sources), parts.rows, dim)
-    partial = torch.empty(shape, dtype=x_1.dtype, device=x_1.device)
-    grads = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for _, t in sources]
-    wide = x_1.dtype == torch.float32
+    partial = torch.empty(parts.rows, dim, dtype=x.dtype, device=x.device)
+    grad = torch.empty(table.shape, dtype=table.dtype, device=table.device)
+    config = _partial_config(x, dim, pool, num_cells, parts.count)
+    grid = (triton.cdiv(dim, config["BLOCK_D"]), config["SPLITS"], num_cells)
     width = triton.next_power_of_2(dim)
-    block_d = max(16, min(width, 64 if wide else 256))
-    block_p = max(16, min(triton.next_power_of_2(pool), 64))
-    block_r = block_rows if block_rows <= 32 or len(sources) == 1 else 2 * block_rows
-    blocks = triton.cdiv(pool, block_p * parts.count) + 1  # of positions, in a mean part
-    splits = triton.cdiv(blocks, BLOCKS_PER_PROGRAM)
     for part in range(parts.count):
-        _partial_kernel[(triton.cdiv(dim, block_d), splits, num_cells)](
-            x_1, x_2, values, partial[0], partial[-1],
-            offsets, token_ids, parts.positions, parts.shifts, part,
-            POOL=pool, DIM=dim, PARTS=parts.count, SPLITS=splits,
-            BLOCK_R=min(block_r, 32) if wide else block_r, BLOCK_P=block_p, BLOCK_D=block_d,
-            TWO=len(sources) == 2, PRECISION=dot_precision(x_1.dtype),
-            num_warps=8 if block_r == 128 else 4, num_stages=3 if block_r == 128 else 2,
+        _partial_kernel[grid](
+            x, values, partial, offsets, token_ids, parts.positions, parts.shifts, part,
+            POOL=pool, DIM=dim, PARTS=parts.count, PRECISION=dot_precision(x.dtype), **config,
         )  # fmt: skip
-        for (_, table), own, grad in zip(sources, partial, grads, strict=True):
-            _reduce_kernel[(min(REDUCE_PROGRAMS, table.shape[0]),)](
-                own, grad, reverse.entries, reverse.starts, parts.shifts, parts.experts, part,
-                table, grad if inverse_norms is None else inverse_norms,
-                POOL=pool, PARTS=parts.count, DIM=dim, WIDTH=width, BLOCK_S=REDUCE_ROWS,
-                PROJECT=inverse_norms is not None, num_warps=max(1, width // 256),
-            )  # fmt: skip
-    return grads
+        _reduce_kernel[(min(REDUCE_PROGRAMS, table.shape[0]),)](
+            partial, grad, reverse.entries, reverse.starts, parts.shifts, parts.experts, part,
+            table, grad if inverse_norms is None else inverse_norms,
+            POOL=pool, PARTS=parts.count, DIM=dim, WIDTH=width, BLOCK_S=4,
+            PROJECT=inverse_norms is not None, num_warps=max(1, width // 256),
+        )  # fmt: skip
+    return grad
+
+
+def _partial_config(x: Tensor, dim: int, pool: int, num_cells: int, parts: int) -> dict[str, int]:
+    """Blocks for the partial sums: a whole cell at once where cells are small."""
+    wide = x.dtype == torch.float32
+    mean = triton.next_power_of_2(max(1, x.shape[0] // num_cells))
+    whole = mean <= 64
+    block_p = 64 if whole else 128
+    splits = 1 if whole else min(3, triton.cdiv(pool, block_p * parts) + 1)
+    return {
+        "SPLITS": splits,
+        "BLOCK_R": 32 if wide else max(32, 2 * mean) if whole else 64,
+        "BLOCK_P": max(16, min(triton.next_power_of_2(pool), 64 if wide else block_p)),
+        "BLOCK_D": max(16, min(triton.next_power_of_2(dim), 64 if wide else 128)),
+        "num_warps": 4 if whole else 8,
+        "num_stages": 3 if whole else 2,
+    }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from airmoe.errors import ConfigError
+from airmoe.kernels.backend import use_triton
 from airmoe.kernels.linear_cross_entropy import reference
 from airmoe.kernels.precision import own_precision
 
@@ -21,9 +22,10 @@ def linear_cross_entropy(
     """Sum over tokens of -log softmax(hidden @ weight.T)[label]: a float32 scalar.
 
     hidden [T, D], weight [V, D], labels [T] in [0, V) or `ignore_index`, which adds nothing to
-    value or gradient. Under autocast the products run in its dtype, as those of `nn.Linear` would;
-    the softmax is float32 always. The sum and not the mean, because the right divisor may count
-    the tokens of several micro-batches and ranks.
+    value or gradient. Any other label is an error on a CPU; on a GPU, which would have to wait to
+    have them read, it makes the value and the gradients NaN. Under autocast the products run in its
+    dtype, as those of `nn.Linear` would; the softmax is float32 always. The sum and not the mean,
+    because the right divisor may count the tokens of several micro-batches and ranks.
     """
     _check(hidden, weight, labels, ignore_index)
     device = hidden.device.type
@@ -43,7 +45,12 @@ def linear_cross_entropy(
 def _apply(
     hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+    wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
+    if use_triton(hidden, weight, labels):
+        from airmoe.kernels.linear_cross_entropy.operator import run
+
+        return run(hidden, weight, labels, ignore_index, dtype, wanted)
+    if any(wanted):
         return reference.LinearCrossEntropy.apply(hidden, weight, labels, ignore_index, dtype)
     return reference.loss_and_gradients(hidden, weight, labels, ignore_index, dtype).loss
 
@@ -64,8 +71,8 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) ->
             f"must be whole numbers of shape [{hidden.shape[0]}], one per token",
             "Flatten the labels like the hidden states.",
         )
-    if labels.device.type != "cpu":
-        return  # reading them would stall a GPU, whose own assertion catches a wrong one
+    if labels.device.type != "cpu" or torch.compiler.is_compiling():
+        return  # reading them would stall a GPU and break a graph: a wrong one shows in the loss
     wrong = labels[(labels != ignore_index) & ((labels < 0) | (labels >= weight.shape[0]))]
     if wrong.numel():
         raise ConfigError(

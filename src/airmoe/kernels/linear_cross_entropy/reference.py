@@ -6,6 +6,7 @@ computed where the logits are at hand, and backward only multiplies: no second p
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +64,13 @@ def loss_and_gradients(
 
 def token_chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
     """Runs of tokens whose logits fit the budget: two float32 copies, one of lower precision."""
-    budget = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CUDA_CHUNK_BYTES
-    step = max(1, budget // (BYTES_PER_LOGIT * max(1, weight.shape[0])))
+    step = max(1, chunk_bytes(hidden.device) // (BYTES_PER_LOGIT * max(1, weight.shape[0])))
     return [slice(start, start + step) for start in range(0, hidden.shape[0], step)]
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """How much memory the logits of a chunk may take."""
+    return CPU_CHUNK_BYTES if device.type == "cpu" else CUDA_CHUNK_BYTES
 
 
 def _softmax_minus_one_hot(
@@ -97,15 +102,20 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        if torch.is_grad_enabled():  # create_graph=True
-            # The gradients were saved as constants, so their own derivative would be silently 0.
-            raise RuntimeError(
-                "linear_cross_entropy has no second derivative: use create_graph=False"
-            )
-        # Not in place: a graph that is retained comes here again. Multiplied before the cast, so
-        # that a loss scale reaches half precision's range with the small gradients it is for.
-        grad_hidden, grad_weight = (
-            None if saved is None else (saved * grad).to(dtype)
-            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
+        grad_hidden, grad_weight = scaled_gradients(grad, ctx.saved_tensors, ctx.dtypes)
         return grad_hidden, grad_weight, None, None, None
+
+
+def scaled_gradients(
+    grad: Tensor, gradients: Iterable[Tensor | None], dtypes: Iterable[torch.dtype]
+) -> list[Tensor | None]:
+    """Backward: the gradients, found beside the loss, times what came after it, in `dtypes`."""
+    if torch.is_grad_enabled():  # create_graph=True
+        # The gradients were saved as constants, so their own derivative would be silently 0.
+        raise RuntimeError("linear_cross_entropy has no second derivative: use create_graph=False")
+    # Not in place: a graph that is retained comes here again. Multiplied before the cast, so
+    # that a loss scale reaches half precision's range with the small gradients it is for.
+    return [
+        None if saved is None else (saved * grad).to(dtype)
+        for saved, dtype in zip(gradients, dtypes, strict=True)
+    ]

@@ -32,7 +32,7 @@ def _combine_kernel(
     FIRST: tl.constexpr, PART_1: tl.constexpr, PART_2: tl.constexpr, PART_3: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A part is a number of its own (kind 0), one for all (1), one for each key (2), or none (3)."""
+    """A part is a number (kind 0), one value in memory (1), one for each key (2), or none (3)."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < size
     key = _mix64(_read(first, place, mask, FIRST == 2) + 0x1E3779B97F4A7C15)

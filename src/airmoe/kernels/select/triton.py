@@ -71,17 +71,18 @@ def largest(scores, position, length, count, BLOCK: tl.constexpr):
     real = scores > -INFINITY
     low = tl.min(tl.where(real, scores, FLOAT32_MAX), axis=0)
     high = tl.max(scores, axis=0)
-    reached = count_where(real)  # how many scores are at least `low`; `high` may be reached by few
+    reached = count_where(real)  # so many scores are at least `low`
     short = reached < count  # then -inf itself is at the border
     low = tl.where(short, -INFINITY, tl.where(count == 1, high, low))
     high = tl.where(short, -INFINITY, high)
     reached = tl.where(short, length * 1.0, reached)
     middle = 0.5 * low + 0.5 * high
-    while (middle > low) & (middle < high):
+    while (reached != count) & (middle > low) & (middle < high):
         number = count_where(scores >= middle)
-        reached = tl.where(number >= count, number, reached)
-        low = tl.where(number >= count, middle, low)
-        high = tl.where(number <= count, middle, high)  # equal: the interval closes, we are done
+        enough = number >= count
+        reached = tl.where(enough, number, reached)
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
         middle = 0.5 * low + 0.5 * high
     last = length - 1
     if reached != count:  # neighbouring numbers: the border runs through equal scores
@@ -265,8 +266,7 @@ def top_k_gates_backward_op(grad_gates: Tensor, gates: Tensor, scores: Tensor | 
     block = triton.next_power_of_2(columns)
     _grads_kernel[(rows,)](
         grad_gates.contiguous(), gates, scores, grad_scores, columns,
-        FULL_SOFTMAX=scores is not None, BLOCK=block,
-        num_warps=row_warps(block), maxnreg=MAX_REGISTERS,
+        FULL_SOFTMAX=scores is not None, BLOCK=block, num_warps=max(1, min(16, block // 1024)),
     )  # fmt: skip
     return grad_scores
 

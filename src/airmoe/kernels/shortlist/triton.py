@@ -47,10 +47,12 @@ class _Config:
     num_stages: int
 
 
-def _product_config(rows: int, dim: int, products: int) -> _Config:
+def _product_config(rows: int, dim: int, products: int, float32: bool) -> _Config:
     """For `products` of parts per tile. Two programs share an SM: one multiplies, one jitters."""
-    depth = min(64 if products == 1 else 32, max(16, triton.next_power_of_2(dim)))
-    if rows <= 32:  # reading the columns is all that counts
+    few_rows = rows <= 32  # then reading the columns is all that counts
+    deep = not float32 and (few_rows or products == 1)
+    depth = min(64 if deep else 32, max(16, triton.next_power_of_2(dim)))
+    if few_rows:
         return _Config(max(16, triton.next_power_of_2(rows)), 128, depth, 4, 4)
     if rows <= 64:
         return _Config(64, 128, depth, 4, 3)
@@ -198,8 +200,7 @@ class Tables:
         """out [rows, >= columns] = scaled products + jitter."""
         left, right = self.rows[:, rows], self.columns[:, columns]
         (row_parts, num_rows, dim), (column_parts, num_columns, _) = left.shape, right.shape
-        products = 3 if self.float32 else row_parts * column_parts
-        config = _product_config(num_rows, dim, products)
+        config = _product_config(num_rows, dim, row_parts * column_parts, self.float32)
         grid = triton.cdiv(num_rows, config.block_rows)
         grid *= triton.cdiv(num_columns, config.block_columns)
         _scores_kernel[(grid,)](
@@ -316,8 +317,11 @@ def top_m_op(
         float32=not in_parts,
     )
     best = BestColumns(tables, count, cuts)
+    ids = out.contiguous()  # the very same tensor, if it is
     for rows in best.chunks():
-        best.find(rows, out[rows])
+        best.find(rows, ids[rows])
+    if ids is not out:
+        out.copy_(ids)
 
 
 @top_m_op.register_fake

@@ -1,0 +1,193 @@
+"""What every contender of a case is given: the same tokens and the same codebook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from airmoe.errors import ConfigError
+from airmoe.experiments.bench.cases import CellSizes, Shape
+from airmoe.routers import Codebook
+
+NUM_BATCHES = 4  # steps take turns on them, so that no batch stays in a cache
+SPREAD = 0.6  # a token's distance from its codeword's direction: cosine 0.86
+CODEBOOK_UPDATES = 20  # on captured states that come without codewords
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tokens on the device under test."""
+
+    shape: Shape
+    seed: int
+    batches: list[Tensor]  # [T, D] each, in the dtype of the shape
+    cotangent: Tensor  # [T, D] gradient of a loss with respect to the output
+    codewords: Tensor  # [G, D] float32, unit norm
+    centroids: Tensor | None = None  # [E, D] where they were captured too
+
+    @property
+    def device(self) -> torch.device:
+        return self.cotangent.device
+
+    def codebook_state(self) -> dict[str, Tensor]:
+        """A codebook in the middle of a training, with the cells of the first batch."""
+        sizes = cell_sizes(self).float()
+        return {
+            "codewords": self.codewords,
+            "counts": sizes,
+            "sums": self.codewords * sizes.unsqueeze(-1),
+            "initialized": torch.tensor(True),
+            "seed": torch.tensor(self.seed),
+            "updates": torch.tensor(CODEBOOK_UPDATES),
+        }
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Hidden states of a trained model."""
+
+    hidden: Tensor  # [rows, D]
+    codewords: Tensor | None  # [G, D]
+    centroids: Tensor | None  # [E, D]
+
+    def shape(self, wanted: Shape) -> Shape:
+        """The wanted shape with the sizes that the file decides."""
+        rows, dim = self.hidden.shape
+        groups = wanted.num_codewords if self.codewords is None else self.codewords.shape[0]
+        experts = wanted.num_experts if self.centroids is None else self.centroids.shape[0]
+        tokens = min(rows, wanted.num_tokens)
+        return replace(
+            wanted, num_tokens=tokens, dim=dim, num_codewords=groups, num_experts=experts
+        )
+
+
+def read_captured(path: Path) -> Captured:
+    """A safetensors file with `hidden` [T, D], and `codewords`, `centroids` if they are known."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    remedy = "Write hidden [T, D], and if you like codewords [G, D] and centroids [E, D], to it."
+    field = "bench.activations"
+    if not path.is_file():
+        raise ConfigError(field, str(path), "must be a safetensors file", remedy)
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ConfigError(field, str(path), f"cannot be read ({error})", remedy) from error
+    if "hidden" not in tensors:
+        raise ConfigError(field, str(path), "must hold a tensor `hidden`", remedy)
+    names = ("hidden", "codewords", "centroids")
+    hidden, codewords, centroids = (tensors.get(name) for name in names)
+    assert hidden is not None
+    for name in names:
+        tensor = tensors.get(name, hidden)
+        width = hidden.shape[-1] if hidden.ndim else 0
+        if tensor.ndim != 2 or tensor.shape[1] != width or not tensor.numel():
+            rule = f"must hold matrices of one width, {name} is {tuple(tensor.shape)}"
+            raise ConfigError(field, str(path), rule, remedy)
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            raise ConfigError(field, str(path), f"{name} must be finite numbers", remedy)
+    return Captured(hidden, codewords, centroids)
+
+
+def make_inputs(
+    shape: Shape, device: torch.device, seed: int, captured: Captured | None = None
+) -> Inputs:
+    """Draw tokens around the codewords, or take captured ones."""
+    generator = torch.Generator(device).manual_seed(seed)
+    drawn = {"generator": generator, "device": device}
+    if shape.cells == "captured":
+        assert captured is not None
+        shape = captured.shape(shape)
+    cotangent = torch.randn(shape.num_tokens, shape.dim, **drawn).to(shape.torch_dtype)
+    if shape.cells == "captured":
+        assert captured is not None
+        return _captured_inputs(shape, seed, captured, cotangent)
+    codewords = F.normalize(torch.randn(shape.num_codewords, shape.dim, **drawn), dim=-1)
+    shares = popularity(shape.cells, shape.num_codewords).to(device)
+    shares = shares[torch.randperm(shape.num_codewords, **drawn)]  # pyright: ignore
+    batches = []
+    for _ in range(NUM_BATCHES):
+        owners = torch.multinomial(shares, shape.num_tokens, replacement=True, generator=generator)
+        noise = F.normalize(torch.randn(shape.num_tokens, shape.dim, **drawn), dim=-1)
+        hidden = F.normalize(codewords[owners] + SPREAD * noise, dim=-1) * shape.dim**0.5
+        batches.append(hidden.to(shape.torch_dtype))
+    return Inputs(shape, seed, batches, cotangent, codewords)
+
+
+def popularity(cells: CellSizes, num_codewords: int) -> Tensor:
+    """[G] how likely a token belongs to each codeword.
+
+    "zipf" is 1 / rank with the last sixteenth left empty: of 1,024 cells the largest holds 137
+    times the mean.
+    """
+    shares = torch.ones(num_codewords)
+    if cells == "zipf":
+        shares /= torch.arange(1, num_codewords + 1)
+        shares[num_codewords - max(1, num_codewords // 16) :] = 0
+    return shares / shares.sum()
+
+
+def _captured_inputs(shape: Shape, seed: int, captured: Captured, cotangent: Tensor) -> Inputs:
+    """Windows of the captured rows; where there are no more than one, it begins elsewhere."""
+    device = cotangent.device
+    rows = captured.hidden.to(device, shape.torch_dtype)
+    stride = max(1, rows.shape[0] // NUM_BATCHES)
+    batches = [
+        rows.roll(-number * stride, 0)[: shape.num_tokens].contiguous()
+        for number in range(NUM_BATCHES)
+    ]
+    if captured.codewords is not None:
+        codewords = F.normalize(captured.codewords.to(device, torch.float32), dim=-1)
+    else:
+        codewords = _learned_codewords(shape, seed, batches)
+    centroids = captured.centroids
+    if centroids is not None:
+        centroids = centroids.to(device, shape.torch_dtype)
+    return Inputs(shape, seed, batches, cotangent, codewords, centroids)
+
+
+def _learned_codewords(shape: Shape, seed: int, batches: list[Tensor]) -> Tensor:
+    torch.manual_seed(seed)
+    with torch.device(batches[0].device):
+        codebook = Codebook(shape.num_codewords, shape.dim)
+    for number in range(CODEBOOK_UPDATES):
+        codebook.update(batches[number % len(batches)])
+    return codebook.codewords.clone()
+
+
+def cell_sizes(inputs: Inputs) -> Tensor:
+    """[G] tokens of the first batch in each cell."""
+    nearest = (inputs.batches[0].float() @ inputs.codewords.T).argmax(-1)
+    return torch.bincount(nearest, minlength=inputs.shape.num_codewords)
+
+
+@dataclass(frozen=True)
+class CellSummary:
+    """How a batch falls into cells."""
+
+    mean_cosine: float  # of a token to its codeword
+    mean_size: float
+    largest: int
+    empty: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.mean_size:.1f} tokens per cell, at most {self.largest:,}, "
+            f"{self.empty} cells empty, cosine {self.mean_cosine:.2f}"
+        )
+
+
+def summarize_cells(inputs: Inputs) -> CellSummary:
+    sizes = cell_sizes(inputs)
+    cosines = F.normalize(inputs.batches[0].float(), dim=-1) @ inputs.codewords.T  # [T, G]
+    return CellSummary(
+        mean_cosine=cosines.amax(-1).mean().item(),
+        mean_size=sizes.float().mean().item(),
+        largest=int(sizes.max()),
+        empty=int((sizes == 0).sum()),
+    )

@@ -1,0 +1,256 @@
+"""One contender of a case: built, checked, then timed; whatever happens becomes a result."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from airmoe.errors import ConfigError
+from airmoe.experiments.bench.cases import Phase
+from airmoe.experiments.bench.checks import Check, check
+from airmoe.experiments.bench.contenders import Contender, NotHereError
+from airmoe.experiments.bench.entries import Entry, backend
+from airmoe.experiments.bench.inputs import Inputs
+from airmoe.experiments.bench.timing import (
+    Ceilings,
+    Limits,
+    Step,
+    Timer,
+    in_graph,
+    in_graphs,
+    peak_bytes,
+    sample,
+)
+
+Status = Literal["timed", "wrong", "skipped", "out of memory", "failed"]
+MOST_PARTS = 16
+GIB = 2**30
+LOG = logging.getLogger("airmoe")
+ASKED = re.compile(r"Tried to allocate ([\d.]+) (MiB|GiB)")
+
+
+@dataclass
+class Result:
+    """All that was seen of one contender; times in milliseconds."""
+
+    key: str
+    name: str
+    role: str
+    status: Status = "timed"
+    reason: str = ""
+    backend: str = ""
+    check: Check | None = None
+    parts: int = 1  # the batch was run in so many micro-batches, because it did not fit
+    captured: bool = False  # in a CUDA graph
+    peak_bytes: int | None = None
+    parameter_bytes: int = 0
+    forward_ms: list[float] = field(default_factory=list)
+    total_ms: list[float] = field(default_factory=list)  # forward + backward
+    apart_ms: dict[str, list[float]] = field(default_factory=dict)
+    work: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        content = {name: value for name, value in vars(self).items() if name != "check"}
+        content["check"] = None if self.check is None else self.check.as_json()
+        if self.status == "timed":
+            measured = {"forward_ms": self.forward_ms, "total_ms": self.total_ms}
+            content["median"] = {name: median(laps) for name, laps in measured.items() if laps}
+            content["apart_median_ms"] = {n: median(laps) for n, laps in self.apart_ms.items()}
+        return content
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the contenders of a case share."""
+
+    inputs: Inputs
+    phase: Phase
+    timer: Timer
+    ceilings: Ceilings
+    limits: Limits
+
+
+def measure(entry: Entry, setting: Setting) -> Result:
+    """Build, check and time one contender; in parts where it may and must."""
+    whole = result = _attempt(entry, setting, 1)
+    while result.status == "out of memory" and entry.splits and result.parts < MOST_PARTS:
+        free_memory()
+        result = _attempt(entry, setting, 2 * result.parts)
+    if result is not whole and result.status == "timed":
+        result.reason = f"in one part {whole.reason}"
+    return result
+
+
+def _attempt(entry: Entry, setting: Setting, parts: int) -> Result:
+    result = Result(entry.key, entry.name, entry.role, parts=parts)
+
+    def attempt() -> None:
+        with backend(entry, setting.inputs) as used:
+            result.backend = used
+            _measure(entry, setting, result)
+
+    return guarded(result, attempt)
+
+
+def guarded(result: Result, attempt: Callable[[], None]) -> Result:
+    """What goes wrong is the result of this one; the others go on."""
+    try:
+        attempt()
+    except (NotHereError, ConfigError) as error:  # a shape that this layer does not take
+        result.status, result.reason = "skipped", str(error)
+    except torch.OutOfMemoryError as error:
+        result.status, result.reason = "out of memory", _needs(str(error), _most_allocated())
+    except Exception as error:  # a kernel that does not compile must not end the others' run
+        LOG.exception("%s failed", result.name)
+        result.status, result.reason = "failed", f"{type(error).__name__}: {_first_line(error)}"
+    return result
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _needs(message: str, allocated: int) -> str:
+    """From what was allocated, and what was asked for in vain."""
+    asked = ASKED.search(message)
+    if asked is None:
+        return "out of memory"
+    wanted = float(asked[1]) * (GIB if asked[2] == "GiB" else 2**20)
+    return f"out of memory, needs about {(allocated + wanted) / GIB:.0f} GiB"
+
+
+def _most_allocated() -> int:
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def free_memory() -> None:
+    """Nothing of the last contender may stay behind on a GPU."""
+    if torch.cuda.is_available():
+        gc.collect()
+        with suppress(RuntimeError):  # after an error of the device the next contender will say so
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def _measure(entry: Entry, setting: Setting, result: Result) -> None:
+    inputs, timer = setting.inputs, setting.timer
+    contender = entry.build(inputs)
+    parameters = list(contender.module.parameters())
+    result.parameter_bytes = sum(parameter.nbytes for parameter in parameters)
+    hidden, cotangent = (
+        tensor.chunk(result.parts)[0] for tensor in (inputs.batches[0], inputs.cotangent)
+    )
+    training = setting.phase == "training"
+    result.check = check(contender, hidden, cotangent, gradients=training)
+    result.work = describe_work(entry, setting)
+    if result.check.problems:
+        result.status, result.reason = "wrong", "; ".join(result.check.problems)
+        return
+    free_memory()
+    if training:
+        step = training_step(contender, setting, result.parts)
+        step(0)
+        result.peak_bytes = peak_bytes(timer, lambda: step(0))
+        step = _captured(contender, entry, setting, step, result)
+        laps = sample(timer, step, setting.limits)
+        result.forward_ms = [sum(lap[::2]) for lap in laps]
+        result.total_ms = [sum(lap) for lap in laps]
+        for name, action in contender.apart().items():
+            laps = sample(timer, _plain_step(timer, action), Limits(repeats=10, seconds=0.5))
+            result.apart_ms[name] = [sum(lap) for lap in laps]
+    else:
+        _decode(contender, setting, result)
+
+
+def _captured(
+    contender: Contender, entry: Entry, setting: Setting, eager: Step, result: Result
+) -> Step:
+    """The step in CUDA graphs, where the layer is ours: what its kernels take, not its Python.
+
+    The same step launched one by one is measured too, and kept apart.
+    """
+    timer, inputs = setting.timer, setting.inputs
+    if not timer.on_gpu or entry.splits or result.backend != "triton":
+        return eager
+    laps = sample(timer, eager, Limits(repeats=10, seconds=0.5))
+    try:
+        step = in_graphs(
+            timer, contender.forward, contender.module, inputs.batches, inputs.cotangent
+        )
+    except RuntimeError as error:
+        result.reason = f"no CUDA graph: {_first_line(error)}"
+        return eager
+    result.captured = True
+    result.apart_ms["launched one by one"] = [sum(lap) for lap in laps]
+    return step
+
+
+def training_step(contender: Contender, setting: Setting, parts: int) -> Step:
+    """Forward and backward of a micro-batch; laps are forward, backward, forward, ... by parts."""
+    inputs, timer = setting.inputs, setting.timer
+
+    def step(number: int) -> Sequence[Any]:
+        batch = inputs.batches[number % len(inputs.batches)]
+        marks = [timer.mark()]
+        pieces = zip(batch.chunk(parts), inputs.cotangent.chunk(parts), strict=True)
+        for hidden, cotangent in pieces:
+            output = contender.forward(hidden.detach().requires_grad_())
+            marks.append(timer.mark())
+            output.backward(cotangent)
+            marks.append(timer.mark())
+        contender.module.zero_grad(set_to_none=True)  # the next step pays for dense gradients again
+        return marks
+
+    return step
+
+
+def _plain_step(timer: Timer, action: Any) -> Step:
+    def step(_: int) -> Sequence[Any]:
+        first = timer.mark()
+        action()
+        return [first, timer.mark()]
+
+    return step
+
+
+def _decode(contender: Contender, setting: Setting, result: Result) -> None:
+    """Forwards without gradients, from a CUDA graph where there is a GPU."""
+    timer, batches = setting.timer, setting.inputs.batches
+    contender.module.eval()
+
+    def forward(hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            return contender.forward(hidden)
+
+    result.peak_bytes = peak_bytes(timer, lambda: forward(batches[0]))
+
+    def eager(number: int) -> Sequence[Any]:
+        first = timer.mark()
+        forward(batches[number % len(batches)])
+        return [first, timer.mark()]
+
+    step: Step = eager
+    if timer.on_gpu:
+        try:
+            step, result.captured = in_graph(timer, forward, batches), True
+        except RuntimeError as error:
+            result.reason = f"no CUDA graph: {_first_line(error)}"
+    result.forward_ms = [sum(lap) for lap in sample(timer, step, setting.limits)]
+
+
+def describe_work(entry: Entry, setting: Setting) -> dict[str, Any]:
+    """FLOPs, bytes and the floor that follows from them."""
+    found = entry.work(setting.inputs.shape)
+    return asdict(found) | {
+        "forward_floor_ms": found.floor_ms(setting.ceilings, backward=False),
+        "total_floor_ms": found.floor_ms(setting.ceilings, backward=True),
+    }

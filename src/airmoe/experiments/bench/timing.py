@@ -1,0 +1,187 @@
+"""Clocks, memory, and the ceilings of a device.
+
+On a GPU marks are CUDA events and steps are queued without waiting in between, so that a sample is
+what the device takes once the host runs ahead, and the host's time where it does not. On a CPU it
+is wall-clock time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WARMUP_STEPS = 2
+GRAPH_WARMUP_STEPS = 3
+
+
+class Timer:
+    """Marks on the time line of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.on_gpu = device.type == "cuda"
+
+    def mark(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def milliseconds(self, first: Any, last: Any) -> float:
+        """Between two marks, after `wait`."""
+        return first.elapsed_time(last) if self.on_gpu else 1e3 * (last - first)
+
+    def laps(self, marks: Sequence[Any]) -> list[float]:
+        return [self.milliseconds(first, last) for first, last in pairwise(marks)]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long to sample: `repeats` times, or until `seconds` are over but `least` times.
+
+    What is so slow that `least` would take more than `most_seconds` gets fewer samples.
+    """
+
+    repeats: int = 20
+    seconds: float = 3.0
+    least: int = 5
+    most_seconds: float = 12.0
+
+    def count(self, step_seconds: float) -> int:
+        step_seconds = max(step_seconds, 1e-9)
+        wanted = min(self.repeats, max(self.least, int(self.seconds / step_seconds)))
+        return max(1, min(wanted, int(self.most_seconds / step_seconds)))
+
+
+Step = Callable[[int], Sequence[Any]]  # number of the step -> its marks
+
+
+def sample(timer: Timer, step: Step, limits: Limits, warmup: int = WARMUP_STEPS) -> list[list[Any]]:
+    """The laps of every step after warm-up, in milliseconds. The last warm-up step is a pilot."""
+    started = time.perf_counter()
+    for number in range(warmup):
+        timer.wait()
+        started = time.perf_counter()
+        step(number)
+    timer.wait()
+    count = limits.count(time.perf_counter() - started)
+    steps = [step(warmup + number) for number in range(count)]
+    timer.wait()
+    return [timer.laps(marks) for marks in steps]
+
+
+def peak_bytes(timer: Timer, action: Callable[[], Any]) -> int | None:
+    """Memory an action needs beyond what was allocated before it; known on a GPU only."""
+    if not timer.on_gpu:
+        action()
+        return None
+    timer.wait()
+    before = torch.cuda.memory_allocated(timer.device)
+    torch.cuda.reset_peak_memory_stats(timer.device)
+    action()
+    timer.wait()
+    return torch.cuda.max_memory_allocated(timer.device) - before
+
+
+def in_graph(timer: Timer, forward: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> Step:
+    """A step that replays `forward` from a CUDA graph; a batch is copied in before the clock."""
+    static = batches[0].clone()
+    _warm_up(timer, lambda: forward(static))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = forward(static)
+
+    def step(number: int) -> Sequence[Any]:
+        static.copy_(batches[number % len(batches)])
+        marks = [timer.mark()]
+        graph.replay()
+        marks.append(timer.mark())
+        assert output is not None  # the graph writes to it: it must live
+        return marks
+
+    return step
+
+
+def in_graphs(
+    timer: Timer,
+    forward: Callable[[Tensor], Tensor],
+    module: nn.Module,
+    batches: Sequence[Tensor],
+    cotangent: Tensor,
+) -> Step:
+    """A step that replays forward and backward from one CUDA graph each."""
+    static = batches[0].clone().requires_grad_()
+
+    def both() -> None:
+        forward(static).backward(cotangent)
+
+    _warm_up(timer, both)
+    module.zero_grad(set_to_none=True)  # gradients must get the graph's own memory
+    static.grad = None
+    forwards, backwards = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(forwards):
+        output = forward(static)
+    with torch.cuda.graph(backwards, pool=forwards.pool()):
+        output.backward(cotangent)
+
+    def step(number: int) -> Sequence[Any]:
+        static.detach().copy_(batches[number % len(batches)])
+        marks = [timer.mark()]
+        forwards.replay()
+        marks.append(timer.mark())
+        backwards.replay()
+        marks.append(timer.mark())
+        return marks
+
+    return step
+
+
+def _warm_up(timer: Timer, action: Callable[[], Any]) -> None:
+    """A few runs on a stream of their own, as capture wants it."""
+    stream = torch.cuda.Stream(timer.device)
+    stream.wait_stream(torch.cuda.current_stream(timer.device))
+    with torch.cuda.stream(stream):
+        for _ in range(GRAPH_WARMUP_STEPS):
+            action()
+    torch.cuda.current_stream(timer.device).wait_stream(stream)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device reaches on the two simplest tasks."""
+
+    dtype: str
+    flops: float  # per second, of one large square product
+    bytes: float  # per second, read and written, of one large copy
+
+
+def measure_ceilings(timer: Timer, dtype: torch.dtype) -> Ceilings:
+    """8192 x 8192 x 8192 and a copy of 2 GiB; toy sizes on a CPU."""
+    size, length = (8192, 2**31) if timer.on_gpu else (256, 2**24)
+    left, right = (torch.randn(size, size, device=timer.device).to(dtype) for _ in range(2))
+    product = torch.empty(size, size, device=timer.device, dtype=dtype)
+    source = torch.zeros(length, device=timer.device, dtype=torch.int8)
+    target = torch.empty_like(source)
+    limits = Limits(seconds=0.5)
+
+    def seconds(action: Callable[[], Any]) -> float:
+        laps = sample(timer, lambda _: (timer.mark(), action(), timer.mark())[::2], limits)
+        return median(lap for (lap,) in laps) / 1e3
+
+    return Ceilings(
+        dtype=str(dtype).removeprefix("torch."),
+        flops=2 * size**3 / seconds(lambda: torch.mm(left, right, out=product)),
+        bytes=2 * length / seconds(lambda: target.copy_(source)),
+    )

@@ -1,0 +1,231 @@
+"""`airmoe bench` has no time for a wrong answer, and passes the right ones in all dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from airmoe.experiments.bench.cases import CASES, DTYPES, Dtype, Shape, toy
+from airmoe.experiments.bench.checks import check
+from airmoe.experiments.bench.contenders import Air, Answer, Contender, Listing, Values
+from airmoe.experiments.bench.entries import ENTRIES, Entry, backend
+from airmoe.experiments.bench.inputs import Inputs, make_inputs
+from airmoe.experiments.bench.measure import Result, Setting, measure
+from airmoe.experiments.bench.timing import Ceilings, Limits, Timer
+from airmoe.experiments.bench.work import air_work
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL = replace(toy(CASES["paper"]).shape, num_tokens=128, dim=32)
+INPUTS = make_inputs(SMALL, DEVICE, seed=3)
+
+
+def measured(build: Callable[[Inputs], Contender], **options: Any) -> Result:
+    entry = Entry("wrong", "wrong", "baseline", build, air_work, **options)
+    setting = Setting(
+        INPUTS, "training", Timer(DEVICE), Ceilings("float32", 1e12, 1e12), Limits(repeats=1)
+    )
+    return measure(entry, setting)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("key", [key for key in ENTRIES if key != "air-triton"])
+def test_right_answers_pass_in_every_dtype(key: str, dtype: Dtype) -> None:
+    inputs = make_inputs(replace(SMALL, dtype=dtype, cells="zipf"), DEVICE, seed=1)
+    entry = ENTRIES[key]
+    with backend(entry, inputs):
+        found = check(entry.build(inputs), inputs.batches[0], inputs.cotangent)
+    assert not found.problems
+    assert found.num_tokens == 32
+    assert 0 < found.worst_share <= 1
+    assert found.experts_per_token == (1 if key == "coarse" else 32)
+    names = [deviation.what for deviation in found.deviations]
+    assert names[:2] == ["output", "gradient of hidden"]
+    assert len([name for name in names if "gate" in name or "up" in name or "down" in name]) >= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cells", ["even", "zipf"])
+def test_triton_passes(cells: Any) -> None:
+    shape = Shape(4096, 128, 4096, 64, 64, 256, cells=cells)
+    inputs = make_inputs(shape, DEVICE, seed=1)
+    entry = ENTRIES["air-triton"]
+    with backend(entry, inputs) as used:
+        assert used == "triton"
+        found = check(entry.build(inputs), inputs.batches[0], inputs.cotangent)
+    assert not found.problems
+
+
+class TooLarge(Listing):
+    """Output wrong by a hundredth of a per cent."""
+
+    def answer(self, hidden: Tensor) -> Answer:
+        answer = super().answer(hidden)
+        return replace(answer, output=answer.output * 1.0001)
+
+
+class NotANumber(Listing):
+    """In one token that is not among those looked at closely."""
+
+    def answer(self, hidden: Tensor) -> Answer:
+        answer = super().answer(hidden)
+        spoilt = torch.zeros_like(answer.output)
+        spoilt[1] = torch.nan
+        return replace(answer, output=answer.output + spoilt)
+
+
+class NoRouterGradient(Listing):
+    """Right output, but weights cut off from the centroids."""
+
+    def answer(self, hidden: Tensor) -> Answer:
+        answer, routing = super().answer(hidden), self.layer.route(hidden)
+        routing = replace(routing, weights=routing.weights.detach())
+        return replace(answer, output=self.layer.run_experts(hidden, routing))
+
+
+class LeakingGradient(Listing):
+    """Right output, but the gradient of each token also reaches the one before it."""
+
+    def answer(self, hidden: Tensor) -> Answer:
+        neighbours = hidden.roll(-1, 0)
+        return super().answer(hidden + neighbours - neighbours.detach())
+
+
+class WorseExpert(Listing):
+    """Takes the candidate after the K-th instead of the K-th."""
+
+    def answer(self, hidden: Tensor) -> Answer:
+        answer = super().answer(hidden)
+        values: Values = dict(self.module.named_parameters())  # type: ignore[assignment]
+        order = self.scores(hidden, values, answer.cells).argsort(dim=-1, descending=True)
+        ids = torch.cat([order[..., : self.top_k - 1], order[..., [self.top_k]]], dim=-1)
+        return replace(answer, expert_ids=ids)
+
+
+class FewerExperts(Listing):
+    def answer(self, hidden: Tensor) -> Answer:
+        answer = super().answer(hidden)
+        return replace(answer, expert_ids=answer.expert_ids[..., :-1])
+
+
+class SameExpertTwice(Listing):
+    def answer(self, hidden: Tensor) -> Answer:
+        answer = super().answer(hidden)
+        ids = answer.expert_ids.clone()
+        ids[..., -1] = ids[..., 0]
+        return replace(answer, expert_ids=ids)
+
+
+class OtherCell(Air):
+    """Says that its tokens come from the next cell."""
+
+    def answer(self, hidden: Tensor) -> Answer:
+        answer = super().answer(hidden)
+        assert answer.cells is not None
+        return replace(answer, cells=(answer.cells + 1) % INPUTS.shape.num_codewords)
+
+
+class StaleShortlists(Listing):
+    """Centroids moved, shortlists did not."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__(inputs)
+        with torch.no_grad():
+            self.layer.centroids.copy_(self.layer.centroids.roll(1, 0))
+
+
+class LessJitterThanSaid(Air):
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__(inputs)
+        self.jitter_std *= 2
+
+
+@pytest.mark.parametrize(
+    ("build", "complaint"),
+    [
+        (TooLarge, "output: error"),
+        (NotANumber, "output: not finite"),
+        (NoRouterGradient, "gradient of centroids: error"),
+        (LeakingGradient, "gradient of hidden: error"),
+        (WorseExpert, "below the last of the best 32"),
+        (FewerExperts, "31 experts per token, expected 32"),
+        (SameExpertTwice, "experts: chosen twice"),
+        (OtherCell, "cells: one is"),
+        (StaleShortlists, "shortlist: one is"),
+        (LessJitterThanSaid, "expected 2.00e-02"),
+    ],
+)
+def test_a_wrong_contender_gets_no_time_but_its_error(
+    build: type[Listing | Air], complaint: str
+) -> None:
+    result = measured(build, backend="reference" if issubclass(build, Air) else None)
+    assert result.status == "wrong", result.reason
+    assert complaint in result.reason
+    content = result.as_json()
+    assert content["check"]["problems"]
+    assert not content["forward_ms"] and not content["total_ms"] and "median" not in content
+
+
+def test_a_right_one_gets_its_times() -> None:
+    result = measured(Listing, backend=None)
+    assert result.status == "timed", result.reason
+    (forward,), (total,) = result.forward_ms, result.total_ms
+    assert 0 < forward < total
+    assert result.as_json()["median"] == {"forward_ms": forward, "total_ms": total}
+    assert result.backend == "plain PyTorch"
+
+
+class Greedy(Listing):
+    """Has memory for half of the batch only."""
+
+    seen: list[int] = []  # noqa: RUF012
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.seen.append(hidden.shape[0])
+        return super().forward(hidden)
+
+    def answer(self, hidden: Tensor) -> Answer:
+        if hidden.shape[0] > SMALL.num_tokens // 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB. GPU 0")
+        return super().answer(hidden)
+
+
+def test_out_of_memory_is_a_result() -> None:
+    result = measured(Greedy, backend=None)
+    assert result.status == "out of memory"
+    assert result.reason == "out of memory, needs about 64 GiB"
+    assert result.parts == 1
+
+
+def test_what_may_be_split_is_run_in_parts() -> None:
+    Greedy.seen.clear()
+    result = measured(Greedy, backend=None, splits=True)
+    assert result.status == "timed", result.reason
+    assert result.parts == 2
+    assert result.reason == "in one part out of memory, needs about 64 GiB"
+    assert set(Greedy.seen) == {SMALL.num_tokens // 2}
+    assert len(result.total_ms) == 1 and result.forward_ms[0] < result.total_ms[0]
+
+
+def test_a_crash_is_a_result() -> None:
+    def build(_inputs: Inputs) -> Contender:
+        raise NotImplementedError("no such kernel\nand more")
+
+    result = measured(build)
+    assert (result.status, result.reason) == ("failed", "NotImplementedError: no such kernel")
+
+
+def test_a_shape_that_does_not_fit_is_skipped() -> None:
+    entry = ENTRIES["hierarchical"]
+    shape = replace(SMALL, num_codewords=2)
+    inputs = make_inputs(shape, DEVICE, seed=0)
+    setting = Setting(
+        inputs, "training", Timer(DEVICE), Ceilings("float32", 1e12, 1e12), Limits(repeats=1)
+    )
+    result = measure(entry, setting)
+    assert result.status == "skipped"
+    assert "do not add up" in result.reason

@@ -1,0 +1,266 @@
+"""`airmoe bench` as a user types it, at toy sizes: what it prints, writes and draws."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+
+from airmoe.experiments.bench import run as bench
+from airmoe.experiments.bench import step
+from airmoe.experiments.bench.entries import ENTRIES
+from airmoe.experiments.bench.figure import draw
+from airmoe.experiments.bench.measure import Result
+from airmoe.experiments.bench.report import closing_lines, fastest_baseline, print_case
+from airmoe.experiments.bench.timing import Limits, Timer
+from tests.training.command import Outcome, airmoe, assert_one_line
+
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+
+
+def bench_quickly(*arguments: object, out: Path) -> Outcome:
+    return airmoe("bench", *arguments, "--quick", "--repeats", 2, "--out", out)
+
+
+def load(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def test_all_contenders_in_one_run(tmp_path: Path) -> None:
+    figure = tmp_path / "figures" / "speed.svg"
+    outcome = bench_quickly("--figure", figure, out=tmp_path / "new")
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["paper-quick.json"]
+    content = load(tmp_path / "new" / "paper-quick.json")
+    assert content["complete"] and content["phase"] == "training"
+    assert content["shape"]["num_experts"] == 1024
+    assert content["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert content["device"]["name"] and content["ceilings"]["flops"] > 0
+    assert set(content["git"]) == {"commit", "changed"}
+    results = {result["key"]: result for result in content["results"]}
+    assert set(results) == set(ENTRIES)
+    for key, result in results.items():
+        if key == "air-triton" and not torch.cuda.is_available():
+            assert result["status"] == "skipped"
+            continue
+        assert result["status"] == "timed", result
+        assert len(result["forward_ms"]) == len(result["total_ms"]) == 2
+        pairs = zip(result["forward_ms"], result["total_ms"], strict=True)
+        assert all(0 < forward < total for forward, total in pairs)
+        assert result["median"]["total_ms"] == median(result["total_ms"])
+        assert 0 < result["check"]["worst_share"] <= 1
+        assert result["work"]["total_floor_ms"] > result["work"]["forward_floor_ms"] > 0
+    assert set(results["air-reference"]["apart_ms"]) == {
+        "codebook update",
+        "refresh (1/|w|, shortlists)",
+        "casts from float32",
+        "zeroed gradient buffers",
+    }
+    fastest = fastest_baseline(content)
+    assert fastest is not None
+    lines = outcome.out.splitlines()
+    (line,) = [line for line in lines if "times as fast as the fastest granular baseline" in line]
+    assert f"baseline, {fastest['name']}," in line
+    for entry in ENTRIES.values():
+        assert any(line.startswith(f"  {entry.name}: ") for line in lines), entry.name
+    assert fastest["name"] in figure.read_text(encoding="utf-8")
+
+
+def test_scaling_and_decoding_of_one(tmp_path: Path) -> None:
+    outcome = bench_quickly("--scaling", "--decode", "--only", "air-reference", out=tmp_path)
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    files = {file.name: load(file) for file in tmp_path.iterdir()}
+    scaling = [f"scaling-{experts}-quick-only.json" for experts in (16384, 65536, 262144)]
+    decoding = [f"decode-{tokens}-quick-only.json" for tokens in (1, 8, 64)]
+    assert set(files) == {*scaling, *decoding}
+    assert [files[name]["shape"]["num_experts"] for name in scaling] == [256, 1024, 4096]
+    for name in decoding:
+        (result,) = files[name]["results"]
+        assert result["status"] == "timed"
+        assert len(result["forward_ms"]) == 2 and not result["total_ms"]
+        assert [d["what"] for d in result["check"]["deviations"]] == ["output"]
+    assert "E = 256: " in outcome.out and "; E = 4,096: " in outcome.out
+
+
+def test_captured_states(tmp_path: Path) -> None:
+    outcome = bench_quickly("paper-captured", "--only", "air-reference", out=tmp_path)
+    assert outcome.code == 0
+    assert "paper-captured-quick: skipped, it needs --activations" in outcome.out
+    assert not list(tmp_path.iterdir())
+    file = tmp_path / "states.safetensors"
+    save_file({"hidden": torch.randn(300, 48)}, file)
+    arguments = ("paper-captured", "--activations", file, "--only", "air-reference")
+    outcome = bench_quickly(*arguments, out=tmp_path / "out")
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    content = load(tmp_path / "out" / "paper-captured-quick-only.json")
+    assert (content["shape"]["num_tokens"], content["shape"]["dim"]) == (256, 48)
+    assert content["results"][0]["status"] == "timed"
+
+
+def test_training_steps(tmp_path: Path) -> None:
+    outcome = bench_quickly("--step", "--only", "eager", out=tmp_path)
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    content = load(tmp_path / "step-quick-only.json")
+    (result,) = content["results"]
+    assert result["status"] == "timed"
+    speeds = [256e3 / ms for ms in result["total_ms"]]
+    assert result["work"]["tokens_per_second"] == pytest.approx(speeds)
+    assert result["work"]["last_loss"] < result["work"]["first_loss"]
+    assert f"{median(speeds):,.0f}" in outcome.out
+
+
+def test_a_step_learns_and_one_that_does_not_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = Timer(bench.best_device())
+    training = step.TrainingStep(step.TOY, step.WAYS["eager"], timer, seed=0)
+    before = training.model.model.embed_tokens.weight.detach().clone()
+    for number in range(12):
+        assert len(training(number)) == 4
+    assert training.losses[-1] < training.losses[0]
+    assert not torch.equal(before, training.model.model.embed_tokens.weight)
+
+    def stuck(self: step.TrainingStep, _number: int) -> list[Any]:
+        self.losses.append(torch.tensor(math.nan if len(self.losses) == 3 else 5.0))
+        return [timer.mark()] * 4
+
+    monkeypatch.setattr(step.TrainingStep, "__call__", stuck)
+    result = step.measure_step(step.WAYS["eager"], step.TOY, timer, Limits(repeats=1), seed=0)
+    assert result.status == "wrong" and "nothing is learned" in result.reason
+    assert not result.total_ms
+
+
+def test_a_killed_run_keeps_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = bench.measure, []
+
+    def killed(*arguments: Any) -> Result:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(bench, "measure", killed)
+    options = bench.Options(quick=True, repeats=1, out=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        bench.Bench(options, Console(quiet=True)).run()
+    content = load(tmp_path / "paper-quick.json")
+    assert not content["complete"]
+    assert [result["key"] for result in content["results"]] == ["air-triton", "air-reference"]
+
+
+def test_a_wrong_contender_makes_the_command_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = Result("coarse", "coarse", "coarse", status="wrong", reason="output: error 1")
+    monkeypatch.setattr(bench, "measure", lambda *_: wrong)
+    options = bench.Options(quick=True, only=("coarse",), out=tmp_path)
+    assert not bench.Bench(options, Console(quiet=True)).run()
+    assert load(tmp_path / "paper-quick-only.json")["results"][0]["status"] == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["paper-7"], "bench.case: got 'paper-7', must be one of paper, paper-16k"),
+        (["--only", "nobody"], "bench.only: got 'nobody', must be one of air-triton"),
+        (["--only", "eager"], "bench.only: got 'eager', is in none of the cases"),
+        (["--decode", "--only", "coarse"], "bench.only: got 'coarse', is in none"),
+        (["--repeats", "0"], "bench.repeats: got 0"),
+        (["--activations", "none.safetensors"], "bench.activations: got 'none.safetensors'"),
+    ],
+)
+def test_mistakes(arguments: list[str], part: str, tmp_path: Path) -> None:
+    outcome = airmoe("bench", *arguments, "--quick", cwd=tmp_path)
+    assert_one_line(outcome, 2, part)
+    assert not list(tmp_path.iterdir())
+
+
+@ON_CPU
+def test_full_sizes_need_a_gpu(tmp_path: Path) -> None:
+    assert_one_line(airmoe("bench", cwd=tmp_path), 2, "bench.device: got 'cpu'", "--quick")
+
+
+def result(name: str, role: str, ms: float, **more: Any) -> dict[str, Any]:
+    made = Result(name.lower().replace(" ", "-"), name, role, forward_ms=[ms / 4], total_ms=[ms])
+    made.peak_bytes = 2**30
+    half = {"forward": 1e12, "backward": 2e12}
+    made.work = {"algorithmic": half, "executed": half, "total_floor_ms": ms / 2}
+    return made.as_json() | {"check": {"worst_share": 0.4}} | more
+
+
+def made_up_content() -> dict[str, Any]:
+    lost = Result("listing", "paper's listing", "baseline", "out of memory")
+    lost.reason = "out of memory, needs about 192 GiB"
+    return {
+        "case": "paper",
+        "phase": "training",
+        "shape_text": "T = 65,536",
+        "device": {"name": "a GPU"},
+        "results": [
+            result("AIR Triton", "air", 8.0),
+            result("coarse", "coarse", 2.0),
+            result("exact", "baseline", 40.0),
+            result("PEER", "baseline", 60.0, parts=2, reason="in one part out of memory"),
+            lost.as_json(),
+        ],
+    }
+
+
+def test_the_fastest_granular_baseline_is_named() -> None:
+    (line,) = closing_lines([made_up_content()])
+    assert line == (
+        "paper: AIR Triton, 8 ms, is 5 times as fast as the fastest granular baseline, exact, 40 ms"
+    )
+
+
+def test_table() -> None:
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_case(console, made_up_content())
+    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    assert [line for line in lines if "50.0%" in line] == [
+        "coarse 0.500 2.000 2-2 1.00 1.5e+03 1.5e+03 50.0% 0.40 1",
+        "AIR Triton 2.000 8.000 8-8 1.00 375 375 50.0% 0.40 1",
+        "exact 10.000 40.000 40-40 1.00 75 75 50.0% 0.40 1",
+        "PEER, in 2 parts 15.000 60.000 60-60 1.00 50 50 50.0% 0.40 1",
+    ]
+    assert "paper's listing: out of memory, needs about 192 GiB" in lines
+    assert "PEER: in one part out of memory" in lines
+    assert not any(line.startswith("exact:") for line in lines)
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_figure(suffix: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "new" / f"speed.{suffix}"
+    draw(made_up_content(), path)
+    if suffix == "svg":
+        text = path.read_text(encoding="utf-8")
+        for part in ("5 times as fast as the fastest granular baseline, exact", "60 ms, 1 GiB"):
+            assert part in text, part
+    else:
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_figure_of_stored_results_measures_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ("bench", "--figure", "speed.svg", "--out", "results")
+    assert_one_line(airmoe(*arguments, cwd=tmp_path), 2, "bench.figure: got 'speed.svg'")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "paper.json").write_text(json.dumps(made_up_content()))
+    outcome = airmoe(*arguments, cwd=tmp_path)
+    assert (outcome.code, outcome.out) == (0, "figure: speed.svg\n"), outcome
+    assert (tmp_path / "speed.svg").exists()
+
+
+def test_a_copy_without_git_can_tell_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "git_state", lambda: {"commit": None, "changed": None})
+    assert bench.known_git_state() == {"commit": None, "changed": None}
+    monkeypatch.setenv("AIRMOE_COMMIT", "abc")
+    assert bench.known_git_state() == {"commit": "abc", "changed": None}
