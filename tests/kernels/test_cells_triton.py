@@ -25,7 +25,6 @@ from airmoe.kernels.select.reference import chosen_mask
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALVES = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
 DTYPES = [torch.float32, *HALVES]
-FLOOR = {torch.float32: 8 * torch.finfo(torch.float32).eps}
 Found = dict[str, Tensor]
 
 
@@ -62,11 +61,11 @@ class Case:
 CASES = {
     "even": Case((16, 16, 16)),
     "ragged": Case((3, 0, 7, 1, 12, 5, 0, 2, 6, 6)),
-    "one huge": Case((2, 150, 1, 0, 3)),
+    "one huge": Case((2, 100, 1, 0, 3)),
     "all in one": Case((0, 0, 37, 0)),
     "single rows": Case((1,) * 9),
     "wide": Case((20, 30, 5), dim=80, pool=33, top_k=17),
-    "big tiles": Case((70, 130, 64), dim=40),
+    "big tiles": Case((70, 90), dim=40),
     "no jitter, raw centroids": Case((9, 11, 4), jitter=False, normalize=False),
     "best only": Case((9, 11, 4), top_k=1),
     "all of the pool": Case((9, 11, 4), top_k=19),
@@ -74,8 +73,18 @@ CASES = {
 
 
 def named(**more: Case) -> Any:
+    """Every case in float32; in half precision all of them on a GPU, a few in the interpreter."""
     cases = {**CASES, **more}
-    return pytest.mark.parametrize("case", cases.values(), ids=cases.keys())
+    few = {"ragged", "wide", "neurons", "two"}
+    return pytest.mark.parametrize(
+        ("case", "dtype"),
+        [
+            pytest.param(case, dtype, id=f"{name}-{dtype}".replace("torch.", ""))
+            for name, case in cases.items()
+            for dtype in DTYPES
+            if DEVICE == "cuda" or dtype == torch.float32 or name in few
+        ],
+    )
 
 
 def operands(case: Case, names: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Found:
@@ -187,7 +196,6 @@ def norms_of(case: Case, centroids: Tensor) -> Tensor | None:
     return 1 / centroids.detach().float().norm(dim=-1) if case.normalize else None
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @named(two=Case((9, 11, 4), rows_per_token=2))
 def test_scores(case: Case, dtype: torch.dtype) -> None:
     cells, noise, inputs = case.cells(), case.noise(), score_inputs(case, dtype)
@@ -234,7 +242,6 @@ def plain_gates(case: Case, cells: Cells, noise: Noise | None, valid: Tensor, ma
     return gates
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @named()
 def test_gates(case: Case, dtype: torch.dtype) -> None:
     cells, noise, inputs = case.cells(), case.noise(), score_inputs(case, dtype)
@@ -298,7 +305,6 @@ def expert_inputs(case: Case, dtype: torch.dtype) -> Found:
     return operands(case, shapes, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @named(
     two=Case((9, 11, 4), rows_per_token=2),
     neurons=Case((9, 11, 4), expert_size=3),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import pkgutil
 import sys
@@ -13,10 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 import airmoe.kernels
+from airmoe.kernels.backend import backend_for
 from airmoe.training.run_folder import versions
 
 # What needs which package, and the extra that brings it.
 OPTIONAL = {
+    "triton": ("the fast kernels of a CUDA device", "kernels"),
     "datasets": ("wikitext103, c5, openwebtext2 and .parquet", "data"),
     "tiktoken": ("the Llama-3 tokenizer", "data"),
     "llama_models": ("the Llama-3 tokenizer by name", "data"),
@@ -67,17 +68,20 @@ def _devices() -> list[str]:
 
 
 def _kernels() -> dict[str, str]:
-    """Operation -> the file that computes it on this machine's best device."""
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    names = [m.name for m in pkgutil.iter_modules(airmoe.kernels.__path__) if m.ispkg]
-    return {name: f"{_implementation(name, device_type)} (PyTorch)" for name in names}
+    """Operation -> what computes it on this machine's best device."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = backend_for(device, torch.float32)
+    names = {"reference": "reference (PyTorch)", "triton": "triton"}
+    folders = [m for m in pkgutil.iter_modules(airmoe.kernels.__path__) if m.ispkg]
+    return {
+        folder.name: names[chosen if _has_kernel(folder.name) else "reference"]
+        for folder in folders
+    }
 
 
-def _implementation(name: str, device_type: str) -> str:
-    """Operations with a choice have a function that makes it; the others have a reference only."""
-    package = importlib.import_module(f"airmoe.kernels.{name}")
-    choose = getattr(package, "implementation", None)
-    return "reference" if choose is None else choose(device_type)
+def _has_kernel(operation: str) -> bool:
+    """Whether an operation has a kernel beside its reference; looked up, not imported."""
+    return importlib.util.find_spec(f"airmoe.kernels.{operation}.triton") is not None
 
 
 def _missing() -> dict[str, tuple[str, str]]:

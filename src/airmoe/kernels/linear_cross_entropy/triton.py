@@ -18,7 +18,7 @@ from torch import Tensor
 
 from airmoe.kernels.linear_cross_entropy.reference import LossAndGradients, chunk_bytes
 
-# One program per multiprocessor: its row, 256 KB, should still be in the caches for the second pass.
+# One program per multiprocessor, so that its row of 256 KB stays in the caches for the second pass.
 ROW_WARPS = 16
 ROW_VECTORS = 4  # 16-byte loads per thread and block, with the next block's already under way
 ROWS_MULTIPLE = 128  # tokens of a chunk: whole tiles of the products
@@ -46,32 +46,36 @@ def _rows_kernel(
     ignore_index,
     SCALE: tl.constexpr,
     GRADIENTS: tl.constexpr,
+    PADDED: tl.constexpr,
     LANES: tl.constexpr,
     PER_LANE: tl.constexpr,
 ):
     """One row: its loss and, over its logits, their gradient times SCALE.
 
-    The row's `row_stride` entries are all aligned and written; those from `num_words` on become 0.
-    A lane is what one thread loads at once, with a maximum of its own: no exchange until the end.
+    The row's `row_stride` entries are all aligned and written; if PADDED those from `num_words` on
+    are no words. A lane is what one thread loads at once, with a maximum of its own: no exchange
+    until the end. An ignored row is not read: -inf in place of its logits gives gradients of 0.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     label = tl.load(labels + row)
     counts = label != ignore_index
-    known = (label >= 0) & (label < num_words)
+    known = counts & (label >= 0) & (label < num_words)
     # Read before anything is overwritten; the reductions below keep it so for all threads.
-    target_logit = tl.load(logits + label, mask=counts & known, other=NAN).to(tl.float32)
+    target_logit = tl.load(logits + label, mask=known, other=NAN).to(tl.float32)
     lanes = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
 
     peaks = tl.full((LANES,), LOWEST, tl.float32)
     sums = tl.zeros((LANES,), tl.float32)
     end = tl.where(counts, row_stride, 0)
-    upcoming = tl.load(logits + lanes, mask=lanes < end, other=0.0)
+    upcoming = tl.load(logits + lanes, mask=lanes < end, other=-INFINITY)
     for start in range(0, end, LANES * PER_LANE):
         words = start + lanes
-        values = tl.where(words < num_words, upcoming.to(tl.float32), -INFINITY)
+        values = upcoming.to(tl.float32)
+        if PADDED:  # masked here, because a bound that is no multiple of 16 splits the loads
+            values = tl.where(words < num_words, values, -INFINITY)
         following = words + LANES * PER_LANE
-        upcoming = tl.load(logits + following, mask=following < end, other=0.0)
+        upcoming = tl.load(logits + following, mask=following < end, other=-INFINITY)
         higher = tl.maximum(peaks, tl.max(values, axis=1))
         sums = sums * tl.exp2((peaks - higher) * LOG2_E)
         sums += tl.sum(tl.exp2((values - higher[:, None]) * LOG2_E), axis=1)
@@ -82,22 +86,24 @@ def _rows_kernel(
     tl.store(losses + row, tl.where(counts, loss, 0.0))
 
     if GRADIENTS:
-        factor = tl.where(known, SCALE / total, NAN)
-        target = tl.where(known, label, -1).to(tl.int32)
+        factor = tl.where(counts, tl.where(known, tl.div_rn(SCALE, total), NAN), 0.0)
         # Backwards: the end of the row was read last and is nearest.
         last = (row_stride - 1) // (LANES * PER_LANE) * (LANES * PER_LANE)
-        upcoming = tl.load(logits + last + lanes, mask=last + lanes < end, other=0.0)
+        upcoming = tl.load(logits + last + lanes, mask=last + lanes < end, other=-INFINITY)
         for back in range(0, row_stride, LANES * PER_LANE):
             words = last - back + lanes
             values = upcoming.to(tl.float32)
             following = words - LANES * PER_LANE
-            upcoming = tl.load(
-                logits + following, mask=(following >= 0) & (following < end), other=0.0
-            )
+            inside = (following >= 0) & (following < end)
+            upcoming = tl.load(logits + following, mask=inside, other=-INFINITY)
             grads = tl.exp2((values - peak) * LOG2_E) * factor
-            grads = tl.where(words == target, grads - SCALE, grads)
-            grads = tl.where((words < num_words) & counts, grads, 0.0)
+            if PADDED:
+                grads = tl.where(words < num_words, grads, 0.0)
             tl.store(logits + words, grads.to(logits.dtype.element_ty), mask=words < row_stride)
+        # The target's entry once more, by one thread, after the one that wrote it with its lane.
+        tl.debug_barrier()
+        target = tl.exp2((target_logit - peak) * LOG2_E) * factor - SCALE
+        tl.store(logits + label, target.to(logits.dtype.element_ty), mask=known)
 
 
 def losses_and_gradients_(
@@ -120,13 +126,20 @@ def losses_and_gradients_(
     lanes = min(ROW_WARPS * 32 * ROW_VECTORS, triton.next_power_of_2(logits.shape[1] // per_lane))
     _rows_kernel[(logits.shape[0],)](
         logits, labels, losses, num_words, logits.shape[1], ignore_index,
-        SCALE=gradient_scale(logits.dtype), GRADIENTS=gradients, LANES=lanes, PER_LANE=per_lane,
+        SCALE=gradient_scale(logits.dtype), GRADIENTS=gradients,
+        PADDED=num_words != logits.shape[1], LANES=lanes, PER_LANE=per_lane,
         num_warps=max(1, min(ROW_WARPS, lanes // 32)),
     )  # fmt: skip
 
 
 def gradient_scale(dtype: torch.dtype) -> float:
     return HALF_SCALE if dtype == torch.float16 else 1.0
+
+
+def _unscaled_(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums of gradients that were held in `dtype`, in place."""
+    scale = gradient_scale(dtype)
+    return sums if scale == 1 else sums.div_(scale)
 
 
 def loss_and_gradients(
@@ -159,16 +172,14 @@ def loss_and_gradients(
             num_words=num_words, ignore_index=ignore_index, gradients=needs_hidden or needs_weight,
         )  # fmt: skip
         if grad_hidden is not None:
-            sums = _sum_over_words(found, rows) / gradient_scale(dtype)
-            grad_hidden[chunk] = sums.masked_fill_(skipped, 0)
+            sums = _sum_over_words(found, rows)  # [n, D]
+            grad_hidden[chunk] = _unscaled_(sums, dtype).masked_fill_(skipped, 0)
         if needs_weight:
             grad_weight = _add_product(grad_weight, found.T, states)
     if needs_weight:
-        if grad_weight is None:
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        elif dtype == torch.float16:
-            grad_weight /= HALF_SCALE
-        grad_weight = grad_weight[:num_words]
+        if grad_weight is None:  # no tokens
+            grad_weight = torch.zeros_like(rows, dtype=torch.float32)
+        grad_weight = _unscaled_(grad_weight[:num_words], dtype)
     return LossAndGradients(losses.sum(), grad_hidden, grad_weight)
 
 
@@ -184,7 +195,7 @@ def chunk_size(num_tokens: int, rows: Tensor) -> int:
         most -= most % ROWS_MULTIPLE
     num_chunks = max(1, -(-num_tokens // most))
     tiles = -(-num_tokens // (num_chunks * ROWS_MULTIPLE))  # of a chunk, rounded up
-    return min(most, tiles * ROWS_MULTIPLE, max(1, num_tokens))
+    return max(1, min(most, tiles * ROWS_MULTIPLE, num_tokens))
 
 
 def _padded_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,78 @@
+"""Which implementation computes, who decides it, and what is said when it is not the fast one."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from airmoe.errors import ConfigError
+from airmoe.kernels import backend
+from airmoe.kernels.backend import backend_for, chosen_backend, use_backend, use_triton
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AIRMOE_BACKEND", raising=False)
+    backend._say_once.cache_clear()
+
+
+def test_each_device_has_its_own() -> None:
+    assert backend_for(CPU, torch.float32) == "reference"
+    assert backend_for(CUDA, torch.float32) == "triton"
+    assert backend_for(CUDA, torch.bfloat16, torch.float32) == "triton"
+
+
+def test_environment_and_block_override_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIRMOE_BACKEND", "reference")
+    assert backend_for(CUDA, torch.float32) == "reference"
+    with use_backend("auto"):
+        assert backend_for(CUDA, torch.float32) == "triton"
+        with use_backend("reference"):
+            assert chosen_backend() == "reference"
+        assert chosen_backend() == "auto"
+    assert chosen_backend() == "reference"
+
+
+def test_a_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="use_backend: got 'cuda', must be one of auto"):
+        use_backend("cuda").__enter__()  # pyright: ignore[reportArgumentType]
+    monkeypatch.setenv("AIRMOE_BACKEND", "fast")
+    with pytest.raises(ConfigError, match="AIRMOE_BACKEND: got 'fast'"):
+        backend_for(CPU, torch.float32)
+
+
+def test_triton_asked_for_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with use_backend("triton"), pytest.raises(ConfigError, match="Triton has no cpu device"):
+        backend_for(CPU, torch.float32)
+
+
+@pytest.mark.parametrize("choice", ["auto", "triton"])
+def test_float64_on_a_gpu_uses_the_reference_and_says_so_once(
+    choice: backend.Choice, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "airmoe"), use_backend(choice):
+        for _ in range(3):
+            assert backend_for(CUDA, torch.float64) == "reference"
+    assert [record.message for record in caplog.records] == [
+        "The plain PyTorch kernels are used, slower: Triton kernels take float32, float16 and "
+        "bfloat16, not torch.float64."
+    ]
+
+
+def test_a_gpu_without_triton(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda _name: None)
+    with caplog.at_level(logging.WARNING, "airmoe"):
+        assert backend_for(CUDA, torch.float32) == "reference"
+    assert "pip install 'airmoe[kernels]'" in caplog.text
+
+
+def test_operands_on_two_devices() -> None:
+    with pytest.raises(ConfigError, match=r"device: got \['cpu', 'meta'\], must be one device"):
+        use_triton(torch.zeros(2), None, torch.zeros(2, device="meta"))
