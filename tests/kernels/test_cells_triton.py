@@ -42,6 +42,7 @@ class Case:
     activation: Activation = "swiglu"
     jitter: bool = True
     normalize: bool = True
+    aligned: bool = False  # tokens and centroids point nearly the same way, as trained ones do
 
     @property
     def num_tokens(self) -> int:
@@ -69,13 +70,14 @@ CASES = {
     "no jitter, raw centroids": Case((9, 11, 4), jitter=False, normalize=False),
     "best only": Case((9, 11, 4), top_k=1),
     "all of the pool": Case((9, 11, 4), top_k=19),
+    "aligned": Case((40, 30), dim=64, aligned=True),
 }
 
 
 def named(**more: Case) -> Any:
     """Every case in float32; in half precision all of them on a GPU, a few in the interpreter."""
     cases = {**CASES, **more}
-    few = {"ragged", "wide", "neurons", "two"}
+    few = {"ragged", "wide", "neurons", "two", "aligned"}
     return pytest.mark.parametrize(
         ("case", "dtype"),
         [
@@ -189,7 +191,12 @@ def test_sums_by_expert() -> None:
 
 def score_inputs(case: Case, dtype: torch.dtype) -> Found:
     shapes = {"hidden": (case.num_tokens, case.dim), "centroids": (case.experts, case.dim)}
-    return operands(case, shapes, dtype)
+    inputs = operands(case, shapes, dtype)
+    if case.aligned:
+        for value in inputs.values():
+            value.mul_(0.02)[:, 0] += 1
+        inputs["hidden"].mul_(8)
+    return inputs
 
 
 def norms_of(case: Case, centroids: Tensor) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from airmoe.kernels.cell_gates.triton import Scored, make_gates, score_grads
 from airmoe.kernels.cells.reverse import ReverseIndex, make_parts
 from airmoe.kernels.cells.tiles import RowTiles
-from airmoe.kernels.cells.triton import pool_products, row_products
+from airmoe.kernels.cells.triton import partial_dtype, pool_products, row_products
 from airmoe.kernels.noise import Noise
 
 
@@ -113,7 +113,8 @@ def _backward(
     grad_centroids = hidden.new_empty(0)
     if want_centroids:
         reverse = ReverseIndex(entries, starts)
-        parts = make_parts(reverse, pools, hidden.shape[1] * hidden.element_size())
+        dtype = partial_dtype(hidden.dtype, projected=inverse_norms is not None)
+        parts = make_parts(reverse, pools, hidden.shape[1] * dtype.itemsize)
         grad_centroids = row_products(
             grads, hidden, centroids, offsets, token_ids, pools, reverse, parts,
             inverse_norms=inverse_norms,

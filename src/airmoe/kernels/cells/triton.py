@@ -215,6 +215,11 @@ def _reduce_kernel(
         tl.store(out + place, grad.to(out.dtype.element_ty), mask=column_mask)
 
 
+def partial_dtype(dtype: torch.dtype, *, projected: bool) -> torch.dtype:
+    """Of the partial sums of a gradient: that of the products, unless most of it cancels."""
+    return torch.float32 if projected else dtype
+
+
 def row_products(
     x: Tensor,
     values: Tensor,
@@ -229,10 +234,12 @@ def row_products(
 ) -> Tensor:
     """Gradient of `table` [E, D] from X [N, M] and values [T, D], in a fixed order of summation.
 
-    With `inverse_norms` X is scaled by them already, and the part along each row is taken out.
+    With `inverse_norms` X is scaled by them already, and the part along each row is taken out. That
+    part may be nearly all, so partial sums must be float32 then (`partial_dtype`).
     """
     dim, pool, num_cells = values.shape[1], pools.shape[1], pools.shape[0]
-    partial = torch.empty(parts.rows, dim, dtype=x.dtype, device=x.device)
+    dtype = partial_dtype(x.dtype, projected=inverse_norms is not None)
+    partial = torch.empty(parts.rows, dim, dtype=dtype, device=x.device)
     grad = torch.empty(table.shape, dtype=table.dtype, device=table.device)
     config = _partial_config(x, dim, pool, num_cells, parts.count)
     grid = (triton.cdiv(dim, config["BLOCK_D"]), config["SPLITS"], num_cells)

@@ -33,7 +33,6 @@ HALF_SCALE = 2.0**15
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # below any logit, yet finite: -inf minus -inf is not a number
 INFINITY = tl.constexpr(float("inf"))
-NAN = tl.constexpr(float("nan"))
 
 
 @triton.jit
@@ -62,7 +61,7 @@ def _rows_kernel(
     counts = label != ignore_index
     known = counts & (label >= 0) & (label < num_words)
     # Read before anything is overwritten; the reductions below keep it so for all threads.
-    target_logit = tl.load(logits + label, mask=known, other=NAN).to(tl.float32)
+    target_logit = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
     lanes = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
 
     peaks = tl.full((LANES,), LOWEST, tl.float32)
@@ -86,7 +85,7 @@ def _rows_kernel(
     tl.store(losses + row, tl.where(counts, loss, 0.0))
 
     if GRADIENTS:
-        factor = tl.where(counts, tl.where(known, tl.div_rn(SCALE, total), NAN), 0.0)
+        factor = tl.where(counts, tl.where(known, tl.div_rn(SCALE, total), float("nan")), 0.0)
         # Backwards: the end of the row was read last and is nearest.
         last = (row_stride - 1) // (LANES * PER_LANE) * (LANES * PER_LANE)
         upcoming = tl.load(logits + last + lanes, mask=last + lanes < end, other=-INFINITY)
