@@ -194,7 +194,7 @@ def score_inputs(case: Case, dtype: torch.dtype) -> Found:
     inputs = operands(case, shapes, dtype)
     if case.aligned:
         for value in inputs.values():
-            value.mul_(0.02)[:, 0] += 1
+            value.mul_(0.02).add_(1)  # along no axis, where rounding would cancel as well
         inputs["hidden"].mul_(8)
     return inputs
 
