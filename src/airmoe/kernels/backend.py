@@ -38,7 +38,6 @@ def use_backend(name: Choice) -> Iterator[None]:
         _chosen.reset(token)
 
 
-@torch.compiler.assume_constant_result  # a compiled graph keeps the backend it was compiled with
 def backend_for(device: torch.device, *dtypes: torch.dtype) -> Backend:
     """The implementation for operands of these dtypes on this device."""
     choice = chosen_backend()

@@ -90,20 +90,28 @@ class AirMoeDecoderLayer(GradientCheckpointingLayer):
         mixed, losses = self._mix(self.mlp, normed, token_mask)
         return hidden_states + mixed, losses
 
-    @run_eagerly
     def _mix(
+        self, layer: MoELayer, hidden: Tensor, token_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if torch.compiler.is_compiling() and not layer.compiles(hidden):
+            return self._mix_eagerly(layer, hidden, token_mask)
+        return self._mix_with_losses(layer, hidden, token_mask)
+
+    def _mix_with_losses(
         self, layer: MoELayer, hidden: Tensor, token_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         output = layer.forward_with_routing(hidden, token_mask)
         losses = router_losses(self.config, output.routing) if self.training else None
         return output.hidden, losses
 
+    _mix_eagerly = run_eagerly(_mix_with_losses)
+
 
 class AirMoePreTrainedModel(LlamaPreTrainedModel):
     config: AirMoeConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class = AirMoeConfig
     _no_split_modules = ["AirMoeDecoderLayer"]  # noqa: RUF012 (transformers' declaration)
-    _can_compile_fullgraph = False  # routing is a break in the graph
+    _can_compile_fullgraph = True  # where Triton computes, and without labels
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": AirMoeDecoderLayer,
         "attentions": LlamaAttention,

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from airmoe.config import check_choice, check_count
 from airmoe.errors import ConfigError
+from airmoe.kernels.backend import use_triton
 from airmoe.kernels.cell_experts import Activation, activate, cell_experts, is_gated
 from airmoe.kernels.cells import make_cells
-from airmoe.kernels.rows import gather_dot, gather_total, scatter_total
+from airmoe.kernels.rows import gather_dot, scatter_total
+from airmoe.kernels.token_experts import token_experts
 from airmoe.routers.base import run_eagerly
 from airmoe.routers.routing import CellRouting, ExpertRouting, Routing, TokenRouting
 
@@ -49,9 +51,13 @@ class _Experts(nn.Module):
                 nn.init.normal_(weight, std=self.dim**-0.5)
         nn.init.normal_(self.down, std=math.sqrt(1 / self.expert_size))
 
-    @run_eagerly
     def forward(self, hidden: Tensor, routing: Routing) -> Tensor:
         """hidden [T, D], routing of the same tokens -> [T, D]."""
+        if torch.compiler.is_compiling() and not use_triton(hidden, self.gate, self.up, self.down):
+            return self._forward_eagerly(hidden, routing)
+        return self._forward(hidden, routing)
+
+    def _forward(self, hidden: Tensor, routing: Routing) -> Tensor:
         self._check(hidden, routing)
         hidden, gate, up, down = self._operands(hidden)
         if isinstance(routing, CellRouting):
@@ -70,6 +76,8 @@ class _Experts(nn.Module):
         assert isinstance(routing, TokenRouting)
         return self._by_token(hidden, gate, up, down, routing)
 
+    _forward_eagerly = run_eagerly(_forward)
+
     def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Hidden states and neuron rows [E * S, D], in autocast's dtype where it is on."""
         weights = [self.gate, self.up, self.down]
@@ -85,11 +93,16 @@ class _Experts(nn.Module):
     def _by_token(
         self, hidden: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, routing: TokenRouting
     ) -> Tensor:
-        neurons = self._neurons(routing.expert_ids)  # [T, K * S]
-        pre_gate = None if gate is None else gather_dot(hidden, gate, neurons)
-        active = activate(self.activation, gather_dot(hidden, up, neurons), pre_gate)
-        weights = routing.weights.to(active.dtype).repeat_interleave(self.expert_size, dim=-1)
-        return gather_total(active * weights, down, neurons)
+        return token_experts(
+            hidden,
+            gate,
+            up,
+            down,
+            routing.weights,
+            routing.expert_ids,
+            self.activation,
+            self.expert_size,
+        )
 
     def _by_expert(
         self, hidden: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, routing: ExpertRouting
@@ -99,13 +112,6 @@ class _Experts(nn.Module):
         active = activate(self.activation, gather_dot(up, hidden, tokens), pre_gate)
         weights = routing.weights.to(active.dtype).repeat_interleave(self.expert_size, dim=0)
         return scatter_total(active * weights, down, tokens, hidden.shape[0])
-
-    def _neurons(self, expert_ids: Tensor) -> Tensor:
-        """[T, K] expert ids -> [T, K * S] neuron rows."""
-        if self.expert_size == 1:
-            return expert_ids
-        offsets = torch.arange(self.expert_size, device=expert_ids.device)
-        return (expert_ids.unsqueeze(-1) * self.expert_size + offsets).flatten(1)
 
     def _check(self, hidden: Tensor, routing: Routing) -> None:
         label = type(self).__name__

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from airmoe.config import check_choice
 from airmoe.errors import ConfigError
+from airmoe.kernels.backend import use_triton
 from airmoe.moe.experts import CoarseExperts, GranularExperts
-from airmoe.moe.replay import PlanLog, draw_ticket, inside_backward
+from airmoe.moe.replay import PlanLog, inside_backward
 from airmoe.routers.base import Plan, Router, run_eagerly
+from airmoe.routers.planning import draw_ticket, new_handle, traced_plan
 from airmoe.routers.routing import Routing
 
 PostNorm = Literal["layernorm", "none"]
@@ -31,6 +34,21 @@ class MoELayer(nn.Module):
     In training the router observes each micro-batch exactly once, also when activation
     checkpointing runs the forward again during backward. To know such forwards again the layer
     draws one number per training forward from torch's CPU generator.
+
+    Where Triton computes, `torch.compile(fullgraph=True)` takes in the whole layer, and a training
+    step can be captured in a CUDA graph:
+
+        airmoe.track_optimizer(layer, optimizer)  # e.g. AdamW(..., fused=True, capturable=True)
+        for _ in range(3):
+            step()  # forward, backward, optimizer.step(); on another stream, as torch demands
+        optimizer.zero_grad(set_to_none=True)
+        with torch.cuda.graph(graph):
+            step()
+
+    The steps before compile the kernels and let the host learn that the codebook has started; the
+    last of them leaves the shortlists stale, so that their rebuilding is part of the graph. What
+    Python counts stands still while graphs are replayed: `layer.eval()` (a change of mode) makes
+    the shortlists of evaluation follow, or `router.on_parameters_changed()` without one.
     """
 
     def __init__(
@@ -52,6 +70,7 @@ class MoELayer(nn.Module):
         self.router, self.experts = router, experts
         self.post_norm = nn.LayerNorm(experts.dim) if post_norm == "layernorm" else None
         self._plans = PlanLog()
+        self._handle = new_handle(self)
 
     def train(self, mode: bool = True) -> MoELayer:
         if not mode:
@@ -59,23 +78,37 @@ class MoELayer(nn.Module):
         super().train(mode)
         return self
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._handle = new_handle(self)
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.forward_with_routing(x, mask).hidden
 
-    @run_eagerly
     def forward_with_routing(self, x: Tensor, mask: Tensor | None = None) -> MoEOutput:
         """The same, with the routing, for losses and metrics.
 
         Inside a checkpointed block compute the loss there too and return it as a tensor.
         """
+        if torch.compiler.is_compiling() and not self.compiles(x):
+            return self._forward_eagerly(x, mask)
+        return self._forward(x, mask)
+
+    def compiles(self, x: Tensor) -> bool:
+        """True where a compiler takes in the layer as a whole, else it is a break in the graph."""
+        return self.router.compiles(x) and use_triton(x, *self.experts._parameters.values())
+
+    def _forward(self, x: Tensor, mask: Tensor | None) -> MoEOutput:
         hidden, flat_mask = self._flatten(x, mask)
-        routing = self.router(hidden, flat_mask, self._plan(hidden, flat_mask))
+        routing = self._route(hidden, flat_mask)
         if flat_mask is not None:
             hidden = hidden.masked_fill(~flat_mask.unsqueeze(-1), 0)  # padding may hold anything
         output = self.experts(hidden, routing)
         if self.post_norm is not None:
             output = self.post_norm(output)
         return MoEOutput(output.reshape(x.shape).to(x.dtype), routing)
+
+    _forward_eagerly = run_eagerly(_forward)
 
     def _flatten(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if x.ndim < 2:
@@ -101,15 +134,29 @@ class MoELayer(nn.Module):
             )
         return hidden, mask.reshape(-1) != 0
 
-    def _plan(self, hidden: Tensor, mask: Tensor | None) -> Plan | None:
-        """Observe and plan a new micro-batch; find the old plan of one that is recomputed."""
-        router = self.router
-        if not (self.training and router.training):
-            return None  # as things are now
-        ticket = draw_ticket()
-        if inside_backward():
-            return self._plans.find(ticket, hidden)
-        router.observe(hidden, mask)
+    def _route(self, hidden: Tensor, mask: Tensor | None) -> Routing:
+        """Observe and plan a new micro-batch, or find the plan of a recomputed one, and route."""
+        learning = self.training and self.router.training
+        if torch.compiler.is_compiling():
+            mask, plan = traced_plan(self, self._handle, hidden, mask, observing=learning)
+        else:
+            plan = self.make_plan(hidden, mask, draw_ticket()) if learning else None
+        return self.router(hidden, mask, plan)
+
+    @property
+    def planning_router(self) -> Router:
+        return self.router
+
+    def make_plan(self, hidden: Tensor, mask: Tensor | None, ticket: int | None) -> Plan:
+        """The plan of a training forward that drew `ticket`; without one, as things are now."""
+        router, recomputed = self.router, inside_backward()
+        if ticket is not None and recomputed:
+            plan = self._plans.find(ticket, hidden)
+            if plan is not None:
+                return plan
+        elif ticket is not None:
+            router.observe(hidden, mask)
         plan = router.plan(router.read(hidden.detach(), mask))
-        self._plans.keep(ticket, hidden, plan, router.parameter_changes, router.kept_plans)
+        if ticket is not None and not recomputed:
+            self._plans.keep(ticket, hidden, plan, router.parameter_changes, router.kept_plans)
         return plan

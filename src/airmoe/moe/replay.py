@@ -75,15 +75,6 @@ class PlanLog:
         return self._kept[-1].plan if self._kept else None
 
 
-def draw_ticket() -> int:
-    """A number that a recomputed forward draws again.
-
-    Checkpointing restores the CPU's random state before it recomputes, so the ticket names the
-    forward that is repeated, in whatever order the backwards arrive.
-    """
-    return int(torch.randint(2**62, ()))
-
-
 def inside_backward() -> bool:
     """True while autograd executes a backward: a training forward in there is a recomputation."""
     return torch._C._current_graph_task_id() != -1

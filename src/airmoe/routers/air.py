@@ -11,14 +11,17 @@ from torch import Tensor, nn
 
 from airmoe.config import check_choice, check_count, check_number, config
 from airmoe.errors import ConfigError
+from airmoe.kernels.backend import use_triton
+from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
-from airmoe.kernels.cells import make_cells
+from airmoe.kernels.cells import Cells, make_cells
+from airmoe.kernels.cells.reverse import ReverseIndex, make_reverse
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
 from airmoe.routers.base import Plan, unit_rows
 from airmoe.routers.centroids import CentroidConfig, CentroidRouter
 from airmoe.routers.codebook import Codebook, CodebookKind
 from airmoe.routers.gating import ScoredCells, capacity_of, expert_choice, token_choice
-from airmoe.routers.routing import CellRouting
+from airmoe.routers.routing import CellRouting, Lazy
 from airmoe.routers.shortlists import ShortlistCache
 from airmoe.routers.tokens import Tokens
 
@@ -33,6 +36,7 @@ class AirPlan(Plan):
     codeword_ids: Tensor  # [T, probes], nearest first
     shortlists: Tensor  # [G, M]
     inverse_norms: Tensor | None  # [E]
+    reverse: ReverseIndex | None  # of the shortlists
     codewords: Tensor  # [G, D]
 
 
@@ -122,7 +126,11 @@ class AirRouter(CentroidRouter):
         self.training_lists = self._new_cache()
         self.evaluation_lists = self._new_cache()
         self._evaluated_at: tuple[int, ...] | None = None
-        self.built_at: Tensor | None = None  # micro-batch of the training lists, once built
+        # The micro-batch of the training lists. Derived like them, hence never saved.
+        built_at = torch.zeros((), dtype=torch.int64)
+        self.register_buffer("_built_at", built_at, persistent=False)
+        self._built_at: Tensor
+        self._was_built = False
         self._built_from = -1
         self._fresh = False  # untracked only: the training lists belong to this very micro-batch
         self._untracked_batches = 0
@@ -132,6 +140,7 @@ class AirRouter(CentroidRouter):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
+        self._built_at.zero_()
         self.codebook.reset_parameters()
 
     def on_parameters_changed(self) -> None:
@@ -153,6 +162,11 @@ class AirRouter(CentroidRouter):
             owned += self.training_lists.experts.nbytes
         return max(4, min(super().kept_plans, PLAN_BYTES // owned))
 
+    @property
+    def built_at(self) -> Tensor | None:
+        """The micro-batch in which the training lists were built, None before."""
+        return self._built_at if self._was_built else None
+
     def cached_parameters(self) -> list[nn.Parameter]:
         return [self.centroids]
 
@@ -171,7 +185,8 @@ class AirRouter(CentroidRouter):
             self.training_lists.rebuild(
                 self.codebook.codewords, self.centroids, self._shortlist_noise(self.micro_batches)
             )
-            self.built_at = self.micro_batches.clone()
+            self._built_at.copy_(self.micro_batches)
+            self._was_built = True
             self._built_from = self.codebook.loads
             self._fresh = True
             self._note_untracked()
@@ -271,22 +286,54 @@ class AirRouter(CentroidRouter):
 
     def plan(self, tokens: Tokens) -> AirPlan:
         lists = self._lists()
-        shortlists, scale = lists.experts, lists.scale()
+        shortlists, scale, reverse = lists.experts, lists.scale(), lists.reverse()
         if self.training and not self.tracked:
             # The next micro-batch overwrites the cache, maybe before this one's backward.
             shortlists = shortlists.clone()
             scale = None if scale is None else scale.clone()
+            if reverse is not None:
+                reverse = ReverseIndex(reverse.entries.clone(), reverse.starts.clone())
             self._fresh = False
         codeword_ids = self.codebook.nearest(tokens.hidden, self.config.probes)
         codewords = self.codebook.codewords.clone()
-        return AirPlan(self.current_noise_key(), codeword_ids, shortlists, scale, codewords)
+        key = self.current_noise_key()
+        return AirPlan(key, codeword_ids, shortlists, scale, reverse, codewords)
+
+    def plan_layout(self) -> str:
+        config = self.config
+        fields = [
+            f"int64:T,{config.probes}",
+            f"int64:{config.num_codewords},{config.shortlist_size}",
+            f"int32:{config.num_codewords * config.shortlist_size}",
+            f"int32:{config.num_experts + 1}",
+            f"float32:{config.num_codewords},{config.dim}",
+            *([f"float32:{config.num_experts}"] if config.normalize_centroids else []),
+        ]
+        return ";".join([*fields, super().plan_layout()])
+
+    def pack_plan(self, plan: AirPlan) -> list[Tensor]:
+        reverse = plan.reverse or make_reverse(plan.shortlists, self.config.num_experts)
+        index = [plan.codeword_ids, plan.shortlists, reverse.entries, reverse.starts]
+        scale = [] if plan.inverse_norms is None else [plan.inverse_norms]
+        return [*index, plan.codewords, *scale, *super().pack_plan(plan)]
+
+    def unpack_plan(self, tensors: list[Tensor]) -> AirPlan:
+        codeword_ids, shortlists, entries, starts, codewords = tensors[:5]
+        normalized = self.config.normalize_centroids
+        scale = tensors[5] if normalized else None
+        key = tensors[-1] if len(tensors) > 5 + normalized else None
+        reverse = ReverseIndex(entries, starts)
+        return AirPlan(key, codeword_ids, shortlists, scale, reverse, codewords)
 
     # -- fine stage -------------------------------------------------------------------------
 
     def route(self, tokens: Tokens, plan: AirPlan) -> CellRouting:
         config = self.config
-        cells = make_cells(plan.codeword_ids, plan.shortlists)
+        cells = make_cells(plan.codeword_ids, plan.shortlists, plan.reverse)
         noise = self.noise(plan, Stage.TOKEN, tokens.hidden.shape[0])
+        simple = config.probes == 1 and config.gate == "token_choice"
+        if simple and use_triton(tokens.hidden, self.centroids):
+            return self._route_in_one(tokens, plan, cells, noise)
         scores = cell_scores(
             tokens.hidden, self.centroids, cells, inverse_norms=plan.inverse_norms, noise=noise
         )
@@ -301,6 +348,35 @@ class AirRouter(CentroidRouter):
             capacity = capacity_of(tokens.valid, config.top_k, config.num_experts, factor)
             gates, most = expert_choice(scored, capacity), None
         return scored.routing(gates, most, lambda: codeword_probs(tokens, plan.codewords))
+
+    def _route_in_one(
+        self, tokens: Tokens, plan: AirPlan, cells: Cells, noise: Noise | None
+    ) -> CellRouting:
+        """The same without keeping the scores."""
+        from airmoe.routers.cell_sums import expert_probs
+
+        config, device = self.config, tokens.hidden.device
+        found = cell_gates(
+            tokens.hidden,
+            self.centroids,
+            cells,
+            tokens.valid,
+            tokens.weights,
+            config.top_k,
+            inverse_norms=plan.inverse_norms,
+            noise=noise,
+        )
+        return CellRouting(
+            num_tokens=tokens.hidden.shape[0],
+            num_experts=config.num_experts,
+            valid=tokens.valid,
+            cells=cells,
+            gates=found.gates,
+            max_per_token=config.top_k,
+            lazy_expert_probs=Lazy(device, lambda: expert_probs(found)),
+            lazy_log_z=Lazy(device, lambda: found.log_z.index_select(0, cells.order.argsort())),
+            lazy_cell_probs=Lazy(device, lambda: codeword_probs(tokens, plan.codewords)),
+        )
 
 
 def codeword_probs(tokens: Tokens, codewords: Tensor) -> Tensor:

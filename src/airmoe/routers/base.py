@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from airmoe.config import check_count, check_number, config
 from airmoe.distributed import full_tensor, is_distributed, rank
 from airmoe.errors import ConfigError
+from airmoe.kernels.backend import use_triton
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
 from airmoe.kernels.precision import own_precision
+from airmoe.routers.planning import new_handle, traced_plan
 from airmoe.routers.routing import Routing
 from airmoe.routers.tokens import Tokens, read_tokens
 
 CentroidInit = Literal["unit", "xavier"]
 
-# Under torch.compile routing runs eagerly, as a break in the graph: the reference kernels loop over
+# Under torch.compile the reference kernels run eagerly, as a break in the graph: they loop over
 # cells, which a compiler would unroll anew for every batch. (torch.compiler.disable does the same
 # but loads the whole compiler when this module is imported.)
 run_eagerly = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
@@ -81,6 +83,12 @@ class Router(nn.Module, ABC):
 
     Config: ClassVar[type[RouterConfig]]  # beside each router, its own settings
     config: Any  # an instance of it
+    _packs_plans: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # Plans of its own, but no way to take them apart: compilers must leave it alone.
+        cls._packs_plans = cls.plan is Router.plan or cls.pack_plan is not Router.pack_plan
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__()
@@ -92,6 +100,9 @@ class Router(nn.Module, ABC):
         self.parameter_changes = 0
         self._tracking: tuple[int, weakref.ref[Any]] | None = None
         self._warned_non_finite = False
+        # The same dict under another name: compilers assume that hooks never change.
+        self._watchers = self._forward_hooks
+        self._handle = new_handle(self)
         self.register_load_state_dict_post_hook(_after_load)
 
     @abstractmethod
@@ -113,7 +124,6 @@ class Router(nn.Module, ABC):
         """Everything `route` needs besides tokens and parameters, as it is now."""
         return Plan(self.current_noise_key())
 
-    @run_eagerly
     def forward(
         self, hidden: Tensor, mask: Tensor | None = None, plan: Plan | None = None
     ) -> Routing:
@@ -122,9 +132,20 @@ class Router(nn.Module, ABC):
         With a plan of an earlier moment the answer is that moment's. Autocast is off inside:
         selection is on float32 scores.
         """
+        if not torch.compiler.is_compiling():
+            return self._forward(hidden, mask, plan)
+        if not self.compiles(hidden):
+            return self._forward_eagerly(hidden, mask, plan)
+        if plan is None:
+            mask, plan = traced_plan(self, self._handle, hidden, mask, observing=False)
+        return self._forward(hidden, mask, plan)
+
+    def _forward(self, hidden: Tensor, mask: Tensor | None, plan: Plan | None) -> Routing:
         tokens = self.read(hidden, mask)
         with torch.autocast(hidden.device.type, enabled=False):
             return self.route(tokens, self.plan(tokens) if plan is None else plan)
+
+    _forward_eagerly = run_eagerly(_forward)
 
     @run_eagerly
     def observe(self, hidden: Tensor, mask: Tensor | None = None) -> None:
@@ -183,6 +204,42 @@ class Router(nn.Module, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tracking": None}  # a copy is not known to the optimizer
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._handle = new_handle(self)
+
+    # -- under torch.compile ----------------------------------------------------------------
+
+    def compiles(self, hidden: Tensor) -> bool:
+        """True where a compiler takes in this router as a whole: Triton's operators compute.
+
+        Not while somebody watches it through a forward hook, which is Python for every call.
+        """
+        # `len`, because a compiler does not notice that an empty dict is true later on.
+        if len(self._watchers) > 0 or not self._packs_plans:
+            return False
+        return use_triton(hidden, *self._parameters.values())
+
+    def plan_layout(self) -> str:
+        """The tensors of a plan made now, as `dtype:sizes` joined by `;` (T: the tokens)."""
+        return "int64:;" if self.training and self.config.jitter_std > 0 else ""
+
+    def pack_plan(self, plan: Any) -> list[Tensor]:
+        """The tensors of a plan in the order of `plan_layout`."""
+        return [] if plan.noise_key is None else [plan.noise_key]
+
+    def unpack_plan(self, tensors: list[Tensor]) -> Plan:
+        """The plan made of these tensors."""
+        return Plan(tensors[0] if tensors else None)
+
+    @property
+    def planning_router(self) -> Router:
+        return self
+
+    def make_plan(self, hidden: Tensor, mask: Tensor | None, ticket: int | None) -> Plan:
+        """A plan as things are now, for the operator `airmoe::plan`."""
+        return self.plan(self.read(hidden, mask))
 
     def read(self, hidden: Tensor, mask: Tensor | None) -> Tokens:
         """Check the input and find the tokens that count."""

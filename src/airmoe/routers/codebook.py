@@ -16,6 +16,7 @@ from torch import Tensor
 from airmoe.config import check_choice, check_count, check_number
 from airmoe.distributed import all_gather_rows, all_reduce_sum, is_distributed, rank, world_size
 from airmoe.kernels.assign import assign
+from airmoe.kernels.codeword_sums import codeword_sums, directions
 from airmoe.kernels.noise import Stage, combine, normal, uniform_index
 from airmoe.routers.float32_state import Float32State
 from airmoe.routers.tokens import Tokens, read_tokens
@@ -27,20 +28,23 @@ CodebookKind = Literal["spherical", "euclidean", "static"]
 class GlobalBatch:
     """The valid tokens of all ranks, numbered rank by rank."""
 
-    states: Tensor  # [T, D] this rank's token states, 0 where invalid
+    hidden: Tensor  # [T, D] this rank's tokens, 0 where invalid
     valid: Tensor  # [T] bool
     total: Tensor  # int64 scalar: valid tokens of all ranks
     first: Tensor  # int64 scalar: number of this rank's first valid token
+    spherical: bool  # tokens count by their direction (Alg. 2, line 2)
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """States of the tokens with these global numbers, this rank's share: [n, D]."""
-        if self.states.shape[0] == 0:
-            return self.states.new_zeros(numbers.shape[0], self.states.shape[1])
+        """States of the tokens with these global numbers, this rank's share: [n, D] float32."""
+        if self.hidden.shape[0] == 0:
+            return torch.zeros(numbers.shape[0], self.hidden.shape[1], device=numbers.device)
         seen = self.valid.cumsum(0)  # [T]
         local = numbers - self.first
         mine = (local >= 0) & (local < seen[-1])
-        place = torch.searchsorted(seen, local + 1).clamp_max_(self.states.shape[0] - 1)
-        return self.states[place].masked_fill(~mine.unsqueeze(-1), 0)
+        place = torch.searchsorted(seen, local + 1).clamp_max_(self.hidden.shape[0] - 1)
+        states = self.hidden[place].float()
+        states = directions(states) if self.spherical else states
+        return states.masked_fill(~mine.unsqueeze(-1), 0)
 
 
 class Codebook(Float32State):
@@ -90,8 +94,8 @@ class Codebook(Float32State):
         self.seed.copy_(torch.randint(2**62, ()))
         rows = torch.arange(self.num_codewords, device=self.seed.device)
         keys = combine(self.seed, int(Stage.START), rows).to(torch.int32)
-        directions = normal(keys.unsqueeze(-1), torch.arange(self.dim, device=self.seed.device))
-        self.codewords.copy_(_directions(directions))
+        drawn = normal(keys.unsqueeze(-1), torch.arange(self.dim, device=self.seed.device))
+        self.codewords.copy_(directions(drawn))
         self.sums.zero_()
         self.counts.zero_()
         self.initialized.fill_(False)
@@ -116,28 +120,31 @@ class Codebook(Float32State):
         tokens = read_tokens("codebook", self.dim, hidden.detach(), mask)
         if self.frozen or (hidden.shape[0] == 0 and not is_distributed()):
             return
-        first = not self._has_started()
-        if self.kind == "static" and not first:
+        started = self._has_started()
+        if self.kind == "static" and started:
             return
         self._warn_if_few_tokens(hidden.shape[0])
         batch = self._global_batch(tokens)
-        if first:
+        updated = batch.total > 0
+        if self.kind == "static":
+            updated &= ~self.initialized
+        if not started:
             self._start(batch)
         if self.kind != "static":
             self._step(batch)
-        self.updates += batch.total > 0
+        self.updates += updated
         self.changes += 1
 
     def _global_batch(self, tokens: Tokens) -> GlobalBatch:
-        states = tokens.hidden.to(self.codewords.dtype)
-        if not self.euclidean:
-            states = _directions(states)  # Alg. 2, line 2
         # Keys must agree on all ranks, whatever seed each was built with: rank 0's are taken.
         told = torch.stack([tokens.valid.sum(), self.seed, self.updates])
         told = all_gather_rows(told)  # [world, 3]
         self.seed.copy_(told[0, 1])
         self.updates.copy_(told[0, 2])
-        return GlobalBatch(states, tokens.valid, told[:, 0].sum(), told[: rank(), 0].sum())
+        before = told[: rank(), 0].sum()
+        return GlobalBatch(
+            tokens.hidden, tokens.valid, told[:, 0].sum(), before, not self.euclidean
+        )
 
     def _start(self, batch: GlobalBatch) -> None:
         """Codewords from distinct tokens, one drawn from each of G equal strata of the batch."""
@@ -146,25 +153,24 @@ class Codebook(Float32State):
         high = (codes + 1) * batch.total // self.num_codewords
         keys = combine(self.seed, int(Stage.FIRST), codes)
         drawn = all_reduce_sum(batch.rows(low + uniform_index(keys, high - low)))
-        any_token = batch.total > 0
+        first = (batch.total > 0) & ~self.initialized  # the host may not know
         share = batch.total.float() / self.num_codewords
         self.codewords.copy_(
-            torch.where(
-                any_token, self._project(drawn, torch.ones_like(self.counts)), self.codewords
-            )
+            torch.where(first, self._project(drawn, torch.ones_like(self.counts)), self.codewords)
         )
-        self.counts.copy_(torch.where(any_token, share, self.counts))
-        self.sums.copy_(torch.where(any_token, drawn * share, self.sums))
-        self.initialized |= any_token
+        self.counts.copy_(torch.where(first, share, self.counts))
+        self.sums.copy_(torch.where(first, drawn * share, self.sums))
+        self.initialized |= first
 
     def _step(self, batch: GlobalBatch) -> None:
         """Alg. 2, lines 3-13: assign, EMA of counts and sums, replace the dead, project."""
-        codeword_ids = self.assign(batch.states)
+        codeword_ids = self.nearest(batch.hidden, 1).squeeze(-1)  # the same for a direction
         keys = combine(self.seed, int(Stage.REPLACE), self.updates)
         codes = torch.arange(self.num_codewords, device=self.counts.device)
         spare = uniform_index(combine(keys, codes), batch.total)
-        counted = torch.cat([batch.states, batch.valid.float().unsqueeze(-1)], dim=-1)
-        batch_sums = _sum_by_code(counted, codeword_ids, self.num_codewords)
+        batch_sums = codeword_sums(
+            batch.hidden, batch.valid, codeword_ids, self.num_codewords, spherical=batch.spherical
+        )
         told = all_reduce_sum(torch.cat([batch_sums, batch.rows(spare)], dim=-1))  # [G, 2 D + 1]
         batch_sums, batch_counts, spare_states = told.split([self.dim, 1, self.dim], dim=-1)
         counts = self.counts * self.decay + batch_counts.squeeze(-1) * (1 - self.decay)
@@ -183,11 +189,18 @@ class Codebook(Float32State):
             empty = (counts == 0).unsqueeze(-1)
             return torch.where(empty, self.codewords, sums / counts.unsqueeze(-1))
         empty = (sums == 0).all(-1, keepdim=True)
-        return torch.where(empty, self.codewords, _directions(sums))
+        return torch.where(empty, self.codewords, directions(sums))
 
     def _has_started(self) -> bool:
-        # The buffer is read only until it says True, so that a GPU is not stalled every step.
-        self._seen_first_batch = self._seen_first_batch or bool(self.initialized)
+        """Whether the host knows that the first batch was seen.
+
+        The buffer is read until it says True, so that a GPU is stalled in the first steps only,
+        and not at all while a CUDA graph is captured: a graph of the first step starts the
+        codebook when it is replayed first, and asks the device each time.
+        """
+        capturing = self.initialized.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not self._seen_first_batch and not capturing:
+            self._seen_first_batch = bool(self.initialized)
         return self._seen_first_batch
 
     def _forget(self) -> None:
@@ -218,16 +231,3 @@ def _after_load(module: torch.nn.Module, _incompatible: object) -> None:
         if buffer.is_floating_point():  # load_state_dict(assign=True) takes any dtype
             setattr(module, name, buffer.float())
     module._forget()
-
-
-def _directions(rows: Tensor) -> Tensor:
-    """Rows on the unit sphere however small they are (sums fade without end); 0 stays 0."""
-    largest = rows.abs().amax(-1, keepdim=True)
-    rows = rows / torch.where(largest > 0, largest, 1.0)
-    norms = rows.norm(dim=-1, keepdim=True)
-    return rows / torch.where(norms > 0, norms, 1.0)
-
-
-def _sum_by_code(values: Tensor, codeword_ids: Tensor, num_codewords: int) -> Tensor:
-    """Add up rows of one codeword: [T, n] -> [G, n]."""
-    return values.new_zeros(num_codewords, values.shape[1]).index_add_(0, codeword_ids, values)

@@ -12,6 +12,7 @@ from airmoe.config import check_count, config
 from airmoe.errors import ConfigError
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import make_cells
+from airmoe.kernels.cells.reverse import ReverseIndex
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.select import top_positions
 from airmoe.routers.base import Plan, exact_logits, init_centroids, inverse_norms
@@ -97,8 +98,10 @@ class HierarchicalRouter(CentroidRouter):
             cluster_logits = cluster_logits + noise.rows(slice(None), clusters)
         chosen = top_positions(cluster_logits.detach(), config.num_selected_clusters)
         chosen = chosen.sort(-1).values  # ascending, so that ties go to the lowest expert id
-        pools = torch.arange(config.num_experts, device=clusters.device)
-        cells = make_cells(chosen, pools.view(config.num_clusters, -1))
+        # Every expert is in one pool, at its own place: the pools are their own reverse index.
+        experts = torch.arange(config.num_experts + 1, device=clusters.device)
+        reverse = ReverseIndex(experts[:-1].int(), experts.int())
+        cells = make_cells(chosen, experts[:-1].view(config.num_clusters, -1), reverse)
         expert_scores = cell_scores(
             tokens.hidden,
             self.centroids,

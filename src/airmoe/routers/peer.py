@@ -130,19 +130,28 @@ class PeerRouter(Router):
 
 
 def _best_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
-    """Expert ids of the `count` largest a_i + b_j: [T, P, side] twice -> [T, P, count].
-
-    With both halves sorted, the pair of ranks (r, s) is beaten by (r + 1)(s + 1) - 1 others, so
-    only pairs with (r + 1)(s + 1) <= count can be among the best.
-    """
+    """Expert ids of the `count` largest a_i + b_j: [T, P, side] twice -> [T, P, count]."""
     side = first.shape[-1]
     depth = min(count, side)
     best_first, best_second = top_positions(first, depth), top_positions(second, depth)
-    ranks = torch.arange(1, depth + 1)
-    possible = (ranks.unsqueeze(-1) * ranks <= count).nonzero().to(first.device)
-    rank_first, rank_second = possible.unbind(-1)
+    rank_first, rank_second = _rank_pairs(depth, count, first.device)
     places = best_first[..., rank_first] * side + best_second[..., rank_second]
     # Ascending ids, so that ties go to the lowest expert.
     places = places.sort(-1).values
     sums = first.gather(-1, places // side) + second.gather(-1, places % side)
     return places.gather(-1, top_positions(sums, count))
+
+
+def _rank_pairs(depth: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ranks in two sorted halves whose sum can be among the `count` best: [n] each.
+
+    The pair of ranks (r, s) is beaten by (r + 1)(s + 1) - 1 others, so only pairs with
+    (r + 1)(s + 1) <= count can be. Their number is known here, so that nothing is read from the
+    device or copied to it.
+    """
+    total = sum(min(depth, count // (r + 1)) for r in range(depth))
+    ranks = torch.arange(1, depth + 1, device=device)
+    possible = (ranks.unsqueeze(-1) * ranks <= count).flatten()
+    nth = torch.arange(1, total + 1, device=device)
+    places = torch.searchsorted(possible.cumsum(0), nth)  # [n] of the n-th possible pair
+    return places // depth, places % depth

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
+from airmoe.kernels.backend import use_triton
 from airmoe.kernels.cells import Cells
 from airmoe.kernels.select import top_positions
 
@@ -144,6 +145,12 @@ class CellRouting(Routing):
 
     @property
     def expert_counts(self) -> Tensor:
+        self.cells.check_current()
+        if use_triton(self.gates):  # rows that do not count have no gate
+            from airmoe.routers.cell_sums import counts_per_entry
+
+            per_entry = counts_per_entry(self.gates.detach(), self.offsets, self.pools)
+            return self.cells.reverse_index(self.num_experts).sum_by_expert(per_entry).long()
         chosen = (self.gates.detach() > 0) & self.valid[self.token_ids].unsqueeze(-1)
         return sum_over_cells(chosen.int(), self.cells, self.num_experts).long()
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from airmoe.errors import ConfigError
+from airmoe.kernels.finite_rows import finite_rows
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def read_tokens(label: str, dim: int, hidden: Tensor, mask: Tensor | None) -> To
         raise ConfigError(
             f"{label}.hidden", hidden.dtype, "must be real floating point", "Cast it first."
         )
-    valid = hidden.detach().float().square().sum(-1).isfinite()
+    valid = finite_rows(hidden)
     if mask is not None:
         if mask.dtype != torch.bool or mask.shape != hidden.shape[:1]:
             raise ConfigError(

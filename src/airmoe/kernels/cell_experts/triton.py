@@ -5,6 +5,7 @@ activations between them are the only large buffer; a fused form would not fit w
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
+# pyright: reportReturnType=none
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -7,6 +7,7 @@ The third, values @ table[pool].T, is part of the kernels of scores and experts.
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
+# pyright: reportReturnType=none
 from __future__ import annotations
 
 import torch

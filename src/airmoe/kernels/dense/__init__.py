@@ -23,10 +23,20 @@ class Summary:
 
 @torch.no_grad()
 @own_precision
-def best_experts(hidden: Tensor, experts: Tensor, count: int, noise: Noise | None = None) -> Tensor:
+def best_experts(
+    hidden: Tensor,
+    experts: Tensor,
+    count: int,
+    noise: Noise | None = None,
+    *,
+    normalize: bool = False,
+    ordered: bool = True,
+) -> Tensor:
     """Each token's `count` best experts: hidden [T, D], experts [E, D] -> [T, count] ids.
 
-    Best first, ties to the lowest id.
+    With `normalize` logits are <h, w_e> / |w_e|, 0 for a zero row. Best first, or ids ascending
+    where not `ordered`, which saves a sort; ties go to the lowest id. Operands may differ in dtype;
+    scores are float32 (or wider) whatever they are, and no copy of the experts is made for it.
     """
     if use_triton(hidden, experts):
         from airmoe.kernels.dense.triton import best_experts_op
@@ -34,8 +44,9 @@ def best_experts(hidden: Tensor, experts: Tensor, count: int, noise: Noise | Non
 
         if plan_cuts(experts.shape[0], count) is not None:
             keys, std = (None, 0.0) if noise is None else (noise.row_keys, noise.std)
-            return best_experts_op(hidden, experts, count, keys, std)
-    return reference.best_experts(hidden, experts, count, noise)
+            return best_experts_op(hidden, experts, count, keys, std, normalize, ordered)
+    ids = reference.best_experts(hidden, experts, count, noise, normalize)
+    return ids if ordered else ids.sort(-1).values
 
 
 @torch.no_grad()

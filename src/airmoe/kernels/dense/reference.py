@@ -29,12 +29,47 @@ def token_chunks(hidden: Tensor, experts: Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, hidden.shape[0], step)]
 
 
-def best_experts(hidden: Tensor, experts: Tensor, count: int, noise: Noise | None) -> Tensor:
+def best_experts(
+    hidden: Tensor, experts: Tensor, count: int, noise: Noise | None, normalize: bool
+) -> Tensor:
     """[T, count] ids of each token's best experts, best first."""
     ids = torch.empty(hidden.shape[0], count, dtype=torch.int64, device=hidden.device)
+    scales = inverse_norms(experts) if normalize else None
     for rows in token_chunks(hidden, experts):
-        ids[rows] = top_positions(token_logits(hidden, experts, noise, rows), count)
+        logits = wide_logits(hidden[rows], experts, scales)
+        if noise is not None:
+            columns = torch.arange(experts.shape[0], device=hidden.device)
+            logits += noise.rows(rows, columns)
+        ids[rows] = top_positions(logits, count)
     return ids
+
+
+def wide_logits(hidden: Tensor, experts: Tensor, scales: Tensor | None) -> Tensor:
+    """[T, E] scaled products in float32 or wider, some experts at a time."""
+    work = torch.promote_types(torch.promote_types(hidden.dtype, experts.dtype), torch.float32)
+    if hidden.dtype == experts.dtype == work:
+        logits = hidden @ experts.T
+    else:
+        hidden = hidden.to(work)
+        logits = torch.empty(hidden.shape[0], experts.shape[0], dtype=work, device=hidden.device)
+        for part in expert_chunks(experts):
+            logits[:, part] = hidden @ experts[part].to(work).T
+    return logits if scales is None else logits.mul_(scales)
+
+
+def inverse_norms(experts: Tensor) -> Tensor:
+    """1/|w_e| in float32 or wider, 0 for a zero row: [E, D] -> [E]."""
+    work = torch.promote_types(experts.dtype, torch.float32)
+    inverse = torch.empty(experts.shape[0], dtype=work, device=experts.device)
+    for part in expert_chunks(experts):
+        square = experts[part].to(work).square().sum(-1)
+        inverse[part] = square.where(square > 0, torch.inf).rsqrt()
+    return inverse
+
+
+def expert_chunks(experts: Tensor) -> list[slice]:
+    step = max(1, CHUNK_ELEMENTS // max(1, experts.shape[1]))
+    return [slice(start, start + step) for start in range(0, experts.shape[0], step)]
 
 
 def best_tokens(

@@ -1,15 +1,20 @@
-"""Each token's best experts among all, streamed by the kernels of `shortlist.triton`.
+"""Each token's best experts among all. Rows are tokens, columns are experts.
 
-Rows are tokens, columns are experts. From one token to a few dozen the time is that of reading the
-experts once; with many it is that of the product, made of bfloat16 parts as exact as float32.
+Many tokens take the stream of `stream_triton`, whose scores never reach memory. A few go through
+the kernels of `shortlist.triton`: there the time is that of reading the experts once.
 """
 
+# pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.assign.triton import bfloat16_parts
+from airmoe.kernels.chosen_logits.triton import inverse_norms
+from airmoe.kernels.dense.stream_triton import StreamedColumns, can_stream
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.shortlist.triton import (
     BestColumns,
@@ -21,48 +26,120 @@ from airmoe.kernels.shortlist.triton import (
 
 SPLIT_TOKENS = 256  # from so many tokens on a copy of the experts in parts pays
 SPLIT_ELEMENTS = 1 << 27  # the largest table of experts that is copied so: 768 MiB
+NORM_TOKENS = 129  # from so many on norms are measured once, not in every block of tokens
 SORT_ELEMENTS = 1 << 22  # scores sorted at a time
+LARGEST_RANKED = 1024  # longer lists are sorted: counting grows with the square
+RANK_ELEMENTS = 8192  # comparisons of one step
 
 
 def _parts(table: Tensor) -> Tensor:
     return whole(table) if exact_as_bfloat16(table) else bfloat16_parts(table)
 
 
-def _tables(hidden: Tensor, experts: Tensor, noise: Noise | None) -> Tables:
+def _tables(hidden: Tensor, experts: Tensor, noise: Noise | None, normalize: bool) -> Tables:
+    """Both as the matrix units take them, their products as exact as float32."""
+    many = hidden.shape[0] >= NORM_TOKENS
+    scales = inverse_norms(experts) if normalize and many else None
+    inside = normalize and not many
+    halves = hidden.dtype == experts.dtype == torch.float16
     copies = hidden.shape[0] >= SPLIT_TOKENS and experts.numel() <= SPLIT_ELEMENTS
-    if exact_as_bfloat16(experts) or copies:
-        return Tables(_parts(hidden), _parts(experts), None, noise, float32=False)
-    return Tables(whole(hidden), whole(experts), None, noise, float32=True)
+    if halves or (exact_as_bfloat16(hidden) and exact_as_bfloat16(experts)):
+        return Tables(whole(hidden), whole(experts), scales, noise, False, inside)
+    if (exact_as_bfloat16(experts) and not inside) or copies:
+        return Tables(_parts(hidden), _parts(experts), scales, noise, False)
+    return Tables(whole(hidden), whole(experts), scales, noise, True, inside)
 
 
-@torch.library.custom_op("airmoe::best_experts", mutates_args=())
-def best_experts_op(
-    hidden: Tensor, experts: Tensor, count: int, row_keys: Tensor | None, noise_std: float
-) -> Tensor:
-    """`reference.best_experts`: hidden [T, D], experts [E, D] -> [T, count] ids, best first."""
-    num_tokens, device = hidden.shape[0], hidden.device
-    best_ids = torch.empty(num_tokens, count, dtype=torch.int64, device=device)
-    if num_tokens == 0:
-        return best_ids
-    cuts = plan_cuts(experts.shape[0], count)
-    assert cuts is not None, "the caller checks that lists are short enough"
-    noise = None if row_keys is None else Noise(row_keys, noise_std)
-    best = BestColumns(_tables(hidden, experts, noise), count, cuts)
-    ids = torch.empty(num_tokens, count, dtype=torch.int32, device=device)
-    scores = torch.empty(num_tokens, count, dtype=torch.float32, device=device)
-    for rows in best.chunks():
-        best.find(rows, ids[rows], scores[rows])
+@triton.jit
+def _rank_kernel(
+    scores_ptr, ids_ptr, out_ptr, count, BLOCK: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * count
+    other = tl.arange(0, BLOCK)
+    real = other < count
+    others = tl.load(scores_ptr + row + other, mask=real, other=-float("inf"))
+    for start in range(0, count, TILE):
+        place = start + tl.arange(0, TILE)
+        mask = place < count
+        scores = tl.load(scores_ptr + row + place, mask=mask, other=0.0)
+        ids = tl.load(ids_ptr + row + place, mask=mask, other=0)
+        # Ids ascend, so that of equal scores the earlier one has the lower id.
+        tied = (others[None, :] == scores[:, None]) & (other[None, :] < place[:, None])
+        ahead = ((others[None, :] > scores[:, None]) | tied) & real[None, :]
+        rank = tl.sum(ahead.to(tl.int32), axis=1)
+        tl.store(out_ptr + row + rank, ids.to(tl.int64), mask=mask)
+
+
+def _best_first(ids: Tensor, scores: Tensor) -> Tensor:
+    """Ascending ids [T, count] int32 and finite scores -> ids int64 in the order of scores."""
+    num_tokens, count = ids.shape
+    ordered = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
+    if count <= LARGEST_RANKED:
+        block = triton.next_power_of_2(count)
+        _rank_kernel[(num_tokens,)](
+            scores, ids, ordered, count,
+            BLOCK=block, TILE=min(max(RANK_ELEMENTS // block, 1), block), num_warps=4,
+        )  # fmt: skip
+        return ordered
     step = max(1, SORT_ELEMENTS // count)
     for start in range(0, num_tokens, step):
         rows = slice(start, start + step)
         # Ids ascend, so a stable sort leaves ties in their order.
         order = scores[rows].sort(dim=-1, descending=True, stable=True).indices
-        best_ids[rows] = ids[rows].gather(-1, order)
-    return best_ids
+        ordered[rows] = ids[rows].gather(-1, order)
+    return ordered
+
+
+@torch.library.custom_op("airmoe::best_experts", mutates_args=())
+def best_experts_op(
+    hidden: Tensor,
+    experts: Tensor,
+    count: int,
+    row_keys: Tensor | None,
+    noise_std: float,
+    normalize: bool,
+    ordered: bool,
+) -> Tensor:
+    """`reference.best_experts`: hidden [T, D], experts [E, D] -> [T, count] ids.
+
+    Best first where `ordered`, otherwise ascending.
+    """
+    num_tokens, device = hidden.shape[0], hidden.device
+    dtype = torch.int32 if ordered else torch.int64
+    ids = torch.empty(num_tokens, count, dtype=dtype, device=device)
+    if ids.numel() == 0:
+        return ids.long()
+    noise = None if row_keys is None else Noise(row_keys, noise_std)
+    with torch.cuda.device_of(hidden):
+        tables = _tables(hidden, experts, noise, normalize)
+        best = _finder(tables, count)
+        if not ordered:
+            for rows in best.chunks():
+                best.find(rows, ids[rows])
+            return ids
+        scores = torch.empty(num_tokens, count, dtype=torch.float32, device=device)
+        for rows in best.chunks():
+            best.find(rows, ids[rows], scores[rows])
+        return _best_first(ids, scores)
+
+
+def _finder(tables: Tables, count: int) -> BestColumns | StreamedColumns:
+    num_tokens, num_experts = tables.rows.shape[1], tables.columns.shape[1]
+    if can_stream(num_tokens, num_experts, count):
+        return StreamedColumns(tables, count)
+    cuts = plan_cuts(num_experts, count)
+    assert cuts is not None, "the caller checks that lists are short enough"
+    return BestColumns(tables, count, cuts)
 
 
 @best_experts_op.register_fake
 def _(
-    hidden: Tensor, experts: Tensor, count: int, row_keys: Tensor | None, noise_std: float
+    hidden: Tensor,
+    experts: Tensor,
+    count: int,
+    row_keys: Tensor | None,
+    noise_std: float,
+    normalize: bool,
+    ordered: bool,
 ) -> Tensor:
     return hidden.new_empty(hidden.shape[0], count, dtype=torch.int64)

@@ -60,7 +60,7 @@ def _product_config(rows: int, dim: int, products: int, float32: bool) -> _Confi
 
 
 @triton.jit
-def _product(
+def product(
     rows_at, columns_at, row_stride, column_stride, row_mask, column_mask, depth, dim,
     ROW_PARTS: tl.constexpr, COLUMN_PARTS: tl.constexpr, FLOAT32: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -90,10 +90,38 @@ def _product(
 
 
 @triton.jit
+def _normalized_product(
+    rows_at, columns_at, row_mask, column_mask, depth, dim, FLOAT32: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The same for one part each, with columns of norm 1, which are measured as they come by."""
+    scores = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
+    squares = tl.zeros((BLOCK_D, BLOCK_C), dtype=tl.float32)
+    for start in range(0, dim, BLOCK_D):
+        inside = depth < dim - start
+        left = tl.load(rows_at + start, mask=row_mask & inside[None, :], other=0.0)
+        right = tl.load(columns_at + start, mask=column_mask & inside[:, None], other=0.0)
+        wide = right.to(tl.float32)
+        squares += wide * wide
+        if FLOAT32:
+            scores = tl.dot(left.to(tl.float32), wide, scores, input_precision="tf32x3")
+        else:
+            scores = tl.dot(left, right, scores)
+    square = tl.sum(squares, axis=0)
+    return scores * inverse_root(square)[None, :]
+
+
+@triton.jit
+def inverse_root(square):
+    """1 / |w| from |w|^2, 0 for a zero row."""
+    return tl.where(square > 0, 1.0 / tl.sqrt_rn(tl.where(square > 0, square, 1.0)), 0.0)
+
+
+@triton.jit
 def _scores_kernel(
     rows_ptr, columns_ptr, scales_ptr, row_keys_ptr, out_ptr, num_rows, num_columns, dim,
     row_stride, column_stride, out_stride, first_column, noise_std,
-    HAS_SCALES: tl.constexpr, HAS_NOISE: tl.constexpr,
+    NORMALIZE: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_NOISE: tl.constexpr,
     ROW_PARTS: tl.constexpr, COLUMN_PARTS: tl.constexpr, FLOAT32: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -104,12 +132,19 @@ def _scores_kernel(
     depth = tl.arange(0, BLOCK_D)
     real_row = row < num_rows
     real_column = column < num_columns
-    scores = _product(
-        rows_ptr + row.to(tl.int64)[:, None] * dim + depth[None, :],
-        columns_ptr + column.to(tl.int64)[None, :] * dim + depth[:, None],
-        row_stride, column_stride, real_row[:, None], real_column[None, :], depth, dim,
-        ROW_PARTS, COLUMN_PARTS, FLOAT32, BLOCK_R, BLOCK_C, BLOCK_D,
-    )  # fmt: skip
+    rows_at = rows_ptr + row.to(tl.int64)[:, None] * dim + depth[None, :]
+    columns_at = columns_ptr + column.to(tl.int64)[None, :] * dim + depth[:, None]
+    if NORMALIZE:
+        scores = _normalized_product(
+            rows_at, columns_at, real_row[:, None], real_column[None, :], depth, dim,
+            FLOAT32, BLOCK_R, BLOCK_C, BLOCK_D,
+        )  # fmt: skip
+    else:
+        scores = product(
+            rows_at, columns_at, row_stride, column_stride, real_row[:, None],
+            real_column[None, :], depth, dim,
+            ROW_PARTS, COLUMN_PARTS, FLOAT32, BLOCK_R, BLOCK_C, BLOCK_D,
+        )  # fmt: skip
     if HAS_SCALES:
         scores *= tl.load(scales_ptr + column, mask=real_column, other=0.0)[None, :]
     if HAS_NOISE:
@@ -195,6 +230,7 @@ class Tables:
     scales: Tensor | None  # [E]
     noise: Noise | None
     float32: bool  # multiply as float32, or as what the parts are
+    normalize: bool = False  # columns of norm 1, measured during the product; one part each
 
     def score(self, rows: slice, columns: slice, out: Tensor) -> None:
         """out [rows, >= columns] = scaled products + jitter."""
@@ -209,8 +245,9 @@ class Tables:
             None if self.noise is None else self.noise.row_keys[rows],
             out, num_rows, num_columns, dim, left.stride(0), right.stride(0), out.stride(0),
             columns.start, 0.0 if self.noise is None else self.noise.std,
-            HAS_SCALES=self.scales is not None, HAS_NOISE=self.noise is not None,
-            ROW_PARTS=row_parts, COLUMN_PARTS=column_parts, FLOAT32=self.float32,
+            NORMALIZE=self.normalize, HAS_SCALES=self.scales is not None,
+            HAS_NOISE=self.noise is not None, ROW_PARTS=row_parts,
+            COLUMN_PARTS=column_parts, FLOAT32=self.float32,
             BLOCK_R=config.block_rows, BLOCK_C=config.block_columns, BLOCK_D=config.block_dim,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip

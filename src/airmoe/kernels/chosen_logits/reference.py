@@ -1,0 +1,19 @@
+"""The rows projected onto the unit sphere, then multiplied with the tokens that chose them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from airmoe.kernels.rows import gather_dot
+
+
+def chosen_logits(hidden: Tensor, experts: Tensor, ids: Tensor, normalize: bool) -> Tensor:
+    """hidden [T, D], experts [E, D], ids [T, K] -> [T, K] in float32 or wider."""
+    work = torch.promote_types(torch.promote_types(hidden.dtype, experts.dtype), torch.float32)
+    rows = experts.to(work)
+    if normalize:
+        square = rows.square().sum(-1, keepdim=True)
+        safe = square.where(square > 0, torch.ones_like(square))
+        rows = rows * (safe.rsqrt() * (square > 0))
+    return gather_dot(hidden.to(work), rows, ids)

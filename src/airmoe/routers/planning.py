@@ -1,0 +1,88 @@
+"""Plans under `torch.compile`: from a traced forward to the module that makes them, and back.
+
+Observing, rebuilding shortlists and finding the plan of a recomputed forward follow flags that
+Python holds, and must run at every call: a compiler would fix them as they were when it traced.
+So a compiled graph calls an operator, `airmoe::plan`, which finds the module by a handle and runs
+that code; all the rest of routing is part of the graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from airmoe.kernels.backend import backend_for
+
+if TYPE_CHECKING:
+    from airmoe.routers.base import Plan, Router
+
+
+class Planner(Protocol):
+    """A module whose forwards begin with a plan: a router, or the layer around it."""
+
+    @property
+    def planning_router(self) -> Router: ...
+
+    def make_plan(self, hidden: Tensor, mask: Tensor | None, ticket: int | None) -> Plan:
+        """Observe and plan; a training forward has a ticket, by which it is known again."""
+        ...
+
+
+_numbers = itertools.count()
+_planners: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def new_handle(planner: Any) -> Tensor:
+    """By which the operator finds a module; the module must keep it, outside of its buffers.
+
+    A tensor and not a number, because a compiler would make a number part of the graph and compile
+    the layers of a model one by one; on the CPU, where reading it waits for nothing.
+    """
+    number = next(_numbers)
+    _planners[number] = planner
+    return torch.full((1,), number, dtype=torch.int64, device="cpu")
+
+
+def planner_of(handle: Tensor) -> Planner:
+    return _planners[int(handle)]
+
+
+def draw_ticket() -> int:
+    """A number that a recomputed forward draws again.
+
+    Checkpointing restores the CPU's random state before it recomputes, so the ticket names the
+    forward that is repeated, in whatever order the backwards arrive.
+    """
+    return int(torch.randint(2**62, ()))
+
+
+def traced_plan(
+    planner: Planner, handle: Tensor, hidden: Tensor, mask: Tensor | None, observing: bool
+) -> tuple[Tensor | None, Plan]:
+    """(mask of the tokens that count [T] bool or None, plan), while a compiler traces."""
+    import airmoe.routers.plan_operator  # noqa: F401 (registers the operators)
+
+    router = planner.planning_router
+    layout = router.plan_layout()
+    if not observing and not layout:
+        return mask, router.unpack_plan([])
+    ticket = torch.ops.airmoe.draw_ticket(handle, _call_number()) if observing else None
+    valid, *tensors = torch.ops.airmoe.plan(
+        hidden.detach(), mask, ticket, handle, f"bool:T;{layout}", torch.is_grad_enabled()
+    )
+    return valid, router.unpack_plan(tensors)
+
+
+def _call_number() -> int:
+    return next(_numbers)
+
+
+# What torch.compiler.assume_constant_result does, which would load the compiler here and now.
+# A number for each traced call; and the backend, which a compiler cannot find out by tracing (it
+# is in the environment) and which therefore stays what it was when the graph was made.
+for _function in (_call_number, backend_for):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

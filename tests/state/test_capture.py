@@ -1,0 +1,217 @@
+"""Nothing in forward, backward or observe waits for the device, so steps can be captured."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import airmoe
+from airmoe.kernels.backend import use_backend
+from tests.state.common import CASES, assert_same, batch, build_layer, snapshot
+
+# -- without a GPU: tensors on the meta device have no values to read --------------------------
+
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2"}
+
+
+class NoHostTraffic(TorchDispatchMode):
+    """Refuses operators that would read the device or copy to it: tensors of two devices."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
+        devices = {tensor.device.type for tensor in tensors}
+        assert len(devices) < 2, f"{func} copies between {devices}"
+        if "meta" in devices:
+            assert func.overloadpacket.__name__ not in READS, f"{func} reads the device"
+        return result
+
+
+@pytest.fixture
+def _autocast_knows_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast has no such device; off is all that is asked of it here."""
+    real, enabled = torch.autocast, torch.is_autocast_enabled
+
+    def autocast(device: str, **options: Any) -> Any:
+        return contextlib.nullcontext() if device == "meta" else real(device, **options)
+
+    monkeypatch.setattr(torch, "autocast", autocast)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda d: d != "meta" and enabled(d))
+
+
+def losses(output: airmoe.MoEOutput) -> Tensor:
+    """Everything a training step may ask of a routing."""
+    routing = output.routing
+    loss = output.hidden.square().mean() + airmoe.load_balance_loss(routing)
+    loss = loss + airmoe.losses.router_z_loss(routing)
+    if isinstance(routing, airmoe.CellRouting):
+        loss = loss + airmoe.losses.shortlist_balance_loss(routing)
+    return loss
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looked at on a real device below")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("_autocast_knows_meta")
+def test_nothing_is_read_or_copied(case: str) -> None:
+    layer = build_layer(case)
+    optimizer = torch.optim.SGD(layer.parameters())
+    airmoe.track_optimizer(layer, optimizer)
+    for index in range(2):  # the first steps may read that the codebook has started
+        layer(batch(index))
+    layer.to("meta")
+    layer.router.on_parameters_changed()  # so that the shortlists are rebuilt
+    x = torch.empty(2, 11, layer.experts.dim, device="meta", requires_grad=True)
+    mask = torch.ones(2, 11, dtype=torch.bool, device="meta")
+    with use_backend("triton"), NoHostTraffic():
+        losses(layer.forward_with_routing(x, mask)).backward()
+        with torch.no_grad():
+            layer.eval()(x, mask)
+    assert all(weight.grad is not None for weight in layer.parameters())
+
+
+def test_the_watchdog_bites() -> None:
+    with pytest.raises(AssertionError, match="copies"), NoHostTraffic():
+        torch.zeros(3, device="meta").add_(torch.zeros(3).to("meta"))
+    with pytest.raises(RuntimeError, match="meta"), NoHostTraffic():
+        bool(torch.zeros((), device="meta"))
+
+
+@pytest.mark.parametrize("kind", ["spherical", "euclidean", "static"])
+def test_the_device_knows_whether_a_codebook_has_started(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a graph that was captured before the first batch: the host never looks."""
+    codebook = airmoe.Codebook(3, DIM, kind, dead_below=0.1)
+    blind = copy.deepcopy(codebook)
+    monkeypatch.setattr(blind, "_has_started", lambda: False)
+    for index in range(4):
+        hidden = torch.randn(30, DIM)
+        mask = torch.rand(30) < (0.0 if index in (0, 2) else 0.7)
+        codebook.update(hidden, mask)
+        blind.update(hidden, mask)
+        assert_same(snapshot(blind), snapshot(codebook), f"{kind}, batch {index}")
+    assert bool(blind.initialized)
+
+
+# -- on a GPU ----------------------------------------------------------------------------------
+
+DIM, EXPERTS, TOP_K, SHAPE = 64, 1024, 32, (2, 200)
+STEPS = 3
+Step = Callable[[], None]
+
+
+def build(name: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    router_class: Any = airmoe.ROUTERS[name]
+    config = router_class.Config.for_budget(dim=DIM, num_experts=EXPERTS, top_k=TOP_K)
+    config = type(config)(**{**vars(config), **options})
+    return airmoe.MoELayer(config.build(), airmoe.GranularExperts(EXPERTS, DIM)).cuda()
+
+
+def inputs(index: int) -> Tensor:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(*SHAPE, DIM, generator=generator).cuda()
+
+
+def training(layer: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> Step:
+    """A whole step on whatever `x` holds."""
+    airmoe.track_optimizer(layer, optimizer)
+    mask = torch.ones(SHAPE, dtype=torch.bool, device="cuda")
+    mask[0, :7] = False
+
+    def step() -> None:
+        losses(layer.forward_with_routing(x, mask)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def adamw(layer: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True, capturable=True)
+
+
+def run(step: Step, x: Tensor, first: int, count: int) -> None:
+    for index in range(first, first + count):
+        x.copy_(inputs(index))
+        step()
+
+
+def captured(step: Step) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def aside(action: Callable[[], None]) -> None:
+    """On another stream, as torch wants the steps before a capture."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        action()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["air", "peer", "hierarchical", "topk"])
+def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
+    layer, x = build(name), torch.empty(*SHAPE, DIM, device="cuda")
+    step = training(layer, adamw(layer), x)
+    run(step, x, 0, 3)
+    layer.eval()(x)
+    layer.train()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+        with torch.no_grad():
+            layer.eval()(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["air", "peer", "hierarchical", "topk"])
+def test_replayed_steps_equal_eager_ones(name: str) -> None:
+    """Weights, codebook, counters and shortlists, which are rebuilt inside of the graph."""
+    layer = build(name)
+    twin, x = copy.deepcopy(layer), torch.empty(*SHAPE, DIM, device="cuda")
+    step, eager = training(layer, adamw(layer), x), training(twin, adamw(twin), x)
+    aside(lambda: run(step, x, 0, 3))
+    graph = captured(step)
+    run(graph.replay, x, 3, STEPS)
+    run(eager, x, 0, 3 + STEPS)
+    assert int(layer.router.micro_batches) == 3 + STEPS
+    layer.zero_grad(set_to_none=True)
+    assert_same(snapshot(layer), snapshot(twin), name)
+    with torch.no_grad():  # the lists of evaluation have followed as well
+        assert torch.equal(layer.eval()(x), twin.eval()(x))
+    for module in (layer, twin):
+        module.train()
+    run(step, x, 10, 1)  # and what comes after the graph goes on from there
+    run(eager, x, 10, 1)
+    assert_same(snapshot(layer), snapshot(twin), f"{name}, one step later")
+
+
+@pytest.mark.gpu
+def test_a_graph_of_the_first_step_starts_the_codebook() -> None:
+    layer = build("air")
+    twin, warm, x = copy.deepcopy(layer), copy.deepcopy(layer), inputs(0)
+    steps = [training(m, torch.optim.SGD(m.parameters(), lr=1e-2), x) for m in (layer, twin, warm)]
+    aside(lambda: run(steps[2], x, 0, 3))  # compiles the kernels
+    graph = captured(steps[0])
+    run(graph.replay, x, 0, STEPS)
+    run(steps[1], x, 0, STEPS)
+    layer.zero_grad(set_to_none=True)
+    assert bool(layer.router.codebook.initialized)
+    assert_same(snapshot(layer), snapshot(twin))
