@@ -173,7 +173,7 @@ def test_it_runs_in_a_cuda_graph() -> None:
     floats = [inputs[name].requires_grad_() for name in ("hidden", "experts")]
 
     def step() -> list[Tensor]:
-        logits = chosen_logits(*floats, inputs["ids"], normalize=True)
+        logits = chosen_logits(floats[0], floats[1], inputs["ids"], normalize=True)
         return [logits, *torch.autograd.grad(logits, floats, logits.detach())]
 
     eager = [tensor.clone() for tensor in step()]

@@ -9,7 +9,7 @@ from airmoe.kernels.backend import use_backend
 from airmoe.kernels.codeword_sums import codeword_sums
 from airmoe.kernels.codeword_sums.reference import directions
 from airmoe.kernels.finite_rows import finite_rows
-from airmoe.kernels.noise import combine, reference
+from airmoe.kernels.noise import Stage, combine, make_noise, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
@@ -75,3 +75,18 @@ def test_keys_are_those_of_the_reference() -> None:
         with use_backend("triton"):
             found = combine(first, *rest)
         assert torch.equal(found, reference.combine(first, *rest))
+
+
+def test_jitter_as_a_tensor() -> None:
+    noise = make_noise(torch.tensor(9, device=DEVICE), Stage.SUBKEY, 40, 0.3)
+    columns = torch.randint(70000, (300,), device=DEVICE)
+    rows, names = torch.arange(40, device=DEVICE).unsqueeze(-1), columns.view(1, -1)
+    for draw in (
+        lambda: noise.rows(slice(None), columns),
+        lambda: noise.rows(torch.tensor([3, 7], device=DEVICE), columns),
+        lambda: noise.pairs(rows, names),
+    ):
+        with use_backend("triton"):
+            found = draw()
+        with use_backend("reference"):
+            torch.testing.assert_close(found, draw(), rtol=0, atol=1e-6)

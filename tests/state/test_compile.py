@@ -264,6 +264,17 @@ def test_a_router_alone_compiles_too() -> None:
     assert int(router.micro_batches) == before  # a forward observes nothing
 
 
+def test_a_router_with_plans_that_nobody_can_pack_is_left_to_python() -> None:
+    class OwnPlans(airmoe.TopKRouter):
+        def plan(self, tokens: Any) -> Any:
+            return super().plan(tokens)
+
+    plain = build("topk").router
+    own = OwnPlans(plain.config).to(DEVICE)
+    assert plain.compiles(small(0)[0])
+    assert not own.compiles(small(0)[0])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("case", ROUTERS)

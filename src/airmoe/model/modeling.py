@@ -237,6 +237,8 @@ class AirMoeForCausalLM(AirMoePreTrainedModel, GenerationMixin):
         largest tensor of a training step and the loss is computed without them, so whoever wants
         both says True. Labels are shifted here; -100 marks a position without a target.
         """
+        if use_cache is None and labels is not None:
+            use_cache = False  # whoever computes a loss does not go on writing
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -12,7 +12,8 @@ from airmoe.config import check_count, config
 from airmoe.errors import ConfigError
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.precision import own_precision
-from airmoe.kernels.select import softmax_weights, top_positions
+from airmoe.kernels.product_keys import best_pairs
+from airmoe.kernels.select import softmax_weights
 from airmoe.routers.base import Plan, Router, RouterConfig, init_centroids
 from airmoe.routers.routing import Lazy, TokenRouting
 from airmoe.routers.tokens import Tokens
@@ -86,7 +87,7 @@ class PeerRouter(Router):
         config = self.config
         per_head = config.top_k // config.num_heads
         first, second = self._sub_scores(tokens.hidden, plan).unbind(2)  # [T, P, side] each
-        places = _best_pairs(first.detach(), second.detach(), per_head)  # [T, P, k] i * side + j
+        places = best_pairs(first.detach(), second.detach(), per_head)  # [T, P, k] i * side + j
         side = first.shape[-1]
         logits = first.gather(-1, places // side) + second.gather(-1, places % side)
         log_z = first.logsumexp(-1) + second.logsumexp(-1)  # [T, P]: the softmax factorises
@@ -127,31 +128,3 @@ class PeerRouter(Router):
         """Exact jitter-free logits of every head over all experts: [T, D] -> [T, P, E]."""
         first, second = self._sub_scores(hidden, Plan(None)).unbind(2)
         return (first.unsqueeze(-1) + second.unsqueeze(-2)).flatten(2)
-
-
-def _best_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
-    """Expert ids of the `count` largest a_i + b_j: [T, P, side] twice -> [T, P, count]."""
-    side = first.shape[-1]
-    depth = min(count, side)
-    best_first, best_second = top_positions(first, depth), top_positions(second, depth)
-    rank_first, rank_second = _rank_pairs(depth, count, first.device)
-    places = best_first[..., rank_first] * side + best_second[..., rank_second]
-    # Ascending ids, so that ties go to the lowest expert.
-    places = places.sort(-1).values
-    sums = first.gather(-1, places // side) + second.gather(-1, places % side)
-    return places.gather(-1, top_positions(sums, count))
-
-
-def _rank_pairs(depth: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ranks in two sorted halves whose sum can be among the `count` best: [n] each.
-
-    The pair of ranks (r, s) is beaten by (r + 1)(s + 1) - 1 others, so only pairs with
-    (r + 1)(s + 1) <= count can be. Their number is known here, so that nothing is read from the
-    device or copied to it.
-    """
-    total = sum(min(depth, count // (r + 1)) for r in range(depth))
-    ranks = torch.arange(1, depth + 1, device=device)
-    possible = (ranks.unsqueeze(-1) * ranks <= count).flatten()
-    nth = torch.arange(1, total + 1, device=device)
-    places = torch.searchsorted(possible.cumsum(0), nth)  # [n] of the n-th possible pair
-    return places // depth, places % depth

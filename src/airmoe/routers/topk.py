@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from airmoe.config import config
-from airmoe.kernels.dense import best_experts, softmax_summary
+from airmoe.kernels.chosen_logits import chosen_logits
+from airmoe.kernels.dense import Summary, best_experts, softmax_summary
 from airmoe.kernels.noise import Stage
-from airmoe.kernels.rows import gather_dot
 from airmoe.kernels.select import softmax_weights
 from airmoe.routers.base import Plan, unit_rows
 from airmoe.routers.centroids import CentroidConfig, CentroidRouter
@@ -35,24 +35,26 @@ class TopKRouter(CentroidRouter):
         self.reset_parameters()
 
     def route(self, tokens: Tokens, plan: Plan) -> TokenRouting:
-        top_k = self.config.top_k
-        hidden, experts = exact_inputs(tokens, self.centroids, self.config.normalize_centroids)
-        noise = self.noise(plan, Stage.TOKEN, hidden.shape[0])
-        expert_ids = best_experts(hidden, experts, top_k, noise)  # [T, K]
-        logits = gather_dot(hidden, experts, expert_ids)  # [T, K]
+        top_k, normalize = self.config.top_k, self.config.normalize_centroids
+        hidden, num_tokens = tokens.hidden, tokens.hidden.shape[0]
+        noise = self.noise(plan, Stage.TOKEN, num_tokens)
+        expert_ids = best_experts(hidden, self.centroids, top_k, noise, normalize=normalize)
+        logits = chosen_logits(hidden, self.centroids, expert_ids, normalize=normalize)  # [T, K]
         if noise is not None:
-            rows = torch.arange(hidden.shape[0], device=hidden.device).unsqueeze(-1)
+            rows = torch.arange(num_tokens, device=hidden.device).unsqueeze(-1)
             logits = logits + noise.pairs(rows, expert_ids)
-        summary = Lazy(
-            hidden.device,
-            lambda: softmax_summary(hidden, experts, tokens.weights.to(hidden.dtype), noise),
-        )
+
+        def summarize() -> Summary:
+            wide, experts = exact_inputs(tokens, self.centroids, normalize)
+            return softmax_summary(wide, experts, tokens.weights.to(wide.dtype), noise)
+
+        summary = Lazy(hidden.device, summarize)
         if top_k == 1:  # the probability among all experts, or the router would get no gradient
             weights = (logits - summary().log_z.unsqueeze(-1)).exp()
         else:
             weights = softmax_weights(logits)
         return TokenRouting(
-            num_tokens=hidden.shape[0],
+            num_tokens=num_tokens,
             num_experts=self.config.num_experts,
             valid=tokens.valid,
             expert_ids=expert_ids,

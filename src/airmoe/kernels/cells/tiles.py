@@ -53,9 +53,14 @@ def make_tiles(offsets: Tensor, num_rows: int, block: int | None = None) -> RowT
 
 
 def block_rows(num_rows: int, num_cells: int) -> int:
-    """The power of two next above the mean cell, within what the kernels take."""
-    mean = max(1, num_rows // num_cells)
-    return min(max(1 << (mean - 1).bit_length(), SMALLEST), LARGEST)
+    """The power of two next above the mean cell, within what the kernels take.
+
+    By comparisons, so that a compiler with unknown sizes tells three cases apart, not every number.
+    """
+    block = SMALLEST
+    while block < LARGEST and num_rows >= (block + 1) * num_cells:
+        block *= 2
+    return block
 
 
 def most_tiles(num_rows: int, num_cells: int, block: int) -> int:

@@ -4,7 +4,7 @@ A program keeps a block of rows and runs over all columns. Scores that beat a ro
 appended to a short list of that row, columns ascending; how many precede each of them in its tile
 is a product with a triangle of ones. Every SPAN columns the lists that might overflow are thinned
 to about `count`, and the floor rises to the least score kept: after n columns only count / n of
-the next ones pass, so lists are thinned about log(columns / SPAN) times.
+the next ones pass, so lists are thinned about log2(columns / SPAN) times.
 
 Lists hold scores without jitter. It is at most JITTER_BOUND deviations, so the floor lies that much
 below the least jittered score kept, and only what passes is ever jittered.
@@ -27,7 +27,7 @@ from airmoe.kernels.shortlist.triton import Tables, product
 
 SPAN = 1024  # columns between two looks at the lists
 ROW_BLOCKS = 132  # blocks of rows per launch: each takes a multiprocessor, lists are used again
-THIN_ELEMENTS = 8192  # list entries thinned together
+THIN_ELEMENTS = 1024  # list entries per warp thinned together: twice as many do not fit in
 LEAST_ROWS = 4096  # below, a block of rows for every multiprocessor would be too thin
 LARGEST_COUNT = 2048
 RESIDENT_DIM = 256  # up to here a block of rows stays in shared memory
@@ -37,6 +37,8 @@ DIRECT_STORES = True  # candidates are written by one instruction of the assembl
 JITTER_BOUND = tl.constexpr(4.86)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 INFINITY = tl.constexpr(float("inf"))
+TWO_23 = tl.constexpr(8388608.0)
+TWO_23_BITS = tl.constexpr(0x4B000000)
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ def _config(rows: int, dim: int, products: int, float32: bool) -> _Config:
     depth = max(16, triton.next_power_of_2(dim))
     if products == 1 and not float32 and dim <= RESIDENT_DIM:
         return _Config(block_rows, 64, depth, True, num_warps, 3)
-    return _Config(block_rows, 128, min(32 if float32 else 64, depth), False, num_warps, 2)
+    depth = min(32 if float32 or products > 1 else 64, depth)
+    return _Config(block_rows, 128, depth, False, num_warps, 3 if products == 1 else 2)
 
 
 @triton.jit
@@ -131,26 +134,25 @@ def _thin_lists(
 
 
 @triton.jit
-def _append(list_at, slot, scores, column, passed, DIRECT: tl.constexpr):
-    """Write packed (score, column) entries where `passed`."""
-    bits = scores.to(tl.int32, bitcast=True)
+def _append(places, scores, floor, column, DIRECT: tl.constexpr):
+    """Write packed (score, column) entries of the scores that are not at most their floor."""
     if DIRECT:
         # tl.store would first move all of it, through shared memory, into the layout that suits
         # whole rows; here few and scattered entries are written from where they are.
         tl.inline_asm_elementwise(
             """{ .reg .pred p;
-            setp.ne.s32 p, $4, 0;
+            setp.gtu.f32 p, $3, $4;
             @p st.global.v2.b32 [$1], {$2, $3};
             mov.b32 $0, 0; }""",
-            "=r,l,r,r,r",
-            [(list_at + slot).to(tl.int64), column, bits, passed.to(tl.int32)],
+            "=r,l,r,f,f",
+            [places.to(tl.int64), column, scores, floor],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     else:
-        entries = (bits.to(tl.int64) << 32) | column.to(tl.int64)
-        tl.store(list_at + slot, entries, mask=passed)
+        bits = scores.to(tl.int32, bitcast=True).to(tl.int64)
+        tl.store(places, (bits << 32) | column.to(tl.int64), mask=(scores <= floor) == 0)
 
 
 @triton.jit
@@ -159,54 +161,63 @@ def _stream_kernel(
     num_rows, num_columns, dim, row_stride, column_stride, noise_std, count, slack,
     HAS_SCALES: tl.constexpr, HAS_NOISE: tl.constexpr, ROW_PARTS: tl.constexpr,
     COLUMN_PARTS: tl.constexpr, FLOAT32: tl.constexpr, RESIDENT: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
     SPAN: tl.constexpr, CAPACITY: tl.constexpr, GROUP: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     lane = tl.arange(0, BLOCK_C)
     depth = tl.arange(0, BLOCK_D)
     real_row = row < num_rows
+    inside = depth < dim
     rows_at = rows_ptr + row.to(tl.int64)[:, None] * dim + depth[None, :]
-    list_at = keys_ptr + row.to(tl.int64)[:, None] * CAPACITY
-    earlier = (lane[:, None] < lane[None, :]).to(tl.float16)  # counts of at most 128 are exact
-    inside = (depth < dim)[:, None]
+    # Counts ride on 2^23: the bits of such a float are a whole number, so no conversion is needed.
+    list_at = keys_ptr + (row.to(tl.int64)[:, None] * CAPACITY - TWO_23_BITS - 1)
+    so_far = (lane[:, None] <= lane[None, :]).to(tl.float16)  # counts of at most 128 are exact
     left = tl.zeros((BLOCK_R, BLOCK_D), rows_ptr.dtype.element_ty)
     if RESIDENT:
-        left = tl.load(rows_at, mask=real_row[:, None] & (depth < dim)[None, :], other=0.0)
-    held = tl.zeros((BLOCK_R,), tl.int32)
+        left = tl.load(rows_at, mask=real_row[:, None] & inside[None, :], other=0.0)
+    held = tl.full((BLOCK_R,), TWO_23, tl.float32)
     floor = tl.full((BLOCK_R,), float("nan"), tl.float32)  # nothing is below it
     for first in range(0, num_columns, SPAN):
         last = tl.minimum(first + SPAN, num_columns)
         for start in range(first, last, BLOCK_C):
             column = start + lane
-            real_column = column < num_columns
+            real_column = (column < num_columns)[None, :]
             columns_at = columns_ptr + column.to(tl.int64)[None, :] * dim + depth[:, None]
             if RESIDENT:
-                right = tl.load(columns_at, mask=real_column[None, :] & inside, other=0.0)
+                if EVEN:
+                    right = tl.load(columns_at)
+                else:
+                    right = tl.load(columns_at, mask=real_column & inside[:, None], other=0.0)
                 scores = tl.dot(left, right)
             else:
                 scores = product(
                     rows_at, columns_at, row_stride, column_stride, real_row[:, None],
-                    real_column[None, :], depth, dim,
+                    real_column, depth, dim,
                     ROW_PARTS, COLUMN_PARTS, FLOAT32, BLOCK_R, BLOCK_C, BLOCK_D,
                 )  # fmt: skip
             if HAS_SCALES:
-                scores *= tl.load(scales_ptr + column, mask=real_column, other=0.0)[None, :]
-            passed = (scores <= floor[:, None]) == 0  # true for NaN too
-            passed = passed & real_column[None, :] & real_row[:, None]
-            ones = tl.where(passed, 1.0, 0.0).to(tl.float16)
-            # Counts ride on 2^23: the bits of such a float are a whole number, no conversion.
-            taken = tl.broadcast_to((held.to(tl.float32) + 8388608.0)[:, None], (BLOCK_R, BLOCK_C))
-            slot = tl.dot(ones, earlier, taken).to(tl.int32, bitcast=True) - 0x4B000000
-            _append(list_at, slot, scores, column[None, :], passed, DIRECT)
-            held += tl.sum(passed.to(tl.int32), axis=1)
-        full = CAPACITY - SPAN  # the next columns might not fit in
-        most = count + slack
-        if last == num_columns:
-            full = count
-            most = count
-        if tl.max(held, axis=0) > full:
-            tl.store(held_ptr + row, held)
+                if EVEN:
+                    scores *= tl.load(scales_ptr + column)[None, :]
+                else:
+                    scores *= tl.load(scales_ptr + column, mask=column < last, other=0.0)[None, :]
+            bar = tl.broadcast_to(floor[:, None], (BLOCK_R, BLOCK_C))
+            if not EVEN:  # columns that are none must not pass, whatever the row is
+                scores = tl.where(real_column, scores, -INFINITY)
+                bar = tl.where(real_column, bar, INFINITY)
+            passed = tl.where((scores <= bar) == 0, 1.0, 0.0).to(tl.float16)  # NaN passes
+            before = tl.broadcast_to(held[:, None], (BLOCK_R, BLOCK_C))
+            number = tl.dot(passed, so_far, before)
+            places = list_at + number.to(tl.int32, bitcast=True)
+            columns = tl.broadcast_to(column[None, :], (BLOCK_R, BLOCK_C))
+            _append(places, scores, bar, columns, DIRECT)
+            held = tl.max(number, axis=1)
+        at_end = last == num_columns
+        full = tl.where(at_end, count, CAPACITY - SPAN)  # the next columns might not fit in
+        most = tl.where(at_end, count, count + slack)
+        lengths = held.to(tl.int32, bitcast=True) - TWO_23_BITS
+        if tl.max(lengths, axis=0) > full:
+            tl.store(held_ptr + row, lengths)
             tl.store(floors_ptr + row, floor)
             tl.debug_barrier()  # what other threads appended
             for group in range(0, BLOCK_R, GROUP):
@@ -217,7 +228,7 @@ def _stream_kernel(
                         count, most, HAS_NOISE, CAPACITY,
                     )  # fmt: skip
             tl.debug_barrier()
-            held = tl.load(held_ptr + row)
+            held = tl.load(held_ptr + row).to(tl.float32) + TWO_23
             floor = tl.load(floors_ptr + row)
 
 
@@ -254,6 +265,7 @@ class StreamedColumns:
     """The `count` best columns of rows, some rows at a time, in lists that are used again."""
 
     def __init__(self, tables: Tables, count: int) -> None:
+        assert not tables.normalize, "norms come as scales: they would be measured in every block"
         self.tables, self.count, self.capacity = tables, count, _capacity(count)
         (row_parts, self.num_rows, dim), column_parts = tables.rows.shape, tables.columns.shape[0]
         self.config = _config(self.num_rows, dim, row_parts * column_parts, tables.float32)
@@ -268,6 +280,10 @@ class StreamedColumns:
     def chunks(self) -> list[slice]:
         total, step = self.num_rows, self.rows_at_once
         return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+
+    def _group(self) -> int:
+        elements = THIN_ELEMENTS * self.config.num_warps
+        return max(1, min(elements // self.capacity, self.config.block_rows))
 
     def find(self, rows: slice, ids: Tensor, scores: Tensor | None = None) -> None:
         """Write the best columns of one of `chunks`: ids [rows, count] ascending, and scores."""
@@ -284,8 +300,8 @@ class StreamedColumns:
             HAS_SCALES=tables.scales is not None, HAS_NOISE=noise is not None,
             ROW_PARTS=row_parts, COLUMN_PARTS=column_parts, FLOAT32=tables.float32,
             RESIDENT=config.resident, BLOCK_R=config.block_rows, BLOCK_C=config.block_columns,
-            BLOCK_D=config.block_dim, SPAN=SPAN, CAPACITY=self.capacity,
-            GROUP=max(1, min(THIN_ELEMENTS // self.capacity, config.block_rows)),
+            EVEN=num_columns % config.block_columns == 0 and dim % config.block_dim == 0,
+            BLOCK_D=config.block_dim, SPAN=SPAN, CAPACITY=self.capacity, GROUP=self._group(),
             DIRECT=DIRECT_STORES and not interpreted(),
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip

@@ -29,7 +29,7 @@ SPLIT_ELEMENTS = 1 << 27  # the largest table of experts that is copied so: 768 
 NORM_TOKENS = 129  # from so many on norms are measured once, not in every block of tokens
 SORT_ELEMENTS = 1 << 22  # scores sorted at a time
 LARGEST_RANKED = 1024  # longer lists are sorted: counting grows with the square
-RANK_ELEMENTS = 8192  # comparisons of one step
+RANK_TILE = 16  # scores that all others are compared with in one step
 
 
 def _parts(table: Tensor) -> Tensor:
@@ -54,20 +54,25 @@ def _tables(hidden: Tensor, experts: Tensor, noise: Noise | None, normalize: boo
 def _rank_kernel(
     scores_ptr, ids_ptr, out_ptr, count, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
+    """The rank of a score is how many are larger: every thread counts for scores of its own."""
     row = tl.program_id(0).to(tl.int64) * count
-    other = tl.arange(0, BLOCK)
-    real = other < count
-    others = tl.load(scores_ptr + row + other, mask=real, other=-float("inf"))
+    place = tl.arange(0, BLOCK)
+    real = place < count
+    scores = tl.load(scores_ptr + row + place, mask=real, other=0.0)
+    ids = tl.load(ids_ptr + row + place, mask=real, other=0)
+    rank = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, count, TILE):
-        place = start + tl.arange(0, TILE)
-        mask = place < count
-        scores = tl.load(scores_ptr + row + place, mask=mask, other=0.0)
-        ids = tl.load(ids_ptr + row + place, mask=mask, other=0)
-        # Ids ascend, so that of equal scores the earlier one has the lower id.
-        tied = (others[None, :] == scores[:, None]) & (other[None, :] < place[:, None])
-        ahead = ((others[None, :] > scores[:, None]) | tied) & real[None, :]
-        rank = tl.sum(ahead.to(tl.int32), axis=1)
-        tl.store(out_ptr + row + rank, ids.to(tl.int64), mask=mask)
+        other = start + tl.arange(0, TILE)
+        others = tl.load(scores_ptr + row + other, mask=other < count, other=-float("inf"))
+        rank += tl.sum((others[:, None] > scores[None, :]).to(tl.float32), axis=0)
+    total = tl.sum(tl.where(real, rank, 0.0), axis=0)
+    if total != count * (count - 1) // 2:  # some are equal: the lower id, that stands earlier, wins
+        for start in range(0, count, TILE):
+            other = start + tl.arange(0, TILE)
+            others = tl.load(scores_ptr + row + other, mask=other < count, other=-float("inf"))
+            tied = (others[:, None] == scores[None, :]) & (other[:, None] < place[None, :])
+            rank += tl.sum(tied.to(tl.float32), axis=0)
+    tl.store(out_ptr + row + rank.to(tl.int32), ids.to(tl.int64), mask=real)
 
 
 def _best_first(ids: Tensor, scores: Tensor) -> Tensor:
@@ -78,7 +83,7 @@ def _best_first(ids: Tensor, scores: Tensor) -> Tensor:
         block = triton.next_power_of_2(count)
         _rank_kernel[(num_tokens,)](
             scores, ids, ordered, count,
-            BLOCK=block, TILE=min(max(RANK_ELEMENTS // block, 1), block), num_warps=4,
+            BLOCK=block, TILE=RANK_TILE, num_warps=max(1, block // 128),
         )  # fmt: skip
         return ordered
     step = max(1, SORT_ELEMENTS // count)

@@ -37,11 +37,21 @@ class Noise:
 
     def rows(self, chosen: Tensor | slice, columns: Tensor) -> Tensor:
         """Jitter for some rows at all the given columns: [rows, columns] float32."""
-        return normal(self.row_keys[chosen].unsqueeze(-1), columns).mul_(self.std)
+        keys = self.row_keys[chosen]
+        if use_triton(keys):
+            from airmoe.kernels.noise.fill_triton import noise_rows
+
+            return noise_rows(keys, columns, self.std)
+        return normal(keys.unsqueeze(-1), columns).mul_(self.std)
 
     def pairs(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Jitter for (row, column) pairs of one broadcast shape."""
-        return normal(self.row_keys[rows], columns).mul_(self.std)
+        keys = self.row_keys[rows]
+        if use_triton(keys):
+            from airmoe.kernels.noise.fill_triton import noise_pairs
+
+            return noise_pairs(keys, columns, self.std)
+        return normal(keys, columns).mul_(self.std)
 
 
 def combine(first: Tensor, *rest: Tensor | int) -> Tensor:

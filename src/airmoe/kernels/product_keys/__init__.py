@@ -14,8 +14,8 @@ def best_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
     """Expert ids i * side + j of the `count` largest a_i + b_j: [T, P, count] int64, best first.
 
     first, second [T, P, side] hold a and b. Selection is on the float32 sums, and ties go to the
-    lowest id. Sums that only rounding made equal are the one exception: of those at the border,
-    a pair is passed over when `count` pairs of two halves at least as good come before it.
+    lowest id. The one exception are sums that only rounding made equal: a pair whose halves are
+    both no better than those of `count` other pairs is not chosen, even if its id is lower.
     """
     if first.dtype == torch.float32 and use_triton(first, second):
         from airmoe.kernels.product_keys.triton import best_pairs_op, in_registers

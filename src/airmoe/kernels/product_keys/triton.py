@@ -30,14 +30,15 @@ from airmoe.kernels.select.triton import (
 MOST_PAIRS = 1024  # pairs of ranks that fit into the registers of one program
 LONGEST_SIDE = 4096
 MOST_PROGRAMS = 16384  # several times what a GPU holds at once, few enough for a small scratch
-MAX_REGISTERS = 112  # 18 warps on an SM; without a limit the compiler takes 168
+MAX_REGISTERS = 96  # 21 warps on an SM; without a limit the compiler takes 128
 SHORTEST_SORT = 16  # a longer list needs fewer steps to find what to sort
 LEAST_KEY = tl.constexpr(-(2**63))
 LANES = tl.constexpr(32)  # threads of a warp
 
 
 def block_size(size: int, least: int) -> int:
-    return max(least, triton.next_power_of_2(size))
+    """The next power of two."""
+    return 1 << (max(size, least) - 1).bit_length()
 
 
 def row_warps(side_block: int) -> int:
@@ -107,9 +108,9 @@ def _first_equals(scores, ids, threshold, COUNT: tl.constexpr, NUM_IDS: tl.const
 @triton.jit
 def _write_list(list_ptr, chosen, entries):
     """The chosen entries, one after the other, for all threads to read."""
-    ROWS: tl.constexpr = chosen.shape[0] // LANES
+    rows: tl.constexpr = chosen.shape[0] // LANES
     # Each thread adds up its own column, so that only the 32 totals go from thread to thread.
-    ones = tl.reshape(chosen.to(tl.int32), (ROWS, LANES))
+    ones = tl.reshape(chosen.to(tl.int32), (rows, LANES))
     totals = tl.sum(ones, axis=0)
     before = tl.cumsum(totals, axis=0) - totals
     place = tl.reshape(before[None, :] + tl.cumsum(ones, axis=0) - 1, chosen.shape)

@@ -6,7 +6,7 @@
     3. the candidates of all segments are cut and thinned again, until one segment is left
 
 Every score is written once and read twice. Candidates stand in the order of their ids, so a tie
-between positions is a tie between ids. `dense` uses the same, with tokens as rows.
+between positions is a tie between ids. `dense` uses the same, with a few tokens as rows.
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
