@@ -21,11 +21,7 @@ from airmoe.kernels.cells.tiles import block_rows, make_tiles
 from airmoe.kernels.noise import Noise, Stage, make_noise
 from airmoe.kernels.select import top_k_gates
 from airmoe.kernels.select.reference import chosen_mask
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HALVES = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
-DTYPES = [torch.float32, *HALVES]
-Found = dict[str, Tensor]
+from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_no_worse
 
 
 @dataclass(frozen=True)
@@ -116,18 +112,6 @@ def run(
     return found | {f"grad {key}": grad for key, grad in zip(leaves, grads, strict=True)}
 
 
-def assert_as_good(fast: Found, plain: Found, exact: Found, dtype: torch.dtype) -> None:
-    """No error above twice that of the same formula in plain PyTorch of the same dtype."""
-    eps = torch.finfo(dtype).eps
-    for name, wanted in exact.items():
-        assert fast[name].dtype == plain[name].dtype, name
-        assert fast[name].isfinite().all(), f"{name}: not finite"
-        error = (fast[name].double() - wanted).abs().max().item()
-        plain_error = (plain[name].double() - wanted).abs().max().item()
-        bound = 2 * plain_error + 2 * eps * wanted.abs().max().item()
-        assert error <= bound, f"{name}: error {error:.3e}, allowed {bound:.3e}"
-
-
 # -- layout ---------------------------------------------------------------------------------
 
 
@@ -215,7 +199,7 @@ def test_scores(case: Case, dtype: torch.dtype) -> None:
 
     exact, plain = run(scores, inputs, torch.float64), run(scores, inputs, dtype)
     with use_backend("triton"):
-        assert_as_good(run(scores, inputs, dtype), plain, exact, dtype)
+        assert_no_worse(run(scores, inputs, dtype), plain, exact)
 
 
 # -- gates ----------------------------------------------------------------------------------
@@ -285,7 +269,7 @@ def test_gates(case: Case, dtype: torch.dtype) -> None:
     mask |= chosen_mask(scores.float(), case.top_k) & ~row_valid.unsqueeze(-1)  # no 0 / 0
     function = plain_gates(case, cells, noise, valid, mask)
     exact, plain = run(function, inputs, torch.float64), run(function, inputs, dtype)
-    assert_as_good(fast, plain, exact, dtype)
+    assert_no_worse(fast, plain, exact)
 
 
 def test_ties_go_to_the_lowest_position() -> None:
@@ -334,7 +318,7 @@ def test_experts(case: Case, dtype: torch.dtype) -> None:
 
     exact, plain = run(experts, inputs, torch.float64), run(experts, inputs, dtype)
     with use_backend("triton"):
-        assert_as_good(run(experts, inputs, dtype), plain, exact, dtype)
+        assert_no_worse(run(experts, inputs, dtype), plain, exact)
 
 
 def test_weight_gradients_in_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:

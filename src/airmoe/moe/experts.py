@@ -17,6 +17,8 @@ from airmoe.kernels.token_experts import token_experts
 from airmoe.routers.base import run_eagerly
 from airmoe.routers.routing import CellRouting, ExpertRouting, Routing, TokenRouting
 
+FEW_TOKENS = 64
+
 
 class _Experts(nn.Module):
     """E feed-forward experts of S neurons: sum over neurons of act(gate.h) * (up.h) * down."""
@@ -61,6 +63,8 @@ class _Experts(nn.Module):
         self._check(hidden, routing)
         hidden, gate, up, down = self._operands(hidden)
         if isinstance(routing, CellRouting):
+            if self._few(hidden, routing):
+                return self._by_list(hidden, gate, up, down, routing)
             return cell_experts(
                 hidden,
                 gate,
@@ -77,6 +81,31 @@ class _Experts(nn.Module):
         return self._by_token(hidden, gate, up, down, routing)
 
     _forward_eagerly = run_eagerly(_forward)
+
+    def _few(self, hidden: Tensor, routing: CellRouting) -> bool:
+        """True when decoding: so few tokens that fetching the K chosen beats products over M."""
+        return (
+            0 < hidden.shape[0] <= FEW_TOKENS
+            and routing.rows_per_token == 1
+            and routing.max_per_token is not None
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and use_triton(hidden, self.gate, self.up, self.down)
+        )
+
+    def _by_list(
+        self, hidden: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, routing: CellRouting
+    ) -> Tensor:
+        from airmoe.kernels.token_experts.triton import compact_gates
+
+        cells, count = routing.cells, routing.max_per_token
+        assert count is not None
+        cell_of_row = cells.cell_of_row().int()
+        expert_ids, weights = compact_gates(routing.gates, cells.pools, cell_of_row, count)
+        rows = hidden.index_select(0, cells.token_ids)
+        form = (self.activation, self.expert_size)
+        output = token_experts(rows, gate, up, down, weights, expert_ids, *form)
+        return output.index_select(0, cells.order.argsort())
 
     def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Hidden states and neuron rows [E * S, D], in autocast's dtype where it is on."""

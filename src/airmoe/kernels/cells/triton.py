@@ -153,24 +153,26 @@ def _partial_kernel(
     low = tl.load(positions + cell * (PARTS + 1) + part)
     high = tl.load(positions + cell * (PARTS + 1) + part + 1)
     # Start on a multiple of 16 so that rows of X are read in wide loads.
-    begin = tl.multiple_of(low // 16 * 16 + tl.program_id(1) * BLOCK_P, 16)
-    if begin < high:
+    begin = tl.multiple_of(low // 16 * 16, 16)
+    split = tl.program_id(1) * BLOCK_P
+    first = tl.load(offsets + cell)
+    last = tl.load(offsets + cell + 1)
+    small = last - first <= BLOCK_R  # the usual cell: one program takes it, the others leave
+    if (begin + split < high) & ((split == 0) | (last - first > BLOCK_R)):
         shift = tl.load(shifts + cell * PARTS + part)
         columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-        first = tl.load(offsets + cell)
-        last = tl.load(offsets + cell + 1)
         rows = first + tl.arange(0, BLOCK_R)
         row_mask = rows < last
         value = _value_block(values, token_ids, rows, row_mask, columns, DIM)
-        if last - first <= BLOCK_R:  # the usual cell: its values are read once
-            for start in range(begin, high, SPLITS * BLOCK_P):
+        if small:  # its values are read once
+            for start in range(begin, high, BLOCK_P):
                 places = tl.multiple_of(start, 16) + tl.arange(0, BLOCK_P)
                 block = _x_block(x, rows, row_mask, places, POOL)
                 total = tl.dot(tl.trans(block), value, input_precision=PRECISION)
                 mine = (places >= low) & (places < high)
                 _store_partial(partial, total, places + shift, mine, columns, DIM)
         else:
-            for start in range(begin, high, SPLITS * BLOCK_P):
+            for start in range(begin + split, high, SPLITS * BLOCK_P):
                 places = tl.multiple_of(start, 16) + tl.arange(0, BLOCK_P)
                 total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
                 for row in range(first, last, BLOCK_R):
@@ -265,7 +267,7 @@ def _partial_config(x: Tensor, dim: int, pool: int, num_cells: int, parts: int) 
     mean = triton.next_power_of_2(max(1, x.shape[0] // num_cells))
     whole = mean <= 64
     block_p = 64 if whole else 128
-    splits = 1 if whole else min(3, triton.cdiv(pool, block_p * parts) + 1)
+    splits = min(8, triton.cdiv(pool, block_p * parts) + 1)  # programs for a large cell
     return {
         "SPLITS": splits,
         "BLOCK_R": 32 if wide else max(32, 2 * mean) if whole else 64,

@@ -1,0 +1,67 @@
+"""Whole layers: every router on Triton gives the layer of the reference, forward and backward."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import airmoe
+from airmoe.kernels.backend import use_backend
+from airmoe.moe import experts as experts_module
+from tests.kernels.comparison import DEVICE, assert_no_worse
+
+DIM, EXPERTS = 32, 256
+
+
+def make_layer(name: str) -> airmoe.MoELayer:
+    config = airmoe.ROUTERS[name].Config.for_budget(dim=DIM, num_experts=EXPERTS, top_k=16)
+    experts = airmoe.GranularExperts(EXPERTS, DIM)
+    return airmoe.MoELayer(config.build(), experts).to(DEVICE)
+
+
+def step(layer: airmoe.MoELayer, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """One training micro-batch with a balance loss."""
+    layer = copy.deepcopy(layer).to(x.dtype).train()
+    x = x.clone().requires_grad_()
+    torch.manual_seed(1)
+    found = layer.forward_with_routing(x, mask)
+    weights = torch.linspace(-1, 1, DIM, dtype=x.dtype, device=DEVICE)
+    loss = (found.hidden * weights).sum() + airmoe.load_balance_loss(found.routing)
+    loss.backward()
+    grads = {f"grad {n}": p.grad for n, p in layer.named_parameters() if p.grad is not None}
+    counts = found.routing.expert_counts.to(x.dtype)
+    assert x.grad is not None
+    return {"output": found.hidden.detach(), "counts": counts, "grad x": x.grad} | grads
+
+
+@pytest.mark.filterwarnings("ignore:AirRouter runs with gradients")
+@pytest.mark.parametrize("name", airmoe.ROUTERS)
+def test_a_training_step(name: str) -> None:
+    layer = make_layer(name)
+    x = torch.randn(2, 20, DIM, device=DEVICE)
+    mask = torch.rand(2, 20, device=DEVICE) > 0.1
+    with use_backend("reference"):
+        exact, plain = step(layer, x.double(), mask), step(layer, x, mask)
+    with use_backend("triton"):
+        fast = step(layer, x, mask)
+    assert torch.equal(fast["counts"].double(), exact["counts"])
+    # With one cluster chosen its score moves nothing: that gradient is rounding, 0 in truth.
+    tiny = [key for key, value in exact.items() if value.abs().max() < 1e-12]
+    for found in (fast, plain, exact):
+        for key in tiny:
+            del found[key]
+    assert_no_worse(fast, plain, exact)
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_few_tokens_without_gradients_fetch_their_experts(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = make_layer("air").eval(), torch.randn(1, tokens, DIM, device=DEVICE)
+    with torch.no_grad(), use_backend("triton"):
+        few = layer(x)
+        monkeypatch.setattr(experts_module, "FEW_TOKENS", 0)
+        torch.testing.assert_close(few, layer(x))
