@@ -96,12 +96,12 @@ class _Experts(nn.Module):
     def _by_list(
         self, hidden: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, routing: CellRouting
     ) -> Tensor:
-        from airmoe.kernels.token_experts.triton import compact_gates
+        from airmoe.kernels.token_experts.operator import compact_gates_op
 
         cells, count = routing.cells, routing.max_per_token
         assert count is not None
         cell_of_row = cells.cell_of_row().int()
-        expert_ids, weights = compact_gates(routing.gates, cells.pools, cell_of_row, count)
+        expert_ids, weights = compact_gates_op(routing.gates, cells.pools, cell_of_row, count)
         rows = hidden.index_select(0, cells.token_ids)
         form = (self.activation, self.expert_size)
         output = token_experts(rows, gate, up, down, weights, expert_ids, *form)

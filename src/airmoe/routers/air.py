@@ -353,8 +353,6 @@ class AirRouter(CentroidRouter):
         self, tokens: Tokens, plan: AirPlan, cells: Cells, noise: Noise | None
     ) -> CellRouting:
         """The same without keeping the scores."""
-        from airmoe.routers.cell_sums import expert_probs
-
         config, device = self.config, tokens.hidden.device
         found = cell_gates(
             tokens.hidden,
@@ -373,7 +371,7 @@ class AirRouter(CentroidRouter):
             cells=cells,
             gates=found.gates,
             max_per_token=config.top_k,
-            lazy_expert_probs=Lazy(device, lambda: expert_probs(found)),
+            lazy_expert_probs=Lazy(device, found.expert_probs),
             lazy_log_z=Lazy(device, lambda: found.log_z.index_select(0, cells.order.argsort())),
             lazy_cell_probs=Lazy(device, lambda: codeword_probs(tokens, plan.codewords)),
         )

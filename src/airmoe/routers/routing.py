@@ -147,7 +147,7 @@ class CellRouting(Routing):
     def expert_counts(self) -> Tensor:
         self.cells.check_current()
         if use_triton(self.gates):  # rows that do not count have no gate
-            from airmoe.routers.cell_sums import counts_per_entry
+            from airmoe.kernels.cell_gates.statistics import counts_per_entry
 
             per_entry = counts_per_entry(self.gates.detach(), self.offsets, self.pools)
             return self.cells.reverse_index(self.num_experts).sum_by_expert(per_entry).long()

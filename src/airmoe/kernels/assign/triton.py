@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.backend import interpreted
+from airmoe.kernels.operators import operator
 
 SPLIT_BLOCK = 1024
 INFINITY = tl.constexpr(float("inf"))
@@ -131,7 +132,7 @@ def _nearest_kernel(
     tl.store(out_ptr + token, nearest.to(tl.int64), mask=token < num_tokens)
 
 
-@torch.library.custom_op("airmoe::nearest_codeword", mutates_args=())
+@operator("airmoe::nearest_codeword")
 def nearest_codeword(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
     """hidden [T, D], codewords [G, D] float32 -> [T] int64, ties to the lowest id."""
     num_tokens, dim = hidden.shape

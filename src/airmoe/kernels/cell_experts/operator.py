@@ -12,9 +12,10 @@ from airmoe.kernels.cells import Cells
 from airmoe.kernels.cells.reverse import ReverseIndex, make_parts, make_reverse
 from airmoe.kernels.cells.tiles import RowTiles
 from airmoe.kernels.cells.triton import pool_products, row_products
+from airmoe.kernels.operators import operator
 
 
-@torch.library.custom_op("airmoe::cell_experts", mutates_args=())
+@operator("airmoe::cell_experts")
 def _forward(
     hidden: Tensor,
     gate: Tensor | None,
@@ -77,7 +78,7 @@ def _(
     )
 
 
-@torch.library.custom_op("airmoe::cell_experts_backward", mutates_args=())
+@operator("airmoe::cell_experts_backward")
 def _backward(
     grad_output: Tensor,
     hidden: Tensor,

@@ -29,15 +29,19 @@ class CellGates:
 
     def expert_probs(self) -> Tensor:
         """[E] weighted sum over tokens of the softmax over their candidates, differentiable."""
-        from airmoe.kernels.cell_gates.triton import Scored, probs_per_entry
+        from airmoe.kernels.cell_gates.statistics import probs_per_entry
 
-        cells, num_experts = self._cells, self._probs.shape[0]
+        hidden, centroids, inverse_norms, noise = self._operands
+        cells, tiles = self._cells, self._cells.row_tiles()
         with torch.no_grad():
-            scored = Scored(
-                *self._operands, cells.row_tiles(), cells.offsets, cells.token_ids, cells.pools
-            )
-            sums = probs_per_entry(scored, self.log_z.detach(), self._token_weights)
-            values = cells.reverse_index(num_experts).sum_by_expert(sums)
+            sums = probs_per_entry(
+                hidden, centroids, inverse_norms,
+                None if noise is None else noise.row_keys, 0.0 if noise is None else noise.std,
+                tiles.cells, tiles.first_rows, tiles.rows, tiles.block,
+                cells.offsets, cells.token_ids, cells.pools,
+                self.log_z.detach(), self._token_weights,
+            )  # fmt: skip
+            values = cells.reverse_index(centroids.shape[0]).sum_by_expert(sums)
         return self._probs + values
 
 

@@ -17,9 +17,10 @@ from airmoe.kernels.cells.reverse import ReverseIndex, make_parts
 from airmoe.kernels.cells.tiles import RowTiles
 from airmoe.kernels.cells.triton import partial_dtype, pool_products, row_products
 from airmoe.kernels.noise import Noise
+from airmoe.kernels.operators import operator
 
 
-@torch.library.custom_op("airmoe::cell_gates", mutates_args=())
+@operator("airmoe::cell_gates")
 def _forward(
     hidden: Tensor,
     centroids: Tensor,
@@ -74,7 +75,7 @@ def _(
     )
 
 
-@torch.library.custom_op("airmoe::cell_gates_backward", mutates_args=())
+@operator("airmoe::cell_gates_backward")
 def _backward(
     grad_gates: Tensor | None,
     grad_log_z: Tensor | None,

@@ -13,9 +13,10 @@ from airmoe.kernels.cells.reverse import ReverseIndex, make_parts
 from airmoe.kernels.cells.tiles import RowTiles
 from airmoe.kernels.cells.triton import pool_products, row_products
 from airmoe.kernels.noise import Noise
+from airmoe.kernels.operators import operator
 
 
-@torch.library.custom_op("airmoe::cell_scores", mutates_args=())
+@operator("airmoe::cell_scores")
 def _forward(
     hidden: Tensor,
     centroids: Tensor,
@@ -60,7 +61,7 @@ def _(
     return hidden.new_empty(token_ids.shape[0], pools.shape[1], dtype=torch.float32)
 
 
-@torch.library.custom_op("airmoe::cell_scores_backward", mutates_args=())
+@operator("airmoe::cell_scores_backward")
 def _backward(
     grad_scores: Tensor,
     hidden: Tensor,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from airmoe.kernels.cells.reference import sort_rows
 from airmoe.kernels.cells.tiles import make_tiles
+from airmoe.kernels.operators import operator
 
 TILE_ROWS = 64
 
@@ -74,7 +75,7 @@ def _cell_sums_kernel(
     tl.store(row + DIM, tl.sum(count, axis=0))
 
 
-@torch.library.custom_op("airmoe::codeword_sums", mutates_args=())
+@operator("airmoe::codeword_sums")
 def codeword_sums_op(
     hidden: Tensor, valid: Tensor, codeword_ids: Tensor, num_codewords: int, spherical: bool
 ) -> Tensor:

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.operators import operator
+
 TILE_ELEMENTS = 8192
 
 
@@ -27,7 +29,7 @@ def _finite_kernel(
     tl.store(out + rows, square < float("inf"), mask=row_mask)  # False for NaN as well
 
 
-@torch.library.custom_op("airmoe::finite_rows", mutates_args=())
+@operator("airmoe::finite_rows")
 def finite_rows_op(hidden: Tensor) -> Tensor:
     hidden = hidden.contiguous()
     num_rows, dim = hidden.shape

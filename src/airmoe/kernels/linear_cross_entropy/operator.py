@@ -9,9 +9,10 @@ from torch import Tensor
 
 from airmoe.kernels.linear_cross_entropy.reference import scaled_gradients
 from airmoe.kernels.linear_cross_entropy.triton import gradient_dtype, loss_and_gradients
+from airmoe.kernels.operators import operator
 
 
-@torch.library.custom_op("airmoe::linear_cross_entropy", mutates_args=())
+@operator("airmoe::linear_cross_entropy")
 def linear_cross_entropy_op(
     hidden: Tensor,
     weight: Tensor,

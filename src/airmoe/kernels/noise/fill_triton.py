@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.noise.triton import normal
+from airmoe.kernels.operators import operator
 
 ROWS, COLUMNS = 8, 256
 PAIRS = 2048
@@ -39,7 +40,7 @@ def _pairs_kernel(row_keys, columns, out, size, std, BLOCK: tl.constexpr):
     tl.store(out + places, normal(keys, names) * std, mask=mask)
 
 
-@torch.library.custom_op("airmoe::noise_rows", mutates_args=())
+@operator("airmoe::noise_rows")
 def noise_rows(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
     """Every row at every column: row_keys [R] int32, columns [C] -> [R, C] float32."""
     num_rows, num_columns = row_keys.shape[0], columns.shape[0]
@@ -58,7 +59,7 @@ def _(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
     return row_keys.new_empty(row_keys.shape[0], columns.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("airmoe::noise_pairs", mutates_args=())
+@operator("airmoe::noise_pairs")
 def noise_pairs(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
     """Pair by pair: two int tensors of one broadcast shape -> float32 of that shape."""
     row_keys, columns = torch.broadcast_tensors(row_keys, columns)

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.operators import operator
+
 BLOCK = 1024
 MOST_PARTS = 3
 
@@ -52,7 +54,7 @@ def _shape(tensors: list[Tensor]) -> torch.Size:
     return torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
 
 
-@torch.library.custom_op("airmoe::combine_keys", mutates_args=())
+@operator("airmoe::combine_keys")
 def combine_keys(first: Tensor, tensors: list[Tensor], numbers: list[int]) -> Tensor:
     """Fold parts into keys; the n-th part is numbers[n], or tensors in turn where that is -1."""
     shape = _shape([first, *tensors])

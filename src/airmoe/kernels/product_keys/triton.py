@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.errors import ConfigError
+from airmoe.kernels.operators import operator
 from airmoe.kernels.product_keys.reference import num_rank_pairs
 from airmoe.kernels.select.triton import (
     FLOAT32_MAX,
@@ -251,7 +252,7 @@ def _dense_rows(scores: Tensor) -> Tensor:
     return scores if scores.stride(-1) == 1 else scores.contiguous()
 
 
-@torch.library.custom_op("airmoe::best_pairs", mutates_args=())
+@operator("airmoe::best_pairs")
 def best_pairs_op(first: Tensor, second: Tensor, count: int) -> Tensor:
     tokens, heads, side = first.shape
     first, second = _dense_rows(first), _dense_rows(second)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.operators import operator
 from airmoe.kernels.select.reference import top_positions
 
 LONGEST_ROW = 16384  # scores that fit into the registers of one program
@@ -237,7 +238,7 @@ def _long_gates_from_scores(
         )  # fmt: skip
 
 
-@torch.library.custom_op("airmoe::top_k_gates", mutates_args=())
+@operator("airmoe::top_k_gates")
 def top_k_gates_op(scores: Tensor, valid: Tensor, count: int) -> Tensor:
     scores = scores.contiguous()
     gates = torch.empty_like(scores)
@@ -251,7 +252,7 @@ def _(scores: Tensor, valid: Tensor, count: int) -> Tensor:
     return torch.empty_like(scores, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("airmoe::top_k_gates_backward", mutates_args=())
+@operator("airmoe::top_k_gates_backward")
 def top_k_gates_backward_op(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
     """Gradient of the scores; they are needed where the gate is the full-softmax probability."""
     rows, columns = gates.shape

@@ -23,6 +23,7 @@ from torch import Tensor
 from airmoe.kernels.assign.triton import as_stored, bfloat16_parts
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.noise.triton import normal
+from airmoe.kernels.operators import operator
 from airmoe.kernels.select.triton import (
     LONGEST_ROW,
     MAX_REGISTERS,
@@ -330,7 +331,7 @@ def _thin(
     )  # fmt: skip
 
 
-@torch.library.custom_op("airmoe::top_m", mutates_args=("out",))
+@operator("airmoe::top_m", mutates_args=("out",))
 def top_m_op(
     codewords: Tensor,
     centroids: Tensor,

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from airmoe.kernels.operators import operator
 from airmoe.kernels.rows.triton import row_dots, row_sums, row_totals, sort_entries
 from airmoe.kernels.token_experts.reference import neuron_rows
 from airmoe.kernels.token_experts.small_batch_triton import small_batch
-from airmoe.kernels.token_experts.triton import weigh, weigh_grads
+from airmoe.kernels.token_experts.triton import compact_gates, weigh, weigh_grads
 
 SMALL_BATCH = 64  # tokens up to which the kernels of a small batch run
 
@@ -167,3 +168,16 @@ def _backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | N
 
 
 token_experts.register_autograd(_backward, setup_context=_save)
+
+
+@operator("airmoe::compact_gates")
+def compact_gates_op(
+    gates: Tensor, pools: Tensor, cell_of_row: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    return compact_gates(gates, pools, cell_of_row, count)
+
+
+@compact_gates_op.register_fake
+def _(gates: Tensor, pools: Tensor, cell_of_row: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    shape = (gates.shape[0], count)
+    return pools.new_empty(shape), gates.new_empty(shape)

@@ -1,20 +1,20 @@
-"""Sums over the rows of each cell on Triton, as operators: what losses of compiled layers read."""
+"""Sums over the rows of each cell, as operators: what losses and metrics read of a routing."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from airmoe.kernels.cell_gates import CellGates
+from airmoe.kernels.cell_gates import triton
+from airmoe.kernels.cell_gates.triton import Scored
 from airmoe.kernels.cells.tiles import RowTiles
 from airmoe.kernels.noise import Noise
+from airmoe.kernels.operators import operator
 
 
-@torch.library.custom_op("airmoe::counts_per_entry", mutates_args=())
+@operator("airmoe::counts_per_entry")
 def counts_per_entry(gates: Tensor, offsets: Tensor, pools: Tensor) -> Tensor:
     """How many rows of each cell chose each of its experts: [G, M] int32."""
-    from airmoe.kernels.cell_gates import triton
-
     return triton.counts_per_entry(gates, offsets, pools)
 
 
@@ -23,8 +23,8 @@ def _(gates: Tensor, offsets: Tensor, pools: Tensor) -> Tensor:
     return pools.new_empty(pools.shape, dtype=torch.int32)
 
 
-@torch.library.custom_op("airmoe::probs_per_entry", mutates_args=())
-def _probs_per_entry(
+@operator("airmoe::probs_per_entry")
+def probs_per_entry(
     hidden: Tensor,
     centroids: Tensor,
     inverse_norms: Tensor | None,
@@ -40,15 +40,14 @@ def _probs_per_entry(
     log_z: Tensor,
     token_weights: Tensor,
 ) -> Tensor:
-    from airmoe.kernels.cell_gates.triton import Scored, probs_per_entry
-
+    """Weighted sum over each cell's rows of the softmax over their candidates: [G, M] float32."""
     noise = None if row_keys is None else Noise(row_keys, noise_std)
     tiles = RowTiles(tile_cells, tile_first, tile_rows, block)
     scored = Scored(hidden, centroids, inverse_norms, noise, tiles, offsets, token_ids, pools)
-    return probs_per_entry(scored, log_z, token_weights)
+    return triton.probs_per_entry(scored, log_z, token_weights)
 
 
-@_probs_per_entry.register_fake
+@probs_per_entry.register_fake
 def _(
     hidden: Tensor,
     centroids: Tensor,
@@ -66,19 +65,3 @@ def _(
     token_weights: Tensor,
 ) -> Tensor:
     return pools.new_empty(pools.shape, dtype=torch.float32)
-
-
-def expert_probs(found: CellGates) -> Tensor:
-    """[E] `found.expert_probs()`, by way of an operator."""
-    hidden, centroids, inverse_norms, noise = found._operands
-    cells, tiles = found._cells, found._cells.row_tiles()
-    with torch.no_grad():
-        sums = torch.ops.airmoe.probs_per_entry(
-            hidden, centroids, inverse_norms,
-            None if noise is None else noise.row_keys, 0.0 if noise is None else noise.std,
-            tiles.cells, tiles.first_rows, tiles.rows, tiles.block,
-            cells.offsets, cells.token_ids, cells.pools,
-            found.log_z.detach(), found._token_weights,
-        )  # fmt: skip
-        values = cells.reverse_index(centroids.shape[0]).sum_by_expert(sums)
-    return found._probs + values
