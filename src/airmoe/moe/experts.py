@@ -89,7 +89,6 @@ class _Experts(nn.Module):
             and routing.rows_per_token == 1
             and routing.max_per_token is not None
             and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
             and use_triton(hidden, self.gate, self.up, self.down)
         )
 
