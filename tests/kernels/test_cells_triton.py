@@ -38,6 +38,7 @@ class Case:
     activation: Activation = "swiglu"
     jitter: bool = True
     normalize: bool = True
+    sharpness: float = 1.0  # of the scores: where it is large, one expert has nearly all
     aligned: bool = False  # tokens and centroids point nearly the same way, as trained ones do
 
     @property
@@ -67,13 +68,14 @@ CASES = {
     "best only": Case((9, 11, 4), top_k=1),
     "all of the pool": Case((9, 11, 4), top_k=19),
     "aligned": Case((40, 30), dim=64, aligned=True),
+    "peaked": Case((20, 12), dim=64, sharpness=25.0, jitter=False),
 }
 
 
 def named(**more: Case) -> Any:
     """Every case in float32; in half precision all of them on a GPU, a few in the interpreter."""
     cases = {**CASES, **more}
-    few = {"ragged", "wide", "neurons", "two", "aligned"}
+    few = {"ragged", "wide", "neurons", "two", "aligned", "peaked"}
     return pytest.mark.parametrize(
         ("case", "dtype"),
         [
@@ -176,6 +178,7 @@ def test_sums_by_expert() -> None:
 def score_inputs(case: Case, dtype: torch.dtype) -> Found:
     shapes = {"hidden": (case.num_tokens, case.dim), "centroids": (case.experts, case.dim)}
     inputs = operands(case, shapes, dtype)
+    inputs["hidden"].mul_(case.sharpness)
     if case.aligned:
         for value in inputs.values():
             value.mul_(0.02).add_(1)  # along no axis, where rounding would cancel as well
@@ -270,6 +273,29 @@ def test_gates(case: Case, dtype: torch.dtype) -> None:
     function = plain_gates(case, cells, noise, valid, mask)
     exact, plain = run(function, inputs, torch.float64), run(function, inputs, dtype)
     assert_no_worse(fast, plain, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_where_one_expert_has_nearly_all(dtype: torch.dtype) -> None:
+    """They are small differences of large numbers, and the gates they come from are rounded."""
+    case = CASES["peaked"]
+    cells, inputs = case.cells(), score_inputs(case, dtype)
+    valid = torch.ones(case.num_tokens, dtype=torch.bool, device=DEVICE)
+    norms = norms_of(case, inputs["centroids"])
+
+    def fused(leaves: Found) -> Found:
+        hidden, centroids = leaves.values()
+        given = (hidden, centroids, cells, valid, valid / case.num_tokens, case.top_k)
+        return {"gates": cell_gates(*given, inverse_norms=norms).gates}
+
+    with use_backend("triton"):
+        fast = run(fused, inputs, dtype)
+    whole = plain_gates(case, cells, None, valid, fast["gates"] > 0)
+
+    def plain(leaves: Found) -> Found:
+        return {"gates": whole(leaves)["gates"]}
+
+    assert_no_worse(fast, run(plain, inputs, dtype), run(plain, inputs, torch.float64))
 
 
 def test_ties_go_to_the_lowest_position() -> None:

@@ -113,7 +113,10 @@ def _score_grads_kernel(
             if SWITCH:
                 grad = weighted - probs * total
             else:
-                grad = weighted - gate * total
+                # Stored gates are rounded and do not add up to 1. Where one has nearly all, its
+                # gradient is a small difference that this would drown.
+                sums = tl.sum(gate, axis=1)[:, None]
+                grad = weighted - gate * (total / tl.where(sums > 0, sums, 1.0))
         if LOG_Z:
             grad += probs * tl.load(grad_log_z + row, mask=used, other=0.0)[:, None]
         if PROBS or NORMS:
