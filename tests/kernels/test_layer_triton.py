@@ -63,5 +63,5 @@ def test_few_tokens_without_gradients_fetch_their_experts(
     layer, x = make_layer("air").eval(), torch.randn(1, tokens, DIM, device=DEVICE)
     with torch.no_grad(), use_backend("triton"):
         few = layer(x)
-        monkeypatch.setattr(experts_module, "FEW_TOKENS", 0)
+        monkeypatch.setattr(experts_module, "SMALL_BATCH", 0)
         torch.testing.assert_close(few, layer(x))

@@ -13,11 +13,9 @@ from airmoe.kernels.backend import use_triton
 from airmoe.kernels.cell_experts import Activation, activate, cell_experts, is_gated
 from airmoe.kernels.cells import make_cells
 from airmoe.kernels.rows import gather_dot, scatter_total
-from airmoe.kernels.token_experts import token_experts
+from airmoe.kernels.token_experts import SMALL_BATCH, token_experts
 from airmoe.routers.base import run_eagerly
 from airmoe.routers.routing import CellRouting, ExpertRouting, Routing, TokenRouting
-
-FEW_TOKENS = 64
 
 
 class _Experts(nn.Module):
@@ -85,7 +83,7 @@ class _Experts(nn.Module):
     def _few(self, hidden: Tensor, routing: CellRouting) -> bool:
         """True when decoding: so few tokens that fetching the K chosen beats products over M."""
         return (
-            0 < hidden.shape[0] <= FEW_TOKENS
+            0 < hidden.shape[0] <= SMALL_BATCH
             and routing.rows_per_token == 1
             and routing.max_per_token is not None
             and not torch.is_grad_enabled()

@@ -17,7 +17,8 @@ from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import Cells, make_cells
 from airmoe.kernels.cells.reverse import ReverseIndex, make_reverse
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
-from airmoe.routers.base import Plan, unit_rows
+from airmoe.kernels.unit_rows import unit_rows
+from airmoe.routers.base import Plan
 from airmoe.routers.centroids import CentroidConfig, CentroidRouter
 from airmoe.routers.codebook import Codebook, CodebookKind
 from airmoe.routers.gating import ScoredCells, capacity_of, expert_choice, token_choice

@@ -17,6 +17,7 @@ from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
 from airmoe.kernels.precision import own_precision
+from airmoe.kernels.unit_rows import unit_rows
 from airmoe.routers.planning import new_handle, traced_plan
 from airmoe.routers.routing import Routing
 from airmoe.routers.tokens import Tokens, read_tokens
@@ -289,23 +290,6 @@ def init_centroids(centroids: Tensor, kind: CentroidInit) -> None:
         else:
             nn.init.normal_(centroids)
             centroids /= centroids.norm(dim=-1, keepdim=True)
-
-
-def unit_rows(rows: Tensor) -> Tensor:
-    """Projection onto the unit sphere (Alg. 1, line 1), functional and differentiable.
-
-    The parameter keeps its own norm; a zero row stays zero instead of becoming NaN.
-    """
-    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    return rows * inverse_norms(rows).unsqueeze(-1)
-
-
-def inverse_norms(rows: Tensor) -> Tensor:
-    """1/|w_e| in float32 or wider, 0 for a zero row: [E, D] -> [E]."""
-    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    square = rows.square().sum(-1)
-    safe = square.where(square > 0, torch.ones_like(square))
-    return safe.rsqrt() * (square > 0)
 
 
 @own_precision

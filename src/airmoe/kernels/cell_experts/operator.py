@@ -13,6 +13,7 @@ from airmoe.kernels.cells.reverse import ReverseIndex, make_parts, make_reverse
 from airmoe.kernels.cells.tiles import RowTiles
 from airmoe.kernels.cells.triton import pool_products, row_products
 from airmoe.kernels.operators import operator
+from airmoe.kernels.token_experts.reference import neuron_rows
 
 
 @operator("airmoe::cell_experts")
@@ -51,25 +52,8 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    hidden: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gates: Tensor,
-    tile_cells: Tensor,
-    tile_first: Tensor,
-    tile_rows: Tensor,
-    block: int,
-    offsets: Tensor,
-    token_ids: Tensor,
-    neurons: Tensor,
-    entries: Tensor | None,
-    starts: Tensor | None,
-    activation: str,
-    expert_size: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, token_ids, neurons, _entries, _starts, _activation, _size, keep = rest
     shape = (token_ids.shape[0], neurons.shape[1])
     return (
         torch.empty_like(hidden),
@@ -149,36 +133,13 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    grad_output: Tensor,
-    hidden: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gates: Tensor,
-    pre_gate: Tensor,
-    pre_up: Tensor,
-    tile_cells: Tensor,
-    tile_first: Tensor,
-    tile_rows: Tensor,
-    block: int,
-    offsets: Tensor,
-    token_ids: Tensor,
-    neurons: Tensor,
-    entries: Tensor | None,
-    starts: Tensor | None,
-    activation: str,
-    expert_size: int,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    operands = (hidden, gate, up, down, gates)
-    shapes = [
-        torch.empty(value.shape, dtype=value.dtype, device=value.device)
-        if want and value is not None
-        else hidden.new_empty(0)
-        for value, want in zip(operands, wanted, strict=True)
-    ]
-    return shapes[0], shapes[1], shapes[2], shapes[3], shapes[4]
+def _(_grad_output: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    *_, wanted = inputs
+    hidden = inputs[0]
+    return tuple(
+        torch.empty_like(value) if want and value is not None else hidden.new_empty(0)
+        for value, want in zip(inputs[:5], wanted, strict=True)
+    )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -222,8 +183,7 @@ def run(
     tiles, neurons = cells.row_tiles(), cells.pools
     reverse = None
     if expert_size > 1:
-        inner = torch.arange(expert_size, device=neurons.device)
-        neurons = (neurons.unsqueeze(-1) * expert_size + inner).flatten(1)
+        neurons = neuron_rows(neurons, expert_size)
     elif keep:
         reverse = cells.reverse_index(up.shape[0])
     entries, starts = (None, None) if reverse is None else (reverse.entries, reverse.starts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,20 +50,6 @@ def probs_per_entry(
 
 
 @probs_per_entry.register_fake
-def _(
-    hidden: Tensor,
-    centroids: Tensor,
-    inverse_norms: Tensor | None,
-    row_keys: Tensor | None,
-    noise_std: float,
-    tile_cells: Tensor,
-    tile_first: Tensor,
-    tile_rows: Tensor,
-    block: int,
-    offsets: Tensor,
-    token_ids: Tensor,
-    pools: Tensor,
-    log_z: Tensor,
-    token_weights: Tensor,
-) -> Tensor:
+def _(*inputs: Any) -> Tensor:
+    pools = inputs[11]
     return pools.new_empty(pools.shape, dtype=torch.float32)

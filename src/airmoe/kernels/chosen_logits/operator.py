@@ -13,17 +13,17 @@ from airmoe.kernels.chosen_logits.triton import (
     scaled_grads,
     table_grads,
 )
+from airmoe.kernels.operators import operator
 from airmoe.kernels.rows.triton import row_totals, sort_entries
 
 
-@torch.library.custom_op("airmoe::chosen_logits", mutates_args=())
+@operator("airmoe::chosen_logits")
 def chosen_logits(hidden: Tensor, experts: Tensor, ids: Tensor, normalize: bool) -> Tensor:
     """`reference.chosen_logits`: [T, K] float32."""
-    with torch.cuda.device_of(hidden):
-        return list_logits(hidden.contiguous(), experts.contiguous(), ids.contiguous(), normalize)
+    return list_logits(hidden.contiguous(), experts.contiguous(), ids.contiguous(), normalize)
 
 
-@torch.library.custom_op("airmoe::chosen_logits_backward", mutates_args=())
+@operator("airmoe::chosen_logits_backward")
 def chosen_logits_backward(
     grads: Tensor,
     hidden: Tensor,
@@ -35,15 +35,14 @@ def chosen_logits_backward(
 ) -> list[Tensor]:
     """Gradients of those of (hidden, experts) that are wanted, in this order."""
     found: list[Tensor] = []
-    with torch.cuda.device_of(hidden):
-        hidden, experts, ids = hidden.contiguous(), experts.contiguous(), ids.contiguous()
-        grads = grads.float().contiguous()
-        if want_hidden:
-            factors = scaled_grads(grads, ids, inverse_norms(experts)) if normalize else grads
-            found.append(row_totals([(factors, experts)], ids, hidden.dtype))
-        if want_experts:
-            entries = sort_entries(ids, experts.shape[0])
-            found.append(table_grads(grads, hidden, experts, entries, normalize))
+    hidden, experts, ids = hidden.contiguous(), experts.contiguous(), ids.contiguous()
+    grads = grads.float().contiguous()
+    if want_hidden:
+        factors = scaled_grads(grads, ids, inverse_norms(experts)) if normalize else grads
+        found.append(row_totals([(factors, experts)], ids, hidden.dtype))
+    if want_experts:
+        entries = sort_entries(ids, experts.shape[0])
+        found.append(table_grads(grads, hidden, experts, entries, normalize))
     return found
 
 
@@ -53,16 +52,8 @@ def _(hidden: Tensor, experts: Tensor, ids: Tensor, normalize: bool) -> Tensor:
 
 
 @chosen_logits_backward.register_fake
-def _(
-    grads: Tensor,
-    hidden: Tensor,
-    experts: Tensor,
-    ids: Tensor,
-    normalize: bool,
-    want_hidden: bool,
-    want_experts: bool,
-) -> list[Tensor]:
-    wanted = ((hidden, want_hidden), (experts, want_experts))
+def _(_grads: Tensor, *inputs: Any) -> list[Tensor]:
+    wanted = zip(inputs[:2], inputs[-2:], strict=True)
     return [tensor.new_empty(tensor.shape) for tensor, want in wanted if want]
 
 

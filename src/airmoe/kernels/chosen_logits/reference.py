@@ -6,14 +6,11 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.rows import gather_dot
+from airmoe.kernels.unit_rows import unit_rows
 
 
 def chosen_logits(hidden: Tensor, experts: Tensor, ids: Tensor, normalize: bool) -> Tensor:
     """hidden [T, D], experts [E, D], ids [T, K] -> [T, K] in float32 or wider."""
     work = torch.promote_types(torch.promote_types(hidden.dtype, experts.dtype), torch.float32)
-    rows = experts.to(work)
-    if normalize:
-        square = rows.square().sum(-1, keepdim=True)
-        safe = square.where(square > 0, torch.ones_like(square))
-        rows = rows * (safe.rsqrt() * (square > 0))
-    return gather_dot(hidden.to(work), rows, ids)
+    rows = unit_rows(experts) if normalize else experts
+    return gather_dot(hidden.to(work), rows.to(work), ids)

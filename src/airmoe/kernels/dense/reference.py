@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.precision import own_precision
 from airmoe.kernels.select.reference import top_positions
+from airmoe.kernels.unit_rows import inverse_norms
 
 CHUNK_ELEMENTS = 1 << 22
 
@@ -34,7 +35,11 @@ def best_experts(
 ) -> Tensor:
     """[T, count] ids of each token's best experts, best first."""
     ids = torch.empty(hidden.shape[0], count, dtype=torch.int64, device=hidden.device)
-    scales = inverse_norms(experts) if normalize else None
+    scales = (
+        torch.cat([inverse_norms(experts[part]) for part in expert_chunks(experts)])
+        if normalize
+        else None
+    )
     for rows in token_chunks(hidden, experts):
         logits = wide_logits(hidden[rows], experts, scales)
         if noise is not None:
@@ -55,16 +60,6 @@ def wide_logits(hidden: Tensor, experts: Tensor, scales: Tensor | None) -> Tenso
         for part in expert_chunks(experts):
             logits[:, part] = hidden @ experts[part].to(work).T
     return logits if scales is None else logits.mul_(scales)
-
-
-def inverse_norms(experts: Tensor) -> Tensor:
-    """1/|w_e| in float32 or wider, 0 for a zero row: [E, D] -> [E]."""
-    work = torch.promote_types(experts.dtype, torch.float32)
-    inverse = torch.empty(experts.shape[0], dtype=work, device=experts.device)
-    for part in expert_chunks(experts):
-        square = experts[part].to(work).square().sum(-1)
-        inverse[part] = square.where(square > 0, torch.inf).rsqrt()
-    return inverse
 
 
 def expert_chunks(experts: Tensor) -> list[slice]:

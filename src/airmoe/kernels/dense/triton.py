@@ -16,6 +16,7 @@ from airmoe.kernels.assign.triton import bfloat16_parts
 from airmoe.kernels.chosen_logits.triton import inverse_norms
 from airmoe.kernels.dense.stream_triton import StreamedColumns, can_stream
 from airmoe.kernels.noise import Noise
+from airmoe.kernels.operators import operator
 from airmoe.kernels.shortlist.triton import (
     BestColumns,
     Tables,
@@ -95,7 +96,7 @@ def _best_first(ids: Tensor, scores: Tensor) -> Tensor:
     return ordered
 
 
-@torch.library.custom_op("airmoe::best_experts", mutates_args=())
+@operator("airmoe::best_experts")
 def best_experts_op(
     hidden: Tensor,
     experts: Tensor,
@@ -115,17 +116,16 @@ def best_experts_op(
     if ids.numel() == 0:
         return ids.long()
     noise = None if row_keys is None else Noise(row_keys, noise_std)
-    with torch.cuda.device_of(hidden):
-        tables = _tables(hidden, experts, noise, normalize)
-        best = _finder(tables, count)
-        if not ordered:
-            for rows in best.chunks():
-                best.find(rows, ids[rows])
-            return ids
-        scores = torch.empty(num_tokens, count, dtype=torch.float32, device=device)
+    tables = _tables(hidden, experts, noise, normalize)
+    best = _finder(tables, count)
+    if not ordered:
         for rows in best.chunks():
-            best.find(rows, ids[rows], scores[rows])
-        return _best_first(ids, scores)
+            best.find(rows, ids[rows])
+        return ids
+    scores = torch.empty(num_tokens, count, dtype=torch.float32, device=device)
+    for rows in best.chunks():
+        best.find(rows, ids[rows], scores[rows])
+    return _best_first(ids, scores)
 
 
 def _finder(tables: Tables, count: int) -> BestColumns | StreamedColumns:

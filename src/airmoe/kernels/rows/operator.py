@@ -7,34 +7,31 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from airmoe.kernels.operators import operator
 from airmoe.kernels.rows.triton import row_dots, row_sums, row_totals, sort_entries
 
 
-@torch.library.custom_op("airmoe::gather_dot", mutates_args=())
+@operator("airmoe::gather_dot")
 def gather_dot(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     """<queries[q], table[ids[q, j]]>: [Q, J] in the dtype of the queries."""
-    with torch.cuda.device_of(queries):
-        queries, table, ids = queries.contiguous(), table.contiguous(), ids.contiguous()
-        return row_dots(queries, [table], ids, queries.dtype)[0]
+    queries, table, ids = queries.contiguous(), table.contiguous(), ids.contiguous()
+    return row_dots(queries, [table], ids, queries.dtype)[0]
 
 
-@torch.library.custom_op("airmoe::gather_total", mutates_args=())
+@operator("airmoe::gather_total")
 def gather_total(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     """sum_j weights[q, j] * table[ids[q, j]]: [Q, D] in the dtype of the table."""
-    with torch.cuda.device_of(weights):
-        pair = weights.contiguous(), table.contiguous()
-        return row_totals([pair], ids.contiguous(), table.dtype)
+    pair = weights.contiguous(), table.contiguous()
+    return row_totals([pair], ids.contiguous(), table.dtype)
 
 
-@torch.library.custom_op("airmoe::scatter_total", mutates_args=())
+@operator("airmoe::scatter_total")
 def scatter_total(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor:
     """weights[q, j] * rows[q] summed into row ids[q, j]: [num_out, D] in the dtype of the rows."""
-    with torch.cuda.device_of(weights):
-        entries = sort_entries(ids, num_out)
-        return row_sums([weights.contiguous()], rows.contiguous(), entries, rows.dtype)[0]
+    entries = sort_entries(ids, num_out)
+    return row_sums([weights.contiguous()], rows.contiguous(), entries, rows.dtype)[0]
 
 
 @gather_dot.register_fake

@@ -13,6 +13,8 @@ from airmoe.kernels.cell_experts.activations import Activation
 from airmoe.kernels.precision import own_precision
 from airmoe.kernels.token_experts import reference
 
+SMALL_BATCH = 64  # tokens up to which fetching the chosen beats products over pools
+
 
 @own_precision
 def token_experts(

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from airmoe.kernels.operators import operator
 from airmoe.kernels.rows.triton import row_dots, row_sums, row_totals, sort_entries
+from airmoe.kernels.token_experts import SMALL_BATCH
 from airmoe.kernels.token_experts.reference import neuron_rows
 from airmoe.kernels.token_experts.small_batch_triton import small_batch
 from airmoe.kernels.token_experts.triton import compact_gates, weigh, weigh_grads
 
-SMALL_BATCH = 64  # tokens up to which the kernels of a small batch run
 
-
-@torch.library.custom_op("airmoe::token_experts", mutates_args=())
+@operator("airmoe::token_experts")
 def token_experts(
     hidden: Tensor,
     gate: Tensor | None,
@@ -36,30 +35,29 @@ def token_experts(
 
     Without `keep` the latter are empty, as is that of gate where there is none.
     """
-    with torch.cuda.device_of(hidden):
-        hidden, up, down = hidden.contiguous(), up.contiguous(), down.contiguous()
-        gate = None if gate is None else gate.contiguous()
-        weights, expert_ids = weights.contiguous(), expert_ids.contiguous()
-        nothing = hidden.new_empty(0), hidden.new_empty(0)
-        if 0 < hidden.shape[0] <= SMALL_BATCH and expert_ids.shape[1] > 0:
-            pre_up, pre_gate = nothing
-            if keep:
-                pre_up, pre_gate = _empty_pre(hidden, gate, expert_ids, expert_size)
-            output = small_batch(
-                hidden, gate, up, down, weights, expert_ids, (pre_up, pre_gate),
-                activation, expert_size, keep,
-            )  # fmt: skip
-            return output, pre_up, pre_gate
-        neurons = neuron_rows(expert_ids, expert_size)
-        tables = [up] if gate is None else [up, gate]
-        dots = row_dots(hidden, tables, neurons, hidden.dtype)
-        weighted = weigh(dots[0], dots[-1], weights, activation, expert_size)
-        output = row_totals([(weighted, down)], neurons, hidden.dtype)
-        pre = (dots[0], nothing[1] if gate is None else dots[1]) if keep else nothing
-        return output, *pre
+    hidden, up, down = hidden.contiguous(), up.contiguous(), down.contiguous()
+    gate = None if gate is None else gate.contiguous()
+    weights, expert_ids = weights.contiguous(), expert_ids.contiguous()
+    nothing = hidden.new_empty(0), hidden.new_empty(0)
+    if 0 < hidden.shape[0] <= SMALL_BATCH and expert_ids.shape[1] > 0:
+        pre_up, pre_gate = nothing
+        if keep:
+            pre_up, pre_gate = _empty_pre(hidden, gate, expert_ids, expert_size)
+        output = small_batch(
+            hidden, gate, up, down, weights, expert_ids, (pre_up, pre_gate),
+            activation, expert_size, keep,
+        )  # fmt: skip
+        return output, pre_up, pre_gate
+    neurons = neuron_rows(expert_ids, expert_size)
+    tables = [up] if gate is None else [up, gate]
+    dots = row_dots(hidden, tables, neurons, hidden.dtype)
+    weighted = weigh(dots[0], dots[-1], weights, activation, expert_size)
+    output = row_totals([(weighted, down)], neurons, hidden.dtype)
+    pre = (dots[0], nothing[1] if gate is None else dots[1]) if keep else nothing
+    return output, *pre
 
 
-@torch.library.custom_op("airmoe::token_experts_backward", mutates_args=())
+@operator("airmoe::token_experts_backward")
 def token_experts_backward(
     grad_output: Tensor,
     hidden: Tensor,
@@ -78,29 +76,28 @@ def token_experts_backward(
     names = ("hidden", "gate", "up", "down", "weights")
     want = {name for name, is_wanted in zip(names, wanted, strict=True) if is_wanted}
     grads: dict[str, Tensor] = {}
-    with torch.cuda.device_of(hidden):
-        grad_output, hidden, weights = (t.contiguous() for t in (grad_output, hidden, weights))
-        neurons = neuron_rows(expert_ids.contiguous(), expert_size)
-        activations = (
-            pre_up, pre_up if gate is None else pre_gate, weights, activation, expert_size
-        )  # fmt: skip
-        entries = sort_entries(neurons, up.shape[0]) if want & {"gate", "up", "down"} else None
-        if entries is not None and "down" in want:
-            factors = [weigh(*activations)]
-            (grads["down"],) = row_sums(factors, grad_output, entries, down.dtype)
-        if want - {"down"}:
-            (grad_weighted,) = row_dots(grad_output, [down.contiguous()], neurons, torch.float32)
-            grad_up, grad_gate, grads["weights"] = weigh_grads(grad_weighted, *activations)
-            del grad_weighted
-            through = {"up": (grad_up, up)} | ({} if gate is None else {"gate": (grad_gate, gate)})
-            if "hidden" in want:
-                pairs = [(factor, table.contiguous()) for factor, table in through.values()]
-                grads["hidden"] = row_totals(pairs, neurons, hidden.dtype)
-            tables = [name for name in through if name in want]
-            if entries is not None and tables:
-                factors = [through[name][0] for name in tables]
-                sums = row_sums(factors, hidden, entries, up.dtype)
-                grads.update(zip(tables, sums, strict=True))
+    grad_output, hidden, weights = (t.contiguous() for t in (grad_output, hidden, weights))
+    neurons = neuron_rows(expert_ids.contiguous(), expert_size)
+    activations = (
+        pre_up, pre_up if gate is None else pre_gate, weights, activation, expert_size
+    )  # fmt: skip
+    entries = sort_entries(neurons, up.shape[0]) if want & {"gate", "up", "down"} else None
+    if entries is not None and "down" in want:
+        factors = [weigh(*activations)]
+        (grads["down"],) = row_sums(factors, grad_output, entries, down.dtype)
+    if want - {"down"}:
+        (grad_weighted,) = row_dots(grad_output, [down.contiguous()], neurons, torch.float32)
+        grad_up, grad_gate, grads["weights"] = weigh_grads(grad_weighted, *activations)
+        del grad_weighted
+        through = {"up": (grad_up, up)} | ({} if gate is None else {"gate": (grad_gate, gate)})
+        if "hidden" in want:
+            pairs = [(factor, table.contiguous()) for factor, table in through.values()]
+            grads["hidden"] = row_totals(pairs, neurons, hidden.dtype)
+        tables = [name for name in through if name in want]
+        if entries is not None and tables:
+            factors = [through[name][0] for name in tables]
+            sums = row_sums(factors, hidden, entries, up.dtype)
+            grads.update(zip(tables, sums, strict=True))
     return [grads[name] for name in names if name in want]
 
 
@@ -112,17 +109,8 @@ def _empty_pre(
 
 
 @token_experts.register_fake
-def _(
-    hidden: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    expert_ids: Tensor,
-    activation: str,
-    expert_size: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, expert_ids, _activation, expert_size, keep = rest
     pre = (hidden.new_empty(0), hidden.new_empty(0))
     if keep:
         pre = _empty_pre(hidden, gate, expert_ids, expert_size)
@@ -130,22 +118,8 @@ def _(
 
 
 @token_experts_backward.register_fake
-def _(
-    grad_output: Tensor,
-    hidden: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    expert_ids: Tensor,
-    pre_up: Tensor,
-    pre_gate: Tensor,
-    activation: str,
-    expert_size: int,
-    wanted: list[bool],
-) -> list[Tensor]:
-    inputs = (hidden, gate, up, down, weights)
-    chosen = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want]
+def _(_grad_output: Tensor, *inputs: Any) -> list[Tensor]:
+    chosen = [tensor for tensor, want in zip(inputs[:5], inputs[-1], strict=True) if want]
     return [tensor.new_empty(tensor.shape) for tensor in chosen if tensor is not None]
 
 

@@ -134,10 +134,9 @@ def compact_gates(
     weights = torch.empty(num_rows, count, dtype=gates.dtype, device=device)
     if expert_ids.numel() == 0:
         return expert_ids, weights
-    with torch.cuda.device_of(gates):
-        _compact_kernel[(num_rows,)](
-            gates.contiguous(), pools.contiguous(), cell_of_row, expert_ids, weights,
-            POOL=pool, COUNT=count, BLOCK_M=min(triton.next_power_of_2(pool), COMPACT_BLOCK),
-            BLOCK_C=min(triton.next_power_of_2(count), COMPACT_BLOCK), num_warps=NUM_WARPS,
-        )  # fmt: skip
+    _compact_kernel[(num_rows,)](
+        gates.contiguous(), pools.contiguous(), cell_of_row, expert_ids, weights,
+        POOL=pool, COUNT=count, BLOCK_M=min(triton.next_power_of_2(pool), COMPACT_BLOCK),
+        BLOCK_C=min(triton.next_power_of_2(count), COMPACT_BLOCK), num_warps=NUM_WARPS,
+    )  # fmt: skip
     return expert_ids, weights
