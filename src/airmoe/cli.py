@@ -275,6 +275,12 @@ def bench(
     activations: Annotated[
         Path | None, typer.Option(help="hidden states for paper-captured, .safetensors")
     ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="with --step: train on what `prepare` wrote, then time")
+    ] = None,
+    capture: Annotated[
+        Path | None, typer.Option(help="with --step: write --activations of the model here")
+    ] = None,
     figure: Annotated[
         Path | None, typer.Option(help="draw here; without anything to measure: stored results")
     ] = None,
@@ -292,6 +298,8 @@ def bench(
         repeats=repeats,
         out=out,
         activations=activations,
+        data=data,
+        capture=capture,
         figure=figure,
     )
     console = Console()

@@ -160,6 +160,9 @@ class AirMoeModel(AirMoePreTrainedModel):
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
+        # Positions of the caller may pack several texts into a row, which masks must part. Looking
+        # for that reads them on the host, which our own are spared.
+        packing = position_ids
         if position_ids is None:
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0) + past
@@ -168,7 +171,7 @@ class AirMoeModel(AirMoePreTrainedModel):
             inputs_embeds=hidden,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
-            position_ids=position_ids,
+            position_ids=packing,
         )
         position_embeddings = self.rotary_emb(hidden, position_ids=position_ids)
         token_mask = token_mask_of(attention_mask, hidden.shape[1])

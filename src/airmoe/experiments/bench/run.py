@@ -45,6 +45,8 @@ class Options:
     repeats: int = 20
     out: Path = Path("benchmarks/results")
     activations: Path | None = None
+    data: Path | None = None
+    capture: Path | None = None
     figure: Path | None = None
 
     def check(self) -> None:
@@ -61,6 +63,13 @@ class Options:
         if not self.wanted([*offered, *(steps.WAYS if self.step else ())]):
             rule = "is in none of the cases"
             raise ConfigError("bench.only", ", ".join(self.only), rule, "Name another case.")
+        for name in ("data", "capture"):
+            if getattr(self, name) is not None and not self.step:
+                rule = "is for whole training steps"
+                raise ConfigError(f"bench.{name}", str(getattr(self, name)), rule, "Add --step.")
+        if self.capture is not None and "eager" not in self.wanted(steps.WAYS):
+            rule = "is written by the way `eager`"
+            raise ConfigError("bench.capture", str(self.capture), rule, "Add --only eager.")
         if self.repeats < 1:
             raise ConfigError("bench.repeats", self.repeats, "must be >= 1", "Give 1 or more.")
         if not self.quick and not self.draws_only and best_device().type == "cpu":
@@ -151,18 +160,23 @@ class Bench:
 
     def _step(self) -> dict[str, Any]:
         shape = steps.TOY if self.options.quick else steps.FULL
-        name = "step-quick" if self.options.quick else "step"
-        text = (
+        name = "step" if self.options.data is None else "step-text"
+        name += "-quick" if self.options.quick else ""
+        data, capture = self.options.data, self.options.capture
+        text = None if data is None else steps.open_text(data, shape)
+        kind = "random tokens" if text is None else f"text, after {steps.TEXT_STEPS} steps of it"
+        shape_text = (
             f"{shape.size}, {shape.num_sequences} x {shape.block_size} tokens, "
-            f"{shape.vocab_size:,} token ids, bfloat16 autocast"
+            f"{shape.vocab_size:,} token ids, bfloat16 autocast, {kind}"
         )
-        self._say(f"{name}: {text}")
-        content = self._header(name, text, "step") | {"shape": asdict(shape)}
+        self._say(f"{name}: {shape_text}")
+        content = self._header(name, shape_text, "step") | {"shape": asdict(shape)}
         keys = self.options.wanted(steps.WAYS)
 
         def job(key: str) -> Callable[[], Result]:
-            way = steps.WAYS[key]
-            return lambda: steps.measure_step(way, shape, self.timer, self.limits, SEED)
+            way, wanted = steps.WAYS[key], capture if key == "eager" else None
+            setting = (shape, self.timer, self.limits, SEED, text, wanted)
+            return lambda: steps.measure_step(way, *setting)
 
         self._measure(content, {steps.WAYS[key].name: job(key) for key in keys})
         print_step(self.console, content)

@@ -1,7 +1,10 @@
-"""Whole training steps of the `small` model on random tokens: tokens per second.
+"""Whole training steps of the `small` model: tokens per second.
 
 A step is forward and backward under bfloat16 autocast, clipping, the optimizer, and the refresh of
 the shortlists that the next forward does. A new way to run it is one more line in `WAYS`.
+
+On random tokens the hidden states stay alike and fall into a few cells. On prepared text steps are
+timed after enough training that the codebook has spread, as it is for nearly all of a run.
 """
 
 from __future__ import annotations
@@ -9,20 +12,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from airmoe.data.blocks import BlockDataset
+from airmoe.data.prepared import open_prepared
+from airmoe.errors import ConfigError
 from airmoe.experiments.bench.measure import Result, guarded
 from airmoe.experiments.bench.timing import Limits, Step, Timer, peak_bytes, sample
 from airmoe.experiments.presets import preset
 from airmoe.kernels.backend import backend_for
+from airmoe.metrics.usage import codeword_usage
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM, model_size
-from airmoe.routers import track_optimizer
+from airmoe.moe import MoELayer
+from airmoe.routers import AirRouter, track_optimizer
 
 NUM_BATCHES = 4
 WARMUP_STEPS = 5  # a compiled step is compiled in the first ones
+TEXT_STEPS = 300  # before the clock, and batches of text that take turns
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,9 @@ WAYS = {
 class TrainingStep:
     """A model, its optimizer and some batches; call it with the number of the step."""
 
-    def __init__(self, shape: StepShape, way: Way, timer: Timer, seed: int) -> None:
+    def __init__(
+        self, shape: StepShape, way: Way, timer: Timer, seed: int, text: BlockDataset | None = None
+    ) -> None:
         recipe = preset(shape.size).training
         torch.manual_seed(seed)
         model = AirMoeForCausalLM(shape.config()).train()
@@ -102,10 +115,8 @@ class TrainingStep:
             capturable=way.captured,
         )
         track_optimizer(self.model, self.optimizer)
-        size = (shape.num_sequences, shape.block_size)
-        self.batches = [
-            torch.randint(shape.vocab_size, size, device=timer.device) for _ in range(NUM_BATCHES)
-        ]
+        batches = _random_batches(shape) if text is None else _text_batches(shape, text)
+        self.batches = [batch.to(timer.device) for batch in batches]
         self.losses: list[Tensor] = []
 
     def capture(self) -> Step:
@@ -162,7 +173,41 @@ class TrainingStep:
         return marks
 
 
-def measure_step(way: Way, shape: StepShape, timer: Timer, limits: Limits, seed: int) -> Result:
+def _random_batches(shape: StepShape) -> list[Tensor]:
+    size = (shape.num_sequences, shape.block_size)
+    return [torch.randint(shape.vocab_size, size) for _ in range(NUM_BATCHES)]
+
+
+def open_text(folder: Path, shape: StepShape) -> BlockDataset:
+    """The training split that `airmoe prepare` wrote, checked against the model."""
+    prepared = open_prepared(folder)
+    words = prepared.manifest.tokenizer.vocab_size
+    if words > shape.vocab_size:
+        rule = f"has {words} token ids, the model {shape.vocab_size}"
+        raise ConfigError("bench.data", str(folder), rule, "Prepare it with a smaller tokenizer.")
+    blocks = prepared.blocks("train", shape.block_size)
+    if len(blocks) < shape.num_sequences:
+        rule = f"must have {shape.num_tokens} tokens for one step, it has {blocks.num_tokens}"
+        raise ConfigError("bench.data", str(folder), rule, "Prepare more text.")
+    return blocks
+
+
+def _text_batches(shape: StepShape, text: BlockDataset) -> list[Tensor]:
+    count = min(TEXT_STEPS, len(text) // shape.num_sequences)
+    order = torch.randperm(len(text))[: count * shape.num_sequences].tolist()
+    blocks = torch.stack([text[index]["input_ids"] for index in order])
+    return list(blocks.split(shape.num_sequences))
+
+
+def measure_step(
+    way: Way,
+    shape: StepShape,
+    timer: Timer,
+    limits: Limits,
+    seed: int,
+    text: BlockDataset | None = None,
+    activations: Path | None = None,
+) -> Result:
     """Tokens per second of one way; a step that learns nothing gets no time."""
     result = Result(way.key, way.name, "air")
     if way.gpu_only and not timer.on_gpu:
@@ -170,8 +215,10 @@ def measure_step(way: Way, shape: StepShape, timer: Timer, limits: Limits, seed:
         return result
 
     def attempt() -> None:
-        step = TrainingStep(shape, way, timer, seed)
+        step = TrainingStep(shape, way, timer, seed, text)
         _measure(step, shape, limits, result, captured=way.captured)
+        if activations is not None:
+            write_activations(step, activations)
 
     return guarded(result, attempt)
 
@@ -181,11 +228,13 @@ def _measure(
 ) -> None:
     result.backend = backend_for(step.timer.device, torch.bfloat16)
     result.parameter_bytes = sum(parameter.nbytes for parameter in step.model.parameters())
+    rounds = max(WARMUP_STEPS, len(step.batches))
     for number in range(WARMUP_STEPS):
         step(number)
     result.peak_bytes = peak_bytes(step.timer, lambda: step(0))
     result.captured = captured
-    laps = sample(step.timer, step.capture() if captured else step, limits)
+    run = step.capture() if captured else step
+    laps = sample(step.timer, run, limits, warmup=rounds)
     losses = torch.stack(step.losses).tolist()
     if not (all(math.isfinite(loss) for loss in losses) and losses[-1] < losses[0]):
         result.status = "wrong"
@@ -200,9 +249,41 @@ def _measure(
             "backward": [lap[1] for lap in laps],
             "clipping and optimizer": [lap[2] for lap in laps],
         }
+    layer = _moe_layer(step.model)
+    assert isinstance(layer.router, AirRouter)
     result.work = {
         "num_tokens": shape.num_tokens,
         "tokens_per_second": [1e3 * shape.num_tokens / ms for ms in result.total_ms],
         "first_loss": losses[0],
         "last_loss": losses[-1],
+        "codeword_perplexity": codeword_usage(layer.router.codebook.counts.cpu()).perplexity,
     }
+
+
+def _moe_layer(model: AirMoeForCausalLM) -> MoELayer:
+    return next(module for module in model.modules() if isinstance(module, MoELayer))
+
+
+@torch.no_grad()
+def write_activations(step: TrainingStep, path: Path) -> None:
+    """What the first mixture layer of the trained model is given, for `paper-captured`."""
+    layer = _moe_layer(step.model)
+    assert isinstance(layer.router, AirRouter)
+    hidden: list[Tensor] = []
+    hook = layer.register_forward_pre_hook(
+        lambda _, inputs: hidden.append(inputs[0].flatten(0, 1).bfloat16().cpu())
+    )
+    step.model.eval()
+    for ids in step.batches[:NUM_BATCHES]:
+        with torch.autocast(step.timer.device.type, dtype=torch.bfloat16):
+            step.model(input_ids=ids, labels=ids)
+    hook.remove()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {
+            "hidden": torch.cat(hidden),
+            "codewords": layer.router.codebook.codewords.cpu(),
+            "centroids": layer.router.centroids.bfloat16().cpu(),
+        },
+        path,
+    )

@@ -1,7 +1,8 @@
 """Gates of cells in one go: fine scores, the K best, their softmax (Alg. 1, line 10; Eq. 2).
 
-The same as `cell_scores` followed by `top_k_gates`, which is its definition, but scores are never
-kept. For one row per token, on Triton only: on a CPU the two steps are the faster way.
+The same as `cell_scores` followed by `top_k_gates`, which is its definition, but scores are not
+kept unless the products are float32. For one row per token, on Triton only: on a CPU the two steps
+are the faster way.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class CellGates:
     gates: Tensor  # [N, M], 0 = not chosen
     log_z: Tensor  # [N] logsumexp over all M candidates, 0 for tokens that do not count
     _probs: Tensor  # [E] zeros: carries the gradient of `expert_probs`
+    _scores: Tensor  # [N, M] where they are kept, else empty
     _operands: tuple[Tensor, Tensor, Tensor | None, Noise | None]
     _cells: Cells
     _token_weights: Tensor  # [T]
@@ -38,7 +40,7 @@ class CellGates:
                 hidden, centroids, inverse_norms,
                 None if noise is None else noise.row_keys, 0.0 if noise is None else noise.std,
                 tiles.cells, tiles.first_rows, tiles.rows, tiles.block,
-                cells.offsets, cells.token_ids, cells.pools,
+                cells.offsets, cells.token_ids, cells.pools, self._scores.detach(),
                 self.log_z.detach(), self._token_weights,
             )  # fmt: skip
             values = cells.reverse_index(centroids.shape[0]).sum_by_expert(sums)
@@ -68,11 +70,11 @@ def cell_gates(
         work = torch.promote_types(work, torch.float32)
     hidden, centroids = hidden.to(work).contiguous(), centroids.to(work).contiguous()
     tiles, reverse = cells.row_tiles(), cells.reverse_index(centroids.shape[0])
-    gates, log_z, probs = torch.ops.airmoe.cell_gates(
+    gates, log_z, probs, scores = torch.ops.airmoe.cell_gates(
         hidden, centroids, inverse_norms,
         None if noise is None else noise.row_keys, 0.0 if noise is None else noise.std,
         tiles.cells, tiles.first_rows, tiles.rows, tiles.block, cells.offsets, cells.token_ids,
         cells.pools, reverse.entries, reverse.starts, valid, token_weights.float(), top_k,
     )  # fmt: skip
     operands = (hidden.detach(), centroids.detach(), inverse_norms, noise)
-    return CellGates(gates, log_z, probs, operands, cells, token_weights.float())
+    return CellGates(gates, log_z, probs, scores, operands, cells, token_weights.float())

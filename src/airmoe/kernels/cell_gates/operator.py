@@ -1,6 +1,7 @@
 """`airmoe::cell_gates`: scores, selection and gates as one operator.
 
-Its third output, `probs`, is zero. It carries a gradient: the mean probabilities are computed only
+Its outputs are gates, log Z, `probs` and the scores where they are kept, else nothing. `probs` is
+zero. It carries a gradient: the mean probabilities are computed only
 when somebody reads them, added to it, and their gradient then arrives here with the others, so that
 hidden states and centroids are multiplied once for all of them.
 """
@@ -39,22 +40,25 @@ def _forward(
     valid: Tensor,
     token_weights: Tensor,
     top_k: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     noise = None if row_keys is None else Noise(row_keys, noise_std)
     tiles = RowTiles(tile_cells, tile_first, tile_rows, block)
     scored = Scored(hidden, centroids, inverse_norms, noise, tiles, offsets, token_ids, pools)
-    gates, log_z = make_gates(scored, valid, top_k)
-    return gates, log_z, log_z.new_zeros(centroids.shape[0])
+    gates, log_z, scores = make_gates(scored, valid, top_k)
+    probs = log_z.new_zeros(centroids.shape[0])
+    return gates, log_z, probs, log_z.new_empty(0) if scores is None else scores
 
 
 @_forward.register_fake
-def _(hidden: Tensor, centroids: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(hidden: Tensor, centroids: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     token_ids, pools = rest[8:10]
-    rows = token_ids.shape[0]
+    shape = (token_ids.shape[0], pools.shape[1])
+    kept = shape if hidden.dtype == torch.float32 else 0
     return (
-        hidden.new_empty(rows, pools.shape[1]),
-        hidden.new_empty(rows, dtype=torch.float32),
+        hidden.new_empty(shape),
+        hidden.new_empty(shape[0], dtype=torch.float32),
         hidden.new_empty(centroids.shape[0], dtype=torch.float32),
+        hidden.new_empty(kept, dtype=torch.float32),
     )
 
 
@@ -80,6 +84,7 @@ def _backward(
     token_weights: Tensor,
     gates: Tensor,
     log_z: Tensor,
+    kept: Tensor,
     top_k: int,
     want_hidden: bool,
     want_centroids: bool,
@@ -88,8 +93,9 @@ def _backward(
     tiles = RowTiles(tile_cells, tile_first, tile_rows, block)
     scored = Scored(hidden, centroids, inverse_norms, noise, tiles, offsets, token_ids, pools)
     grads = score_grads(
-        scored, gates, log_z, token_weights, grad_gates, grad_log_z, grad_probs, top_k=top_k
-    )
+        scored, gates, log_z, token_weights, kept if scored.keeps_scores else None,
+        grad_gates, grad_log_z, grad_probs, top_k=top_k,
+    )  # fmt: skip
     grad_hidden = hidden.new_empty(0)
     if want_hidden:
         pairs = [(grads, centroids)]
@@ -135,12 +141,16 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
         hidden, centroids, inverse_norms, row_keys, cells, first, rows,
-        offsets, token_ids, pools, entries, starts, weights, output[0], output[1],
+        offsets, token_ids, pools, entries, starts, weights, output[0], output[1], output[3],
     )  # fmt: skip
 
 
 def _autograd(
-    ctx: Any, grad_gates: Tensor | None, grad_log_z: Tensor | None, grad_probs: Tensor | None
+    ctx: Any,
+    grad_gates: Tensor | None,
+    grad_log_z: Tensor | None,
+    grad_probs: Tensor | None,
+    _grad_scores: None,
 ) -> tuple[Tensor | None, ...]:
     hidden, centroids, inverse_norms, row_keys, cells, first, rows, *rest = ctx.saved_tensors
     noise_std, block, top_k = ctx.fixed

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from airmoe.kernels.cell_gates import triton
+from airmoe.kernels.cell_gates import statistics_triton
 from airmoe.kernels.cell_gates.triton import Scored
 from airmoe.kernels.cells.tiles import RowTiles
 from airmoe.kernels.noise import Noise
@@ -17,7 +17,7 @@ from airmoe.kernels.operators import operator
 @operator("airmoe::counts_per_entry")
 def counts_per_entry(gates: Tensor, offsets: Tensor, pools: Tensor) -> Tensor:
     """How many rows of each cell chose each of its experts: [G, M] int32."""
-    return triton.counts_per_entry(gates, offsets, pools)
+    return statistics_triton.counts_per_entry(gates, offsets, pools)
 
 
 @counts_per_entry.register_fake
@@ -39,6 +39,7 @@ def probs_per_entry(
     offsets: Tensor,
     token_ids: Tensor,
     pools: Tensor,
+    kept: Tensor,
     log_z: Tensor,
     token_weights: Tensor,
 ) -> Tensor:
@@ -46,7 +47,9 @@ def probs_per_entry(
     noise = None if row_keys is None else Noise(row_keys, noise_std)
     tiles = RowTiles(tile_cells, tile_first, tile_rows, block)
     scored = Scored(hidden, centroids, inverse_norms, noise, tiles, offsets, token_ids, pools)
-    return triton.probs_per_entry(scored, log_z, token_weights)
+    return statistics_triton.probs_per_entry(
+        scored, kept if scored.keeps_scores else None, log_z, token_weights
+    )
 
 
 @probs_per_entry.register_fake
