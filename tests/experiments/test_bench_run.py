@@ -59,7 +59,7 @@ def test_all_contenders_in_one_run(tmp_path: Path) -> None:
         assert result["work"]["total_floor_ms"] > result["work"]["forward_floor_ms"] > 0
     assert set(results["air-reference"]["apart_ms"]) == {
         "codebook update",
-        "refresh (1/|w|, shortlists)",
+        "refresh (1/|w|, shortlists, reverse index)",
         "casts from float32",
         "zeroed gradient buffers",
     }

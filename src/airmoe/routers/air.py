@@ -296,7 +296,9 @@ class AirRouter(CentroidRouter):
                 reverse = ReverseIndex(reverse.entries.clone(), reverse.starts.clone())
             self._fresh = False
         codeword_ids = self.codebook.nearest(tokens.hidden, self.config.probes)
-        codewords = self.codebook.codewords.clone()
+        codewords = self.codebook.codewords
+        if self.training:  # the next micro-batch moves them, maybe before somebody reads this one
+            codewords = codewords.clone()
         key = self.current_noise_key()
         return AirPlan(key, codeword_ids, shortlists, scale, reverse, codewords)
 
@@ -360,7 +362,6 @@ class AirRouter(CentroidRouter):
             self.centroids,
             cells,
             tokens.valid,
-            tokens.weights,
             config.top_k,
             inverse_norms=plan.inverse_norms,
             noise=noise,

@@ -52,4 +52,4 @@ def read_tokens(label: str, dim: int, hidden: Tensor, mask: Tensor | None) -> To
                 "Give True for real tokens and False for padding.",
             )
         valid = valid & mask
-    return Tokens(hidden.masked_fill(~valid.unsqueeze(-1), 0), valid)
+    return Tokens(torch.where(valid.unsqueeze(-1), hidden, 0), valid)

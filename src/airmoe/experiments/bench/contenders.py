@@ -272,7 +272,7 @@ class Air(OwnLayer):
 
         return {
             "codebook update": lambda: self.router.observe(batch),
-            "refresh (1/|w|, shortlists)": self.router.rebuild_shortlists,
+            "refresh (1/|w|, shortlists, reverse index)": self.router.rebuild_shortlists,
             "casts from float32": cast,
             "zeroed gradient buffers": make_gradients,
         }

@@ -148,6 +148,15 @@ def in_graphs(
     return step
 
 
+def action_in_graph(timer: Timer, action: Callable[[], Any]) -> Callable[[], Any]:
+    """An action without input, replayed from a CUDA graph."""
+    _warm_up(timer, action)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        action()
+    return graph.replay
+
+
 def _warm_up(timer: Timer, action: Callable[[], Any]) -> None:
     """A few runs on a stream of their own, as capture wants it."""
     stream = torch.cuda.Stream(timer.device)

@@ -23,14 +23,14 @@ class CellGates:
 
     gates: Tensor  # [N, M], 0 = not chosen
     log_z: Tensor  # [N] logsumexp over all M candidates, 0 for tokens that do not count
-    _probs: Tensor  # [E] zeros: carries the gradient of `expert_probs`
+    _probs: Tensor  # [E] zeros that carry the gradient of `expert_probs`, empty without one
     _scores: Tensor  # [N, M] where they are kept, else empty
     _operands: tuple[Tensor, Tensor, Tensor | None, Noise | None]
     _cells: Cells
-    _token_weights: Tensor  # [T]
+    _valid: Tensor  # [T]
 
     def expert_probs(self) -> Tensor:
-        """[E] weighted sum over tokens of the softmax over their candidates, differentiable."""
+        """[E] mean over valid tokens of the softmax over their candidates, differentiable."""
         from airmoe.kernels.cell_gates.statistics import probs_per_entry
 
         hidden, centroids, inverse_norms, noise = self._operands
@@ -41,10 +41,11 @@ class CellGates:
                 None if noise is None else noise.row_keys, 0.0 if noise is None else noise.std,
                 tiles.cells, tiles.first_rows, tiles.rows, tiles.block,
                 cells.offsets, cells.token_ids, cells.pools, self._scores.detach(),
-                self.log_z.detach(), self._token_weights,
+                self.log_z.detach(), self._valid,
             )  # fmt: skip
             values = cells.reverse_index(centroids.shape[0]).sum_by_expert(sums)
-        return self._probs + values
+        sums = self._probs + values if self._probs.numel() else values
+        return sums / self._valid.sum().clamp_min(1)
 
 
 @own_precision
@@ -53,13 +54,12 @@ def cell_gates(
     centroids: Tensor,
     cells: Cells,
     valid: Tensor,
-    token_weights: Tensor,
     top_k: int,
     *,
     inverse_norms: Tensor | None = None,
     noise: Noise | None = None,
 ) -> CellGates:
-    """hidden [T, D], centroids [E, D], one cell per token; valid, token_weights [T].
+    """hidden [T, D], centroids [E, D], one cell per token; valid [T] bool.
 
     Gates have the dtype of the products: the wider of hidden's and the centroids'.
     """
@@ -74,7 +74,8 @@ def cell_gates(
         hidden, centroids, inverse_norms,
         None if noise is None else noise.row_keys, 0.0 if noise is None else noise.std,
         tiles.cells, tiles.first_rows, tiles.rows, tiles.block, cells.offsets, cells.token_ids,
-        cells.pools, reverse.entries, reverse.starts, valid, token_weights.float(), top_k,
+        cells.pools, reverse.entries, reverse.starts, valid, top_k,
+        torch.is_grad_enabled(),
     )  # fmt: skip
     operands = (hidden.detach(), centroids.detach(), inverse_norms, noise)
-    return CellGates(gates, log_z, probs, scores, operands, cells, token_weights.float())
+    return CellGates(gates, log_z, probs, scores, operands, cells, valid)

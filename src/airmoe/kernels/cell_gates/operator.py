@@ -1,9 +1,9 @@
 """`airmoe::cell_gates`: scores, selection and gates as one operator.
 
 Its outputs are gates, log Z, `probs` and the scores where they are kept, else nothing. `probs` is
-zero. It carries a gradient: the mean probabilities are computed only
-when somebody reads them, added to it, and their gradient then arrives here with the others, so that
-hidden states and centroids are multiplied once for all of them.
+zero. It carries a gradient: the sums of the probabilities are computed only when somebody reads
+them, added to it, and their gradient then arrives here with the others, so that hidden states and
+centroids are multiplied once for all of them.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def _forward(
     entries: Tensor,
     starts: Tensor,
     valid: Tensor,
-    token_weights: Tensor,
     top_k: int,
+    carry_probs: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     noise = None if row_keys is None else Noise(row_keys, noise_std)
     tiles = RowTiles(tile_cells, tile_first, tile_rows, block)
     scored = Scored(hidden, centroids, inverse_norms, noise, tiles, offsets, token_ids, pools)
     gates, log_z, scores = make_gates(scored, valid, top_k)
-    probs = log_z.new_zeros(centroids.shape[0])
+    probs = log_z.new_zeros(centroids.shape[0] if carry_probs else 0)
     return gates, log_z, probs, log_z.new_empty(0) if scores is None else scores
 
 
@@ -57,7 +57,7 @@ def _(hidden: Tensor, centroids: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return (
         hidden.new_empty(shape),
         hidden.new_empty(shape[0], dtype=torch.float32),
-        hidden.new_empty(centroids.shape[0], dtype=torch.float32),
+        hidden.new_empty(centroids.shape[0] if rest[-1] else 0, dtype=torch.float32),
         hidden.new_empty(kept, dtype=torch.float32),
     )
 
@@ -81,7 +81,7 @@ def _backward(
     pools: Tensor,
     entries: Tensor,
     starts: Tensor,
-    token_weights: Tensor,
+    valid: Tensor,
     gates: Tensor,
     log_z: Tensor,
     kept: Tensor,
@@ -93,7 +93,7 @@ def _backward(
     tiles = RowTiles(tile_cells, tile_first, tile_rows, block)
     scored = Scored(hidden, centroids, inverse_norms, noise, tiles, offsets, token_ids, pools)
     grads = score_grads(
-        scored, gates, log_z, token_weights, kept if scored.keeps_scores else None,
+        scored, gates, log_z, valid, kept if scored.keeps_scores else None,
         grad_gates, grad_log_z, grad_probs, top_k=top_k,
     )  # fmt: skip
     grad_hidden = hidden.new_empty(0)
@@ -133,15 +133,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
         pools,
         entries,
         starts,
-        _valid,
-        weights,
+        valid,
         top_k,
+        _carry,
     ) = rest
     ctx.fixed = (noise_std, block, top_k)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
         hidden, centroids, inverse_norms, row_keys, cells, first, rows,
-        offsets, token_ids, pools, entries, starts, weights, output[0], output[1], output[3],
+        offsets, token_ids, pools, entries, starts, valid, output[0], output[1], output[3],
     )  # fmt: skip
 
 

@@ -41,14 +41,14 @@ def probs_per_entry(
     pools: Tensor,
     kept: Tensor,
     log_z: Tensor,
-    token_weights: Tensor,
+    valid: Tensor,
 ) -> Tensor:
-    """Weighted sum over each cell's rows of the softmax over their candidates: [G, M] float32."""
+    """Sum over each cell's valid rows of the softmax over their candidates: [G, M] float32."""
     noise = None if row_keys is None else Noise(row_keys, noise_std)
     tiles = RowTiles(tile_cells, tile_first, tile_rows, block)
     scored = Scored(hidden, centroids, inverse_norms, noise, tiles, offsets, token_ids, pools)
     return statistics_triton.probs_per_entry(
-        scored, kept if scored.keeps_scores else None, log_z, token_weights
+        scored, kept if scored.keeps_scores else None, log_z, valid
     )
 
 

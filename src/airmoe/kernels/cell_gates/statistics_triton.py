@@ -16,7 +16,7 @@ from airmoe.kernels.cells.triton import dot_precision
 @triton.jit
 def _probs_kernel(
     hidden, centroids, inverse_norms, row_keys, noise_std, kept,
-    offsets, token_ids, pools, log_z, token_weights, out,
+    offsets, token_ids, pools, log_z, valid, out,
     POOL: tl.constexpr, DIM: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
     NORMS: tl.constexpr, NOISE: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr,
@@ -44,18 +44,14 @@ def _probs_kernel(
                 tokens, row_mask, ids, place_mask,
                 DIM, BLOCK_T, BLOCK_P, BLOCK_D, NORMS, NOISE, PRECISION,
             )  # fmt: skip
-        weight = tl.load(token_weights + tokens, mask=row_mask, other=0.0)
-        # At most 1, also in rows that do not count: their weight is 0, but 0 times inf is not.
-        log_probs = scores - tl.load(log_z + rows, mask=row_mask, other=0.0)[:, None]
-        probs = tl.exp(tl.minimum(log_probs, 0.0))
-        total += tl.sum(tl.where(row_mask[:, None], probs * weight[:, None], 0.0), axis=0)
+        counts = tl.load(valid + tokens, mask=row_mask, other=0) != 0
+        probs = tl.exp(scores - tl.load(log_z + rows, mask=row_mask, other=0.0)[:, None])
+        total += tl.sum(tl.where(counts[:, None], probs, 0.0), axis=0)
     tl.store(out + cell.to(tl.int64) * POOL + places, total, mask=place_mask)
 
 
-def probs_per_entry(
-    scored: Scored, kept: Tensor | None, log_z: Tensor, token_weights: Tensor
-) -> Tensor:
-    """Weighted sum over each cell's rows of the softmax over their candidates: [G, M] float32."""
+def probs_per_entry(scored: Scored, kept: Tensor | None, log_z: Tensor, valid: Tensor) -> Tensor:
+    """Sum over each cell's valid rows of the softmax over their candidates: [G, M] float32."""
     dim, pool = scored.hidden.shape[1], scored.pools.shape[1]
     out = torch.empty(scored.pools.shape, dtype=torch.float32, device=log_z.device)
     wide = scored.hidden.dtype == torch.float32
@@ -67,7 +63,7 @@ def probs_per_entry(
         log_z if scored.inverse_norms is None else scored.inverse_norms,
         scored.token_ids if noise is None else noise.row_keys, 0.0 if noise is None else noise.std,
         log_z if kept is None else kept, scored.offsets, scored.token_ids, scored.pools,
-        log_z, token_weights, out,
+        log_z, valid, out,
         POOL=pool, DIM=dim, BLOCK_T=scored.tiles.block, BLOCK_P=block_p, BLOCK_D=block_d,
         NORMS=scored.inverse_norms is not None, NOISE=noise is not None, KEPT=kept is not None,
         PRECISION=dot_precision(scored.hidden.dtype), num_warps=4, num_stages=3,

@@ -106,7 +106,7 @@ def make_gates(scored: Scored, valid: Tensor, top_k: int) -> tuple[Tensor, Tenso
 @triton.jit
 def _score_grads_kernel(
     gates, grad_gates, scores, rows, tile_cells, token_ids, pools, inverse_norms,
-    log_z, grad_log_z, token_weights, grad_probs, grad_scores, first_tile,
+    log_z, grad_log_z, valid, grad_probs, grad_scores, first_tile,
     POOL: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr,
     GATES: tl.constexpr, LOG_Z: tl.constexpr, PROBS: tl.constexpr,
     SWITCH: tl.constexpr, NORMS: tl.constexpr, KEPT: tl.constexpr,
@@ -128,9 +128,7 @@ def _score_grads_kernel(
                 buffer = places.to(tl.int64)[:, None] * POOL + columns[None, :]
                 score = tl.load(scores + buffer, mask=mask, other=0.0)
             row_log_z = tl.load(log_z + row, mask=used, other=0.0)
-            # At most 1, also in rows that do not count: their weight is 0, but 0 times inf is not.
-            log_probs = tl.minimum(score - row_log_z[:, None], 0.0)
-            probs = tl.where(mask, tl.exp(log_probs), 0.0)
+            probs = tl.where(mask, tl.exp(score - row_log_z[:, None]), 0.0)
         if GATES:
             gate = tl.load(gates + at, mask=mask, other=0.0).to(tl.float32)
             weighted = gate * tl.load(grad_gates + at, mask=mask, other=0.0).to(tl.float32)
@@ -148,9 +146,9 @@ def _score_grads_kernel(
             ids = tl.load(pools + cell * POOL + columns, mask=column_mask, other=0)
         if PROBS:
             tokens = tl.load(token_ids + row, mask=used, other=0)
-            weight = tl.load(token_weights + tokens, mask=used, other=0.0)[:, None]
+            counts = tl.load(valid + tokens, mask=used, other=0).to(tl.float32)[:, None]
             wanted = tl.load(grad_probs + ids, mask=column_mask, other=0.0)[None, :]
-            grad += weight * probs * (wanted - tl.sum(probs * wanted, axis=1)[:, None])
+            grad += counts * probs * (wanted - tl.sum(probs * wanted, axis=1)[:, None])
         if NORMS:  # of the row's own centroid: what comes next multiplies by w, not by w / |w|
             grad *= tl.load(inverse_norms + ids, mask=column_mask, other=0.0)[None, :]
         tl.store(grad_scores + at, grad.to(grad_scores.dtype.element_ty), mask=mask)
@@ -160,7 +158,7 @@ def score_grads(
     scored: Scored,
     gates: Tensor,
     log_z: Tensor,
-    token_weights: Tensor,
+    valid: Tensor,
     kept: Tensor | None,
     grad_gates: Tensor | None,
     grad_log_z: Tensor | None,
@@ -183,7 +181,7 @@ def score_grads(
             gates, grads if grad_gates is None else grad_gates, scores,
             scored.tiles.rows, scored.tiles.cells, scored.token_ids, scored.pools,
             log_z if scored.inverse_norms is None else scored.inverse_norms,
-            log_z, log_z if grad_log_z is None else grad_log_z, token_weights,
+            log_z, log_z if grad_log_z is None else grad_log_z, valid,
             log_z if grad_probs is None else grad_probs, grads, part[0],
             POOL=pool, WIDTH=width, BLOCK_T=scored.tiles.block, ROWS=rows,
             GATES=grad_gates is not None, LOG_Z=grad_log_z is not None,

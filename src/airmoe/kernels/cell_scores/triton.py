@@ -13,6 +13,8 @@ from airmoe.kernels.cells.triton import dot_precision
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.noise.triton import normal
 
+FEW_TILES = 64
+
 
 @triton.jit
 def score_tile(
@@ -98,7 +100,10 @@ def launch_scores(
     if count == 0:
         return
     wide = hidden.dtype == torch.float32
-    block_p = max(16, min(triton.next_power_of_2(pool), 64 if wide or tiles.block > 32 else 128))
+    most = 64 if wide or tiles.block > 32 else 128
+    if tiles.count <= FEW_TILES:
+        most = 32  # decoding: more programs, so that enough rows are on their way at once
+    block_p = max(16, min(triton.next_power_of_2(pool), most))
     block_d = max(16, min(triton.next_power_of_2(dim), 32 if wide else 64))
     _scores_kernel[(triton.cdiv(pool, block_p), count)](
         hidden, centroids, scores if inverse_norms is None else inverse_norms,
