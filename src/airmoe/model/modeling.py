@@ -160,19 +160,21 @@ class AirMoeModel(AirMoePreTrainedModel):
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        # Positions of the caller may pack several texts into a row, which masks must part. Looking
-        # for that reads them on the host, which our own are spared.
-        packing = position_ids
+        # Plain causal attention needs no mask. To find out by itself, `create_causal_mask` reads
+        # the positions on the host, and never does while a CUDA graph is captured.
+        plain = attention_mask is None and position_ids is None and past_key_values is None
         if position_ids is None:
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0) + past
-        causal_mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=hidden,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=packing,
-        )
+        causal_mask = None
+        if not plain or self.config._attn_implementation != "sdpa":
+            causal_mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=hidden,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
         position_embeddings = self.rotary_emb(hidden, position_ids=position_ids)
         token_mask = token_mask_of(attention_mask, hidden.shape[1])
         losses = []

@@ -270,8 +270,8 @@ def write_activations(step: TrainingStep, path: Path) -> None:
     layer = _moe_layer(step.model)
     assert isinstance(layer.router, AirRouter)
     hidden: list[Tensor] = []
-    hook = layer.register_forward_pre_hook(
-        lambda _, inputs: hidden.append(inputs[0].flatten(0, 1).bfloat16().cpu())
+    hook = layer.router.register_forward_pre_hook(
+        lambda _, inputs: hidden.append(inputs[0].bfloat16().cpu())
     )
     step.model.eval()
     for ids in step.batches[:NUM_BATCHES]:

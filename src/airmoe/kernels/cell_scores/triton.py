@@ -99,20 +99,28 @@ def launch_scores(
     first, count = (0, tiles.count) if part is None else part
     if count == 0:
         return
-    wide = hidden.dtype == torch.float32
-    most = 64 if wide or tiles.block > 32 else 128
-    if tiles.count <= FEW_TILES:
-        most = 32  # decoding: more programs, so that enough rows are on their way at once
-    block_p = max(16, min(triton.next_power_of_2(pool), most))
-    block_d = max(16, min(triton.next_power_of_2(dim), 32 if wide else 64))
-    _scores_kernel[(triton.cdiv(pool, block_p), count)](
+    config = _config(hidden.dtype, dim, pool, tiles)
+    _scores_kernel[(triton.cdiv(pool, config["BLOCK_P"]), count)](
         hidden, centroids, scores if inverse_norms is None else inverse_norms,
         token_ids if noise is None else noise.row_keys, 0.0 if noise is None else noise.std,
         tiles.cells, tiles.first_rows, offsets, token_ids, pools, scores, first,
-        POOL=pool, DIM=dim, BLOCK_T=tiles.block, BLOCK_P=block_p, BLOCK_D=block_d,
+        POOL=pool, DIM=dim, BLOCK_T=tiles.block,
         NORMS=inverse_norms is not None, NOISE=noise is not None, TILED=part is not None,
-        PRECISION=dot_precision(hidden.dtype), num_warps=4, num_stages=3,
+        PRECISION=dot_precision(hidden.dtype), **config,
     )  # fmt: skip
+
+
+def _config(dtype: torch.dtype, dim: int, pool: int, tiles: RowTiles) -> dict[str, int]:
+    wide = dtype == torch.float32
+    most = 64 if wide or tiles.block > 32 else 128
+    if tiles.count <= FEW_TILES:
+        most = 32  # decoding: more programs, so that enough rows are on their way at once
+    return {
+        "BLOCK_P": max(16, min(triton.next_power_of_2(pool), most)),
+        "BLOCK_D": max(16, min(triton.next_power_of_2(dim), 32 if wide else 64)),
+        "num_warps": 4,
+        "num_stages": 3,
+    }
 
 
 @triton.jit

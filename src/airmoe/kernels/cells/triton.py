@@ -104,20 +104,27 @@ def pool_products(
     )
     if out.numel() == 0:
         return out if by_token else out.new_zeros(num_tokens, dim).to(table_1.dtype)
-    wide = table_1.dtype == torch.float32
-    block_d = max(16, min(triton.next_power_of_2(dim), 64 if wide else 128))
-    block_p = max(16, min(triton.next_power_of_2(pool), 32 if wide or len(pairs) == 2 else 64))
-    _pool_products_kernel[(triton.cdiv(dim, block_d), tiles.count)](
+    config = _pool_config(table_1.dtype, dim, pool, len(pairs))
+    _pool_products_kernel[(triton.cdiv(dim, config["BLOCK_D"]), tiles.count)](
         x_1, table_1, x_2, table_2, out,
         tiles.cells, tiles.first_rows, offsets, token_ids, pools,
-        POOL=pool, DIM=dim, BLOCK_T=tiles.block, BLOCK_P=block_p, BLOCK_D=block_d,
-        TWO=len(pairs) == 2, BY_TOKEN=by_token, PRECISION=dot_precision(table_1.dtype),
-        num_warps=4, num_stages=3,
+        POOL=pool, DIM=dim, BLOCK_T=tiles.block, TWO=len(pairs) == 2, BY_TOKEN=by_token,
+        PRECISION=dot_precision(table_1.dtype), **config,
     )  # fmt: skip
     if by_token:
         return out
     rows = token_ids.argsort(stable=True)  # token by token; every token has equally many
     return out.index_select(0, rows).view(num_tokens, -1, dim).sum(1).to(table_1.dtype)
+
+
+def _pool_config(dtype: torch.dtype, dim: int, pool: int, pairs: int) -> dict[str, int]:
+    wide = dtype == torch.float32
+    return {
+        "BLOCK_D": max(16, min(triton.next_power_of_2(dim), 64 if wide else 128)),
+        "BLOCK_P": max(16, min(triton.next_power_of_2(pool), 32 if wide or pairs == 2 else 64)),
+        "num_warps": 4,
+        "num_stages": 3,
+    }
 
 
 @triton.jit
@@ -255,10 +262,14 @@ def row_products(
         _reduce_kernel[(min(REDUCE_PROGRAMS, table.shape[0]),)](
             partial, grad, reverse.entries, reverse.starts, parts.shifts, parts.experts, part,
             table, grad if inverse_norms is None else inverse_norms,
-            POOL=pool, PARTS=parts.count, DIM=dim, WIDTH=width, BLOCK_S=4,
-            PROJECT=inverse_norms is not None, num_warps=max(1, width // 256),
+            POOL=pool, PARTS=parts.count, DIM=dim, WIDTH=width,
+            PROJECT=inverse_norms is not None, **_reduce_config(width),
         )  # fmt: skip
     return grad
+
+
+def _reduce_config(width: int) -> dict[str, int]:
+    return {"BLOCK_S": 4, "num_warps": max(1, width // 256)}
 
 
 def _partial_config(x: Tensor, dim: int, pool: int, num_cells: int, parts: int) -> dict[str, int]:
