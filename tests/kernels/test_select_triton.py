@@ -161,6 +161,18 @@ def test_gradient(count: int) -> None:
     check_gradient(scores, valid, count)
 
 
+def test_gradients_of_rounded_gates_add_up_to_nothing() -> None:
+    """Half-precision gates do not add up to 1, and one of them has a large gradient."""
+    scores = 3 * torch.randn(50, 40, device=DEVICE).half()
+    valid = torch.ones(50, dtype=torch.bool, device=DEVICE)
+    upstream = torch.randn(50, 40, device=DEVICE)
+    upstream[torch.arange(50), scores.argmax(-1)] = 200.0
+    with use_backend("triton"):
+        grads = gradient(scores, valid, 8, upstream.half()).double()
+    eps = torch.finfo(torch.float16).eps
+    assert (grads.sum(-1).abs() <= eps * grads.abs().sum(-1)).all()
+
+
 def test_no_rows() -> None:
     scores = torch.empty(0, 12, device=DEVICE)
     with use_backend("triton"):

@@ -149,7 +149,10 @@ def _grads_kernel(
     gates = tl.load(gates_ptr + at, mask=inside, other=0.0).to(tl.float32)
     weighted = gates * tl.load(grad_gates_ptr + at, mask=inside, other=0.0).to(tl.float32)
     total = tl.sum(weighted, axis=0)
-    probs = gates
+    # Stored gates are rounded and do not add up to 1. Where one has nearly all, its gradient is a
+    # small difference that this would drown.
+    sums = tl.sum(gates, axis=0)
+    probs = gates / tl.where(sums > 0, sums, 1.0)
     if FULL_SOFTMAX:
         scores = tl.load(scores_ptr + at, mask=inside, other=-INFINITY).to(tl.float32)
         peak = tl.max(scores, axis=0)
