@@ -116,6 +116,30 @@ def test_training_steps(tmp_path: Path) -> None:
     assert f"{median(speeds):,.0f}" in outcome.out
 
 
+def test_training_steps_on_text_and_what_the_layer_was_given(tmp_path: Path) -> None:
+    text, prepared = tmp_path / "text.txt", tmp_path / "prepared"
+    lines = (f"{number} times {number} is {number * number}.\n\n" for number in range(600))
+    text.write_text("".join(lines), encoding="utf-8")
+    outcome = airmoe("prepare", text, "--out", prepared, "--tokenizer", "bytes")
+    assert outcome.code == 0, outcome
+    states = tmp_path / "made" / "states.safetensors"
+    given = ("--step", "--only", "eager", "--data", prepared, "--capture", states)
+    outcome = bench_quickly(*given, out=tmp_path / "out")
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    content = load(tmp_path / "out" / "step-text-quick-only.json")
+    assert "text, after" in content["shape_text"]
+    (result,) = content["results"]
+    assert result["status"] == "timed"
+    assert result["work"]["last_loss"] < 4 < result["work"]["first_loss"]  # ln 512 = 6.2
+    assert result["work"]["codeword_perplexity"] > 1.5
+    given = ("paper-captured", "--activations", states, "--only", "air-reference")
+    outcome = bench_quickly(*given, out=tmp_path / "out")
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    shape = load(tmp_path / "out" / "paper-captured-quick-only.json")["shape"]
+    config = step.TOY.config()
+    assert (shape["dim"], shape["num_experts"]) == (config.hidden_size, config.num_experts)
+
+
 def test_a_step_learns_and_one_that_does_not_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     timer = Timer(bench.best_device())
     training = step.TrainingStep(step.TOY, step.WAYS["eager"], timer, seed=0)
@@ -173,6 +197,10 @@ def test_a_wrong_contender_makes_the_command_fail(
         (["--only", "eager"], "bench.only: got 'eager', is in none of the cases"),
         (["--decode", "--only", "coarse"], "bench.only: got 'coarse', is in none"),
         (["--repeats", "0"], "bench.repeats: got 0"),
+        (["--data", "text"], "bench.data: got 'text', is for whole training steps"),
+        (["--capture", "file"], "bench.capture: got 'file', is for whole training steps"),
+        (["--step", "--only", "graph", "--capture", "file"], "bench.capture: got 'file'"),
+        (["--step", "--data", "nowhere"], "data: got 'nowhere'"),
         (["--activations", "none.safetensors"], "bench.activations: got 'none.safetensors'"),
     ],
 )
