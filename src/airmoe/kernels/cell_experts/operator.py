@@ -9,11 +9,15 @@ from torch import Tensor
 
 from airmoe.kernels.cell_experts.triton import Layout, activation_backward, activations
 from airmoe.kernels.cells import Cells
+from airmoe.kernels.cells.pool_products_triton import pool_products
 from airmoe.kernels.cells.reverse import ReverseIndex, make_parts, make_reverse
+from airmoe.kernels.cells.row_products_triton import row_products
 from airmoe.kernels.cells.tiles import RowTiles
-from airmoe.kernels.cells.triton import pool_products, row_products
+from airmoe.kernels.cells.used_triton import counts_per_entry, used_entries
 from airmoe.kernels.operators import operator
 from airmoe.kernels.token_experts.reference import neuron_rows
+
+FEW_ROWS = 32  # in the mean cell: then some of a pool's experts are chosen by none of its rows
 
 
 @operator("airmoe::cell_experts")
@@ -111,11 +115,16 @@ def _backward(
         reverse = ReverseIndex(entries, starts)
 
     parts = make_parts(reverse, neurons, hidden.shape[1] * hidden.element_size())
+    counts = None
+    if token_ids.shape[0] <= FEW_ROWS * neurons.shape[0] and expert_size == 1:
+        counts = counts_per_entry(gates, offsets, neurons)
+        reverse = used_entries(reverse, counts)
 
     def table_grad(x: Tensor | None, values: Tensor, table: Tensor | None, want: bool) -> Tensor:
         if not want or x is None or table is None:
             return hidden.new_empty(0)
-        return row_products(x, values, table, offsets, token_ids, neurons, reverse, parts)
+        layout = (offsets, token_ids, neurons, reverse, parts)
+        return row_products(x, values, table, *layout, counts=counts)
 
     grad_gates = none
     if want_gates:

@@ -20,8 +20,8 @@ from airmoe.kernels.cell_experts.activations_triton import (
     activate,
     activation_grads,
 )
+from airmoe.kernels.cells.dot_triton import dot_precision
 from airmoe.kernels.cells.tiles import RowTiles
-from airmoe.kernels.cells.triton import dot_precision
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.cell_gates.triton import Scored, make_gates, score_grads
+from airmoe.kernels.cells.pool_products_triton import pool_products
 from airmoe.kernels.cells.reverse import ReverseIndex, make_parts
+from airmoe.kernels.cells.row_products_triton import partial_dtype, row_products
 from airmoe.kernels.cells.tiles import RowTiles
-from airmoe.kernels.cells.triton import partial_dtype, pool_products, row_products
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.operators import operator
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from airmoe.kernels.cell_gates import statistics_triton
 from airmoe.kernels.cell_gates.triton import Scored
+from airmoe.kernels.cells import used_triton
 from airmoe.kernels.cells.tiles import RowTiles
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.operators import operator
@@ -17,7 +18,7 @@ from airmoe.kernels.operators import operator
 @operator("airmoe::counts_per_entry")
 def counts_per_entry(gates: Tensor, offsets: Tensor, pools: Tensor) -> Tensor:
     """How many rows of each cell chose each of its experts: [G, M] int32."""
-    return statistics_triton.counts_per_entry(gates, offsets, pools)
+    return used_triton.counts_per_entry(gates, offsets, pools)
 
 
 @counts_per_entry.register_fake

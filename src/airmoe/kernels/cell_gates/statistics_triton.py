@@ -1,4 +1,4 @@
-"""Sums over the rows of each cell: probabilities and counts of every entry of the pools."""
+"""Probabilities of every entry of the pools, summed over the rows of its cell."""
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from airmoe.kernels.cell_gates.triton import Scored
 from airmoe.kernels.cell_scores.triton import score_tile
-from airmoe.kernels.cells.triton import dot_precision
+from airmoe.kernels.cells.dot_triton import dot_precision
 
 
 @triton.jit
@@ -68,36 +68,4 @@ def probs_per_entry(scored: Scored, kept: Tensor | None, log_z: Tensor, valid: T
         NORMS=scored.inverse_norms is not None, NOISE=noise is not None, KEPT=kept is not None,
         PRECISION=dot_precision(scored.hidden.dtype), num_warps=4, num_stages=3,
     )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _counts_kernel(
-    gates, offsets, out, POOL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr
-):
-    cell = tl.program_id(1)
-    places = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    place_mask = places < POOL
-    total = tl.zeros((BLOCK_T, BLOCK_P), tl.int32)
-    first = tl.load(offsets + cell)
-    last = tl.load(offsets + cell + 1)
-    for start in range(first, last, BLOCK_T):
-        rows = start + tl.arange(0, BLOCK_T)
-        gate = tl.load(
-            gates + rows.to(tl.int64)[:, None] * POOL + places[None, :],
-            mask=(rows < last)[:, None] & place_mask[None, :],
-            other=0.0,
-        )
-        total += (gate > 0).to(tl.int32)
-    tl.store(out + cell.to(tl.int64) * POOL + places, tl.sum(total, axis=0), mask=place_mask)
-
-
-def counts_per_entry(gates: Tensor, offsets: Tensor, pools: Tensor) -> Tensor:
-    """How many rows of each cell chose each of its experts: [G, M] int32."""
-    pool = pools.shape[1]
-    out = torch.empty(pools.shape, dtype=torch.int32, device=pools.device)
-    block_p = max(16, min(triton.next_power_of_2(pool), 256))
-    _counts_kernel[(triton.cdiv(pool, block_p), pools.shape[0])](
-        gates, offsets, out, POOL=pool, BLOCK_T=16, BLOCK_P=block_p, num_warps=4
-    )
     return out

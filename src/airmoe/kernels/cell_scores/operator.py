@@ -9,9 +9,10 @@ from torch import Tensor
 
 from airmoe.kernels.cell_scores.triton import launch_scores, scale_by_norms
 from airmoe.kernels.cells import Cells
+from airmoe.kernels.cells.pool_products_triton import pool_products
 from airmoe.kernels.cells.reverse import ReverseIndex, make_parts
+from airmoe.kernels.cells.row_products_triton import row_products
 from airmoe.kernels.cells.tiles import RowTiles
-from airmoe.kernels.cells.triton import pool_products, row_products
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.operators import operator
 

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.cells.dot_triton import dot_precision
 from airmoe.kernels.cells.tiles import RowTiles
-from airmoe.kernels.cells.triton import dot_precision
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.noise.triton import normal
 

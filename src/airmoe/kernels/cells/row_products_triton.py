@@ -1,9 +1,6 @@
-"""Two of the three grouped products over cells, in Triton. X is [N, M], a row per token and cell.
+"""out[expert] = sum over its cells of X[rows, position].T @ values[tokens]: gradients of tables.
 
-    pool_products   out[token] = X[row] @ table[pool]          rows of the table fetched by index
-    row_products    out[expert] = sum over its cells of X[rows, position].T @ values[tokens]
-
-The third, values @ table[pool].T, is part of the kernels of scores and experts.
+X is [N, M], a row per token and cell. Each cell writes partial sums, each expert gathers its own.
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
@@ -15,116 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.cells.dot_triton import dot, part_dtype
 from airmoe.kernels.cells.reverse import Parts, ReverseIndex
-from airmoe.kernels.cells.tiles import RowTiles
 
 REDUCE_PROGRAMS = 132 * 128
-
-
-def dot_precision(dtype: torch.dtype) -> str:
-    """Float32 products as exact as float32, by three products of the matrix units."""
-    return "tf32x3" if dtype == torch.float32 else "tf32"
-
-
-@triton.jit
-def _pool_products_kernel(
-    x_1, table_1, x_2, table_2, out,
-    tile_cells, tile_first, offsets, token_ids, pools,
-    POOL: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
-    TWO: tl.constexpr, BY_TOKEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    tile = tl.program_id(1)
-    cell = tl.load(tile_cells + tile)
-    if cell >= 0:
-        rows = tl.load(tile_first + tile) + tl.arange(0, BLOCK_T)
-        row_mask = rows < tl.load(offsets + cell + 1)
-        columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-        column_mask = columns < DIM
-        x_rows = rows.to(tl.int64)[:, None] * POOL
-        tokens_first: tl.constexpr = BLOCK_T >= 64
-        if tokens_first:
-            total = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-        else:
-            total = tl.zeros((BLOCK_D, BLOCK_T), tl.float32)
-        for start in range(0, POOL, BLOCK_P):
-            places = start + tl.arange(0, BLOCK_P)
-            place_mask = places < POOL
-            ids = tl.load(pools + cell.to(tl.int64) * POOL + places, mask=place_mask, other=0)
-            entries = ids.to(tl.int64)[:, None] * DIM + columns[None, :]
-            mask = place_mask[:, None] & column_mask[None, :]
-            x_mask = row_mask[:, None] & place_mask[None, :]
-            x = tl.load(x_1 + x_rows + places[None, :], mask=x_mask, other=0.0)
-            table = tl.load(table_1 + entries, mask=mask, other=0.0)
-            if tokens_first:
-                total = tl.dot(x, table, total, input_precision=PRECISION)
-            else:
-                total = tl.dot(tl.trans(table), tl.trans(x), total, input_precision=PRECISION)
-            if TWO:
-                x = tl.load(x_2 + x_rows + places[None, :], mask=x_mask, other=0.0)
-                table = tl.load(table_2 + entries, mask=mask, other=0.0)
-                if tokens_first:
-                    total = tl.dot(x, table, total, input_precision=PRECISION)
-                else:
-                    total = tl.dot(tl.trans(table), tl.trans(x), total, input_precision=PRECISION)
-        if not tokens_first:
-            total = tl.trans(total)
-        if BY_TOKEN:
-            target = tl.load(token_ids + rows, mask=row_mask, other=0).to(tl.int64)
-        else:
-            target = rows.to(tl.int64)
-        tl.store(
-            out + target[:, None] * DIM + columns[None, :],
-            total.to(out.dtype.element_ty),
-            mask=row_mask[:, None] & column_mask[None, :],
-        )
-
-
-def pool_products(
-    pairs: list[tuple[Tensor, Tensor]],
-    tiles: RowTiles,
-    offsets: Tensor,
-    token_ids: Tensor,
-    pools: Tensor,
-    num_tokens: int,
-) -> Tensor:
-    """Sum over pairs of X [N, M] @ table[pool]: [T, D] in the table's dtype.
-
-    A token with several rows gets their sum, taken in float32.
-    """
-    x_1, table_1 = pairs[0]
-    x_2, table_2 = pairs[-1]
-    dim, pool = table_1.shape[1], pools.shape[1]
-    by_token = token_ids.shape[0] == num_tokens  # one row each: rows are a permutation of tokens
-    out = torch.empty(
-        token_ids.shape[0],
-        dim,
-        dtype=table_1.dtype if by_token else torch.float32,
-        device=table_1.device,
-    )
-    if out.numel() == 0:
-        return out if by_token else out.new_zeros(num_tokens, dim).to(table_1.dtype)
-    config = _pool_config(table_1.dtype, dim, pool, len(pairs))
-    _pool_products_kernel[(triton.cdiv(dim, config["BLOCK_D"]), tiles.count)](
-        x_1, table_1, x_2, table_2, out,
-        tiles.cells, tiles.first_rows, offsets, token_ids, pools,
-        POOL=pool, DIM=dim, BLOCK_T=tiles.block, TWO=len(pairs) == 2, BY_TOKEN=by_token,
-        PRECISION=dot_precision(table_1.dtype), **config,
-    )  # fmt: skip
-    if by_token:
-        return out
-    rows = token_ids.argsort(stable=True)  # token by token; every token has equally many
-    return out.index_select(0, rows).view(num_tokens, -1, dim).sum(1).to(table_1.dtype)
-
-
-def _pool_config(dtype: torch.dtype, dim: int, pool: int, pairs: int) -> dict[str, int]:
-    wide = dtype == torch.float32
-    return {
-        "BLOCK_D": max(16, min(triton.next_power_of_2(dim), 64 if wide else 128)),
-        "BLOCK_P": max(16, min(triton.next_power_of_2(pool), 32 if wide or pairs == 2 else 64)),
-        "num_warps": 4,
-        "num_stages": 3,
-    }
 
 
 @triton.jit
@@ -151,10 +42,10 @@ def _store_partial(partial, total, target, mine, columns, DIM: tl.constexpr):
 
 @triton.jit
 def _partial_kernel(
-    x, values, partial, offsets, token_ids, positions, shifts, part,
+    x, values, partial, offsets, token_ids, positions, shifts, counts, part,
     POOL: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    USED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     cell = tl.program_id(2)
     low = tl.load(positions + cell * (PARTS + 1) + part)
@@ -175,8 +66,12 @@ def _partial_kernel(
             for start in range(begin, high, BLOCK_P):
                 places = tl.multiple_of(start, 16) + tl.arange(0, BLOCK_P)
                 block = _x_block(x, rows, row_mask, places, POOL)
-                total = tl.dot(tl.trans(block), value, input_precision=PRECISION)
+                total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+                total = dot(block, value, total, True, False, PART)
                 mine = (places >= low) & (places < high)
+                if USED:
+                    count = tl.load(counts + cell.to(tl.int64) * POOL + places, mask=mine, other=0)
+                    mine &= count > 0
                 _store_partial(partial, total, places + shift, mine, columns, DIM)
         else:
             for start in range(begin + split, high, SPLITS * BLOCK_P):
@@ -187,8 +82,11 @@ def _partial_kernel(
                     row_mask = rows < last
                     value = _value_block(values, token_ids, rows, row_mask, columns, DIM)
                     block = _x_block(x, rows, row_mask, places, POOL)
-                    total = tl.dot(tl.trans(block), value, total, input_precision=PRECISION)
+                    total = dot(block, value, total, True, False, PART)
                 mine = (places >= low) & (places < high)
+                if USED:
+                    count = tl.load(counts + cell.to(tl.int64) * POOL + places, mask=mine, other=0)
+                    mine &= count > 0
                 _store_partial(partial, total, places + shift, mine, columns, DIM)
 
 
@@ -196,7 +94,7 @@ def _partial_kernel(
 def _reduce_kernel(
     partial, out, entries, starts, shifts, part_experts, part, table, inverse_norms,
     POOL: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_S: tl.constexpr, PROJECT: tl.constexpr,
+    BLOCK_S: tl.constexpr, STAGES: tl.constexpr, PROJECT: tl.constexpr,
 ):  # fmt: skip
     first = tl.load(part_experts + part)
     last = tl.load(part_experts + part + 1)
@@ -206,7 +104,8 @@ def _reduce_kernel(
         begin = tl.load(starts + expert)
         end = tl.load(starts + expert + 1)
         total = tl.zeros((BLOCK_S, WIDTH), tl.float32)
-        for start in range(begin, end, BLOCK_S):
+        # Lists of hundreds take one program long: more of their rows must be on the way at once.
+        for start in tl.range(begin, end, BLOCK_S, num_stages=STAGES):
             places = start + tl.arange(0, BLOCK_S)
             mask = places < end
             entry = tl.load(entries + places, mask=mask, other=0)
@@ -241,11 +140,13 @@ def row_products(
     parts: Parts,
     *,
     inverse_norms: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Gradient of `table` [E, D] from X [N, M] and values [T, D], in a fixed order of summation.
 
     With `inverse_norms` X is scaled by them already, and the part along each row is taken out. That
-    part may be nearly all, so partial sums must be float32 then (`partial_dtype`).
+    part may be nearly all, so partial sums must be float32 then (`partial_dtype`). With `counts`
+    [G, M], X is 0 where they are, and `reverse` is without those entries (`used_entries`).
     """
     dim, pool, num_cells = values.shape[1], pools.shape[1], pools.shape[0]
     dtype = partial_dtype(x.dtype, projected=inverse_norms is not None)
@@ -256,8 +157,10 @@ def row_products(
     width = triton.next_power_of_2(dim)
     for part in range(parts.count):
         _partial_kernel[grid](
-            x, values, partial, offsets, token_ids, parts.positions, parts.shifts, part,
-            POOL=pool, DIM=dim, PARTS=parts.count, PRECISION=dot_precision(x.dtype), **config,
+            x, values, partial, offsets, token_ids, parts.positions, parts.shifts,
+            offsets if counts is None else counts, part,
+            POOL=pool, DIM=dim, PARTS=parts.count, USED=counts is not None, PART=part_dtype(),
+            **config,
         )  # fmt: skip
         _reduce_kernel[(min(REDUCE_PROGRAMS, table.shape[0]),)](
             partial, grad, reverse.entries, reverse.starts, parts.shifts, parts.experts, part,
@@ -269,7 +172,7 @@ def row_products(
 
 
 def _reduce_config(width: int) -> dict[str, int]:
-    return {"BLOCK_S": 4, "num_warps": max(1, width // 256)}
+    return {"BLOCK_S": 4, "STAGES": 1, "num_warps": max(1, width // 256)}
 
 
 def _partial_config(x: Tensor, dim: int, pool: int, num_cells: int, parts: int) -> dict[str, int]:
