@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from airmoe.kernels.assign import assign
@@ -11,9 +13,17 @@ from airmoe.kernels.backend import use_backend
 from tests.tolerance import assert_top_k, score_slack
 
 pytest.importorskip("triton")
-from airmoe.kernels.assign.triton import bfloat16_parts, nearest_codeword
+from airmoe.kernels.assign import operator, small_batch_triton
+from airmoe.kernels.assign.operator import nearest_codeword
+from airmoe.kernels.assign.triton import bfloat16_parts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(params=["small batch", "large batch"])
+def _both_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of either size of batch, whatever the number of tokens."""
+    monkeypatch.setattr(operator, "SMALL_BATCH", 64 if request.param == "small batch" else 0)
 
 
 def similarity(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
@@ -47,6 +57,7 @@ def unit_rows(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     ("tokens", "codewords", "dim"), [(1, 1, 1), (7, 5, 20), (150, 130, 33), (40, 300, 64)]
 )
+@pytest.mark.usefixtures("_both_sizes")
 def test_the_nearest(
     dtype: torch.dtype, euclidean: bool, tokens: int, codewords: int, dim: int
 ) -> None:
@@ -54,6 +65,107 @@ def test_the_nearest(
     check(hidden, unit_rows(codewords, dim) * (1.5 if euclidean else 1), euclidean)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("euclidean", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "codewords", "dim"),
+    [(1, 300, 257), (2, 9, 1), (8, 77, 1000), (16, 2200, 20), (17, 130, 31), (64, 63, 515)],
+)
+def test_the_nearest_of_a_decoding_step(
+    dtype: torch.dtype, euclidean: bool, tokens: int, codewords: int, dim: int
+) -> None:
+    """Exactly the one of float64, where its lead is more than rounding."""
+    hidden = torch.randn(tokens, dim, device=DEVICE, dtype=dtype)
+    words = torch.randn(codewords, dim, device=DEVICE)
+    check(hidden, words, euclidean)
+    exact = similarity(hidden, words.double(), euclidean)
+    best, second = exact.topk(2, dim=-1).values.unbind(-1)
+    clear = best - second > score_slack(exact, similarity(hidden, words, euclidean))
+    assert clear.float().mean() > 0.9
+    with use_backend("triton"):
+        nearest = assign(hidden, words, euclidean=euclidean).squeeze(-1)
+    assert torch.equal(nearest[clear], exact.argmax(-1)[clear])
+
+
+@hypothesis.given(
+    tokens=st.integers(1, 64),
+    codewords=st.integers(1, 70),
+    dim=st.integers(1, 40),
+    euclidean=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@hypothesis.settings(max_examples=60)
+def test_small_whole_numbers_are_exact(
+    tokens: int, codewords: int, dim: int, euclidean: bool, seed: int
+) -> None:
+    """Nothing is rounded, and with so few values ties are everywhere."""
+    drawn = torch.Generator().manual_seed(seed)
+    hidden = torch.randint(-2, 3, (tokens, dim), generator=drawn).float().to(DEVICE)
+    words = torch.randint(-1, 2, (codewords, dim), generator=drawn).float().to(DEVICE)
+    with use_backend("triton"):
+        nearest = assign(hidden, words, euclidean=euclidean)
+    scores = similarity(hidden.double(), words.double(), euclidean)
+    ids = torch.arange(codewords, device=DEVICE)
+    wanted = ids.where(scores == scores.amax(-1, keepdim=True), codewords).amin(-1, keepdim=True)
+    assert torch.equal(nearest, wanted)
+
+
+@pytest.mark.parametrize("euclidean", [False, True])
+def test_candidates_are_compared_block_by_block(
+    euclidean: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal candidates in one block, and in one place of two blocks, and in another place."""
+    monkeypatch.setattr(small_batch_triton, "COMPARE_BLOCK", 4)
+    words = torch.eye(200, 16, device=DEVICE) * 0
+    hidden = torch.eye(16, device=DEVICE)[:5]
+    for column, ids in enumerate([(9, 18), (10, 42, 107), (70, 8 * 12 + 1), (33, 34)]):
+        words[list(ids), column] = 1
+    with use_backend("triton"):
+        nearest = assign(hidden, words, euclidean=euclidean)
+    assert nearest.squeeze(-1).tolist() == [9, 10, 70, 33, 0]
+
+
+@pytest.mark.usefixtures("_both_sizes")
+def test_ids_are_in_range_whatever_the_numbers() -> None:
+    hidden = torch.randn(6, 20, device=DEVICE)
+    words = unit_rows(50, 20)
+    with use_backend("triton"):
+        wanted = assign(hidden, words, euclidean=False)
+        for value in (torch.nan, torch.inf, -torch.inf):
+            spoiled = hidden.clone()
+            spoiled[2, 3] = value
+            nearest = assign(spoiled, words, euclidean=False)
+            others = torch.arange(6, device=DEVICE) != 2
+            assert torch.equal(nearest[others], wanted[others])
+            assert ((nearest >= 0) & (nearest < 50)).all()
+        # All squared norms are infinite, so that no codeword is nearer than another.
+        assert (assign(hidden, words * 1e30, euclidean=True) == 0).all()
+
+
+def test_a_codeword_that_is_no_number_hides_no_other() -> None:
+    hidden, words = torch.randn(9, 20, device=DEVICE), unit_rows(50, 20)
+    words[[3, 17, 49]] = torch.nan
+    with use_backend("triton"):
+        nearest = assign(hidden, words, euclidean=False)
+    wanted = (hidden @ words.T).nan_to_num(nan=-torch.inf).argmax(-1, keepdim=True)
+    assert torch.equal(nearest, wanted)
+
+
+def test_strided_operands() -> None:
+    hidden, words = torch.randn(5, 20, device=DEVICE), unit_rows(30, 20)
+    with use_backend("triton"):
+        wanted = assign(hidden, words, euclidean=True)
+        found = assign(hidden.T.contiguous().T, words.T.contiguous().T, euclidean=True)
+    assert torch.equal(found, wanted)
+
+
+def test_it_compiles_without_a_break() -> None:
+    hidden, words = torch.randn(5, 20, device=DEVICE), unit_rows(30, 20)
+    compiled = torch.compile(nearest_codeword, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(hidden, words, True), nearest_codeword(hidden, words, True))
+
+
+@pytest.mark.usefixtures("_both_sizes")
 def test_ties_go_to_the_lowest_id() -> None:
     codewords = unit_rows(200, 16)
     codewords[150] = codewords[140] = codewords[3]
@@ -96,10 +208,34 @@ def test_the_operator_is_registered_completely() -> None:
 @pytest.mark.parametrize("euclidean", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "codewords", "dim"),
-    [(5000, 1024, 256), (3333, 999, 100), (1, 1024, 4096), (257, 77, 1111), (64, 2000, 64)],
+    [
+        (5000, 1024, 256),
+        (3333, 999, 100),
+        (1, 1024, 4096),
+        (257, 77, 1111),
+        (64, 2000, 64),
+        (8, 1024, 1024),
+        (8, 5000, 1000),
+        (23, 1024, 777),
+        (64, 3000, 1024),
+        (64, 999, 333),
+    ],
 )
 def test_large_odd_shapes(
     dtype: torch.dtype, euclidean: bool, tokens: int, codewords: int, dim: int
 ) -> None:
     hidden = torch.randn(tokens, dim, device=DEVICE, dtype=dtype)
     check(hidden, unit_rows(codewords, dim), euclidean)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 64, 100])
+def test_it_runs_in_a_cuda_graph(tokens: int) -> None:
+    hidden = torch.randn(tokens, 512, device=DEVICE, dtype=torch.bfloat16)
+    words = unit_rows(1024, 512)
+    wanted = assign(hidden, words, euclidean=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        nearest = assign(hidden, words, euclidean=True)
+    graph.replay()
+    assert torch.equal(nearest, wanted)

@@ -236,7 +236,7 @@ def test_operator_keeps_the_rules_of_operators() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("pool", "count"), [(19, 5), (16, 16), (70, 9)])
-def test_compact_gates_lists_the_chosen_in_order(
+def test_compact_gates_lists_the_chosen_of_tokens_in_order(
     pool: int, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("airmoe.kernels.token_experts.triton.COMPACT_BLOCK", 32)
@@ -245,13 +245,18 @@ def test_compact_gates_lists_the_chosen_in_order(
     for row, number in enumerate(chosen):
         gates[row, torch.randperm(pool)[:number]] = (torch.rand(number) + 0.1).to(dtype)
     pools = torch.stack([torch.randperm(200)[:pool] for _ in range(4)])
-    cells = torch.tensor([3, 0, 0, 2, 1, 3], dtype=torch.int32)
-    expert_ids, weights = compact_gates(gates.to(DEVICE), pools.to(DEVICE), cells.to(DEVICE), count)
+    cells = torch.tensor([3, 0, 0, 2, 1, 3])
+    token_ids = torch.tensor([4, 5, 2, 0, 1, 3])
+    given = (tensor.to(DEVICE) for tensor in (gates, pools, cells, token_ids))
+    expert_ids, weights = compact_gates(*given, count=count)
+    assert expert_ids.shape == weights.shape == (6, count)
+    assert expert_ids.dtype == torch.int64 and weights.dtype == dtype
     for row, number in enumerate(chosen):
+        token = token_ids[row]
         places = gates[row].nonzero().flatten()
         unused = count - number
-        assert expert_ids[row].tolist() == pools[cells[row], places].tolist() + [0] * unused
-        assert weights[row].tolist() == gates[row, places].tolist() + [0.0] * unused
+        assert expert_ids[token].tolist() == pools[cells[row], places].tolist() + [0] * unused
+        assert weights[token].tolist() == gates[row, places].tolist() + [0.0] * unused
 
 
 @pytest.mark.gpu

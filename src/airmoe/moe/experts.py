@@ -97,12 +97,11 @@ class _Experts(nn.Module):
 
         cells, count = routing.cells, routing.max_per_token
         assert count is not None
-        cell_of_row = cells.cell_of_row().int()
-        expert_ids, weights = compact_gates_op(routing.gates, cells.pools, cell_of_row, count)
-        rows = hidden.index_select(0, cells.token_ids)
+        expert_ids, weights = compact_gates_op(
+            routing.gates, cells.pools, cells.cell_of_row(), cells.token_ids, count
+        )
         form = (self.activation, self.expert_size)
-        output = token_experts(rows, gate, up, down, weights, expert_ids, *form)
-        return output.index_select(0, cells.order.argsort())
+        return token_experts(hidden, gate, up, down, weights, expert_ids, *form)
 
     def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Hidden states and neuron rows [E * S, D], in autocast's dtype where it is on."""

@@ -16,8 +16,8 @@ from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import Cells, make_cells
 from airmoe.kernels.cells.reverse import ReverseIndex, make_reverse
+from airmoe.kernels.inverse_norms import unit_rows
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
-from airmoe.kernels.unit_rows import unit_rows
 from airmoe.routers.base import Plan
 from airmoe.routers.centroids import CentroidConfig, CentroidRouter
 from airmoe.routers.codebook import Codebook, CodebookKind

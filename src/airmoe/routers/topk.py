@@ -10,9 +10,9 @@ from torch import Tensor
 from airmoe.config import config
 from airmoe.kernels.chosen_logits import chosen_logits
 from airmoe.kernels.dense import Summary, best_experts, softmax_summary
+from airmoe.kernels.inverse_norms import unit_rows
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.select import softmax_weights
-from airmoe.kernels.unit_rows import unit_rows
 from airmoe.routers.base import Plan
 from airmoe.routers.centroids import CentroidConfig, CentroidRouter
 from airmoe.routers.routing import Lazy, TokenRouting

@@ -19,7 +19,7 @@ def assign(hidden: Tensor, codewords: Tensor, *, euclidean: bool, count: int = 1
     """
     # The kernel keeps one best codeword; several probes are rare, and no hot path.
     if count == 1 and codewords.dtype == torch.float32 and use_triton(hidden, codewords):
-        from airmoe.kernels.assign.triton import nearest_codeword
+        from airmoe.kernels.assign.operator import nearest_codeword
 
         return nearest_codeword(hidden, codewords, euclidean).unsqueeze(-1)
     return reference.assign(hidden, codewords, euclidean, count)

@@ -2,7 +2,8 @@
 
 Products are as exact as float32. A float32 number is the exact sum of three bfloat16 numbers, so
 against bfloat16 tokens three bfloat16 products of the tensor cores do it; against other tokens the
-float32 product is made of three tf32 ones.
+float32 product is made of three tf32 ones. A few tokens have kernels of their own
+(`small_batch_triton`): here one program would walk all codewords alone.
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
@@ -17,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.backend import interpreted
-from airmoe.kernels.operators import operator
 
 SPLIT_BLOCK = 1024
 INFINITY = tl.constexpr(float("inf"))
@@ -33,15 +33,14 @@ class _Config:
     max_registers: int | None  # 128 lets two programs share an SM, one multiplying, one comparing
 
 
-def _config(num_tokens: int, num_codewords: int, dim: int, parts: int) -> _Config:
-    tokens = 128 if num_tokens > 64 else max(16, triton.next_power_of_2(num_tokens))
+def _config(num_codewords: int, dim: int, parts: int) -> _Config:
     codewords = min(128, max(16, triton.next_power_of_2(num_codewords)))
     depth = min(32, max(16, triton.next_power_of_2(dim)))
-    return _Config(tokens, codewords, depth, 8, 3, 128 if parts > 1 else None)
+    return _Config(128, codewords, depth, 8, 3, 128 if parts > 1 else None)
 
 
 @triton.jit
-def _upper_half(values):
+def upper_half(values):
     """float32 cut to the 8 leading bits that bfloat16 has."""
     bits = values.to(tl.int32, bitcast=True)
     return (bits & -65536).to(tl.float32, bitcast=True)
@@ -53,7 +52,7 @@ def _split_kernel(values_ptr, parts_ptr, size, BLOCK: tl.constexpr):
     mask = at < size
     rest = tl.load(values_ptr + at, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(3):
-        upper = _upper_half(rest)
+        upper = upper_half(rest)
         tl.store(parts_ptr + part * size + at, upper.to(parts_ptr.dtype.element_ty), mask=mask)
         rest -= upper
 
@@ -132,19 +131,16 @@ def _nearest_kernel(
     tl.store(out_ptr + token, nearest.to(tl.int64), mask=token < num_tokens)
 
 
-@operator("airmoe::nearest_codeword")
-def nearest_codeword(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
-    """hidden [T, D], codewords [G, D] float32 -> [T] int64, ties to the lowest id."""
+def nearest_of_many(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
+    """hidden [T, D], codewords [G, D] float32 -> [T] int64, a block of tokens per program."""
     num_tokens, dim = hidden.shape
     num_codewords = codewords.shape[0]
     nearest = torch.empty(num_tokens, dtype=torch.int64, device=hidden.device)
-    if num_tokens == 0:
-        return nearest
     # |h - c|^2 = |h|^2 - 2 (<h, c> - |c|^2 / 2): the token's own norm changes no order.
     offsets = codewords.square().sum(-1).div_(2) if euclidean else None
     parts = 3 if hidden.dtype == torch.bfloat16 else 1
     words = bfloat16_parts(codewords) if parts > 1 else codewords.contiguous()
-    config = _config(num_tokens, num_codewords, dim, parts)
+    config = _config(num_codewords, dim, parts)
     _nearest_kernel[(triton.cdiv(num_tokens, config.block_tokens),)](
         as_stored(hidden), words, offsets, nearest,
         num_tokens, num_codewords, dim, codewords.numel(),
@@ -153,8 +149,3 @@ def nearest_codeword(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tens
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
     )  # fmt: skip
     return nearest
-
-
-@nearest_codeword.register_fake
-def _(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
-    return hidden.new_empty(hidden.shape[0], dtype=torch.int64)

@@ -13,11 +13,9 @@ from airmoe.kernels.cells.pool_products_triton import pool_products
 from airmoe.kernels.cells.reverse import ReverseIndex, make_parts, make_reverse
 from airmoe.kernels.cells.row_products_triton import row_products
 from airmoe.kernels.cells.tiles import RowTiles
-from airmoe.kernels.cells.used_triton import counts_per_entry, used_entries
+from airmoe.kernels.cells.used_triton import FEW_ROWS, counts_per_entry, used_entries
 from airmoe.kernels.operators import operator
 from airmoe.kernels.token_experts.reference import neuron_rows
-
-FEW_ROWS = 32  # in the mean cell: then some of a pool's experts are chosen by none of its rows
 
 
 @operator("airmoe::cell_experts")

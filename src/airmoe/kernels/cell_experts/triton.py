@@ -219,7 +219,8 @@ def activation_backward(
 ) -> ActivationGrads:
     """Everything between the output's gradient and the products that end the backward."""
     tiles, neurons = layout.tiles, layout.neurons
-    active, grad_gates, grad_up = (torch.empty_like(pre_up) for _ in range(3))
+    active, grad_up = torch.empty_like(pre_up), torch.empty_like(pre_up)
+    grad_gates = torch.empty_like(pre_up, dtype=gates.dtype)
     grad_gate = None if pre_gate is None else torch.empty_like(pre_up)
     if tiles.count:
         dim = grad_output.shape[1]

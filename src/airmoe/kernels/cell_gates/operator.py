@@ -18,6 +18,7 @@ from airmoe.kernels.cells.pool_products_triton import pool_products
 from airmoe.kernels.cells.reverse import ReverseIndex, make_parts
 from airmoe.kernels.cells.row_products_triton import partial_dtype, row_products
 from airmoe.kernels.cells.tiles import RowTiles
+from airmoe.kernels.cells.used_triton import FEW_ROWS, used_entries
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.operators import operator
 
@@ -106,9 +107,13 @@ def _backward(
         reverse = ReverseIndex(entries, starts)
         dtype = partial_dtype(hidden.dtype, projected=inverse_norms is not None)
         parts = make_parts(reverse, pools, hidden.shape[1] * dtype.itemsize)
+        counts = None
+        if token_ids.shape[0] <= FEW_ROWS * pools.shape[0]:  # some cells may have no rows at all
+            counts = offsets.diff().int().unsqueeze(-1).expand(pools.shape).contiguous()
+            reverse = used_entries(reverse, counts)
         grad_centroids = row_products(
             grads, hidden, centroids, offsets, token_ids, pools, reverse, parts,
-            inverse_norms=inverse_norms,
+            inverse_norms=inverse_norms, counts=counts,
         )  # fmt: skip
     return grad_hidden, grad_centroids
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from airmoe.kernels.backend import use_triton
 from airmoe.kernels.cells import reference
 from airmoe.kernels.cells.reverse import ReverseIndex, make_reverse
-from airmoe.kernels.cells.tiles import RowTiles, make_tiles
+from airmoe.kernels.cells.tiles import RowTiles, row_tiles
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Cells:
     order: Tensor  # [N] row -> its place in the unsorted [T * rows_per_token] list
     rows_per_token: int
     pools_version: int | None  # of the pools when the rows were sorted; None: not known
+    row_cells: Tensor | None = None  # [N] cell of each row, where sorting gave it
     # Made once, when a kernel asks for them.
     _tiles: list[RowTiles] = field(default_factory=list, repr=False, compare=False)
     _reverse: list[ReverseIndex] = field(default_factory=list, repr=False, compare=False)
@@ -29,7 +31,7 @@ class Cells:
     def row_tiles(self) -> RowTiles:
         """Blocks of rows of one cell."""
         if not self._tiles:
-            self._tiles.append(make_tiles(self.offsets, self.token_ids.shape[0]))
+            self._tiles.append(row_tiles(self.offsets, self.token_ids.shape[0]))
         return self._tiles[0]
 
     def reverse_index(self, num_experts: int) -> ReverseIndex:
@@ -50,6 +52,8 @@ class Cells:
 
     def cell_of_row(self) -> Tensor:
         """[N] the cell each row belongs to."""
+        if self.row_cells is not None:
+            return self.row_cells
         rows = torch.arange(self.token_ids.shape[0], device=self.offsets.device)
         return torch.searchsorted(self.offsets, rows, right=True) - 1
 
@@ -59,12 +63,26 @@ def make_cells(cell_ids: Tensor, pools: Tensor, reverse: ReverseIndex | None = N
 
     `reverse` is the pools' own reverse index, where somebody keeps it.
     """
-    order, offsets = reference.sort_rows(cell_ids.flatten(), pools.shape[0])
-    token_ids = order.div(cell_ids.shape[1], rounding_mode="floor")
-    known = [] if reverse is None else [reverse]
+    rows_per_token = cell_ids.shape[1]
+    row_cells, order = cell_ids.flatten().sort(stable=True)
     return Cells(
-        token_ids, offsets, pools, order, cell_ids.shape[1], _version(pools), _reverse=known
+        order if rows_per_token == 1 else order.div(rows_per_token, rounding_mode="floor"),
+        _find_offsets(row_cells, pools.shape[0]),
+        pools,
+        order,
+        rows_per_token,
+        _version(pools),
+        row_cells,
+        _reverse=[] if reverse is None else [reverse],
     )
+
+
+def _find_offsets(row_cells: Tensor, num_cells: int) -> Tensor:
+    if use_triton(row_cells):
+        from airmoe.kernels.cells.layout_triton import cell_offsets_op
+
+        return cell_offsets_op(row_cells, num_cells)
+    return reference.find_offsets(row_cells, num_cells)
 
 
 def _version(pools: Tensor) -> int | None:

@@ -12,8 +12,13 @@ from torch import Tensor
 def sort_rows(cell_ids: Tensor, num_cells: int) -> tuple[Tensor, Tensor]:
     """cell_ids [N] -> (order [N], offsets [G + 1])."""
     ordered, order = cell_ids.sort(stable=True)
-    bounds = torch.arange(num_cells + 1, device=cell_ids.device)
-    return order, torch.searchsorted(ordered, bounds)
+    return order, find_offsets(ordered, num_cells)
+
+
+def find_offsets(ordered: Tensor, num_cells: int) -> Tensor:
+    """Sorted cell ids [N] -> the first row of each cell: [G + 1] int64."""
+    bounds = torch.arange(num_cells + 1, device=ordered.device)
+    return torch.searchsorted(ordered, bounds)
 
 
 def nonempty_cells(offsets: Tensor) -> Iterator[tuple[int, slice]]:

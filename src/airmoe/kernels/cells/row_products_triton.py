@@ -32,9 +32,16 @@ def _value_block(values, token_ids, rows, row_mask, columns, DIM: tl.constexpr):
 
 
 @triton.jit
-def _store_partial(partial, total, target, mine, columns, DIM: tl.constexpr):
+def _store_partial(
+    partial, total, cell, places, low, high, shift, counts, columns,
+    POOL: tl.constexpr, DIM: tl.constexpr, USED: tl.constexpr,
+):  # fmt: skip
+    mine = (places >= low) & (places < high)
+    if USED:
+        count = tl.load(counts + cell.to(tl.int64) * POOL + places, mask=mine, other=0)
+        mine &= count > 0
     tl.store(
-        partial + target.to(tl.int64)[:, None] * DIM + columns[None, :],
+        partial + (places + shift).to(tl.int64)[:, None] * DIM + columns[None, :],
         total.to(partial.dtype.element_ty),
         mask=mine[:, None] & (columns < DIM)[None, :],
     )
@@ -56,7 +63,10 @@ def _partial_kernel(
     first = tl.load(offsets + cell)
     last = tl.load(offsets + cell + 1)
     small = last - first <= BLOCK_R  # the usual cell: one program takes it, the others leave
-    if (begin + split < high) & ((split == 0) | (last - first > BLOCK_R)):
+    mine = (split == 0) | (last - first > BLOCK_R)
+    if USED:
+        mine &= last > first
+    if (begin + split < high) & mine:
         shift = tl.load(shifts + cell * PARTS + part)
         columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
         rows = first + tl.arange(0, BLOCK_R)
@@ -68,11 +78,10 @@ def _partial_kernel(
                 block = _x_block(x, rows, row_mask, places, POOL)
                 total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
                 total = dot(block, value, total, True, False, PART)
-                mine = (places >= low) & (places < high)
-                if USED:
-                    count = tl.load(counts + cell.to(tl.int64) * POOL + places, mask=mine, other=0)
-                    mine &= count > 0
-                _store_partial(partial, total, places + shift, mine, columns, DIM)
+                _store_partial(
+                    partial, total, cell, places, low, high, shift, counts, columns,
+                    POOL, DIM, USED,
+                )  # fmt: skip
         else:
             for start in range(begin + split, high, SPLITS * BLOCK_P):
                 places = tl.multiple_of(start, 16) + tl.arange(0, BLOCK_P)
@@ -83,11 +92,10 @@ def _partial_kernel(
                     value = _value_block(values, token_ids, rows, row_mask, columns, DIM)
                     block = _x_block(x, rows, row_mask, places, POOL)
                     total = dot(block, value, total, True, False, PART)
-                mine = (places >= low) & (places < high)
-                if USED:
-                    count = tl.load(counts + cell.to(tl.int64) * POOL + places, mask=mine, other=0)
-                    mine &= count > 0
-                _store_partial(partial, total, places + shift, mine, columns, DIM)
+                _store_partial(
+                    partial, total, cell, places, low, high, shift, counts, columns,
+                    POOL, DIM, USED,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -172,21 +180,24 @@ def row_products(
 
 
 def _reduce_config(width: int) -> dict[str, int]:
-    return {"BLOCK_S": 4, "STAGES": 1, "num_warps": max(1, width // 256)}
+    return {"BLOCK_S": 4, "STAGES": 3, "num_warps": max(1, width // 256)}
 
 
 def _partial_config(x: Tensor, dim: int, pool: int, num_cells: int, parts: int) -> dict[str, int]:
     """Blocks for the partial sums: a whole cell at once where cells are small."""
-    wide = x.dtype == torch.float32
     mean = triton.next_power_of_2(max(1, x.shape[0] // num_cells))
     whole = mean <= 64
-    block_p = 64 if whole else 128
-    splits = min(8, triton.cdiv(pool, block_p * parts) + 1)  # programs for a large cell
+    wide = x.dtype == torch.float32
+    if wide:  # its parts are made in registers: nothing to gain from several stages
+        rows, block_p, stages = (16 if mean <= 16 else 32), 64, 1
+    else:
+        rows = max(32, 2 * mean) if whole else 64
+        block_p, stages = (64, 3) if whole else (128, 2)
     return {
-        "SPLITS": splits,
-        "BLOCK_R": 32 if wide else max(32, 2 * mean) if whole else 64,
-        "BLOCK_P": max(16, min(triton.next_power_of_2(pool), 64 if wide else block_p)),
-        "BLOCK_D": max(16, min(triton.next_power_of_2(dim), 64 if wide else 128)),
-        "num_warps": 4 if whole else 8,
-        "num_stages": 3 if whole else 2,
+        "SPLITS": min(8, triton.cdiv(pool, block_p * parts) + 1),  # programs for a large cell
+        "BLOCK_R": rows,
+        "BLOCK_P": max(16, min(triton.next_power_of_2(pool), block_p)),
+        "BLOCK_D": max(16, min(triton.next_power_of_2(dim), 128)),
+        "num_warps": 4 if whole or wide else 8,
+        "num_stages": stages,
     }

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from airmoe.kernels.backend import use_triton
+
 SMALLEST, LARGEST = 32, 64  # smaller ones read the pools too often, larger ones spill registers
 
 
@@ -29,8 +31,22 @@ class RowTiles:
         return self.cells.shape[0]
 
 
+def row_tiles(offsets: Tensor, num_rows: int, block: int | None = None) -> RowTiles:
+    """offsets [G + 1] of rows sorted by cell -> tiles, of a size that suits the mean cell.
+
+    Where `block` is given, a power of two, tiles have that size.
+    """
+    if use_triton(offsets):
+        from airmoe.kernels.cells.layout_triton import row_tiles_op
+
+        block = block_rows(num_rows, offsets.shape[0] - 1) if block is None else block
+        cells, first_rows, rows, starts = row_tiles_op(offsets, num_rows, block)
+        return RowTiles(cells, first_rows, rows, block, starts)
+    return make_tiles(offsets, num_rows, block)
+
+
 def make_tiles(offsets: Tensor, num_rows: int, block: int | None = None) -> RowTiles:
-    """offsets [G + 1] of rows sorted by cell -> tiles, of a size that suits the mean cell."""
+    """The definition of `row_tiles`, in plain PyTorch."""
     num_cells = offsets.shape[0] - 1
     block = block_rows(num_rows, num_cells) if block is None else block
     sizes = offsets.diff()

@@ -15,6 +15,7 @@ from torch import Tensor
 from airmoe.kernels.cells.reverse import ReverseIndex
 
 BLOCK = 1024
+FEW_ROWS = 32  # in the mean cell: it is then worth looking for entries without a choice
 
 
 @triton.jit

@@ -7,12 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from airmoe.kernels.chosen_logits.triton import (
-    inverse_norms,
-    list_logits,
-    scaled_grads,
-    table_grads,
-)
+from airmoe.kernels.chosen_logits.triton import list_logits, scaled_grads, table_grads
+from airmoe.kernels.inverse_norms.triton import inverse_norms_op
 from airmoe.kernels.operators import operator
 from airmoe.kernels.rows.triton import row_totals, sort_entries
 
@@ -38,7 +34,7 @@ def chosen_logits_backward(
     hidden, experts, ids = hidden.contiguous(), experts.contiguous(), ids.contiguous()
     grads = grads.float().contiguous()
     if want_hidden:
-        factors = scaled_grads(grads, ids, inverse_norms(experts)) if normalize else grads
+        factors = scaled_grads(grads, ids, inverse_norms_op(experts)) if normalize else grads
         found.append(row_totals([(factors, experts)], ids, hidden.dtype))
     if want_experts:
         entries = sort_entries(ids, experts.shape[0])

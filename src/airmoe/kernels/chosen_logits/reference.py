@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from airmoe.kernels.inverse_norms.reference import unit_rows
 from airmoe.kernels.rows import gather_dot
-from airmoe.kernels.unit_rows import unit_rows
 
 
 def chosen_logits(hidden: Tensor, experts: Tensor, ids: Tensor, normalize: bool) -> Tensor:

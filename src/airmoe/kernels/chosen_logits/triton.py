@@ -15,48 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.assign.triton import as_stored
 from airmoe.kernels.rows import triton as rows
 from airmoe.kernels.rows.triton import ENOUGH_PROGRAMS, Entries, tile_shape
 from airmoe.kernels.shortlist.triton import inverse_root
 
-NORM_ELEMENTS = 8192  # of the table, one program
 SCALE_BLOCK = 1024
 TILE_ELEMENTS = 4096  # [tokens, D] of one fetch of `table_grads`
 NUM_WARPS = 4
-
-
-@triton.jit
-def _norms_kernel(
-    table, inverse, num_rows, DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    real = row < num_rows
-    squares = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    for start in range(0, DIM, BLOCK_D):
-        column = start + tl.arange(0, BLOCK_D)
-        values = tl.load(
-            table + row.to(tl.int64)[:, None] * DIM + column[None, :],
-            mask=real[:, None] & (column < DIM)[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        squares += values * values
-    tl.store(inverse + row, inverse_root(tl.sum(squares, axis=1)), mask=real)
-
-
-def inverse_norms(table: Tensor) -> Tensor:
-    """1/|w| of every row, 0 for a zero row: [E, D] -> [E] float32."""
-    num_rows, dim = table.shape
-    inverse = torch.empty(num_rows, dtype=torch.float32, device=table.device)
-    if num_rows == 0:
-        return inverse
-    block_d = min(max(triton.next_power_of_2(dim), 16), 256)
-    block_r = NORM_ELEMENTS // block_d
-    _norms_kernel[(triton.cdiv(num_rows, block_r),)](
-        as_stored(table), inverse, num_rows,
-        DIM=dim, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=NUM_WARPS,
-    )  # fmt: skip
-    return inverse
 
 
 @triton.jit

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from airmoe.kernels.inverse_norms.reference import inverse_norms
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.precision import own_precision
 from airmoe.kernels.select.reference import top_positions
-from airmoe.kernels.unit_rows import inverse_norms
 
 CHUNK_ELEMENTS = 1 << 22
 

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.assign.triton import bfloat16_parts
-from airmoe.kernels.chosen_logits.triton import inverse_norms
 from airmoe.kernels.dense.stream_triton import StreamedColumns, can_stream
+from airmoe.kernels.inverse_norms.triton import inverse_norms_op
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.operators import operator
 from airmoe.kernels.shortlist.triton import (
@@ -40,7 +40,7 @@ def _parts(table: Tensor) -> Tensor:
 def _tables(hidden: Tensor, experts: Tensor, noise: Noise | None, normalize: bool) -> Tables:
     """Both as the matrix units take them, their products as exact as float32."""
     many = hidden.shape[0] >= NORM_TOKENS
-    scales = inverse_norms(experts) if normalize and many else None
+    scales = inverse_norms_op(experts) if normalize and many else None
     inside = normalize and not many
     halves = hidden.dtype == experts.dtype == torch.float16
     copies = hidden.shape[0] >= SPLIT_TOKENS and experts.numel() <= SPLIT_ELEMENTS

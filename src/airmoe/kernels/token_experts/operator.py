@@ -146,12 +146,14 @@ token_experts.register_autograd(_backward, setup_context=_save)
 
 @operator("airmoe::compact_gates")
 def compact_gates_op(
-    gates: Tensor, pools: Tensor, cell_of_row: Tensor, count: int
+    gates: Tensor, pools: Tensor, cell_of_row: Tensor, token_ids: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    return compact_gates(gates, pools, cell_of_row, count)
+    return compact_gates(gates, pools, cell_of_row, token_ids, count)
 
 
 @compact_gates_op.register_fake
-def _(gates: Tensor, pools: Tensor, cell_of_row: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _(
+    gates: Tensor, pools: Tensor, cell_of_row: Tensor, token_ids: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
     shape = (gates.shape[0], count)
     return pools.new_empty(shape), gates.new_empty(shape)

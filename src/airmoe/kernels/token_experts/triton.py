@@ -97,11 +97,12 @@ def weigh_grads(
 
 @triton.jit
 def _compact_kernel(
-    gates, pools, cells, expert_ids, weights,
+    gates, pools, cells, token_ids, expert_ids, weights,
     POOL: tl.constexpr, COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cell = tl.load(cells + row).to(tl.int64)
+    own = tl.load(token_ids + row).to(tl.int64) * COUNT
     taken = 0
     for start in range(0, POOL, BLOCK_M):
         places = start + tl.arange(0, BLOCK_M)
@@ -111,23 +112,24 @@ def _compact_kernel(
         chosen = values != 0.0  # and not > 0, so that NaN stays visible
         slots = taken + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
         mask = chosen & (slots < COUNT)
-        tl.store(expert_ids + row * COUNT + slots, ids, mask=mask)
-        tl.store(weights + row * COUNT + slots, values, mask=mask)
+        tl.store(expert_ids + own + slots, ids, mask=mask)
+        tl.store(weights + own + slots, values, mask=mask)
         taken += tl.sum(chosen.to(tl.int32), axis=0)
     for start in range(0, COUNT, BLOCK_C):
         slots = start + tl.arange(0, BLOCK_C)
         mask = (slots >= taken) & (slots < COUNT)
-        tl.store(expert_ids + row * COUNT + slots, 0, mask=mask)
-        tl.store(weights + row * COUNT + slots, 0.0, mask=mask)
+        tl.store(expert_ids + own + slots, 0, mask=mask)
+        tl.store(weights + own + slots, 0.0, mask=mask)
 
 
 def compact_gates(
-    gates: Tensor, pools: Tensor, cell_of_row: Tensor, count: int
+    gates: Tensor, pools: Tensor, cell_of_row: Tensor, token_ids: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """gates [N, M], pools [G, M], the cell of each row [N] -> (expert_ids, weights) [N, count].
+    """gates [T, M], pools [G, M], cell and token of each row [T] -> lists by token [T, count].
 
-    The chosen of each row, that is the positions whose gate is not 0, in the order of the pool.
-    Rows with fewer than `count` end with expert 0 at weight 0; more than `count` are cut off.
+    (expert_ids, weights) of the chosen, that is the positions whose gate is not 0, in the order of
+    the pool. Every token has one row: `token_ids` is a permutation. Those with fewer than `count`
+    end with expert 0 at weight 0; more than `count` are cut off.
     """
     (num_rows, pool), device = gates.shape, gates.device
     expert_ids = torch.empty(num_rows, count, dtype=pools.dtype, device=device)
@@ -135,7 +137,7 @@ def compact_gates(
     if expert_ids.numel() == 0:
         return expert_ids, weights
     _compact_kernel[(num_rows,)](
-        gates.contiguous(), pools.contiguous(), cell_of_row, expert_ids, weights,
+        gates.contiguous(), pools.contiguous(), cell_of_row, token_ids, expert_ids, weights,
         POOL=pool, COUNT=count, BLOCK_M=min(triton.next_power_of_2(pool), COMPACT_BLOCK),
         BLOCK_C=min(triton.next_power_of_2(count), COMPACT_BLOCK), num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -1,0 +1,202 @@
+"""The layout of cells on Triton: integers, so equal to the reference one by one."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from airmoe.kernels.backend import use_backend
+from airmoe.kernels.cells import Cells, make_cells
+from airmoe.kernels.cells.reference import find_offsets
+from airmoe.kernels.cells.tiles import RowTiles, make_tiles, row_tiles
+from tests.kernels.comparison import DEVICE
+
+pytest.importorskip("triton")
+from airmoe.kernels.cells.layout_triton import cell_offsets_op, row_tiles_op
+
+BLOCKS = [32, 64]
+
+
+def assert_equal(found: Tensor | None, wanted: Tensor | None, name: str) -> None:
+    assert found is not None and wanted is not None, name
+    assert found.dtype == wanted.dtype, name
+    assert torch.equal(found, wanted), name
+
+
+def assert_same_tiles(found: RowTiles, wanted: RowTiles) -> None:
+    assert found.block == wanted.block
+    for name in ("cells", "first_rows", "rows", "starts"):
+        assert_equal(getattr(found, name), getattr(wanted, name), name)
+
+
+def check_tiles(offsets: Tensor, num_rows: int, block: int | None) -> None:
+    with use_backend("triton"):
+        found = row_tiles(offsets, num_rows, block)
+    assert_same_tiles(found, make_tiles(offsets, num_rows, block))
+
+
+def layout(cell_ids: Tensor, num_cells: int) -> Cells:
+    return make_cells(cell_ids, torch.zeros(num_cells, 1, dtype=torch.int64, device=DEVICE))
+
+
+def check_cells(cell_ids: Tensor, num_cells: int) -> Cells:
+    """Cells made on Triton, compared with those of the reference and with plain counting."""
+    with use_backend("reference"):
+        wanted = layout(cell_ids, num_cells)
+    with use_backend("triton"):
+        found = layout(cell_ids, num_cells)
+        tiles = found.row_tiles()
+    for name in ("token_ids", "offsets", "order"):
+        assert_equal(getattr(found, name), getattr(wanted, name), name)
+    assert_same_tiles(tiles, make_tiles(wanted.offsets, cell_ids.numel()))
+    flat = cell_ids.flatten()
+    assert torch.equal(found.offsets.diff(), flat.bincount(minlength=num_cells))
+    assert_equal(found.cell_of_row(), flat[found.order], "cell of each row")
+    assert torch.equal(found.token_ids, found.order // cell_ids.shape[1])
+    return found
+
+
+def random_ids(num_tokens: int, num_cells: int, rows_per_token: int = 1) -> Tensor:
+    return torch.randint(num_cells, (num_tokens, rows_per_token), device=DEVICE)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 8, 63, 1000])
+@pytest.mark.parametrize("num_cells", [1, 2, 7, 1024, 5000])
+def test_odd_shapes(num_tokens: int, num_cells: int) -> None:
+    cells = check_cells(random_ids(num_tokens, num_cells), num_cells)
+    for block in BLOCKS:
+        check_tiles(cells.offsets, num_tokens, block)
+
+
+@pytest.mark.parametrize("rows_per_token", [1, 2, 3])
+@pytest.mark.parametrize(("num_tokens", "num_cells"), [(0, 5), (1, 5), (64, 1), (333, 70)])
+def test_several_rows_per_token(num_tokens: int, num_cells: int, rows_per_token: int) -> None:
+    check_cells(random_ids(num_tokens, num_cells, rows_per_token), num_cells)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 65, 700])
+@pytest.mark.parametrize(("cell", "num_cells"), [(0, 1), (0, 40), (7, 40), (39, 40), (1500, 1501)])
+def test_all_tokens_in_one_cell(num_tokens: int, cell: int, num_cells: int) -> None:
+    cells = check_cells(torch.full((num_tokens, 1), cell, device=DEVICE), num_cells)
+    for block in BLOCKS:
+        check_tiles(cells.offsets, num_tokens, block)
+
+
+def test_many_empty_cells() -> None:
+    """Also whole blocks of the cumulative sum without a row, between those that have some."""
+    ids = torch.tensor([0, 1023, 1024, 3500, 3501, 4999], device=DEVICE)
+    cells = check_cells(ids[torch.randint(6, (500, 1), device=DEVICE)], 5000)
+    for block in BLOCKS:
+        check_tiles(cells.offsets, 500, block)
+
+
+@settings(max_examples=50)
+@given(
+    sizes=st.lists(st.sampled_from([0, 0, 1, 2, 31, 32, 33, 63, 64, 65, 130]), min_size=1),
+    block=st.sampled_from([*BLOCKS, None]),
+)
+def test_any_sizes(sizes: list[int], block: int | None) -> None:
+    counts = torch.tensor(sizes)
+    ids = torch.arange(len(sizes)).repeat_interleave(counts)
+    cells = check_cells(ids[torch.randperm(ids.numel())].unsqueeze(-1).to(DEVICE), len(sizes))
+    check_tiles(cells.offsets, ids.numel(), block)
+
+
+@given(ids=st.lists(st.integers(-3, 12)), num_cells=st.integers(1, 10))
+def test_offsets_of_any_ids(ids: list[int], num_cells: int) -> None:
+    """Ids outside of the cells too: whoever has such rows finds them in no cell."""
+    ordered = torch.tensor(ids, dtype=torch.int64, device=DEVICE).sort().values
+    wanted = find_offsets(ordered, num_cells)
+    assert_equal(cell_offsets_op(ordered, num_cells), wanted, "offsets")
+
+
+def test_strided_operands() -> None:
+    ordered = random_ids(50, 9).flatten().sort().values
+    offsets = find_offsets(ordered, 9)
+    assert_equal(cell_offsets_op(strided(ordered), 9), offsets, "offsets")
+    check_tiles(strided(offsets), 50, 32)
+
+
+def strided(values: Tensor) -> Tensor:
+    """The same values with others between them in memory."""
+    return torch.stack([values, -values], dim=-1)[:, 0]
+
+
+def test_one_row_per_token_needs_no_division() -> None:
+    cells = layout(random_ids(9, 4), 4)
+    assert cells.token_ids is cells.order
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_the_cell_of_each_row_is_kept_and_can_be_found(backend: str) -> None:
+    with use_backend(backend):  # pyright: ignore[reportArgumentType]
+        cells = layout(random_ids(100, 30, 2), 30)
+        assert cells.cell_of_row() is cells.row_cells
+        made_elsewhere = replace(cells, row_cells=None)
+        assert_equal(made_elsewhere.cell_of_row(), cells.row_cells, "cell of each row")
+
+
+def test_tiles_are_made_once() -> None:
+    with use_backend("triton"):
+        cells = layout(random_ids(9, 4), 4)
+        assert cells.row_tiles() is cells.row_tiles()
+
+
+def everything(cell_ids: Tensor, pools: Tensor) -> list[Tensor]:
+    cells = make_cells(cell_ids, pools)
+    tiles = cells.row_tiles()
+    of_tiles = [getattr(tiles, field.name) for field in fields(tiles) if field.name != "block"]
+    return [cells.offsets, cells.token_ids, cells.order, cells.cell_of_row(), *of_tiles]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_in_one_graph(dynamic: bool) -> None:
+    import airmoe.routers.planning  # noqa: F401 (tells the compiler that the backend is a constant)
+
+    torch._dynamo.reset()
+    pools = torch.zeros(70, 3, dtype=torch.int64, device=DEVICE)
+    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    with use_backend("triton"):
+        for num_tokens, rows_per_token in ((40, 1), (55, 1), (2500, 2)):
+            cell_ids = random_ids(num_tokens, 70, rows_per_token)
+            wanted = everything(cell_ids, pools)
+            for found, expected in zip(compiled(cell_ids, pools), wanted, strict=True):
+                assert_equal(found, expected, f"{num_tokens} tokens")
+
+
+def test_the_operators_are_registered_completely() -> None:
+    ordered = random_ids(100, 7).flatten().sort().values
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(cell_offsets_op, (ordered, 7), test_utils=tests)
+    for num_rows in (100, 0):
+        offsets = find_offsets(ordered[:num_rows], 7)
+        torch.library.opcheck(row_tiles_op, (offsets, num_rows, 32), test_utils=tests)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [8, 16_384, 65_536, 100_001])
+@pytest.mark.parametrize("num_cells", [1, 1000, 1024, 65_536, 100_003])
+def test_large_shapes(num_tokens: int, num_cells: int) -> None:
+    for ids in (random_ids(num_tokens, num_cells), random_ids(num_tokens, 1) + num_cells // 2):
+        cells = check_cells(ids, num_cells)
+        for block in BLOCKS:
+            check_tiles(cells.offsets, num_tokens, block)
+
+
+@pytest.mark.gpu
+def test_captured_in_a_graph() -> None:
+    pools = torch.zeros(1024, 3, dtype=torch.int64, device=DEVICE)
+    cell_ids = random_ids(5000, 1024)
+    everything(cell_ids, pools)  # compiles the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = everything(cell_ids, pools)
+    cell_ids.copy_(random_ids(5000, 1024))
+    graph.replay()
+    for at, (own, wanted) in enumerate(zip(found, everything(cell_ids, pools), strict=True)):
+        assert_equal(own, wanted, f"tensor {at}")
