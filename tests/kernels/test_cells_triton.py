@@ -408,8 +408,6 @@ def test_the_fused_gates_are_those_of_the_two_steps() -> None:
     cells, inputs = case.cells(), score_inputs(case, torch.float32)
     valid = torch.ones(case.num_tokens, dtype=torch.bool, device=DEVICE)
     with use_backend("triton"):
-        fused = cell_gates(
-            inputs["hidden"], inputs["centroids"], cells, valid, case.top_k
-        )
+        fused = cell_gates(inputs["hidden"], inputs["centroids"], cells, valid, case.top_k)
     scores = cell_scores(inputs["hidden"], inputs["centroids"], cells)
     torch.testing.assert_close(fused.gates, top_k_gates(scores, valid, case.top_k))

@@ -1,6 +1,7 @@
 """Fine scores of a cell's rows against its pool, rows of the table fetched by index."""
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
+# pyright: reportReturnType=none
 from __future__ import annotations
 
 import torch

@@ -1,7 +1,7 @@
 """Products of two tiles, as exact as their dtype."""
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
-# pyright: reportReturnType=none
+# pyright: reportReturnType=none, reportGeneralTypeIssues=none
 from __future__ import annotations
 
 import torch
