@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,10 +14,11 @@ from airmoe.kernels.backend import use_backend
 from airmoe.kernels.cell_experts import Activation, cell_experts, is_gated
 from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
-from airmoe.kernels.cells import Cells, make_cells
+from airmoe.kernels.cells import Cells, make_cells, sort_by_cell
 from airmoe.kernels.cells import reverse as reverse_index
 from airmoe.kernels.cells.reverse import make_parts, make_reverse
 from airmoe.kernels.cells.tiles import block_rows, make_tiles
+from airmoe.kernels.cells.used_triton import used_entries
 from airmoe.kernels.noise import Noise, Stage, make_noise
 from airmoe.kernels.select import top_k_gates
 from airmoe.kernels.select.reference import chosen_mask
@@ -149,7 +150,7 @@ def test_reverse_index_and_its_parts(part_bytes: int, monkeypatch: pytest.Monkey
         own = entries[starts[expert] : starts[expert + 1]]
         assert own == [place for place, owner in enumerate(flat) if owner == expert]
     monkeypatch.setattr(reverse_index, "PART_BYTES", part_bytes)
-    parts = make_parts(reverse, pools, 8)
+    parts = make_parts(reverse, pools, 100, 8)
     experts = parts.experts.tolist()
     assert experts[0] == 0 and experts[-1] == 70 and experts == sorted(experts)
     for part in range(parts.count):
@@ -163,13 +164,44 @@ def test_reverse_index_and_its_parts(part_bytes: int, monkeypatch: pytest.Monkey
         assert rows == list(range(starts[last] - starts[first]))
 
 
-def test_sums_by_expert() -> None:
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_sums_by_expert(backend: Literal["reference", "triton"]) -> None:
     cells = CASES["ragged"].cells()
     values = torch.randn(cells.pools.shape, device=DEVICE)
     wanted = torch.zeros(70, dtype=torch.float64, device=DEVICE)
     wanted.index_add_(0, cells.pools.flatten(), values.flatten().double())
-    found = make_reverse(cells.pools, 70).sum_by_expert(values)
+    counts = torch.randint(1000, cells.pools.shape, device=DEVICE, dtype=torch.int32)
+    wanted_counts = torch.zeros(70, dtype=torch.int32, device=DEVICE)
+    wanted_counts.index_add_(0, cells.pools.flatten(), counts.flatten())
+    with use_backend(backend):
+        reverse = make_reverse(cells.pools, 70)
+        found = reverse.sum_by_expert(values)
+        assert torch.equal(reverse.sum_by_expert(counts), wanted_counts)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_entries_that_nobody_chose_are_left_out() -> None:
+    pools = CASES["ragged"].cells().pools
+    reverse = make_reverse(pools, 70)
+    counts = torch.randint(3, pools.shape, device=DEVICE, dtype=torch.int32)
+    counts[1] = 0
+    kept = used_entries(reverse, counts)
+    flat, starts = counts.flatten(), reverse.starts.tolist()
+    own, kept_starts = reverse.entries.tolist(), kept.starts.tolist()
+    for expert in range(70):
+        wanted = [entry for entry in own[starts[expert] : starts[expert + 1]] if flat[entry] > 0]
+        assert kept.entries[kept_starts[expert] : kept_starts[expert + 1]].tolist() == wanted
+
+
+@pytest.mark.parametrize("num_cells", [3, 2**15, 2**15 + 1])
+def test_rows_are_sorted_by_cell(num_cells: int) -> None:
+    cell_ids = torch.randint(num_cells, (3000,), device=DEVICE)
+    cell_ids[:2] = num_cells - 1
+    row_cells, order, offsets = sort_by_cell(cell_ids, num_cells)
+    wanted = cell_ids.sort(stable=True)
+    assert torch.equal(row_cells, wanted.values) and torch.equal(order, wanted.indices)
+    assert row_cells.dtype == cell_ids.dtype
+    assert torch.equal(offsets.diff(), cell_ids.bincount(minlength=num_cells))
 
 
 # -- scores ---------------------------------------------------------------------------------

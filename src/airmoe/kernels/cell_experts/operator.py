@@ -112,7 +112,9 @@ def _backward(
     else:
         reverse = ReverseIndex(entries, starts)
 
-    parts = make_parts(reverse, neurons, hidden.shape[1] * hidden.element_size())
+    parts = make_parts(
+        reverse, neurons, token_ids.shape[0], hidden.shape[1] * hidden.element_size()
+    )
     counts = None
     if token_ids.shape[0] <= FEW_ROWS * neurons.shape[0] and expert_size == 1:
         counts = counts_per_entry(gates, offsets, neurons)

@@ -106,7 +106,7 @@ def _backward(
     if want_centroids:
         reverse = ReverseIndex(entries, starts)
         dtype = partial_dtype(hidden.dtype, projected=inverse_norms is not None)
-        parts = make_parts(reverse, pools, hidden.shape[1] * dtype.itemsize)
+        parts = make_parts(reverse, pools, token_ids.shape[0], hidden.shape[1] * dtype.itemsize)
         counts = None
         if token_ids.shape[0] <= FEW_ROWS * pools.shape[0]:  # some cells may have no rows at all
             counts = offsets.diff().int().unsqueeze(-1).expand(pools.shape).contiguous()

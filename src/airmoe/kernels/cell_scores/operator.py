@@ -77,7 +77,9 @@ def _backward(
         grad_hidden = grad_hidden.to(hidden.dtype)
     if want_centroids:
         reverse = ReverseIndex(entries, starts)
-        parts = make_parts(reverse, pools, wide_hidden.shape[1] * wide_hidden.element_size())
+        parts = make_parts(
+            reverse, pools, token_ids.shape[0], wide_hidden.shape[1] * wide_hidden.element_size()
+        )
         grad_centroids = row_products(
             grads, wide_hidden, centroids, offsets, token_ids, pools, reverse, parts,
             inverse_norms=inverse_norms,

@@ -12,6 +12,8 @@ from airmoe.kernels.cells import reference
 from airmoe.kernels.cells.reverse import ReverseIndex, make_reverse
 from airmoe.kernels.cells.tiles import RowTiles, row_tiles
 
+MANY_ROWS = 2048  # fewer are sorted by one program
+
 
 @dataclass(frozen=True)
 class Cells:
@@ -64,10 +66,10 @@ def make_cells(cell_ids: Tensor, pools: Tensor, reverse: ReverseIndex | None = N
     `reverse` is the pools' own reverse index, where somebody keeps it.
     """
     rows_per_token = cell_ids.shape[1]
-    row_cells, order = cell_ids.flatten().sort(stable=True)
+    row_cells, order, offsets = sort_by_cell(cell_ids.flatten(), pools.shape[0])
     return Cells(
         order if rows_per_token == 1 else order.div(rows_per_token, rounding_mode="floor"),
-        _find_offsets(row_cells, pools.shape[0]),
+        offsets,
         pools,
         order,
         rows_per_token,
@@ -77,12 +79,20 @@ def make_cells(cell_ids: Tensor, pools: Tensor, reverse: ReverseIndex | None = N
     )
 
 
-def _find_offsets(row_cells: Tensor, num_cells: int) -> Tensor:
+def sort_by_cell(cell_ids: Tensor, num_cells: int) -> tuple[Tensor, Tensor, Tensor]:
+    """cell_ids [N] -> the same sorted, the places they had (equal ones in order), and the first row
+    of each cell [G + 1]."""
+    if cell_ids.shape[0] >= MANY_ROWS and num_cells <= 2**15:
+        # A GPU takes a pass over all keys for every byte of one.
+        narrow, order = cell_ids.to(torch.int16).sort(stable=True)
+        row_cells = narrow.to(cell_ids.dtype)
+    else:
+        row_cells, order = cell_ids.sort(stable=True)
     if use_triton(row_cells):
         from airmoe.kernels.cells.layout_triton import cell_offsets_op
 
-        return cell_offsets_op(row_cells, num_cells)
-    return reference.find_offsets(row_cells, num_cells)
+        return row_cells, order, cell_offsets_op(row_cells, num_cells)
+    return row_cells, order, reference.find_offsets(row_cells, num_cells)
 
 
 def _version(pools: Tensor) -> int | None:

@@ -29,8 +29,10 @@ def _part(values, PART: tl.constexpr):
 
 
 @triton.jit
-def _exact_dot(left, right, total, TRANS_LEFT: tl.constexpr, TRANS_RIGHT: tl.constexpr,
-              PART: tl.constexpr):  # fmt: skip
+def _exact_dot(
+    left, right, total,
+    TRANS_LEFT: tl.constexpr, TRANS_RIGHT: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
     """total + left @ right of float32 operands, either of them transposed first.
 
     Each is cut into three bfloat16 parts, and of their products the six that reach a float32's
@@ -56,8 +58,10 @@ def _exact_dot(left, right, total, TRANS_LEFT: tl.constexpr, TRANS_RIGHT: tl.con
 
 
 @triton.jit
-def dot(left, right, total, TRANS_LEFT: tl.constexpr, TRANS_RIGHT: tl.constexpr,
-         PART: tl.constexpr):  # fmt: skip
+def dot(
+    left, right, total,
+    TRANS_LEFT: tl.constexpr, TRANS_RIGHT: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
     if left.dtype == tl.float32:
         total = _exact_dot(left, right, total, TRANS_LEFT, TRANS_RIGHT, PART)
     else:

@@ -1,4 +1,4 @@
-"""Sorting (token, cell) rows by cell: static shapes, nothing read by the host."""
+"""Where cells begin in rows sorted by cell, and the host's walk through them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-
-
-def sort_rows(cell_ids: Tensor, num_cells: int) -> tuple[Tensor, Tensor]:
-    """cell_ids [N] -> (order [N], offsets [G + 1])."""
-    ordered, order = cell_ids.sort(stable=True)
-    return order, find_offsets(ordered, num_cells)
 
 
 def find_offsets(ordered: Tensor, num_cells: int) -> Tensor:

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PART_BYTES = 256 * 2**20  # memory for the partial sums of one part
+from airmoe.kernels.backend import use_triton
+
+# Memory for the partial sums of one part. Where there are many rows, several matrices [N, M] are
+# there at the same time, larger than these.
+PART_BYTES, PART_BYTES_OF_MANY_ROWS = 512 * 2**20, 256 * 2**20
+MANY_ROWS = 32_768
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,10 @@ class ReverseIndex:
 
     def sum_by_expert(self, values: Tensor) -> Tensor:
         """Add up what an expert has in all its cells: [G, M] -> [E], in a fixed order."""
+        if use_triton(values):
+            from airmoe.kernels.cells.sum_by_expert_triton import sum_by_expert_op
+
+            return sum_by_expert_op(values, self.entries, self.starts)
         wide = torch.float64 if values.is_floating_point() else torch.int64
         ordered = values.flatten()[self.entries].to(wide).cumsum(0)
         ends = torch.nn.functional.pad(ordered, (1, 0))[self.starts]
@@ -49,10 +58,11 @@ def make_reverse(pools: Tensor, num_experts: int) -> ReverseIndex:
     return ReverseIndex(entries.int(), starts)
 
 
-def make_parts(reverse: ReverseIndex, pools: Tensor, row_bytes: int) -> Parts:
-    """Cut the experts so that a part's partial sums, `row_bytes` each, fit into PART_BYTES."""
+def make_parts(reverse: ReverseIndex, pools: Tensor, num_rows: int, row_bytes: int) -> Parts:
+    """Cut the experts so that a part's partial sums, `row_bytes` each, fit into memory."""
     total = pools.numel()
-    count = max(1, -(-total * row_bytes // PART_BYTES))
+    most = PART_BYTES if num_rows < MANY_ROWS else PART_BYTES_OF_MANY_ROWS
+    count = max(1, -(-total * row_bytes // most))
     share = -(-total // count)
     marks = torch.arange(count + 1, device=pools.device, dtype=torch.int32) * share
     experts = torch.searchsorted(reverse.starts, marks.clamp_max_(total), out_int32=True)

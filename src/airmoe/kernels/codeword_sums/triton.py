@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.cells.reference import sort_rows
-from airmoe.kernels.cells.tiles import make_tiles
+from airmoe.kernels.cells import sort_by_cell
+from airmoe.kernels.cells.tiles import row_tiles
 from airmoe.kernels.operators import operator
 
 TILE_ROWS = 64
@@ -82,8 +82,8 @@ def codeword_sums_op(
     hidden = hidden.contiguous()
     num_tokens, dim = hidden.shape
     out = torch.empty(num_codewords, dim + 1, dtype=torch.float32, device=hidden.device)
-    order, offsets = sort_rows(codeword_ids, num_codewords)
-    tiles = make_tiles(offsets, num_tokens, TILE_ROWS)
+    _, order, offsets = sort_by_cell(codeword_ids, num_codewords)
+    tiles = row_tiles(offsets, num_tokens, TILE_ROWS)
     sums = torch.empty(tiles.count, dim, dtype=torch.float32, device=hidden.device)
     counts = torch.empty(tiles.count, dtype=torch.float32, device=hidden.device)
     width = triton.next_power_of_2(dim)

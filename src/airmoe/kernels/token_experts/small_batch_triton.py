@@ -17,7 +17,7 @@ from airmoe.kernels.cell_experts.activations_triton import ACTIVATION_CODES, act
 
 ENOUGH_PROGRAMS = 2 * 132
 FEWEST_ROWS, MOST_ROWS = 4, 16  # of one program: fewer make more partial sums
-TILE_ELEMENTS = 4096  # [rows, columns] of one fetch
+TILE_ELEMENTS = 8192  # [rows, columns] of one fetch
 ADD_PARTS, ADD_COLUMNS = 32, 64  # tile of the kernel that adds the partial sums
 NUM_WARPS = 4
 
