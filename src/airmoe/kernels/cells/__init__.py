@@ -12,7 +12,7 @@ from airmoe.kernels.cells import reference
 from airmoe.kernels.cells.reverse import ReverseIndex, make_reverse
 from airmoe.kernels.cells.tiles import RowTiles, row_tiles
 
-MANY_ROWS = 2048  # fewer are sorted by one program
+MANY_KEYS = 2048  # fewer are sorted by one program
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def make_cells(cell_ids: Tensor, pools: Tensor, reverse: ReverseIndex | None = N
 def sort_by_cell(cell_ids: Tensor, num_cells: int) -> tuple[Tensor, Tensor, Tensor]:
     """cell_ids [N] -> the same sorted, the places they had (equal ones in order), and the first row
     of each cell [G + 1]."""
-    if cell_ids.shape[0] >= MANY_ROWS and num_cells <= 2**15:
+    if cell_ids.shape[0] >= MANY_KEYS and num_cells <= 2**15:
         # A GPU takes a pass over all keys for every byte of one.
         narrow, order = cell_ids.to(torch.int16).sort(stable=True)
         row_cells = narrow.to(cell_ids.dtype)
