@@ -10,10 +10,10 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -53,6 +53,19 @@ def backend_for(device: torch.device, *dtypes: torch.dtype) -> Backend:
     if device.type == "cuda" and reason is not None:
         _say_once(reason)
     return "reference"
+
+
+def assume_constant(function: Callable[..., Any]) -> None:
+    """Compilers call it while they trace and keep what it says.
+
+    What torch.compiler.assume_constant_result does, which would load the compiler here and now.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# A compiler cannot find the backend by tracing (it is in the environment and in a context), and
+# therefore it stays what it was when the graph was made.
+assume_constant(backend_for)
 
 
 def chosen_backend() -> Choice:

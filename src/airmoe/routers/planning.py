@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import backend_for
+from airmoe.kernels.backend import assume_constant
 
 if TYPE_CHECKING:
     from airmoe.routers.base import Plan, Router
@@ -81,8 +81,5 @@ def _call_number() -> int:
     return next(_numbers)
 
 
-# What torch.compiler.assume_constant_result does, which would load the compiler here and now.
-# A number for each traced call; and the backend, which a compiler cannot find out by tracing (it
-# is in the environment) and which therefore stays what it was when the graph was made.
-for _function in (_call_number, backend_for):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# A number for each traced call.
+assume_constant(_call_number)

@@ -174,7 +174,8 @@ def score_grads(
     again = needed and kept is None
     buffer = scored.buffer() if again else grads if kept is None else kept
     width = triton.next_power_of_2(pool)
-    rows = max(1, min(scored.tiles.block, 8192 // width))  # they share their pool
+    # A few rows share their pool; not too many where scores fill the registers as well.
+    rows = max(1, min(scored.tiles.block, (4096 if needed else 8192) // width))
     for part in scored.parts() if again else [(0, scored.tiles.count)]:
         scores = scored.score(buffer, part) if again else buffer
         _score_grads_kernel[(part[1] * scored.tiles.block // rows,)](
@@ -186,6 +187,6 @@ def score_grads(
             POOL=pool, WIDTH=width, BLOCK_T=scored.tiles.block, ROWS=rows,
             GATES=grad_gates is not None, LOG_Z=grad_log_z is not None,
             PROBS=grad_probs is not None, SWITCH=switch, NORMS=scored.inverse_norms is not None,
-            KEPT=not again, num_warps=8 if width * rows >= 8192 else 4,
+            KEPT=not again, num_warps=8 if width * rows >= 4096 else 4,
         )  # fmt: skip
     return grads

@@ -49,12 +49,13 @@ def _exact_dot(
         left_1, left_2, left_3 = tl.trans(left_1), tl.trans(left_2), tl.trans(left_3)
     if TRANS_RIGHT:
         right_1, right_2, right_3 = tl.trans(right_1), tl.trans(right_2), tl.trans(right_3)
-    total = tl.dot(left_3, right_1, total)
-    total = tl.dot(left_1, right_3, total)
-    total = tl.dot(left_2, right_2, total)
-    total = tl.dot(left_2, right_1, total)
-    total = tl.dot(left_1, right_2, total)
-    return tl.dot(left_1, right_1, total)
+    # The small ones first, and none of them onto the total: the matrix units cut off what they add.
+    product = tl.dot(left_3, right_1)
+    product = tl.dot(left_1, right_3, product)
+    product = tl.dot(left_2, right_2, product)
+    product = tl.dot(left_2, right_1, product)
+    product = tl.dot(left_1, right_2, product)
+    return total + tl.dot(left_1, right_1, product)
 
 
 @triton.jit

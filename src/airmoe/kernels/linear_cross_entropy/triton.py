@@ -36,6 +36,22 @@ INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
+def _power(values, peak, HALF: tl.constexpr):
+    """exp(values - peak). Of 16-bit logits in one instruction less, the peak's part rounded."""
+    if HALF:
+        shifted = tl.fma(values, LOG2_E, -(peak * LOG2_E))
+    else:
+        shifted = (values - peak) * LOG2_E
+    return tl.exp2(shifted)
+
+
+@triton.jit
+def _correction(peak):
+    """What takes the rounding of the peak's part out of such powers."""
+    return tl.exp2(-tl.fma(peak, LOG2_E, -(peak * LOG2_E)))
+
+
+@triton.jit
 def _rows_kernel(
     logits,
     labels,
@@ -46,6 +62,7 @@ def _rows_kernel(
     SCALE: tl.constexpr,
     GRADIENTS: tl.constexpr,
     PADDED: tl.constexpr,
+    HALF: tl.constexpr,
     LANES: tl.constexpr,
     PER_LANE: tl.constexpr,
 ):
@@ -77,15 +94,19 @@ def _rows_kernel(
         upcoming = tl.load(logits + following, mask=following < end, other=-INFINITY)
         higher = tl.maximum(peaks, tl.max(values, axis=1))
         sums = sums * tl.exp2((peaks - higher) * LOG2_E)
-        sums += tl.sum(tl.exp2((values - higher[:, None]) * LOG2_E), axis=1)
+        sums += tl.sum(_power(values, higher[:, None], HALF), axis=1)
         peaks = higher
     peak = tl.max(peaks, axis=0)
+    if HALF:
+        sums *= _correction(peaks)
     total = tl.sum(sums * tl.exp2((peaks - peak) * LOG2_E), axis=0)
     loss = tl.log(total) + (peak - target_logit)
     tl.store(losses + row, tl.where(counts, loss, 0.0))
 
     if GRADIENTS:
         factor = tl.where(counts, tl.where(known, tl.div_rn(SCALE, total), float("nan")), 0.0)
+        if HALF:
+            factor *= _correction(peak)
         # Backwards: the end of the row was read last and is nearest.
         last = (row_stride - 1) // (LANES * PER_LANE) * (LANES * PER_LANE)
         upcoming = tl.load(logits + last + lanes, mask=last + lanes < end, other=-INFINITY)
@@ -95,13 +116,13 @@ def _rows_kernel(
             following = words - LANES * PER_LANE
             inside = (following >= 0) & (following < end)
             upcoming = tl.load(logits + following, mask=inside, other=-INFINITY)
-            grads = tl.exp2((values - peak) * LOG2_E) * factor
+            grads = _power(values, peak, HALF) * factor
             if PADDED:
                 grads = tl.where(words < num_words, grads, 0.0)
             tl.store(logits + words, grads.to(logits.dtype.element_ty), mask=words < row_stride)
         # The target's entry once more, by one thread, after the one that wrote it with its lane.
         tl.debug_barrier()
-        target = tl.exp2((target_logit - peak) * LOG2_E) * factor - SCALE
+        target = _power(target_logit, peak, HALF) * factor - SCALE
         tl.store(logits + label, target.to(logits.dtype.element_ty), mask=known)
 
 
@@ -126,7 +147,8 @@ def losses_and_gradients_(
     _rows_kernel[(logits.shape[0],)](
         logits, labels, losses, num_words, logits.shape[1], ignore_index,
         SCALE=gradient_scale(logits.dtype), GRADIENTS=gradients,
-        PADDED=num_words != logits.shape[1], LANES=lanes, PER_LANE=per_lane,
+        PADDED=num_words != logits.shape[1], HALF=logits.element_size() == 2,
+        LANES=lanes, PER_LANE=per_lane,
         num_warps=max(1, min(ROW_WARPS, lanes // 32)),
     )  # fmt: skip
 
