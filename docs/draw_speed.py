@@ -1,7 +1,8 @@
-"""Benchmark results -> the README's figure and table: `python docs/draw_speed.py` (extra `plot`).
+"""Benchmark results -> figure and tables of the pages: `python docs/draw_speed.py` (extra `plot`).
 
-Reads benchmarks/results/cpu.json (`make bench`). Without it the figure shows the idea only and the
-table says that nothing was measured. Numbers are never typed by hand: a test compares.
+Reads benchmarks/results: `airmoe bench` writes what the README shows, `make bench` cpu.json, which
+benchmarks/README.md shows. Without results the figure shows the idea only and the tables say that
+nothing was measured. Numbers are never typed by hand: a test compares.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import random
 from pathlib import Path
 from typing import Any
 
+from airmoe.experiments.bench.page import block
+from airmoe.experiments.bench.report import timed, typical
+
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
+RESULTS = ROOT / "benchmarks" / "results"
+CPU_RESULTS, GPU_RESULTS = RESULTS / "cpu.json", RESULTS / "paper.json"
 FIGURE = ROOT / "docs" / "figures" / "cells.svg"
-README = ROOT / "README.md"
+README, CPU_PAGE = ROOT / "README.md", ROOT / "benchmarks" / "README.md"
 START, END = "<!-- results: start -->", "<!-- results: end -->"
-COMPARED = ("AIR", "paper's listing", "PEER-pytorch")  # the bars
 GIB = 2**30
 CELL_COLOURS = ("#3b6fb6", "#d0803c", "#4c9a6a")
 STEPS = (
@@ -30,8 +34,8 @@ DARK, GREY, OTHER = "#222222", "#d9dde3", "#9aa3ad"
 Report = dict[str, Any]
 
 
-def load() -> Report | None:
-    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else None
+def load(file: Path = CPU_RESULTS) -> Report | None:
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def digest(report: Report | None) -> str:
@@ -46,7 +50,7 @@ def digest(report: Report | None) -> str:
 
 
 def table(report: Report | None) -> str:
-    """Markdown between the README's markers."""
+    """Markdown of the CPU's results."""
     if report is None:
         return "Not measured yet: `make bench`, then `python docs/draw_speed.py`."
     shape, groups = report["shape"], report["results"]
@@ -98,11 +102,19 @@ def _notes(report: Report) -> list[str]:
     return [" ".join(notes)] if notes else []
 
 
-def with_table(readme: str, report: Report | None) -> str:
-    """The README with the part between its markers replaced."""
-    before, _, rest = readme.partition(START)
+def with_block(page: str, block: str) -> str:
+    """The page with the part between its markers replaced."""
+    before, _, rest = page.partition(START)
     _, _, after = rest.partition(END)
-    return f"{before}{START}\n{table(report)}\n{END}{after}"
+    return f"{before}{START}\n{block}\n{END}{after}"
+
+
+def pages() -> dict[Path, str]:
+    """The pages with results, as they should read."""
+    blocks = {README: block(RESULTS), CPU_PAGE: table(load())}
+    return {
+        page: with_block(page.read_text(encoding="utf-8"), text) for page, text in blocks.items()
+    }
 
 
 # -- the figure ---------------------------------------------------------------------------------
@@ -116,13 +128,12 @@ def draw(report: Report | None, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"svg.hashsalt": "airmoe", "font.size": 9, "text.color": DARK})
-    bars = [] if report is None else _bars(report)
+    bars = [] if report is None else sorted(timed(report), key=typical)
     if bars:
-        figure, (left, *right) = plt.subplots(
-            1, 3, figsize=(10.5, 3.3), width_ratios=(2.3, 1, 1), layout="constrained"
+        figure, (left, right) = plt.subplots(
+            1, 2, figsize=(10.5, 3.3), width_ratios=(2.1, 1.6), layout="constrained"
         )
-        _draw_bars(right[0], bars, "seconds", "s")
-        _draw_bars(right[1], bars, "memory", "GiB")
+        _draw_bars(right, bars, report)
     else:
         figure, left = plt.subplots(figsize=(6.5, 3.3), layout="constrained")
     _draw_cells(left)
@@ -131,32 +142,22 @@ def draw(report: Report | None, path: Path) -> None:
     plt.close(figure)
 
 
-def _bars(report: Report) -> list[Report]:
-    timed = {r["name"]: r for r in report["results"]["gelu"] if r["status"] == "timed"}
-    return [
-        {
-            "name": name,
-            "seconds": timed[name]["median"]["total"],
-            "memory": timed[name]["peak_bytes"] / GIB,
-        }
-        for name in COMPARED
-        if name in timed
-    ]
-
-
-def _draw_bars(axes: Any, bars: list[Report], quantity: str, unit: str) -> None:
-    values = [bar[quantity] for bar in bars]
-    colours = [CELL_COLOURS[0] if bar["name"] == "AIR" else OTHER for bar in bars]
+def _draw_bars(axes: Any, bars: list[Report], report: Report) -> None:
+    values = [typical(bar) for bar in bars]
+    ours = [bar["role"] == "air" and bar["backend"] == "triton" for bar in bars]
+    colours = [CELL_COLOURS[0] if own else OTHER for own in ours]
     drawn = axes.barh([bar["name"] for bar in bars], values, color=colours, height=0.6)
-    axes.bar_label(drawn, [f"{value:.2f} {unit}" for value in values], padding=3)
-    axes.set_title({"seconds": "forward + backward", "memory": "peak memory"}[quantity], loc="left")
+    labels = [f"{value:,.3g} ms, {bar['peak_bytes'] / GIB:.2g} GiB" for value, bar in
+              zip(values, bars, strict=True)]  # fmt: skip
+    axes.bar_label(drawn, labels, padding=3, fontsize=8)
+    device, tokens = report["device"]["name"], report["shape"]["num_tokens"]
+    axes.set_title(f"forward + backward, {tokens:,} tokens, {device}, log scale", loc="left")
+    axes.set_xscale("log")
+    axes.set_xlim(0.6 * min(values), 30 * max(values))
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.35 * max(values))
     axes.xaxis.set_visible(False)
-    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="y", length=0, labelsize=8)
     axes.spines[:].set_visible(False)
-    if quantity == "memory":
-        axes.set_yticklabels([])
 
 
 def _draw_cells(axes: Any) -> None:
@@ -198,11 +199,13 @@ def _picked(rows: int, width: int) -> list[set[int]]:
 
 
 def main() -> None:
-    report = load()
+    report = load(GPU_RESULTS)
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
     draw(report, FIGURE)
-    README.write_text(with_table(README.read_text(encoding="utf-8"), report), encoding="utf-8")
-    print(f"{FIGURE.relative_to(ROOT)} and the table of README.md: {digest(report)}")
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")
+        print(page.relative_to(ROOT))
+    print(f"{FIGURE.relative_to(ROOT)}: {digest(report)}")
 
 
 if __name__ == "__main__":

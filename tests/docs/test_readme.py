@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,19 @@ draw_speed = load_script("docs/draw_speed.py")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_table_is_what_the_script_makes() -> None:
-    expected = draw_speed.with_table(README, draw_speed.load())
-    assert expected == README, "run: python docs/draw_speed.py"
+def test_tables_are_what_the_script_makes() -> None:
+    pages = draw_speed.pages()
+    assert set(pages) == {ROOT / "README.md", ROOT / "benchmarks" / "README.md"}
+    for page, expected in pages.items():
+        found = page.read_text(encoding="utf-8")
+        assert found.count(draw_speed.START) == 1 and expected == found, "run docs/draw_speed.py"
 
 
 def test_figure_is_drawn_from_these_results() -> None:
     text = draw_speed.FIGURE.read_text(encoding="utf-8")
     ElementTree.fromstring(text)
     drawn = re.search(r"drawn from: (.*?)<", text)
-    assert drawn and drawn[1] == draw_speed.digest(draw_speed.load()), (
+    assert drawn and drawn[1] == draw_speed.digest(draw_speed.load(draw_speed.GPU_RESULTS)), (
         "run: python docs/draw_speed.py"
     )
 
@@ -75,6 +79,47 @@ def made_up_report() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def made_up_gpu_report() -> dict[str, Any]:
+    """The layout of benchmarks/results/paper.json."""
+
+    def result(key: str, name: str, role: str, ms: float) -> dict[str, Any]:
+        return {
+            "key": key, "name": name, "role": role, "status": "timed", "backend": "triton",
+            "peak_bytes": int(ms * 2**30), "median": {"forward_ms": ms / 3, "total_ms": ms},
+            "apart_median_ms": {"refresh (all)": 1.5, "launched one by one": 9.0},
+        }  # fmt: skip
+
+    results = [
+        result("air-triton", "AIR Triton", "air", 8.0),
+        result("coarse", "coarse", "coarse", 3.0),
+        result("exact", "exact", "baseline", 96.0),
+        result("peer", "PEER", "baseline", 48.0),
+    ]
+    return {
+        "device": {"name": "a GPU"},
+        "shape": {"num_tokens": 65536},
+        "shape_text": "T = 65,536",
+        "versions": {"torch": "2.11.0", "triton": "3.6.0"},
+        "results": [*results, {"key": "listing", "status": "wrong"}],
+    }
+
+
+def test_gpu_block_names_the_fastest_baseline(tmp_path: Path) -> None:
+    assert "Not measured yet" in draw_speed.block(tmp_path)
+    report = made_up_gpu_report()
+    (tmp_path / "paper.json").write_text(json.dumps(report), encoding="utf-8")
+    (tmp_path / "paper-16k.json").write_text(json.dumps(report), encoding="utf-8")
+    report["results"] = report["results"][:1]
+    (tmp_path / "decode-8.json").write_text(json.dumps(report), encoding="utf-8")
+    block = draw_speed.block(tmp_path)
+    assert "| PEER | 16.0 | 48.0 | 6.00 | 48.0 |" in block
+    assert "| coarse | 1.00 | 3.00 | 0.38 | 3.0 |" in block
+    assert "The fastest granular baseline is PEER: AIR takes 1/6.00 of its time." in block
+    assert "refresh (all) 1.50 ms." in block and "one by one" not in block
+    assert "| T = 16,384 | 8.00 | PEER | 48.0 | 6.00 |" in block
+    assert "(forward) | 8.00 | not measured | | |" in block
+
+
 def test_table_states_ratios_and_what_is_missing() -> None:
     table = draw_speed.table(made_up_report())
     assert "| paper's listing | 9.00 | 9.0 | 9.00 | 9.0 |" in table
@@ -86,7 +131,7 @@ def test_table_states_ratios_and_what_is_missing() -> None:
 @pytest.mark.parametrize("measured", [True, False])
 def test_figure_can_be_drawn(measured: bool, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    report = made_up_report() if measured else None
+    report = made_up_gpu_report() if measured else None
     draw_speed.draw(report, tmp_path / "cells.svg")
     text = (tmp_path / "cells.svg").read_text(encoding="utf-8")
     assert draw_speed.digest(report) in text

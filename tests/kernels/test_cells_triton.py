@@ -9,7 +9,9 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
+from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.cell_experts import Activation, cell_experts, is_gated
 from airmoe.kernels.cell_gates import cell_gates
@@ -17,7 +19,7 @@ from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import Cells, make_cells, sort_by_cell
 from airmoe.kernels.cells import reverse as reverse_index
 from airmoe.kernels.cells.reverse import make_parts, make_reverse
-from airmoe.kernels.cells.tiles import block_rows, make_tiles
+from airmoe.kernels.cells.tiles import block_rows, make_tiles, row_tiles
 from airmoe.kernels.cells.used_triton import used_entries
 from airmoe.kernels.noise import Noise, Stage, make_noise
 from airmoe.kernels.select import top_k_gates
@@ -202,6 +204,47 @@ def test_rows_are_sorted_by_cell(num_cells: int) -> None:
     assert torch.equal(row_cells, wanted.values) and torch.equal(order, wanted.indices)
     assert row_cells.dtype == cell_ids.dtype
     assert torch.equal(offsets.diff(), cell_ids.bincount(minlength=num_cells))
+
+
+def test_sizes_past_what_a_launch_takes_are_refused() -> None:
+    with use_backend("triton"):
+        with pytest.raises(ConfigError, match=r"cells.rows: got 5000000, makes .* at most 65535"):
+            row_tiles(torch.zeros(4, dtype=torch.int64, device=DEVICE), 5_000_000)
+        with pytest.raises(ConfigError, match=r"cells.cells: got 70000, .* AIRMOE_BACKEND"):
+            row_tiles(torch.zeros(70_001, dtype=torch.int64, device=DEVICE), 10)
+    pools = torch.zeros((), dtype=torch.int64).expand(2**16, 2**15)
+    with pytest.raises(ConfigError, match=r"cells.pools: got \(65536, 32768\), must have fewer"):
+        make_reverse(pools, 10)
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_scores() -> None:
+    """Buffers [N, M] whose places do not fit 32 bits: the last rows are as good as the first."""
+    rows, pool, dim, top_k = 140_000, 16_384, 32, 64
+    pools = torch.arange(pool, device=DEVICE).expand(2, pool).contiguous()
+    cells = make_cells(torch.arange(rows, device=DEVICE).view(-1, 1) % 2, pools)
+    tables = {
+        name: torch.randn(pool, dim, device=DEVICE).bfloat16() * dim**-0.5
+        for name in ("centroids", "gate", "up", "down")
+    }
+    hidden = torch.randn(rows, dim, device=DEVICE).bfloat16()
+    valid = torch.ones(rows, dtype=torch.bool, device=DEVICE)
+    found = cell_gates(hidden, tables["centroids"], cells, valid, top_k)
+    output = cell_experts(
+        hidden, tables["gate"], tables["up"], tables["down"], found.gates, cells,
+        activation="swiglu", expert_size=1,
+    )  # fmt: skip
+    for row in (0, rows // 2, rows - 1):
+        token = cells.token_ids[row]
+        state = hidden[token].double()
+        scores = tables["centroids"].double() @ state
+        gates = found.gates[row].double()
+        assert (gates > 0).sum() == top_k
+        assert scores[gates > 0].min() >= scores[gates == 0].max() - 1e-5
+        torch.testing.assert_close(gates.sum().item(), 1.0, rtol=0, atol=0.02)
+        active = silu(tables["gate"].double() @ state) * (tables["up"].double() @ state)
+        wanted = (gates * active) @ tables["down"].double()
+        torch.testing.assert_close(output[token].double(), wanted, rtol=0.02, atol=1e-3)
 
 
 # -- scores ---------------------------------------------------------------------------------

@@ -78,18 +78,18 @@ ALL = (
     "peer-gathered",
     "listing",
 )
-OURS = ("air-triton", "exact", "peer")
+OURS = ("air-triton", "coarse", "hierarchical", "exact", "peer")
 PAPER = Shape()
 
 CASES = {
     case.name: case
     for case in (
         Case("paper", PAPER, ALL),
-        Case("paper-16k", replace(PAPER, num_tokens=16_384), ALL),
-        Case("paper-768", replace(PAPER, dim=768), ALL),
-        Case("paper-g256", replace(PAPER, num_codewords=256), ALL),
-        Case("paper-zipf", replace(PAPER, cells="zipf"), ALL),
-        Case("paper-captured", replace(PAPER, cells="captured"), ALL),
+        Case("paper-16k", replace(PAPER, num_tokens=16_384), OURS),
+        Case("paper-768", replace(PAPER, dim=768), OURS),
+        Case("paper-g256", replace(PAPER, num_codewords=256), OURS),
+        Case("paper-zipf", replace(PAPER, cells="zipf"), OURS),
+        Case("paper-captured", replace(PAPER, cells="captured"), OURS),
     )
 }
 SCALING = tuple(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 
 # Memory for the partial sums of one part. Where there are many rows, several matrices [N, M] are
@@ -52,6 +53,13 @@ class Parts:
 
 def make_reverse(pools: Tensor, num_experts: int) -> ReverseIndex:
     """pools [G, M], no expert twice in a row -> where each expert is."""
+    if pools.numel() >= 2**31:
+        raise ConfigError(
+            "cells.pools",
+            tuple(pools.shape),
+            "must have fewer than 2**31 entries, which are numbered in 32 bits",
+            "Use fewer codewords or shorter shortlists.",
+        )
     ordered, entries = pools.flatten().int().sort(stable=True)
     experts = torch.arange(num_experts + 1, device=pools.device, dtype=torch.int32)
     starts = torch.searchsorted(ordered, experts, out_int32=True)

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 
+MOST_PROGRAMS = 65_535  # of a grid's second and third direction
 SMALLEST, LARGEST = 32, 64  # smaller ones read the pools too often, larger ones spill registers
 
 
@@ -39,10 +41,23 @@ def row_tiles(offsets: Tensor, num_rows: int, block: int | None = None) -> RowTi
     if use_triton(offsets):
         from airmoe.kernels.cells.layout_triton import row_tiles_op
 
-        block = block_rows(num_rows, offsets.shape[0] - 1) if block is None else block
+        num_cells = offsets.shape[0] - 1
+        block = block_rows(num_rows, num_cells) if block is None else block
+        _check_size("rows", num_rows, most_tiles(num_rows, num_cells, block))
+        _check_size("cells", num_cells, num_cells)
         cells, first_rows, rows, starts = row_tiles_op(offsets, num_rows, block)
         return RowTiles(cells, first_rows, rows, block, starts)
     return make_tiles(offsets, num_rows, block)
+
+
+def _check_size(name: str, size: int, programs: int) -> None:
+    if programs > MOST_PROGRAMS:
+        raise ConfigError(
+            f"cells.{name}",
+            size,
+            f"makes {programs} blocks, and a GPU takes at most {MOST_PROGRAMS} in one direction",
+            "Use smaller micro-batches or fewer codewords, or AIRMOE_BACKEND=reference.",
+        )
 
 
 def make_tiles(offsets: Tensor, num_rows: int, block: int | None = None) -> RowTiles:

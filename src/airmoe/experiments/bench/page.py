@@ -1,0 +1,116 @@
+"""The stored results as a block of Markdown: what the README shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from airmoe.experiments.bench.report import GIB, Content, fastest_baseline, timed, typical
+from airmoe.files import read_json
+
+AIR = "air-triton"
+OTHERS = {
+    "paper-16k": "T = 16,384",
+    "paper-768": "D = 768",
+    "paper-g256": "G = 256",
+    "paper-zipf": "cells of very unequal size",
+    "paper-captured": "hidden states of a trained model",
+    "scaling-1048576": "E = 1,048,576",
+    "decode-8": "decoding 8 tokens, D = 1,024, E = 1,048,576 (forward)",
+}
+
+
+def block(results: Path) -> str:
+    """The table of the paper's shape, the lines of the other cases, and the training step."""
+    paper = _read(results, "paper")
+    if paper is None:
+        return "Not measured yet: `airmoe bench`, then `python docs/draw_speed.py`."
+    parts = [_heading(paper), _table(paper), _against_fastest(paper)]
+    lines = [line for name, what in OTHERS.items() if (line := _line(results, name, what))]
+    if lines:
+        head = [
+            "| otherwise | AIR, ms | fastest baseline | ms | times AIR |",
+            "|---|---:|---|---:|---:|",
+        ]
+        parts.append("\n".join([*head, *lines]))
+    step = _read(results, "step-text")
+    if step is not None:
+        parts.append(_step(step))
+    return "\n\n".join(parts)
+
+
+def _read(results: Path, name: str) -> Content | None:
+    file = results / f"{name}.json"
+    return read_json(file) if file.is_file() else None
+
+
+def _heading(paper: Content) -> str:
+    versions = paper["versions"]
+    return (
+        f"One layer on one {paper['device']['name']}: {paper['shape_text']}, torch "
+        f"{versions['torch']}, triton {versions['triton']}. Medians of one run; each is held "
+        "against its definition in float64 before it gets a time. Repeat with `airmoe bench`."
+    )
+
+
+def _table(paper: Content) -> str:
+    rows = [
+        "| layer | forward, ms | forward + backward, ms | times AIR | peak memory, GiB |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    (air,) = timed(paper, AIR)
+    for result in sorted(timed(paper), key=typical):
+        middle = result["median"]
+        rows.append(
+            f"| {result['name']} | {number(middle['forward_ms'])} | {number(typical(result))} "
+            f"| {number(typical(result) / typical(air))} | {result['peak_bytes'] / GIB:.1f} |"
+        )
+    return "\n".join(rows)
+
+
+def _against_fastest(paper: Content) -> str:
+    (air,) = timed(paper, AIR)
+    rival = fastest_baseline(paper)
+    assert rival is not None
+    apart = air["apart_median_ms"]
+    once = {name: ms for name, ms in apart.items() if name.startswith(("refresh", "casts"))}
+    listed = ", ".join(f"{name} {number(ms)} ms" for name, ms in once.items())
+    return (
+        f"The fastest granular baseline is {rival['name']}: AIR takes 1/"
+        f"{number(typical(rival) / typical(air))} of its time. Once per optimizer step and not in "
+        f"these times: {listed}."
+    )
+
+
+def _line(results: Path, name: str, what: str) -> str | None:
+    content = _read(results, name)
+    if content is None or not timed(content, AIR):
+        return None
+    (air,) = timed(content, AIR)
+    rival = fastest_baseline(content)
+    ours = number(typical(air))
+    if rival is None:
+        return f"| {what} | {ours} | not measured | | |"
+    theirs, ratio = number(typical(rival)), number(typical(rival) / typical(air))
+    return f"| {what} | {ours} | {rival['name']} | {theirs} | {ratio} |"
+
+
+def _step(content: Content) -> str:
+    best = max(timed(content), key=_speed)
+    return (
+        f"A whole training step of `{content['shape']['size']}` "
+        f"({content['shape_text'].split(', ', 1)[1]}), {best['name']}: "
+        f"{_speed(best):,.0f} tokens per second."
+    )
+
+
+def _speed(result: dict[str, Any]) -> float:
+    return median(result["work"]["tokens_per_second"])
+
+
+def number(value: float) -> str:
+    """Three digits, thousands apart, no exponent."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
