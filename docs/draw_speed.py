@@ -13,7 +13,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from airmoe.experiments.bench.page import block
+from airmoe.experiments.bench.page import block, number
 from airmoe.experiments.bench.report import timed, typical
 
 ROOT = Path(__file__).parents[1]
@@ -147,11 +147,11 @@ def _draw_bars(axes: Any, bars: list[Report], report: Report) -> None:
     ours = [bar["role"] == "air" and bar["backend"] == "triton" for bar in bars]
     colours = [CELL_COLOURS[0] if own else OTHER for own in ours]
     drawn = axes.barh([bar["name"] for bar in bars], values, color=colours, height=0.6)
-    labels = [f"{value:,.3g} ms, {bar['peak_bytes'] / GIB:.2g} GiB" for value, bar in
-              zip(values, bars, strict=True)]  # fmt: skip
+    labels = [f"{number(typical(bar))} ms, {number(bar['peak_bytes'] / GIB)} GiB" for bar in bars]
     axes.bar_label(drawn, labels, padding=3, fontsize=8)
     device, tokens = report["device"]["name"], report["shape"]["num_tokens"]
-    axes.set_title(f"forward + backward, {tokens:,} tokens, {device}, log scale", loc="left")
+    title = f"forward + backward, {tokens:,} tokens,\none {device}, log scale"
+    axes.set_title(title, loc="left", fontsize=9)
     axes.set_xscale("log")
     axes.set_xlim(0.6 * min(values), 30 * max(values))
     axes.invert_yaxis()
@@ -166,7 +166,8 @@ def _draw_cells(axes: Any) -> None:
 
     tokens_per_cell, width, size = (5, 3, 4), 14, 0.42
     picked = _picked(sum(tokens_per_cell), width)
-    axes.set_title("tokens of one codeword share one shortlist: a cell", loc="left")
+    title = "tokens of one codeword share one shortlist: a cell"
+    axes.set_title(title, loc="left", fontsize=9)
     row, top = 0, 0.0
     for cell, (count, colour) in enumerate(zip(tokens_per_cell, CELL_COLOURS, strict=True)):
         for place in range(count):
