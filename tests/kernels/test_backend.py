@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -35,6 +36,13 @@ def test_environment_and_block_override_it(monkeypatch: pytest.MonkeyPatch) -> N
             assert chosen_backend() == "reference"
         assert chosen_backend() == "auto"
     assert chosen_backend() == "reference"
+
+
+def test_a_block_holds_in_other_threads_too() -> None:
+    """Autograd has threads of its own."""
+    with use_backend("reference"), ThreadPoolExecutor(1) as threads:
+        assert threads.submit(chosen_backend).result() == "reference"
+    assert chosen_backend() == "auto"
 
 
 def test_a_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

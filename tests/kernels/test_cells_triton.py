@@ -166,6 +166,19 @@ def test_reverse_index_and_its_parts(part_bytes: int, monkeypatch: pytest.Monkey
         assert rows == list(range(starts[last] - starts[first]))
 
 
+@pytest.mark.parametrize("num_experts", [2**16, 2**16 + 1])
+def test_reverse_index_of_many_experts(num_experts: int) -> None:
+    pools = torch.stack([torch.randperm(num_experts, device=DEVICE)[:50] for _ in range(3)])
+    pools[0, 0], pools[1, 0] = 0, num_experts - 1
+    pools = pools.sort(-1).values
+    reverse = make_reverse(pools, num_experts)
+    wanted = pools.flatten().sort(stable=True)
+    assert torch.equal(reverse.entries.long(), wanted.indices)
+    assert torch.equal(
+        reverse.starts.diff().long(), pools.flatten().bincount(minlength=num_experts)
+    )
+
+
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_sums_by_expert(backend: Literal["reference", "triton"]) -> None:
     cells = CASES["ragged"].cells()

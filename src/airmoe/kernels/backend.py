@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,18 +23,20 @@ Backend = Literal["reference", "triton"]
 Choice = Literal["auto", "reference", "triton"]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-_chosen: ContextVar[Choice | None] = ContextVar("airmoe_backend", default=None)
+# Of the whole process and not of a thread: autograd runs the backward of CUDA tensors in threads of
+# its own, and a layer that is recomputed there must find what its forward found.
+_chosen: list[Choice] = []
 _log = logging.getLogger("airmoe")
 
 
 @contextmanager
 def use_backend(name: Choice) -> Iterator[None]:
-    """Compute with this backend inside the block, whatever the environment says."""
-    token = _chosen.set(_checked("use_backend", name))
+    """Compute with this backend inside the block, in all threads, whatever the environment says."""
+    _chosen.append(_checked("use_backend", name))
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _chosen.pop()
 
 
 def backend_for(device: torch.device, *dtypes: torch.dtype) -> Backend:
@@ -63,14 +64,16 @@ def assume_constant(function: Callable[..., Any]) -> None:
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-# A compiler cannot find the backend by tracing (it is in the environment and in a context), and
+# A compiler cannot find the backend by tracing (it is in the environment), and
 # therefore it stays what it was when the graph was made.
 assume_constant(backend_for)
 
 
 def chosen_backend() -> Choice:
     """What the user asked for: the innermost `use_backend`, then `AIRMOE_BACKEND`, then auto."""
-    return _chosen.get() or _checked("AIRMOE_BACKEND", os.environ.get("AIRMOE_BACKEND", "auto"))
+    if _chosen:
+        return _chosen[-1]
+    return _checked("AIRMOE_BACKEND", os.environ.get("AIRMOE_BACKEND", "auto"))
 
 
 def interpreted() -> bool:

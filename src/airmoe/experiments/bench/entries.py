@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,29 +83,17 @@ ENTRIES = {
 
 @contextmanager
 def backend(entry: Entry, inputs: Inputs) -> Iterator[str]:
-    """Compute with the backend of an entry, backward included; gives the name of what is used.
-
-    Autograd runs the backward of CUDA tensors in threads of its own, which do not see a context
-    variable of this one; they do see the environment.
-    """
+    """Compute with the backend of an entry; gives the name of what is used."""
     if entry.backend == "triton" and inputs.device.type != "cuda":
         raise NotHereError("Triton's interpreter on a CPU has no speed to measure")
     if entry.backend is None:
         yield "plain PyTorch"
         return
-    before = os.environ.get("AIRMOE_BACKEND")
-    os.environ["AIRMOE_BACKEND"] = entry.backend
-    try:
-        with use_backend(entry.backend):
-            used = backend_for(inputs.device, inputs.shape.torch_dtype)
-            if entry.backend not in ("auto", used):
-                raise NotHereError(f"backend {entry.backend} is not available, {used} is")
-            yield used
-    finally:
-        if before is None:
-            del os.environ["AIRMOE_BACKEND"]
-        else:
-            os.environ["AIRMOE_BACKEND"] = before
+    with use_backend(entry.backend):
+        used = backend_for(inputs.device, inputs.shape.torch_dtype)
+        if entry.backend not in ("auto", used):
+            raise NotHereError(f"backend {entry.backend} is not available, {used} is")
+        yield used
 
 
 def best_device() -> torch.device:

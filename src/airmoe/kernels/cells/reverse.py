@@ -60,7 +60,11 @@ def make_reverse(pools: Tensor, num_experts: int) -> ReverseIndex:
             "must have fewer than 2**31 entries, which are numbered in 32 bits",
             "Use fewer codewords or shorter shortlists.",
         )
-    ordered, entries = pools.flatten().int().sort(stable=True)
+    if num_experts <= 2**16:  # a GPU takes a pass over all keys for every byte of one
+        keys, entries = (pools.flatten() - 2**15).to(torch.int16).sort(stable=True)
+        ordered = keys.int() + 2**15
+    else:
+        ordered, entries = pools.flatten().int().sort(stable=True)
     experts = torch.arange(num_experts + 1, device=pools.device, dtype=torch.int32)
     starts = torch.searchsorted(ordered, experts, out_int32=True)
     return ReverseIndex(entries.int(), starts)
