@@ -58,3 +58,23 @@ def assert_no_worse(fast: Found, plain: Found, exact: Found) -> None:
         unit = torch.finfo(fast[name].dtype).eps * wanted.abs().max().item()
         bound = 2 * plain_error + FLOOR * unit
         assert error <= bound, f"{name}: error {error:.3e}, allowed {bound:.3e}"
+
+
+def captured(
+    step: Callable[[], list[Tensor]],
+) -> tuple[list[Tensor], torch.cuda.CUDAGraph, list[Tensor]]:
+    """(eager results, graph of the step, results that each replay of the graph fills).
+
+    The eager step runs on a stream of its own, as torch wants it before a capture, and its results
+    are detached. If they held on to their autograd graph, the nodes of the leaves would outlive the
+    step, and with them its stream: a captured backward would make that stream wait for its own.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        eager = [tensor.detach() for tensor in step()]
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    return eager, graph, found

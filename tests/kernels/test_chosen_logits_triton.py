@@ -12,7 +12,7 @@ from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.chosen_logits import chosen_logits
-from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good
+from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good, captured
 
 pytest.importorskip("triton")
 from airmoe.kernels.chosen_logits import operator
@@ -176,10 +176,7 @@ def test_it_runs_in_a_cuda_graph() -> None:
         logits = chosen_logits(floats[0], floats[1], inputs["ids"], normalize=True)
         return [logits, *torch.autograd.grad(logits, floats, logits.detach())]
 
-    eager = [tensor.clone() for tensor in step()]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    eager, graph, replayed = captured(step)
     graph.replay()
-    for found, wanted in zip(captured, eager, strict=True):
+    for found, wanted in zip(replayed, eager, strict=True):
         assert torch.equal(found, wanted)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.rows import gather_dot, gather_total, scatter_total
-from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good
+from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good, captured
 
 pytest.importorskip("triton")
 from airmoe.kernels.rows import operator, triton
@@ -183,10 +183,7 @@ def test_products_run_in_a_cuda_graph() -> None:
         results = list(all_products(inputs).values())
         return [*results, *torch.autograd.grad(results, floats, [r.detach() for r in results])]
 
-    eager = [tensor.clone() for tensor in step()]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    eager, graph, replayed = captured(step)
     graph.replay()
-    for found, wanted in zip(captured, eager, strict=True):
+    for found, wanted in zip(replayed, eager, strict=True):
         assert torch.equal(found, wanted)

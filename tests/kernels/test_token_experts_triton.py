@@ -14,7 +14,7 @@ from airmoe.kernels.cell_experts import Activation, is_gated
 from airmoe.kernels.token_experts import token_experts
 from airmoe.moe import GranularExperts
 from airmoe.routers.routing import TokenRouting
-from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good
+from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good, captured
 
 pytest.importorskip("triton")
 from airmoe.kernels.rows import triton as rows_triton
@@ -288,12 +288,9 @@ def test_a_step_runs_in_a_cuda_graph(tokens: int) -> None:
         output = case.run(inputs)["output"]
         return [output, *torch.autograd.grad(output, floats, output.detach())]
 
-    eager = [tensor.clone() for tensor in step()]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    eager, graph, replayed = captured(step)
     graph.replay()
-    for found, wanted in zip(captured, eager, strict=True):
+    for found, wanted in zip(replayed, eager, strict=True):
         assert torch.equal(found, wanted)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 TILE_ELEMENTS = 4096  # [ids, columns] of one fetch: with 4 warps 32 values per thread and table
 MOST_COLUMNS = 256  # of one tile
+MOST_COLUMNS_IN_PAIRS = 128  # of one tile whose rows are fetched two values at a time
 MOST_IDS = 64
 NUM_WARPS = 4
 ENOUGH_PROGRAMS = 4 * 132  # below it, the list of a query is shared by several programs
@@ -29,7 +30,12 @@ PART_ENTRIES = 1024  # of one id, summed by one program
 
 def tile_shape(num_ids: int, dim: int) -> tuple[int, int]:
     """(ids, columns) of one tile: powers of two."""
-    columns = min(max(triton.next_power_of_2(dim), 16), MOST_COLUMNS)
+    # An even row that is no multiple of 4 is fetched in pairs. Four warps would cover 256 columns
+    # of it, each thread alone with its two, and sums over the ids would stay inside of threads. On
+    # that LLVM's SLP vectorizer aborts the process (in Triton 3.6: two weights of `_sums_kernel` in
+    # bfloat16 or float16). With 128 columns warps share the ids, and add through shared memory.
+    most_columns = MOST_COLUMNS_IN_PAIRS if dim % 4 == 2 else MOST_COLUMNS
+    columns = min(max(triton.next_power_of_2(dim), 16), most_columns)
     ids = min(TILE_ELEMENTS // columns, triton.next_power_of_2(max(num_ids, 2)), MOST_IDS)
     return ids, columns
 
