@@ -140,6 +140,20 @@ def test_training_steps_on_text_and_what_the_layer_was_given(tmp_path: Path) -> 
     assert (shape["dim"], shape["num_experts"]) == (config.hidden_size, config.num_experts)
 
 
+def test_a_captured_step_has_no_parts_to_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = Result("graph", "one CUDA graph", "air", total_ms=[20.0, 21.0, 25.0], captured=True)
+    result.status = "timed"
+    result.work = {"tokens_per_second": [1000.0]}
+    monkeypatch.setattr(step, "measure_step", lambda *_: result)
+    options = bench.Options(step=True, quick=True, only=("graph",), out=tmp_path)
+    console = Console(record=True, width=120)
+    assert bench.Bench(options, console).run()
+    shown = console.export_text()
+    assert "one CUDA graph: in all 21 ms" in shown and "1,000" in shown
+
+
 def test_a_step_learns_and_one_that_does_not_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     timer = Timer(bench.best_device())
     training = step.TrainingStep(step.TOY, step.WAYS["eager"], timer, seed=0)
@@ -195,7 +209,7 @@ def test_a_wrong_contender_makes_the_command_fail(
         (["paper-7"], "bench.case: got 'paper-7', must be one of paper, paper-16k"),
         (["--only", "nobody"], "bench.only: got 'nobody', must be one of air-triton"),
         (["--only", "eager"], "bench.only: got 'eager', is in none of the cases"),
-        (["--decode", "--only", "coarse"], "bench.only: got 'coarse', is in none"),
+        (["--decode", "--only", "listing"], "bench.only: got 'listing', is in none"),
         (["--repeats", "0"], "bench.repeats: got 0"),
         (["--data", "text"], "bench.data: got 'text', is for whole training steps"),
         (["--capture", "file"], "bench.capture: got 'file', is for whole training steps"),

@@ -20,7 +20,7 @@ from airmoe.kernels.cells import Cells, make_cells, sort_by_cell
 from airmoe.kernels.cells import reverse as reverse_index
 from airmoe.kernels.cells.reverse import make_parts, make_reverse
 from airmoe.kernels.cells.tiles import block_rows, make_tiles, row_tiles
-from airmoe.kernels.cells.used_triton import used_entries
+from airmoe.kernels.cells.used_triton import counts_per_entry, used_entries
 from airmoe.kernels.noise import Noise, Stage, make_noise
 from airmoe.kernels.select import top_k_gates
 from airmoe.kernels.select.reference import chosen_mask
@@ -457,6 +457,30 @@ def test_experts(case: Case, dtype: torch.dtype) -> None:
     exact, plain = run(experts, inputs, torch.float64), run(experts, inputs, dtype)
     with use_backend("triton"):
         assert_no_worse(run(experts, inputs, dtype), plain, exact)
+
+
+@named()
+def test_experts_that_pass_over_entries_nobody_chose(case: Case, dtype: torch.dtype) -> None:
+    if case.expert_size > 1:
+        pytest.skip("counts are of experts of one neuron")
+    cells, inputs = case.cells(), expert_inputs(case, dtype)
+    mask = chosen_mask(inputs["scores"], case.top_k)
+    with use_backend("triton"):
+        entries = counts_per_entry(mask.to(dtype), cells.offsets, cells.pools)
+
+    def experts(counts: Tensor | None) -> Callable[[Found], Found]:
+        def function(leaves: Found) -> Found:
+            output = cell_experts(
+                leaves["hidden"], leaves.get("gate"), leaves["up"], leaves["down"],
+                leaves["scores"].square() * mask, cells, activation=case.activation, counts=counts,
+            )  # fmt: skip
+            return {"output": output}
+
+        return function
+
+    exact, plain = run(experts(None), inputs, torch.float64), run(experts(None), inputs, dtype)
+    with use_backend("triton"):
+        assert_no_worse(run(experts(entries), inputs, dtype), plain, exact)
 
 
 def test_weight_gradients_in_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:

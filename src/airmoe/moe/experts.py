@@ -72,6 +72,7 @@ class _Experts(nn.Module):
                 routing.cells,
                 activation=self.activation,
                 expert_size=self.expert_size,
+                counts=self._counts(hidden, routing),
             )
         if isinstance(routing, ExpertRouting):
             return self._by_expert(hidden, gate, up, down, routing)
@@ -79,6 +80,13 @@ class _Experts(nn.Module):
         return self._by_token(hidden, gate, up, down, routing)
 
     _forward_eagerly = run_eagerly(_forward)
+
+    def _counts(self, hidden: Tensor, routing: CellRouting) -> Tensor | None:
+        """Who was chosen at all, where that spares the backward something."""
+        wanted = torch.is_grad_enabled() and routing.cells.small and self.expert_size == 1
+        if not wanted or not use_triton(hidden, self.gate, self.up, self.down):
+            return None
+        return routing.entry_counts()
 
     def _few(self, hidden: Tensor, routing: CellRouting) -> bool:
         """True when decoding: so few tokens that fetching the K chosen beats products over M."""

@@ -112,6 +112,7 @@ class CellRouting(Routing):
     gates: Tensor  # [N, M], 0 = not chosen
     max_per_token: int | None  # K, or None where a token may get any number (expert choice)
     lazy_cell_probs: Callable[[], Tensor] = field(repr=False)
+    _entry_counts: Tensor | None = field(default=None, init=False, repr=False)
 
     @property
     def token_ids(self) -> Tensor:
@@ -143,14 +144,22 @@ class CellRouting(Routing):
         counts = torch.zeros(self.pools.shape[0], dtype=torch.int64, device=self.valid.device)
         return counts.scatter_add_(0, self.cells.cell_of_row(), self.valid[self.token_ids].long())
 
+    def entry_counts(self) -> Tensor:
+        """[G, M] int32: how many rows of each cell chose each of its experts. Triton's only."""
+        counts = self._entry_counts
+        if counts is None:
+            from airmoe.kernels.cell_gates.statistics import counts_per_entry
+
+            counts = counts_per_entry(self.gates.detach(), self.offsets, self.pools)
+            self._entry_counts = counts
+        return counts
+
     @property
     def expert_counts(self) -> Tensor:
         self.cells.check_current()
         if use_triton(self.gates):  # rows that do not count have no gate
-            from airmoe.kernels.cell_gates.statistics import counts_per_entry
-
-            per_entry = counts_per_entry(self.gates.detach(), self.offsets, self.pools)
-            return self.cells.reverse_index(self.num_experts).sum_by_expert(per_entry).long()
+            reverse = self.cells.reverse_index(self.num_experts)
+            return reverse.sum_by_expert(self.entry_counts()).long()
         chosen = (self.gates.detach() > 0) & self.valid[self.token_ids].unsqueeze(-1)
         return sum_over_cells(chosen.int(), self.cells, self.num_experts).long()
 

@@ -114,12 +114,19 @@ def print_step(console: Console, content: Content) -> None:
             result["name"],
             f"{median(result['work']['tokens_per_second']):,.0f}",
             f"{middle['total_ms']:.2f}",
-            f"{middle['forward_ms']:.2f}",
-            *(f"{value:.2f}" for value in result["apart_median_ms"].values()),
+            *_parts_of_step(result),
             "-" if peak is None else f"{peak / GIB:.2f}",
             str(len(result["total_ms"])),
         )
     console.print(table)
+
+
+def _parts_of_step(result: Content) -> list[str]:
+    """Forward, backward, optimizer; a captured step is one piece."""
+    if result["captured"]:
+        return ["-"] * 3
+    times = [result["median"]["forward_ms"], *result["apart_median_ms"].values()]
+    return [f"{ms:.2f}" for ms in times]
 
 
 def closing_lines(contents: Sequence[Content]) -> list[str]:

@@ -248,9 +248,12 @@ def _summary(result: Result) -> str:
     content = result.as_json()
     if result.status != "timed":
         return remarks(result.status, result.reason)
-    times = [f"forward {content['median']['forward_ms']:.3g} ms"]
-    if result.total_ms:
-        times.append(f"forward + backward {content['median']['total_ms']:.3g} ms")
+    middle = content["median"]
+    times = [
+        f"{what} {middle[part]:.3g} ms"
+        for part, what in (("forward_ms", "forward"), ("total_ms", "in all"))
+        if part in middle
+    ]
     if result.peak_bytes is not None:
         times.append(f"{result.peak_bytes / 2**30:.2f} GiB")
     return ", ".join(times)

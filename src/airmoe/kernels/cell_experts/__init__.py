@@ -23,11 +23,14 @@ def cell_experts(
     *,
     activation: Activation,
     expert_size: int = 1,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Sum over each token's rows of its gated experts: [T, D] in the dtype of `hidden`.
 
     hidden [T, D]; gate, up, down [E * expert_size, D] (gate only for gated activations);
     gates [N, M]. Experts with gate 0 add nothing but are computed: the price of dense products.
+    With `counts` [G, M], how many rows of a cell have a gate for each of its experts, Triton's
+    backward passes over those without.
     """
     tensors = (hidden, gate, up, down, gates)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -36,7 +39,7 @@ def cell_experts(
 
         return run(
             hidden, gate, up, down, gates, cells,
-            activation=activation, expert_size=expert_size, keep=keep,
+            activation=activation, expert_size=expert_size, keep=keep, counts=counts,
         )  # fmt: skip
     form = reference.Form(activation, expert_size, hidden.dtype, keep)
     return reference.CellExperts.apply(  # type: ignore[no-any-return]

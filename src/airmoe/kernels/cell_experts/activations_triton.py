@@ -25,20 +25,28 @@ _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _NORMAL_PEAK = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi), the normal density at 0
 
 
+# log2(e) as a float32, and what is missing of it.
+_LOG2_E = tl.constexpr(1.44269502162933349609375)
+_LOG2_E_REST = tl.constexpr(1.92596299112661746887e-8)
+_LN_2 = tl.constexpr(0.6931471805599453)
+_LARGEST_POWER = tl.constexpr(126.0)  # of 2: beyond it there is nothing to correct
+
+
 @triton.jit
-def activate(up, gate, ACTIVATION: tl.constexpr):
+def activate(up, gate, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
     """act(up), or act(gate) * up for gated activations; float32, elementwise.
 
-    Pass `up` again as `gate` where there is none.
+    Pass `up` again as `gate` where there is none. EXACT is for operands that are float32
+    themselves: the quick exponential is off by some of their last bits.
     """
     if ACTIVATION == _SWIGLU:
-        active = _silu(gate) * up
+        active = _silu(gate, EXACT) * up
     elif ACTIVATION == _GEGLU:
         active = _gelu(gate) * up
     elif ACTIVATION == _GELU:
         active = _gelu(up)
     elif ACTIVATION == _SILU:
-        active = _silu(up)
+        active = _silu(up, EXACT)
     else:
         tl.static_assert(ACTIVATION == _RELU)
         active = tl.where(up <= 0.0, 0.0, up)  # this way round NaN stays NaN
@@ -46,23 +54,23 @@ def activate(up, gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def activation_grads(up, gate, grad, ACTIVATION: tl.constexpr):
+def activation_grads(up, gate, grad, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
     """(active, gradient of up, gradient of gate), given the gradient of `active`; float32.
 
     For plain activations the third is meaningless: ignore it.
     """
     if ACTIVATION == _SWIGLU:
-        plain, slope = _silu_and_slope(gate)
+        plain, slope = _silu_and_slope(gate, EXACT)
         active, grad_up, grad_gate = plain * up, grad * plain, grad * up * slope
     elif ACTIVATION == _GEGLU:
-        plain, slope = _gelu_and_slope(gate)
+        plain, slope = _gelu_and_slope(gate, EXACT)
         active, grad_up, grad_gate = plain * up, grad * plain, grad * up * slope
     elif ACTIVATION == _GELU:
-        active, slope = _gelu_and_slope(up)
+        active, slope = _gelu_and_slope(up, EXACT)
         grad_up = grad * slope
         grad_gate = grad_up
     elif ACTIVATION == _SILU:
-        active, slope = _silu_and_slope(up)
+        active, slope = _silu_and_slope(up, EXACT)
         grad_up = grad * slope
         grad_gate = grad_up
     else:
@@ -74,13 +82,35 @@ def activation_grads(up, gate, grad, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _silu(values):
-    return values / (1.0 + tl.exp(-values))
+def _exp(values, EXACT: tl.constexpr):
+    if EXACT:
+        power = values * _LOG2_E
+        rest = tl.fma(values, _LOG2_E, -power) + values * _LOG2_E_REST
+        rest = tl.where(tl.abs(power) < _LARGEST_POWER, rest, 0.0)
+        result = tl.exp2(power)
+        result += result * (rest * _LN_2)
+    else:
+        result = tl.exp(values)
+    return result
 
 
 @triton.jit
-def _silu_and_slope(values):
-    sigmoid = 1.0 / (1.0 + tl.exp(-values))
+def _silu(values, EXACT: tl.constexpr):
+    below = 1.0 + _exp(-values, EXACT)
+    if EXACT:
+        result = tl.div_rn(values, below)
+    else:
+        result = values / below
+    return result
+
+
+@triton.jit
+def _silu_and_slope(values, EXACT: tl.constexpr):
+    below = 1.0 + _exp(-values, EXACT)
+    if EXACT:
+        sigmoid = tl.div_rn(1.0, below)
+    else:
+        sigmoid = 1.0 / below
     return values * sigmoid, sigmoid * (1.0 + values * (1.0 - sigmoid))
 
 
@@ -90,7 +120,7 @@ def _gelu(values):
 
 
 @triton.jit
-def _gelu_and_slope(values):
+def _gelu_and_slope(values, EXACT: tl.constexpr):
     below = 0.5 * (1.0 + tl.erf(values * _SQRT_HALF))  # normal distribution function
-    density = _NORMAL_PEAK * tl.exp(-0.5 * values * values)
+    density = _NORMAL_PEAK * _exp(-0.5 * values * values, EXACT)
     return values * below, below + values * density

@@ -13,7 +13,7 @@ from airmoe.kernels.cells.pool_products_triton import pool_products
 from airmoe.kernels.cells.reverse import ReverseIndex, make_parts, make_reverse
 from airmoe.kernels.cells.row_products_triton import row_products
 from airmoe.kernels.cells.tiles import RowTiles
-from airmoe.kernels.cells.used_triton import FEW_ROWS, counts_per_entry, used_entries
+from airmoe.kernels.cells.used_triton import used_entries
 from airmoe.kernels.operators import operator
 from airmoe.kernels.token_experts.reference import neuron_rows
 
@@ -34,6 +34,7 @@ def _forward(
     neurons: Tensor,
     entries: Tensor | None,
     starts: Tensor | None,
+    counts: Tensor | None,
     activation: str,
     expert_size: int,
     keep: bool,
@@ -55,7 +56,7 @@ def _forward(
 
 @_forward.register_fake
 def _(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, token_ids, neurons, _entries, _starts, _activation, _size, keep = rest
+    *_, token_ids, neurons, _entries, _starts, _counts, _activation, _size, keep = rest
     shape = (token_ids.shape[0], neurons.shape[1])
     return (
         torch.empty_like(hidden),
@@ -83,6 +84,7 @@ def _backward(
     neurons: Tensor,
     entries: Tensor | None,
     starts: Tensor | None,
+    counts: Tensor | None,
     activation: str,
     expert_size: int,
     wanted: list[bool],
@@ -115,9 +117,7 @@ def _backward(
     parts = make_parts(
         reverse, neurons, token_ids.shape[0], hidden.shape[1] * hidden.element_size()
     )
-    counts = None
-    if token_ids.shape[0] <= FEW_ROWS * neurons.shape[0] and expert_size == 1:
-        counts = counts_per_entry(gates, offsets, neurons)
+    if counts is not None:
         reverse = used_entries(reverse, counts)
 
     def table_grad(x: Tensor | None, values: Tensor, table: Tensor | None, want: bool) -> Tensor:
@@ -153,24 +153,25 @@ def _(_grad_output: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, gate, up, down, gates, cells, first, rows, block, *rest = inputs
-    offsets, token_ids, neurons, entries, starts, activation, expert_size, _keep = rest
+    offsets, token_ids, neurons, entries, starts, counts, activation, expert_size, _keep = rest
     ctx.fixed = (block, activation, expert_size)
     ctx.save_for_backward(
         hidden, gate, up, down, gates, output[1], output[2],
-        cells, first, rows, offsets, token_ids, neurons, entries, starts,
+        cells, first, rows, offsets, token_ids, neurons, entries, starts, counts,
     )  # fmt: skip
 
 
 def _autograd(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    *operands, cells, first, rows, offsets, token_ids, neurons, entries, starts = ctx.saved_tensors
+    *operands, cells, first, rows = ctx.saved_tensors[:10]
+    layout = ctx.saved_tensors[10:]
     block, activation, expert_size = ctx.fixed
     wanted = list(ctx.needs_input_grad[:5])
     wanted[1] = wanted[1] and operands[1] is not None
     grads = torch.ops.airmoe.cell_experts_backward(
         grad_output.to(operands[0].dtype).contiguous(), *operands, cells, first, rows, block,
-        offsets, token_ids, neurons, entries, starts, activation, expert_size, wanted,
+        *layout, activation, expert_size, wanted,
     )  # fmt: skip
-    return *(g if want else None for g, want in zip(grads, wanted, strict=True)), *(None,) * 12
+    return *(g if want else None for g, want in zip(grads, wanted, strict=True)), *(None,) * 13
 
 
 _forward.register_autograd(_autograd, setup_context=_setup)
@@ -187,6 +188,7 @@ def run(
     activation: str,
     expert_size: int,
     keep: bool,
+    counts: Tensor | None,
 ) -> Tensor:
     """`cell_experts` on Triton: [T, D]."""
     tiles, neurons = cells.row_tiles(), cells.pools
@@ -199,5 +201,5 @@ def run(
     return torch.ops.airmoe.cell_experts(
         hidden.contiguous(), gate, up, down, gates, tiles.cells, tiles.first_rows, tiles.rows,
         tiles.block, cells.offsets, cells.token_ids, neurons, entries, starts,
-        activation, expert_size, keep,
+        counts if keep else None, activation, expert_size, keep,
     )[0]  # fmt: skip

@@ -85,7 +85,8 @@ def _activations_kernel(
             mask=mask,
             other=0.0,
         ).to(tl.float32)
-        value = activate(up, gate, ACTIVATION) * weight
+        exact: tl.constexpr = active.dtype.element_ty == tl.float32
+        value = activate(up, gate, ACTIVATION, exact) * weight
         tl.store(active + place, value.to(active.dtype.element_ty), mask=mask)
 
 
@@ -139,7 +140,8 @@ def _activation_grads_kernel(
             gate = tl.load(pre_gate + place, mask=mask, other=0.0).to(tl.float32)
         else:
             gate = up
-        value, value_up, value_gate = activation_grads(up, gate, grad * weight, ACTIVATION)
+        exact: tl.constexpr = active.dtype.element_ty == tl.float32
+        value, value_up, value_gate = activation_grads(up, gate, grad * weight, ACTIVATION, exact)
         tl.store(active + place, (value * weight).to(active.dtype.element_ty), mask=mask)
         tl.store(grad_gates + place, (value * grad).to(grad_gates.dtype.element_ty), mask=mask)
         tl.store(grad_up + place, value_up.to(grad_up.dtype.element_ty), mask=mask)

@@ -12,6 +12,7 @@ from airmoe.kernels.cells import reference
 from airmoe.kernels.cells.reverse import ReverseIndex, make_reverse
 from airmoe.kernels.cells.tiles import RowTiles, row_tiles
 
+FEW_ROWS = 32
 MANY_KEYS = 2048  # fewer are sorted by one program
 
 
@@ -29,6 +30,11 @@ class Cells:
     # Made once, when a kernel asks for them.
     _tiles: list[RowTiles] = field(default_factory=list, repr=False, compare=False)
     _reverse: list[ReverseIndex] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def small(self) -> bool:
+        """True where the mean cell has so few rows that some of its experts are chosen by none."""
+        return self.token_ids.shape[0] <= FEW_ROWS * self.pools.shape[0]
 
     def row_tiles(self) -> RowTiles:
         """Blocks of rows of one cell."""

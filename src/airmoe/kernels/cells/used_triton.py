@@ -15,7 +15,6 @@ from torch import Tensor
 from airmoe.kernels.cells.reverse import ReverseIndex
 
 BLOCK = 1024
-FEW_ROWS = 32  # in the mean cell: it is then worth looking for entries without a choice
 
 
 @triton.jit

@@ -35,7 +35,8 @@ def _weigh_kernel(
     up_values = tl.load(up + places, mask=mask, other=0.0).to(tl.float32)
     gate_values = tl.load(gate + places, mask=mask, other=0.0).to(tl.float32)
     factors = tl.load(weights + places // SIZE, mask=mask, other=0.0).to(tl.float32)
-    values = activate(up_values, gate_values, ACTIVATION) * factors
+    exact: tl.constexpr = up.dtype.element_ty == tl.float32
+    values = activate(up_values, gate_values, ACTIVATION, exact) * factors
     tl.store(weighted + places, values.to(weighted.dtype.element_ty), mask=mask)
 
 
@@ -64,8 +65,9 @@ def _weigh_grads_kernel(
     up_values = tl.load(up + places, mask=mask, other=0.0).to(tl.float32)
     gate_values = tl.load(gate + places, mask=mask, other=0.0).to(tl.float32)
     factors = tl.load(weights + places // SIZE, mask=mask, other=0.0).to(tl.float32)
+    exact: tl.constexpr = up.dtype.element_ty == tl.float32
     active, grad_up_values, grad_gate_values = activation_grads(
-        up_values, gate_values, grad * factors, ACTIVATION
+        up_values, gate_values, grad * factors, ACTIVATION, exact
     )
     tl.store(grad_up + places, grad_up_values.to(grad_up.dtype.element_ty), mask=mask)
     if GATED:
