@@ -16,9 +16,9 @@ from airmoe.kernels.backend import use_backend
 from airmoe.kernels.cell_experts import Activation, cell_experts, is_gated
 from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
-from airmoe.kernels.cells import Cells, make_cells, sort_by_cell
-from airmoe.kernels.cells import reverse as reverse_index
-from airmoe.kernels.cells.reverse import make_parts, make_reverse
+from airmoe.kernels.cells import Cells, make_cells, parts_triton, sort_by_cell
+from airmoe.kernels.cells.parts_triton import make_parts
+from airmoe.kernels.cells.reverse import make_reverse
 from airmoe.kernels.cells.tiles import block_rows, make_tiles, row_tiles
 from airmoe.kernels.cells.used_triton import counts_per_entry, used_entries
 from airmoe.kernels.noise import Noise, Stage, make_noise
@@ -151,7 +151,7 @@ def test_reverse_index_and_its_parts(part_bytes: int, monkeypatch: pytest.Monkey
     for expert in range(70):
         own = entries[starts[expert] : starts[expert + 1]]
         assert own == [place for place, owner in enumerate(flat) if owner == expert]
-    monkeypatch.setattr(reverse_index, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(parts_triton, "PART_BYTES", part_bytes)
     parts = make_parts(reverse, pools, 100, 8)
     experts = parts.experts.tolist()
     assert experts[0] == 0 and experts[-1] == 70 and experts == sorted(experts)
@@ -494,7 +494,7 @@ def test_weight_gradients_in_many_parts(monkeypatch: pytest.MonkeyPatch) -> None
 
     with use_backend("triton"):
         whole = run(experts, inputs, torch.float32)
-        monkeypatch.setattr(reverse_index, "PART_BYTES", 2000)
+        monkeypatch.setattr(parts_triton, "PART_BYTES", 2000)
         parts = run(experts, inputs, torch.float32)
     for name, value in whole.items():
         assert torch.equal(parts[name], value), name

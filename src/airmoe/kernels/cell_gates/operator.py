@@ -15,8 +15,9 @@ from torch import Tensor
 
 from airmoe.kernels.cell_gates.triton import Scored, make_gates, score_grads
 from airmoe.kernels.cells import FEW_ROWS
+from airmoe.kernels.cells.parts_triton import make_parts
 from airmoe.kernels.cells.pool_products_triton import pool_products
-from airmoe.kernels.cells.reverse import ReverseIndex, make_parts
+from airmoe.kernels.cells.reverse import ReverseIndex
 from airmoe.kernels.cells.row_products_triton import partial_dtype, row_products
 from airmoe.kernels.cells.tiles import RowTiles
 from airmoe.kernels.cells.used_triton import used_entries

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from airmoe.kernels.cell_scores.triton import launch_scores, scale_by_norms
 from airmoe.kernels.cells import Cells
+from airmoe.kernels.cells.parts_triton import make_parts
 from airmoe.kernels.cells.pool_products_triton import pool_products
-from airmoe.kernels.cells.reverse import ReverseIndex, make_parts
+from airmoe.kernels.cells.reverse import ReverseIndex
 from airmoe.kernels.cells.row_products_triton import row_products
 from airmoe.kernels.cells.tiles import RowTiles
 from airmoe.kernels.noise import Noise

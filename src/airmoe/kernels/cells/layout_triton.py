@@ -28,7 +28,7 @@ LENGTHS = ["num_rows", "num_cells", "num_tiles", "steps"]
 
 
 @triton.jit
-def _count_below(keys, num_keys, bounds, steps):
+def count_below(keys, num_keys, bounds, steps):
     """How many of the ascending keys are below each bound; num_keys < 2 ** steps."""
     count = tl.zeros_like(bounds)
     for step in range(0, steps):
@@ -42,7 +42,7 @@ def _count_below(keys, num_keys, bounds, steps):
 @triton.jit(do_not_specialize=LENGTHS)
 def _offsets_kernel(ordered, offsets, num_rows, num_cells, steps, BLOCK: tl.constexpr):
     cells = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    first_rows = _count_below(ordered, num_rows, cells, steps)
+    first_rows = count_below(ordered, num_rows, cells, steps)
     tl.store(offsets + cells, first_rows.to(tl.int64), mask=cells <= num_cells)
 
 
@@ -76,7 +76,7 @@ def _tiles_kernel(
 ):  # fmt: skip
     tiles = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = tiles < num_tiles
-    cells = _count_below(starts + 1, num_cells, tiles + 1, steps)  # cells that end before the tile
+    cells = count_below(starts + 1, num_cells, tiles + 1, steps)  # cells that end before the tile
     used = cells < num_cells
     own = tl.minimum(cells, num_cells - 1)
     first = (tl.load(offsets + own) + (tiles - tl.load(starts + own)) * ROWS).to(tl.int32)

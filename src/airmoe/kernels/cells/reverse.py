@@ -1,9 +1,4 @@
-"""Expert -> its (cell, position) entries, so that gradients can be summed without atomics.
-
-The experts are cut into parts with about equally many entries, because the partial sums of all of
-them would be a [G, M, D] tensor. Cells write the partial sums of a part one after another, and each
-expert then gathers its own.
-"""
+"""Expert -> its (cell, position) entries, so that gradients can be summed without atomics."""
 
 from __future__ import annotations
 
@@ -14,11 +9,6 @@ from torch import Tensor
 
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
-
-# Memory for the partial sums of one part. Where there are many rows, several matrices [N, M] are
-# there at the same time, larger than these.
-PART_BYTES, PART_BYTES_OF_MANY_ROWS = 512 * 2**20, 256 * 2**20
-MANY_ROWS = 32_768
 
 
 @dataclass(frozen=True)
@@ -40,17 +30,6 @@ class ReverseIndex:
         return ends.diff().to(values.dtype)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Ranges of experts whose partial sums fit into memory together."""
-
-    experts: Tensor  # [parts + 1] int32: first expert of each part
-    positions: Tensor  # [G, parts + 1] int32: first pool position of each part
-    shifts: Tensor  # [G, parts] int32: row of a partial sum = its position + this
-    count: int
-    rows: int  # the most partial sums of one part
-
-
 def make_reverse(pools: Tensor, num_experts: int) -> ReverseIndex:
     """pools [G, M], no expert twice in a row -> where each expert is."""
     if pools.numel() >= 2**31:
@@ -68,22 +47,3 @@ def make_reverse(pools: Tensor, num_experts: int) -> ReverseIndex:
     experts = torch.arange(num_experts + 1, device=pools.device, dtype=torch.int32)
     starts = torch.searchsorted(ordered, experts, out_int32=True)
     return ReverseIndex(entries.int(), starts)
-
-
-def make_parts(reverse: ReverseIndex, pools: Tensor, num_rows: int, row_bytes: int) -> Parts:
-    """Cut the experts so that a part's partial sums, `row_bytes` each, fit into memory."""
-    total = pools.numel()
-    most = PART_BYTES if num_rows < MANY_ROWS else PART_BYTES_OF_MANY_ROWS
-    count = max(1, -(-total * row_bytes // most))
-    share = -(-total // count)
-    marks = torch.arange(count + 1, device=pools.device, dtype=torch.int32) * share
-    experts = torch.searchsorted(reverse.starts, marks.clamp_max_(total), out_int32=True)
-    # Experts that occur nowhere belong to some part all the same: their gradient is 0.
-    experts[:1].zero_()
-    experts[-1:].fill_(reverse.starts.shape[0] - 1)
-    wanted = experts.to(pools.dtype).expand(pools.shape[0], -1).contiguous()
-    positions = torch.searchsorted(pools, wanted, out_int32=True)
-    sizes = positions.diff(dim=-1).T.contiguous()  # [parts, G]: along memory sums are quick
-    shifts = (sizes.cumsum(-1) - sizes).T - positions[:, :-1]
-    # One expert more than a share may be in: it has at most one entry per cell.
-    return Parts(experts, positions, shifts.int().contiguous(), count, share + pools.shape[0])

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.cells.dot_triton import dot, part_dtype
-from airmoe.kernels.cells.reverse import Parts, ReverseIndex
+from airmoe.kernels.cells.parts_triton import Parts
+from airmoe.kernels.cells.reverse import ReverseIndex
 
 REDUCE_PROGRAMS = 132 * 128
 
