@@ -56,6 +56,28 @@ def test_a_training_step(name: str) -> None:
     assert_no_worse(fast, plain, exact)
 
 
+@pytest.mark.filterwarnings("ignore:AirRouter runs with gradients")
+@pytest.mark.parametrize("frozen", ["router", "all but one"])
+@pytest.mark.parametrize("name", ["air", "topk"])
+def test_gradients_of_what_is_not_frozen(name: str, frozen: str) -> None:
+    """The input needs no gradient either, so that operators have little to give back."""
+    layer, x = make_layer(name).train(), torch.randn(5, DIM, device=DEVICE)
+    everything = copy.deepcopy(layer)
+    for part, parameter in layer.named_parameters():
+        fixed = part != "experts.up" if frozen == "all but one" else part.startswith(frozen)
+        parameter.requires_grad_(not fixed)
+    for one in (layer, everything):
+        torch.manual_seed(1)
+        with use_backend("triton"):
+            one(x).square().sum().backward()
+    wanted = dict(everything.named_parameters())
+    for part, parameter in layer.named_parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None, part
+        else:
+            torch.testing.assert_close(parameter.grad, wanted[part].grad, msg=part)
+
+
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_few_tokens_without_gradients_fetch_their_experts(
     tokens: int, monkeypatch: pytest.MonkeyPatch

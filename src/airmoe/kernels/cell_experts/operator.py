@@ -47,10 +47,9 @@ def _forward(
     output = pool_products(
         [(found.active, down)], layout.tiles, offsets, token_ids, neurons, hidden.shape[0]
     )
-    none = hidden.new_empty(0)
     return (
         output,
-        none if found.pre_gate is None else found.pre_gate,
+        hidden.new_empty(0) if found.pre_gate is None else found.pre_gate,
         hidden.new_empty(0) if found.pre_up is None else found.pre_up,
     )
 
@@ -103,8 +102,7 @@ def _backward(
         expert_size=expert_size,
     )
     want_hidden, want_gate, want_up, want_down, want_gates = wanted
-    none = hidden.new_empty(0)
-    grad_hidden = none
+    grad_hidden = hidden.new_empty(0)
     if want_hidden:
         pairs = [(found.grad_up, up)]
         if gate is not None and found.grad_gate is not None:
@@ -127,7 +125,7 @@ def _backward(
         layout = (offsets, token_ids, neurons, reverse, parts)
         return row_products(x, values, table, *layout, counts=counts)
 
-    grad_gates = none
+    grad_gates = hidden.new_empty(0)  # not the same as above: outputs must not alias
     if want_gates:
         grad_gates = found.grad_gates
         if expert_size > 1:
