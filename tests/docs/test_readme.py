@@ -111,6 +111,9 @@ def test_gpu_block_names_the_fastest_baseline(tmp_path: Path) -> None:
     (tmp_path / "paper-16k.json").write_text(json.dumps(report), encoding="utf-8")
     report["results"] = report["results"][:1]
     (tmp_path / "decode-8.json").write_text(json.dumps(report), encoding="utf-8")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "paper.json").write_text(json.dumps(report), encoding="utf-8")
+    assert "Not measured yet" in draw_speed.block(tmp_path / "broken"), "no baseline has a time"
     block = draw_speed.block(tmp_path)
     assert "| PEER | 16.0 | 48.0 | 6.00 | 48.0 |" in block
     assert "| coarse | 1.00 | 3.00 | 0.38 | 3.0 |" in block

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from airmoe import ROUTERS
 from airmoe.errors import ConfigError
 from airmoe.kernels import backend
 from airmoe.kernels.backend import backend_for, chosen_backend, use_backend, use_triton
@@ -42,6 +43,18 @@ def test_a_block_holds_in_other_threads_too() -> None:
     """Autograd has threads of its own."""
     with use_backend("reference"), ThreadPoolExecutor(1) as threads:
         assert threads.submit(chosen_backend).result() == "reference"
+    assert chosen_backend() == "auto"
+
+
+def test_a_model_is_built_where_its_backend_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("AIRMOE_BACKEND", "triton")
+    for config in (router.Config for router in ROUTERS.values()):
+        config.for_budget(dim=8, num_experts=16, top_k=2).build()
+
+
+def test_an_empty_name_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIRMOE_BACKEND", "")
     assert chosen_backend() == "auto"
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import airmoe
 from airmoe.kernels.backend import use_backend
+from airmoe.moe import CoarseExperts
 from airmoe.moe import experts as experts_module
 from tests.kernels.comparison import DEVICE, assert_no_worse
 
@@ -76,6 +77,54 @@ def test_gradients_of_what_is_not_frozen(name: str, frozen: str) -> None:
             assert parameter.grad is None, part
         else:
             torch.testing.assert_close(parameter.grad, wanted[part].grad, msg=part)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_coarse_experts(tokens: int) -> None:
+    """Their gates are one number per token, spread over its neurons without a copy."""
+    config = airmoe.TopKRouter.Config(dim=DIM, num_experts=8, top_k=2)
+    experts = CoarseExperts(8, DIM, expert_size=5)
+    layer = airmoe.MoELayer(config.build(), experts).to(DEVICE)
+    x = torch.randn(1, tokens, DIM, device=DEVICE)
+    mask = torch.ones(1, tokens, dtype=torch.bool, device=DEVICE)
+    with use_backend("reference"):
+        exact, plain = step(layer, x.double(), mask), step(layer, x, mask)
+    with use_backend("triton"):
+        assert_no_worse(step(layer, x, mask), plain, exact)
+
+
+@pytest.mark.filterwarnings("ignore:AirRouter runs with gradients")
+def test_a_nan_in_the_router_shows() -> None:
+    layer = make_layer("air").eval()
+    with torch.no_grad():
+        dict(layer.router.named_parameters())["centroids"].fill_(torch.nan)
+        for backend in ("reference", "triton"):
+            with use_backend(backend):
+                assert layer(torch.randn(3, DIM, device=DEVICE)).isnan().any(), backend
+
+
+def test_tables_in_any_layout() -> None:
+    layer = make_layer("air").eval()
+    x = torch.randn(70, DIM, device=DEVICE)
+    with torch.no_grad(), use_backend("triton"):
+        wanted = layer(x)
+        for name in ("gate", "up", "down"):
+            table = getattr(layer.experts, name)
+            table.data = table.data.mT.contiguous().mT  # the same numbers, columns first
+        torch.testing.assert_close(layer(x), wanted)
+
+
+def test_probabilities_of_an_earlier_moment_are_refused() -> None:
+    """In half precision scores are made again when somebody reads them."""
+    layer = make_layer("air").half().train()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    airmoe.track_optimizer(layer, optimizer)
+    with use_backend("triton"):
+        found = layer.forward_with_routing(torch.randn(30, DIM, device=DEVICE).half())
+        found.hidden.sum().backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="centroids have changed"):
+            _ = found.routing.expert_probs
 
 
 @pytest.mark.parametrize("tokens", [1, 7])

@@ -98,6 +98,7 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone() -> None:
         gates, expected = (top_k_gates(each, valid, 4) for each in (scores, clean))
     assert torch.equal(gates[1::2], expected[1::2])
     assert torch.equal((gates[4] > 0).sum(), torch.tensor(4, device=DEVICE))
+    assert gates[0].isnan().any() and gates[2].isnan().any(), "a diverged router must show"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -73,7 +73,7 @@ def chosen_backend() -> Choice:
     """What the user asked for: the innermost `use_backend`, then `AIRMOE_BACKEND`, then auto."""
     if _chosen:
         return _chosen[-1]
-    return _checked("AIRMOE_BACKEND", os.environ.get("AIRMOE_BACKEND", "auto"))
+    return _checked("AIRMOE_BACKEND", os.environ.get("AIRMOE_BACKEND") or "auto")
 
 
 def interpreted() -> bool:

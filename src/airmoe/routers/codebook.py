@@ -16,6 +16,7 @@ from torch import Tensor
 from airmoe.config import check_choice, check_count, check_number
 from airmoe.distributed import all_gather_rows, all_reduce_sum, is_distributed, rank, world_size
 from airmoe.kernels.assign import assign
+from airmoe.kernels.backend import use_backend
 from airmoe.kernels.codeword_sums import codeword_sums, directions
 from airmoe.kernels.noise import Stage, combine, normal, uniform_index
 from airmoe.routers.float32_state import Float32State
@@ -93,9 +94,11 @@ class Codebook(Float32State):
         """Random directions until the first batch, so that a forward always works."""
         self.seed.copy_(torch.randint(2**62, ()))
         rows = torch.arange(self.num_codewords, device=self.seed.device)
-        keys = combine(self.seed, int(Stage.START), rows).to(torch.int32)
-        drawn = normal(keys.unsqueeze(-1), torch.arange(self.dim, device=self.seed.device))
-        self.codewords.copy_(directions(drawn))
+        # A model may be built where the backend of its training cannot run.
+        with use_backend("reference"):
+            keys = combine(self.seed, int(Stage.START), rows).to(torch.int32)
+            drawn = normal(keys.unsqueeze(-1), torch.arange(self.dim, device=self.seed.device))
+            self.codewords.copy_(directions(drawn))
         self.sums.zero_()
         self.counts.zero_()
         self.initialized.fill_(False)

@@ -24,7 +24,7 @@ OTHERS = {
 def block(results: Path) -> str:
     """The table of the paper's shape, the lines of the other cases, and the training step."""
     paper = _read(results, "paper")
-    if paper is None:
+    if paper is None or not timed(paper, AIR) or fastest_baseline(paper) is None:
         return "Not measured yet: `airmoe bench`, then `python docs/draw_speed.py`."
     parts = [_heading(paper), _table(paper), _against_fastest(paper)]
     lines = [line for name, what in OTHERS.items() if (line := _line(results, name, what))]

@@ -197,8 +197,9 @@ def run(
     elif keep:
         reverse = cells.reverse_index(up.shape[0])
     entries, starts = (None, None) if reverse is None else (reverse.entries, reverse.starts)
+    gate = None if gate is None else gate.contiguous()
     return torch.ops.airmoe.cell_experts(
-        hidden.contiguous(), gate, up, down, gates, tiles.cells, tiles.first_rows, tiles.rows,
-        tiles.block, cells.offsets, cells.token_ids, neurons, entries, starts,
+        hidden.contiguous(), gate, up.contiguous(), down.contiguous(), gates,
+        tiles.cells, tiles.first_rows, tiles.rows, tiles.block, cells.offsets, cells.token_ids, neurons, entries, starts,
         counts if keep else None, activation, expert_size, keep,
     )[0]  # fmt: skip

@@ -28,11 +28,13 @@ class CellGates:
     _operands: tuple[Tensor, Tensor, Tensor | None, Noise | None]
     _cells: Cells
     _valid: Tensor  # [T]
+    _centroids_version: int | None
 
     def expert_probs(self) -> Tensor:
         """[E] mean over valid tokens of the softmax over their candidates, differentiable."""
         from airmoe.kernels.cell_gates.statistics import probs_per_entry
 
+        self._check_current()
         hidden, centroids, inverse_norms, noise = self._operands
         cells, tiles = self._cells, self._cells.row_tiles()
         with torch.no_grad():
@@ -46,6 +48,23 @@ class CellGates:
             values = cells.reverse_index(centroids.shape[0]).sum_by_expert(sums)
         sums = self._probs + values if self._probs.numel() else values
         return sums / self._valid.sum().clamp_min(1)
+
+    def _check_current(self) -> None:
+        """Where scores were not kept they are made again, of what they were made of."""
+        self._cells.check_current()
+        if torch.compiler.is_compiling() or self._scores.numel():
+            return
+        if _version(self._operands[1]) != self._centroids_version:
+            raise RuntimeError(
+                "This routing is of an earlier moment: its centroids have changed since. Read "
+                "probabilities before the optimizer's step, or route again."
+            )
+
+
+def _version(tensor: Tensor) -> int | None:
+    if torch.compiler.is_compiling() or tensor.is_inference():
+        return None
+    return tensor._version
 
 
 @own_precision
@@ -78,4 +97,5 @@ def cell_gates(
         torch.is_grad_enabled(),
     )  # fmt: skip
     operands = (hidden.detach(), centroids.detach(), inverse_norms, noise)
-    return CellGates(gates, log_z, probs, scores, operands, cells, valid)
+    version = _version(operands[1])
+    return CellGates(gates, log_z, probs, scores, operands, cells, valid, version)

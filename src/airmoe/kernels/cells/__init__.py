@@ -12,7 +12,7 @@ from airmoe.kernels.cells import reference
 from airmoe.kernels.cells.reverse import ReverseIndex, make_reverse
 from airmoe.kernels.cells.tiles import RowTiles, row_tiles
 
-FEW_ROWS = 32
+FEW_ROWS = 32  # in the mean cell: then some experts of a pool are chosen by none of its rows
 MANY_KEYS = 2048  # fewer are sorted by one program
 
 

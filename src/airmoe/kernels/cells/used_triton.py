@@ -44,7 +44,7 @@ def counts_per_entry(gates: Tensor, offsets: Tensor, pools: Tensor) -> Tensor:
     out = torch.empty(pools.shape, dtype=torch.int32, device=pools.device)
     block_p = max(16, min(triton.next_power_of_2(pool), 256))
     _counts_kernel[(triton.cdiv(pool, block_p), pools.shape[0])](
-        gates, offsets, out, POOL=pool, BLOCK_T=16, BLOCK_P=block_p, num_warps=4
+        gates.contiguous(), offsets, out, POOL=pool, BLOCK_T=16, BLOCK_P=block_p, num_warps=4
     )
     return out
 

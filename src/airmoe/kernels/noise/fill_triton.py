@@ -19,8 +19,8 @@ PAIRS = 2048
 def _rows_kernel(
     row_keys, columns, out, num_rows, num_columns, std, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    places = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    places = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row_mask, place_mask = rows < num_rows, places < num_columns
     keys = tl.load(row_keys + rows, mask=row_mask, other=0)
     names = tl.load(columns + places, mask=place_mask, other=0).to(tl.int32)
@@ -46,7 +46,7 @@ def noise_rows(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
     num_rows, num_columns = row_keys.shape[0], columns.shape[0]
     out = torch.empty(num_rows, num_columns, dtype=torch.float32, device=row_keys.device)
     if out.numel():
-        grid = (triton.cdiv(num_columns, COLUMNS), triton.cdiv(num_rows, ROWS))
+        grid = (triton.cdiv(num_rows, ROWS), triton.cdiv(num_columns, COLUMNS))
         _rows_kernel[grid](
             row_keys.contiguous(), columns.contiguous(), out, num_rows, num_columns, std,
             ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,

@@ -99,20 +99,23 @@ def _write_gates(
 ):  # fmt: skip
     position = tl.arange(0, BLOCK)
     inside = position < columns
-    scores = tl.load(scores_ptr + position, mask=inside, other=-INFINITY).to(tl.float32)
-    scores = finite_from_above(scores)
+    given = tl.load(scores_ptr + position, mask=inside, other=-INFINITY).to(tl.float32)
+    # Choosing needs an order of all scores; what comes out of a row with NaN must show it.
+    spoilt = tl.max((given != given).to(tl.int32), axis=0) > 0
+    scores = finite_from_above(given)
     threshold, last = largest(scores, position, columns, count, BLOCK)
     chosen = (scores > threshold) | ((scores == threshold) & (position <= last))
     peak = tl.max(scores, axis=0)
     peak = tl.where(peak > -INFINITY, peak, 0.0)
     powers = tl.exp(scores - peak)
     total = tl.sum(powers, axis=0)
-    tl.store(log_z_ptr, peak + tl.log(total))
+    tl.store(log_z_ptr, tl.where(spoilt, float("nan"), peak + tl.log(total)))
     kept = tl.where(chosen, powers, 0.0)
     if not FULL_SOFTMAX:
         total = tl.sum(kept, axis=0)
     # A chosen gate never underflows to 0, because 0 means "not chosen".
-    gates = tl.where(chosen, tl.maximum(kept * (1.0 / total), least), 0.0)
+    weights = tl.where(spoilt, float("nan"), tl.maximum(kept * (1.0 / total), least))
+    gates = tl.where(chosen, weights, 0.0)
     tl.store(gates_ptr + position, gates.to(gates_ptr.dtype.element_ty), mask=inside)
 
 
@@ -264,7 +267,11 @@ def top_k_gates_backward_op(grad_gates: Tensor, gates: Tensor, scores: Tensor | 
         return grad_scores
     if columns > LONGEST_ROW:
         weighted = grad_gates.float() * gates.float()
-        probs = gates.float() if scores is None else scores.float().softmax(-1)
+        if scores is None:  # rounded gates do not add up to 1
+            sums = gates.float().sum(-1, keepdim=True)
+            probs = gates.float() / sums.masked_fill(sums == 0, 1)
+        else:
+            probs = scores.float().softmax(-1)
         grads = weighted.addcmul_(probs, weighted.sum(-1, keepdim=True), value=-1)
         return grad_scores.copy_(grads)
     block = triton.next_power_of_2(columns)
