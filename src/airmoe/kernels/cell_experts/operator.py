@@ -200,6 +200,6 @@ def run(
     gate = None if gate is None else gate.contiguous()
     return torch.ops.airmoe.cell_experts(
         hidden.contiguous(), gate, up.contiguous(), down.contiguous(), gates,
-        tiles.cells, tiles.first_rows, tiles.rows, tiles.block, cells.offsets, cells.token_ids, neurons, entries, starts,
-        counts if keep else None, activation, expert_size, keep,
+        tiles.cells, tiles.first_rows, tiles.rows, tiles.block, cells.offsets, cells.token_ids,
+        neurons, entries, starts, counts if keep else None, activation, expert_size, keep,
     )[0]  # fmt: skip
