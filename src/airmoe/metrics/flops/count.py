@@ -1,0 +1,144 @@
+"""The ledger of a language model: Llama's decoder, with experts in some of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from airmoe.kernels.cell_experts import Activation, is_gated
+from airmoe.kernels.cell_experts.activations import GATED
+from airmoe.metrics.flops.convention import (
+    activation,
+    add,
+    attention_products,
+    attention_softmax,
+    layer_norm,
+    multiply,
+    product,
+    rms_norm,
+    rotate,
+    scatter,
+    softmax,
+)
+from airmoe.metrics.flops.ledger import Ledger, Term, both
+from airmoe.metrics.flops.router_parts import RouterCount
+from airmoe.metrics.flops.routers import count_router
+from airmoe.metrics.flops.workload import RouterLosses, Workload
+from airmoe.moe.layer import PostNorm
+from airmoe.routers import RouterConfig
+
+
+class LanguageModelConfig(Protocol):
+    """What the ledger reads of `AirMoeConfig` (which stands above this package)."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None
+    head_dim: int | None
+    moe_layers: list[int] | None
+    moe_post_norm: PostNorm
+    expert_activation: Activation
+    expert_size: int
+    load_balance_weight: float
+    shortlist_balance_weight: float
+    router_z_weight: float
+
+    def router_config(self) -> RouterConfig: ...
+
+
+def count_flops(config: LanguageModelConfig, workload: Workload) -> Ledger:
+    """Per token of training; the optimizer's own arithmetic is in no column."""
+    num_layers, num_moe = config.num_hidden_layers, len(config.moe_layers or ())
+    terms = [
+        *_embedding(config),
+        *_attention(config, workload.sequence_length),
+        *_feed_forward(config.hidden_size, config.intermediate_size, num_layers - num_moe),
+        *(_mixtures(config, workload, num_moe) if num_moe else ()),
+        both("norms", "before attention, before ffn, last", rms_norm(config.hidden_size),
+             2 * num_layers + 1),
+        both("head", "logits", product(config.vocab_size, config.hidden_size)),
+        both("loss", "cross-entropy", softmax(config.vocab_size)),
+    ]  # fmt: skip
+    return Ledger(tuple(term for term in terms if term.times))
+
+
+def _embedding(config: LanguageModelConfig) -> Iterator[Term]:
+    part, dim, num_layers = (
+        "embedding, rotation, residuals",
+        config.hidden_size,
+        config.num_hidden_layers,
+    )
+    yield both(part, "embedding", scatter(dim, backward=True))
+    yield both(part, "residuals", add(dim), 2 * num_layers)
+    heads, key_heads, head_dim = _heads(config)
+    rotated = (heads + key_heads) * head_dim
+    yield both(part, "rotary positions", rotate(rotated), num_layers)
+
+
+def _attention(config: LanguageModelConfig, length: int) -> Iterator[Term]:
+    dim, num_layers = config.hidden_size, config.num_hidden_layers
+    heads, key_heads, head_dim = _heads(config)
+    part = "attention projections"
+    yield both(part, "queries", product(heads * head_dim, dim), num_layers)
+    yield both(part, "keys", product(key_heads * head_dim, dim), num_layers)
+    yield both(part, "values", product(key_heads * head_dim, dim), num_layers)
+    yield both(part, "output", product(dim, heads * head_dim), num_layers)
+    yield both("sdpa", "products", attention_products(heads, length, head_dim), num_layers)
+    yield both("sdpa", "softmax", attention_softmax(heads, length), num_layers)
+
+
+def _heads(config: LanguageModelConfig) -> tuple[int, int, int]:
+    """Query heads, key and value heads, their width; Llama's config fills in what was left out."""
+    assert config.num_key_value_heads is not None and config.head_dim is not None
+    return config.num_attention_heads, config.num_key_value_heads, config.head_dim
+
+
+def _feed_forward(dim: int, size: int, num_layers: int) -> Iterator[Term]:
+    for name in ("gate", "up"):
+        yield both("ffn", name, product(size, dim), num_layers)
+    yield both("ffn", "down", product(dim, size), num_layers)
+    yield both("ffn", "silu", activation("silu", size), num_layers)
+    yield both("ffn", "gate * up", multiply(size), num_layers)
+
+
+def _mixtures(config: LanguageModelConfig, workload: Workload, num_layers: int) -> Iterator[Term]:
+    """Router, experts and norm of every mixture-of-experts layer."""
+    losses = RouterLosses(
+        load_balance=config.load_balance_weight > 0,
+        shortlist_balance=config.shortlist_balance_weight > 0,
+        router_z=config.router_z_weight > 0,
+    )
+    router = count_router(config.router_config(), workload, losses)
+    terms: Sequence[Term] = (
+        *router.terms,
+        *_experts(config, router),
+        *(
+            [both("norms", "after the experts", layer_norm(config.hidden_size))]
+            if config.moe_post_norm == "layernorm"
+            else []
+        ),
+    )
+    for term in terms:
+        times = num_layers * term.times
+        yield Term(term.part, term.name, term.algorithmic, term.executed, times)
+
+
+def _experts(config: LanguageModelConfig, router: RouterCount) -> Iterator[Term]:
+    dim, size = config.hidden_size, config.expert_size
+    active, executed = router.active * size, router.executed * size  # neurons
+    gated = is_gated(config.expert_activation)
+    for name in ("gate", "up", "down") if gated else ("up", "down"):
+        yield Term(
+            "experts",
+            name,
+            product(active, dim),
+            product(executed, dim, operator=router.experts_operator),
+        )
+    kind = GATED.get(config.expert_activation, config.expert_activation)
+    yield Term("experts", kind, activation(kind, active), activation(kind, executed))
+    if gated:
+        yield Term("experts", "gate * up", multiply(active), multiply(executed))
+    yield Term("experts", "routing weights", multiply(active), multiply(executed))

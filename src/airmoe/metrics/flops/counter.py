@@ -1,0 +1,159 @@
+"""torch's own counter, taught our operators: what a step really launches.
+
+    with flop_counter() as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    counter.get_total_flops()  # products only: torch counts nothing else
+
+A float32 product counts once, though the matrix units make it of several narrower ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+# Where the operators are registered, which needs Triton.
+OPERATOR_MODULES = (
+    "assign.operator",
+    "cell_experts.operator",
+    "cell_gates.operator",
+    "cell_gates.statistics",
+    "cell_scores.operator",
+    "chosen_logits.operator",
+    "dense.triton",
+    "linear_cross_entropy.operator",
+    "rows.operator",
+    "shortlist.triton",
+    "token_experts.operator",
+)
+Arguments = dict[str, Any]  # by name, tensors as their shapes
+
+
+def flop_counter() -> FlopCounterMode:
+    """Counts products: matrix products, attention (on a CPU too), and those of our kernels."""
+    aten = torch.ops.aten
+    formulas: dict[Any, Callable[..., int]] = {
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    }
+    if importlib.util.find_spec("triton") is not None:
+        for module in OPERATOR_MODULES:
+            importlib.import_module(f"airmoe.kernels.{module}")
+        for name, formula in FORMULAS.items():
+            packet = getattr(torch.ops.airmoe, name)
+            formulas[packet] = _by_name(packet.default._schema, formula)
+    return FlopCounterMode(display=False, custom_mapping=formulas)
+
+
+def _by_name(schema: Any, formula: Callable[[Arguments], int]) -> Callable[..., int]:
+    """The counter passes arguments by place; formulas read them by name."""
+    names = [argument.name for argument in schema.arguments]
+
+    def count(*values: Any, out_val: Any = None, **named: Any) -> int:
+        return formula(dict(zip(names, values, strict=False)) | named)
+
+    return count
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward(
+    grad: Any, query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any
+) -> int:
+    return sdpa_backward_flop_count(grad, query, key, value)
+
+
+def _matrices(args: Arguments) -> int:
+    return 2 if args["gate"] is None else 3
+
+
+def _cells(args: Arguments, pools: str = "pools") -> int:
+    """Every row times every member of its cell's pool."""
+    return 2 * args["token_ids"][0] * args[pools][1] * args["hidden"][1]
+
+
+def _cell_experts(args: Arguments) -> int:
+    return _matrices(args) * _cells(args, "neurons")
+
+
+def _cell_experts_backward(args: Arguments) -> int:
+    want_hidden, *want_tables, _want_gates = args["wanted"]
+    products = 1 + want_hidden * (_matrices(args) - 1) + sum(want_tables)
+    return products * _cells(args, "neurons")
+
+
+def _cell_gates_backward(args: Arguments) -> int:
+    """Scores that were not kept are computed once more, where something needs them."""
+    needed = (
+        args["grad_log_z"] is not None
+        or args["grad_probs"] is not None
+        or (args["top_k"] == 1 and args["grad_gates"] is not None)
+    )
+    again = needed and not math.prod(args["kept"])
+    return (again + args["want_hidden"] + args["want_centroids"]) * _cells(args)
+
+
+def _cell_scores_backward(args: Arguments) -> int:
+    return (args["want_hidden"] + args["want_centroids"]) * _cells(args)
+
+
+def _lists(args: Arguments, ids: str, table: str) -> int:
+    """Every listed row of a table once."""
+    return 2 * math.prod(args[ids]) * args[table][1]
+
+
+def _token_experts(args: Arguments) -> int:
+    return _matrices(args) * args["expert_size"] * _lists(args, "expert_ids", "hidden")
+
+
+def _token_experts_backward(args: Arguments) -> int:
+    want_hidden, want_gate, want_up, want_down, want_weights = args["wanted"]
+    through = any((want_hidden, want_gate, want_up, want_weights))  # back through `down`
+    products = want_down + through + want_hidden * (_matrices(args) - 1) + want_gate + want_up
+    return products * args["expert_size"] * _lists(args, "expert_ids", "hidden")
+
+
+def _chosen_logits_backward(args: Arguments) -> int:
+    return (args["want_hidden"] + args["want_experts"]) * _lists(args, "ids", "hidden")
+
+
+def _all_pairs(left: str, right: str) -> Callable[[Arguments], int]:
+    def count(args: Arguments) -> int:
+        return 2 * args[left][0] * args[right][0] * args[left][1]
+
+    return count
+
+
+def _linear_cross_entropy(args: Arguments) -> int:
+    return (1 + sum(args["wanted"])) * _all_pairs("hidden", "weight")(args)
+
+
+FORMULAS: dict[str, Callable[[Arguments], int]] = {
+    "best_experts": _all_pairs("hidden", "experts"),
+    "cell_experts": _cell_experts,
+    "cell_experts_backward": _cell_experts_backward,
+    "cell_gates": _cells,
+    "cell_gates_backward": _cell_gates_backward,
+    "cell_scores": _cells,
+    "cell_scores_backward": _cell_scores_backward,
+    "chosen_logits": lambda args: _lists(args, "ids", "hidden"),
+    "chosen_logits_backward": _chosen_logits_backward,
+    "gather_dot": lambda args: _lists(args, "ids", "table"),
+    "gather_total": lambda args: _lists(args, "ids", "table"),
+    "linear_cross_entropy": _linear_cross_entropy,
+    "nearest_codeword": _all_pairs("hidden", "codewords"),
+    # Scores that were kept are read, not computed.
+    "probs_per_entry": lambda args: 0 if math.prod(args["kept"]) else _cells(args),
+    "scatter_total": lambda args: _lists(args, "ids", "rows"),
+    "token_experts": _token_experts,
+    "token_experts_backward": _token_experts_backward,
+    "top_m": _all_pairs("codewords", "centroids"),
+}

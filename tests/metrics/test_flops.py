@@ -1,0 +1,290 @@
+"""The FLOP ledger against the paper's main table, and against its own formulas."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from airmoe.errors import ConfigError
+from airmoe.metrics.flops import COLUMNS, PARTS, Cost, Ledger, Workload, count_flops
+from airmoe.model import METHODS, AirMoeConfig, model_size, with_method
+from airmoe.routers import ROUTERS, RouterConfig
+
+SEQUENCES_PER_DEVICE, DEVICES = 16, 4  # stated for small and medium
+EPOCH = 121_000_000  # WikiText-103's training text in tokens (PAPER-NOTES: "about 121 M")
+C5, OPENWEBTEXT2 = 28_500 * 65_536, 23_000 * 65_536
+
+# The main table, in P FLOP at the minimum of the perplexity. On WikiText-103 that is the end of an
+# epoch: its number (of 10) stands beside the cell. Epochs lie 10 % apart and the paper evaluates at
+# no other moment, so which one is meant is no matter of tolerance.
+WIKITEXT = {
+    ("small", "air"): (324.1, 9),
+    ("small", "peer"): (352.8, 10),
+    ("small", "hierarchical"): (350.4, 10),
+    ("small", "exact"): (467.5, 10),
+    ("small", "coarse"): (342.5, 10),
+    ("medium", "air"): (755.9, 7),
+    ("medium", "peer"): (751.0, 7),
+    ("medium", "hierarchical"): (954.7, 9),
+    ("medium", "coarse"): (836.7, 8),
+}
+WEB = {  # small only: C5, OpenWebText2
+    "air": (625.5, 505.0),
+    "peer": (626.3, 505.6),
+    "hierarchical": (622.6, 502.6),
+    "exact": (817.2, 648.3),
+    "coarse": (611.7, 493.9),
+}
+
+
+def paper_config(size: str, method: str) -> AirMoeConfig:
+    """As the paper describes a method: balancing and unit centroids it states for AIR only."""
+    config = with_method(model_size(size), method)
+    if method != "air":
+        config.load_balance_weight = 0.0
+        if method != "peer":
+            config.router_options |= {"normalize_centroids": False}
+    return config
+
+
+def paper_ledger(size: str, method: str, block: int) -> Ledger:
+    per_device = SEQUENCES_PER_DEVICE * block
+    workload = Workload(
+        sequence_length=block,
+        tokens_per_step=DEVICES * per_device,
+        tokens_per_micro_batch=per_device,
+        devices=DEVICES,
+    )
+    return count_flops(paper_config(size, method), workload)
+
+
+def per_token(method: str, block: int) -> float:
+    """M FLOP of the small model."""
+    return paper_ledger("small", method, block).cost("algorithmic").total / 1e6
+
+
+@pytest.mark.parametrize(("size", "method"), WIKITEXT)
+def test_wikitext_cells(size: str, method: str) -> None:
+    cell, epochs = WIKITEXT[size, method]
+    found = paper_ledger(size, method, 256).run(epochs * EPOCH) / 1e15
+    # The paper's small coarse model is its own odd one out (PAPER-NOTES).
+    tolerance = 0.01 if (size, method) == ("small", "coarse") else 0.006
+    assert found == pytest.approx(cell, rel=tolerance)
+
+
+EXACT_ON_C5 = pytest.mark.xfail(
+    strict=True,
+    reason="-1.75 %: the cell is 29,000 steps long, one evaluation later than the others, by the "
+    "paper's own ratios (test_exact_on_c5_is_one_evaluation_longer)",
+)
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=EXACT_ON_C5 if m == "exact" else ()) for m in WEB]
+)
+def test_c5_cells(method: str) -> None:
+    found = paper_ledger("small", method, 1024).run(C5) / 1e15
+    assert found == pytest.approx(WEB[method][0], rel=0.006)
+
+
+@pytest.mark.parametrize("method", WEB)
+def test_openwebtext2_cells(method: str) -> None:
+    found = paper_ledger("small", method, 1024).run(OPENWEBTEXT2) / 1e15
+    assert found == pytest.approx(WEB[method][1], rel=0.006)
+
+
+def test_exact_on_c5_is_one_evaluation_longer() -> None:
+    """Both corpora have the same model and blocks, so a ratio of cells is one of lengths alone.
+
+    Four digits tell 28,500 from 29,000 steps (1.75 % apart). The ledger has no part in it, and then
+    agrees with the cell as it does with the others.
+    """
+    for method, (c5, openwebtext2) in WEB.items():
+        steps = 29_000 if method == "exact" else 28_500
+        assert c5 / openwebtext2 == pytest.approx(steps / 23_000, rel=6e-4), method
+    found = paper_ledger("small", "exact", 1024).run(29_000 * 65_536) / 1e15
+    assert found == pytest.approx(WEB["exact"][0], rel=0.006)
+
+
+def test_differences_between_methods() -> None:
+    """What all methods share cancels: these see the routers alone."""
+    for block in (256, 1024):
+        assert per_token("exact", block) - per_token("peer", block) == pytest.approx(94.6, abs=0.2)
+    air, hierarchical = (
+        {block: per_token(method, block) for block in (256, 1024)}
+        for method in ("air", "hierarchical")
+    )
+    assert air[1024] - hierarchical[1024] == pytest.approx(1.6, abs=0.2)
+    assert air[256] - hierarchical[256] == pytest.approx(7.9, abs=0.4)
+
+
+def table_of_cells() -> str:
+    """The comparison as docs/flops.md shows it: ledger, paper, difference."""
+
+    def cell(paper: float, ledger: Ledger, tokens: int) -> str:
+        found = ledger.run(tokens) / 1e15
+        return f"{found:.1f} / {paper:.1f} ({100 * (found / paper - 1):+.2f} %)"
+
+    lines = ["| ledger / paper | WikiText-103 | C5 | OpenWebText2 |", "|---|---|---|---|"]
+    for (size, method), (paper, epochs) in WIKITEXT.items():
+        wikitext = cell(paper, paper_ledger(size, method, 256), epochs * EPOCH)
+        web = ["", ""]
+        if size == "small":
+            ledger = paper_ledger(size, method, 1024)
+            web = [
+                cell(*pair)
+                for pair in zip(WEB[method], [ledger] * 2, (C5, OPENWEBTEXT2), strict=True)
+            ]
+        lines.append(f"| {size}, {method} | {epochs} epochs: {wikitext} | {web[0]} | {web[1]} |")
+    return "\n".join(lines)
+
+
+def test_the_page_shows_these_cells() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "flops.md").read_text(encoding="utf-8")
+    _, _, rest = text.partition("<!-- cells: start -->\n")
+    assert rest.partition("\n<!-- cells: end -->")[0] == table_of_cells()
+
+
+def every_method() -> dict[str, Ledger]:
+    """With all losses, so that every term there is appears."""
+    workload = Workload(sequence_length=64, tokens_per_step=2048, tokens_per_micro_batch=512)
+    found = {}
+    for method in METHODS:
+        config = with_method(model_size("tiny"), method)
+        config.router_z_weight = 1e-3
+        if method in ("air", "hierarchical"):
+            config.shortlist_balance_weight = 1e-3
+        found[method] = count_flops(config, workload)
+    options = {"gate": "expert_choice", "codebook": "euclidean", "probes": 2}
+    config = model_size("tiny")
+    config.router_options |= options
+    found["air, expert choice"] = count_flops(config, workload)
+    return found
+
+
+def test_formulas_give_the_numbers() -> None:
+    """The text that a term carries is what was computed."""
+    for method, ledger in every_method().items():
+        for term in ledger.terms:
+            for operation in filter(None, (term.algorithmic, term.executed)):
+                names = {"log2": math.log2, **operation.sizes}
+                for text, number in (
+                    (operation.forward_formula, operation.forward),
+                    (operation.backward_formula, operation.backward),
+                ):
+                    assert eval(text, {}, names) == pytest.approx(number, rel=1e-12), (method, term)
+
+
+def test_terms_are_named_once_and_parts_add_up() -> None:
+    for method, ledger in every_method().items():
+        names = [(term.part, term.name) for term in ledger.terms]
+        assert len(set(names)) == len(names), method
+        for column in COLUMNS:
+            parts = sum((ledger.cost(column, part) for part in PARTS), Cost())
+            kinds = ledger.cost(column, kind="product") + ledger.cost(column, kind="elementwise")
+            terms = sum((term.cost(column) for term in ledger.terms), Cost())
+            for total in (parts, kinds, terms):
+                assert total.forward == pytest.approx(ledger.cost(column).forward)
+                assert total.backward == pytest.approx(ledger.cost(column).backward)
+
+
+def test_columns_differ_where_kernels_do_more_or_less() -> None:
+    """Cells run their whole pool; lists of tokens run what was chosen."""
+    ledgers = every_method()
+    for method, factor in {
+        "air": 128 / 16,
+        "hierarchical": 128 / 16,
+        "peer": 1,
+        "coarse": 1,
+    }.items():
+        paper, ours = (ledgers[method].cost(column, "experts").total for column in COLUMNS)
+        assert ours == pytest.approx(factor * paper), method
+    dense = ledgers["dense"]
+    assert dense.cost("algorithmic") == dense.cost("executed")
+    assert not {"experts", "router fine", "router coarse", "router refresh"} & {*dense.parts()}
+
+
+def test_refresh_is_shared_by_the_effective_batch() -> None:
+    def refresh(tokens_per_step: int, devices: int) -> float:
+        workload = Workload(
+            sequence_length=64,
+            tokens_per_step=tokens_per_step,
+            tokens_per_micro_batch=1024,
+            devices=devices,
+        )
+        return count_flops(model_size("small"), workload).cost("executed", "router refresh").total
+
+    assert refresh(8192, 1) == pytest.approx(2 * refresh(16_384, 1))
+    assert refresh(16_384, 4) == pytest.approx(4 * refresh(16_384, 1))
+
+
+def test_a_static_codebook_is_not_updated() -> None:
+    config, static = model_size("small"), model_size("small")
+    static.router_options |= {"codebook": "static"}
+    workload = Workload(sequence_length=256, tokens_per_step=4096, tokens_per_micro_batch=4096)
+    moving, fixed = (count_flops(c, workload) for c in (config, static))
+    saved = moving.cost("algorithmic", kind="product").total
+    saved -= fixed.cost("algorithmic", kind="product").total
+    assert saved == 2 * 1024 * 256
+
+
+def test_a_large_model_needs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor is made at all."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the ledger must not build anything")
+
+    for name in ("empty", "zeros", "arange", "randn"):
+        monkeypatch.setattr(torch, name, refuse)
+    monkeypatch.setattr(torch.nn.Module, "__init__", refuse)
+    config = model_size("large")
+    config.num_experts, config.hidden_size, config.head_dim = 2**40, 2**20, 2**14
+    workload = Workload(sequence_length=2**20, tokens_per_step=2**22, tokens_per_micro_batch=2**20)
+    experts = count_flops(config, workload).cost("algorithmic", "experts", kind="product")
+    assert experts == Cost(3 * 2 * 512 * 2**20, 2 * 3 * 2 * 512 * 2**20)
+
+
+def test_json_says_everything() -> None:
+    ledger = paper_ledger("small", "air", 256)
+    answer = json.loads(json.dumps(ledger.to_json(tokens=EPOCH)))
+    assert answer["flops_per_token"]["algorithmic"]["total"] == ledger.cost("algorithmic").total
+    assert answer["run"] == {
+        "tokens": EPOCH,
+        "flops": {column: ledger.run(EPOCH, column) for column in COLUMNS},
+    }
+    assert [*answer["parts"]] == [*ledger.parts()]
+    (refresh,) = (term for term in answer["terms"] if term["name"] == "codewords times experts")
+    assert refresh["executed"]["operator"] == "airmoe::top_m"
+    assert refresh["executed"]["sizes"] == {"rows": 1024 * 65_536, "width": 256}
+    assert refresh["executed"]["forward_formula"] == "2*rows*width"
+    assert refresh["times"] == DEVICES / (DEVICES * SEQUENCES_PER_DEVICE * 256)
+    assert ledger.to_json()["run"] is None
+
+
+def test_every_router_is_counted_and_others_are_refused() -> None:
+    workload = Workload(sequence_length=64, tokens_per_step=512, tokens_per_micro_batch=512)
+    for name in ROUTERS:
+        config = AirMoeConfig(router=name, num_experts=4096, num_experts_per_tok=16)
+        assert count_flops(config, workload).cost("executed", "router fine").total > 0, name
+
+    @dataclasses.dataclass(frozen=True)
+    class Unknown(RouterConfig):
+        pass
+
+    config = copy.copy(model_size("tiny"))
+    config.router_config = lambda: Unknown(dim=8, num_experts=4, top_k=2)  # type: ignore
+    with pytest.raises(ConfigError, match="must be a router the ledger can count"):
+        count_flops(config, workload)
+
+
+def test_a_workload_must_divide() -> None:
+    with pytest.raises(ConfigError, match="tokens_per_micro_batch x devices = 300"):
+        Workload(sequence_length=10, tokens_per_step=400, tokens_per_micro_batch=100, devices=3)
+    with pytest.raises(ConfigError, match=r"workload.devices: got 0"):
+        Workload(sequence_length=10, tokens_per_step=400, tokens_per_micro_batch=100, devices=0)

@@ -1,0 +1,122 @@
+"""The ledger's products against torch's own counter over a real forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import airmoe
+from airmoe.kernels.backend import use_backend
+from airmoe.metrics.flops import Column, Workload, count_flops
+from airmoe.metrics.flops.counter import flop_counter
+from airmoe.model import METHODS, AirMoeConfig, AirMoeForCausalLM, with_method
+
+BATCH, LENGTH = 2, 8
+TOKENS = BATCH * LENGTH
+WORKLOAD = Workload(sequence_length=LENGTH, tokens_per_step=TOKENS, tokens_per_micro_batch=TOKENS)
+
+
+def tiny_config() -> AirMoeConfig:
+    return AirMoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=64,
+        num_experts_per_tok=8,
+        router_options={"num_codewords": 4, "shortlist_size": 16},
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+
+
+def measured(config: AirMoeConfig, counter: FlopCounterMode) -> int:
+    """Of one training step, the first after an optimizer's: it refreshes the shortlists."""
+    model = AirMoeForCausalLM(config).train()
+    optimizer = torch.optim.SGD(model.parameters())
+    if config.moe_layers:
+        airmoe.track_optimizer(model, optimizer)
+    ids = torch.randint(config.vocab_size, (BATCH, LENGTH))
+    with counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    return counter.get_total_flops()
+
+
+def ledger_products(config: AirMoeConfig, column: Column) -> float:
+    return TOKENS * count_flops(config, WORKLOAD).cost(column, kind="product").total
+
+
+def test_dense_terms_are_what_torch_counts() -> None:
+    """Plain PyTorch on a CPU, and torch's own formulas; only attention's CPU name is ours."""
+    config = with_method(tiny_config(), "dense")
+    with use_backend("reference"):
+        counted = measured(config, flop_counter())
+    assert counted == ledger_products(config, "algorithmic")
+    assert counted == ledger_products(config, "executed")
+
+
+def test_dense_parts_with_torch_alone() -> None:
+    """A counter that knows nothing of ours, part by part (on a CPU it misses attention)."""
+    config = with_method(tiny_config(), "dense")
+    counter = FlopCounterMode(display=False)
+    with use_backend("reference"):
+        total = measured(config, counter)
+    by_module = counter.get_flop_counts()
+
+    def counted(module: str) -> int:
+        names = [f"AirMoeForCausalLM.model.layers.{layer}.{module}" for layer in range(2)]
+        return sum(sum(by_module[name].values()) for name in names)
+
+    ledger = count_flops(config, WORKLOAD)
+    head, ffn, projections = (
+        TOKENS * ledger.cost("executed", part, kind="product").total
+        for part in ("head", "ffn", "attention projections")
+    )
+    assert counted("mlp") == ffn
+    assert counted("self_attn") == projections
+    assert total - counted("mlp") - counted("self_attn") == head
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_executed_products_of_the_kernels(method: str) -> None:
+    """Every product that the Triton path launches, forward and backward, to the last FLOP."""
+    config = with_method(tiny_config(), method)
+    with use_backend("triton"):
+        counted = measured(config, flop_counter())
+    assert counted == ledger_products(config, "executed")
+
+
+@pytest.mark.parametrize("method", ["air", "hierarchical"])
+def test_executed_products_of_cells_in_plain_pytorch(method: str) -> None:
+    """The reference has no operators of its own: here torch's formulas count cells, too."""
+    config = with_method(tiny_config(), method)
+    with use_backend("reference"):
+        counted = measured(config, flop_counter())
+    assert counted == ledger_products(config, "executed")
+
+
+def test_other_losses_and_shapes() -> None:
+    """Two layers of two-matrix experts of two neurons, probes, and all router losses."""
+    config = AirMoeConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=32,
+        num_experts_per_tok=4,
+        expert_size=2,
+        expert_activation="gelu",
+        moe_layers=[0, 1],
+        router_options={"num_codewords": 4, "shortlist_size": 8, "probes": 2},
+        shortlist_balance_weight=0.01,
+        router_z_weight=0.01,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    with use_backend("reference"):
+        assert measured(config, flop_counter()) == ledger_products(config, "executed")
