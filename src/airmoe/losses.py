@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from airmoe.distributed import all_reduce_sum, world_size
+from airmoe.distributed import all_reduce_sum, is_distributed, world_size
 from airmoe.routers.routing import CellRouting, Routing
 
 
@@ -57,9 +57,10 @@ def _balance(
 ) -> Tensor:
     """n * sum_i f_i P_i over n experts or cells; `probs` is this rank's mean over valid tokens."""
     tokens = valid.sum()
-    # One collective for both integers: [n + 1].
-    everywhere = all_reduce_sum(torch.cat([counts.detach(), tokens.unsqueeze(0).to(counts.dtype)]))
-    choices, tokens_everywhere = everywhere[:-1], everywhere[-1]
+    choices, tokens_everywhere = counts.detach(), tokens
+    if is_distributed():  # one collective for both: [n + 1]
+        both = all_reduce_sum(torch.cat([choices, tokens.unsqueeze(0).to(choices.dtype)]))
+        choices, tokens_everywhere = both[:-1], both[-1]
     frequency = choices.to(probs.dtype) / choices.sum().clamp(min=1)  # [n]
     scale = tokens * _per_token(tokens_everywhere, total_tokens) * probs.shape[0]
     # The mean over no token is 0/0; this rank then adds nothing, in value or gradient.

@@ -13,8 +13,6 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaMLP,
     LlamaPreTrainedModel,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
@@ -23,6 +21,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from airmoe.errors import ConfigError
+from airmoe.model.blocks import Attention, FeedForward
 from airmoe.model.configuration import AirMoeConfig
 from airmoe.model.initialization import initialize_ours
 from airmoe.model.objective import model_losses, router_losses
@@ -68,9 +67,9 @@ class AirMoeDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: AirMoeConfig, layer_idx: int) -> None:
         super().__init__()
         self.config = config
-        self.self_attn = LlamaAttention(config, layer_idx)
+        self.self_attn = Attention(config, layer_idx)
         has_experts = layer_idx in (config.moe_layers or ())
-        self.mlp = build_moe(config) if has_experts else LlamaMLP(config)
+        self.mlp = build_moe(config) if has_experts else FeedForward(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -114,7 +113,7 @@ class AirMoePreTrainedModel(LlamaPreTrainedModel):
     _can_compile_fullgraph = True  # where Triton computes, and without labels
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": AirMoeDecoderLayer,
-        "attentions": LlamaAttention,
+        "attentions": Attention,
     }
 
     @torch.no_grad()

@@ -1,0 +1,89 @@
+"""Llama's attention and feed-forward network, with projections of the same input taken together.
+
+Small models spend their time on many small products. In training queries, keys and values are one
+product instead of three, gate and up one instead of two, and as many fewer in backward. Parameters
+stay apart, under Llama's names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+
+class Attention(LlamaAttention):
+    """Causal attention over grouped heads with rotary positions."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden [B, L, D] -> [B, L, D], and the attention weights where they are computed."""
+        assert position_embeddings is not None
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        queries, keys, values = (
+            projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projected in project(hidden_states, *projections)
+        )  # [B, heads, L, head width]
+        queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
+        if past_key_values is not None:
+            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        chosen = self.config._attn_implementation or "eager"
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, eager_attention_forward)
+        attended, weights = attend(
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return self.o_proj(attended.flatten(-2)), weights
+
+
+class FeedForward(LlamaMLP):
+    """down(act(gate(x)) * up(x))."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+def project(hidden: Tensor, *layers: nn.Linear) -> list[Tensor]:
+    """What each layer makes of `hidden`.
+
+    One product in training only: joining the weights would cost more than it saves where there are
+    few tokens, as in generation.
+    """
+    if not all(layer.training and _is_plain(layer) for layer in layers):
+        return [layer(hidden) for layer in layers]
+    joined = F.linear(hidden, torch.cat([layer.weight for layer in layers]))
+    return list(joined.split([layer.out_features for layer in layers], dim=-1))
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """False for adapters, quantized layers and those somebody listens to: they must be called."""
+    hooks = (
+        layer._forward_hooks,
+        layer._forward_pre_hooks,
+        layer._backward_hooks,
+        layer._backward_pre_hooks,
+    )
+    return type(layer) is nn.Linear and layer.bias is None and not any(hooks)

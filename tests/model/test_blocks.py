@@ -1,0 +1,102 @@
+"""Projections taken together: the same numbers, and whoever listens to a layer is still heard."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRotaryEmbedding,
+)
+
+from airmoe.model.blocks import Attention, FeedForward, project
+
+CONFIG = LlamaConfig(
+    hidden_size=24,
+    intermediate_size=40,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+CONFIG._attn_implementation = "sdpa"
+
+
+def results(module: nn.Module, *inputs: Any) -> dict[str, Tensor]:
+    """Output and all gradients of a fixed functional of it, in float64."""
+    hidden = inputs[0].clone().requires_grad_()
+    output = module(hidden, *inputs[1:])
+    output = output[0] if isinstance(output, tuple) else output
+    output.pow(3).sum().backward()
+    grads = {name: weight.grad for name, weight in module.named_parameters()}
+    found = {"output": output.detach(), "hidden": hidden.grad, **grads}
+    assert all(value is not None for value in found.values())
+    return found  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["attention", "feed forward"])
+def test_equal_to_llama(kind: str, training: bool) -> None:
+    hidden = torch.randn(2, 5, 24, dtype=torch.float64)
+    positions = LlamaRotaryEmbedding(CONFIG)(hidden, torch.arange(5).unsqueeze(0))
+    if kind == "attention":
+        theirs, ours = LlamaAttention(CONFIG, 0), Attention(CONFIG, 0)
+        inputs = (hidden, tuple(part.double() for part in positions))
+    else:
+        theirs, ours = LlamaMLP(CONFIG), FeedForward(CONFIG)
+        inputs = (hidden,)
+    ours.load_state_dict(theirs.state_dict())  # the same names
+    wanted, found = (results(module.double().train(training), *inputs) for module in (theirs, ours))
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-13)
+
+
+def linears() -> tuple[nn.Linear, nn.Linear]:
+    return nn.Linear(6, 3, bias=False), nn.Linear(6, 5, bias=False)
+
+
+def test_one_product_in_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, hidden = linears(), torch.randn(2, 4, 6)
+    calls: list[tuple[int, ...]] = []
+    real = nn.functional.linear
+
+    def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        calls.append(tuple(weight.shape))
+        return real(hidden, weight, bias)
+
+    monkeypatch.setattr(nn.functional, "linear", linear)
+    project(hidden, *layers)
+    assert calls == [(8, 6)]
+    calls.clear()
+    project(hidden, *(layer.eval() for layer in layers))
+    assert calls == [(3, 6), (5, 6)]
+
+
+class Adapter(nn.Linear):
+    """What libraries put in the place of a layer."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + 1
+
+
+def doubled(module: nn.Module, inputs: Any, output: Any) -> Any:
+    return output * 2
+
+
+def test_adapters_biases_and_hooks_are_respected() -> None:
+    hidden = torch.randn(2, 4, 6)
+    first, second = linears()
+    plain = [first(hidden), second(hidden)]
+    adapter = Adapter(6, 3, bias=False)
+    adapter.load_state_dict(first.state_dict())
+    torch.testing.assert_close(project(hidden, adapter, second), [plain[0] + 1, plain[1]])
+    biased = nn.Linear(6, 5)
+    torch.testing.assert_close(project(hidden, first, biased), [plain[0], biased(hidden)])
+    heard = copy.deepcopy(second)
+    heard.register_forward_hook(doubled)
+    torch.testing.assert_close(project(hidden, first, heard), [plain[0], plain[1] * 2])
