@@ -14,8 +14,7 @@ from rich.console import Console
 from airmoe.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from airmoe.metrics.flops import Ledger, Workload
-    from airmoe.training import Finished, RunConfig
+    from airmoe.training import Finished
 
 # A path that cannot be made or read is the user's to change.
 PATH_ERRORS = (
@@ -28,8 +27,6 @@ PATH_ERRORS = (
 )
 
 BENCH_WIDTH = 130  # columns of wide tables where there is no terminal
-PAPER_DEVICES = 4  # of all its runs
-VOCABULARIES = {"llama-3": 128_256, "bytes": 257}  # known without reading the tokenizer
 
 app = typer.Typer(
     help="Granular mixtures-of-experts: prepare text, train, evaluate, generate, measure.",
@@ -333,72 +330,19 @@ def flops(
     as_json: Annotated[bool, typer.Option("--json", help="every term with its formula")] = False,
 ) -> None:
     """FLOPs of training, part by part: in the paper's convention, and as our kernels compute."""
-    import dataclasses
     import json
 
-    from airmoe import training
-    from airmoe.experiments import preset as named_run
-    from airmoe.metrics.flops.table import detailed_table, side_by_side
+    from airmoe.experiments.flop_count import count_preset
     from airmoe.model import METHODS
 
     if every and method is not None:
         raise ConfigError("method", method, "cannot be given with --all", "Give one of them.")
-    names = METHODS if every else (method or "air",)
-    runs = {name: training.override(named_run(preset, name), overrides or []) for name in names}
-    steps, workload = runs[names[0]].training.steps, _workload(runs[names[0]], devices)
-    ledgers = {name: _ledger(run, workload) for name, run in runs.items()}
-    if tokens is None and steps is not None:
-        tokens = steps * workload.tokens_per_step
+    methods = METHODS if every else (method or "air",)
+    count = count_preset(preset, methods, overrides or [], tokens=tokens, devices=devices)
     if as_json:
-        methods = {name: ledger.to_json(tokens) for name, ledger in ledgers.items()}
-        answer = {"preset": preset, "workload": dataclasses.asdict(workload), "methods": methods}
-        print(json.dumps(answer))
-        return
-    console = _wide_console()
-    if every:
-        for table in side_by_side(preset, ledgers, tokens):
-            console.print(table)
+        print(json.dumps(count.to_json()))
     else:
-        for name, ledger in ledgers.items():
-            console.print(detailed_table(f"{preset}, {name}", ledger, tokens))
-    _say(
-        console,
-        f"Blocks of {workload.sequence_length:,} tokens; steps of {workload.tokens_per_step:,} on "
-        f"{workload.devices} device(s), micro-batches of {workload.tokens_per_micro_batch:,}.",
-    )
-
-
-def _workload(run: RunConfig, devices: int | None) -> Workload:
-    from airmoe.metrics.flops import Workload
-
-    options, block = run.training, run.data.block_size
-    if devices is None:
-        devices = min(PAPER_DEVICES, options.batch_size // options.micro_batch_size)
-    options.accumulation_steps(devices)  # refuses what does not divide
-    return Workload(
-        sequence_length=block,
-        tokens_per_step=options.batch_size * block,
-        tokens_per_micro_batch=options.micro_batch_size * block,
-        devices=devices,
-    )
-
-
-def _ledger(run: RunConfig, workload: Workload) -> Ledger:
-    from airmoe.data.tokenizer_choice import bpe_vocab_size, is_trained
-    from airmoe.metrics.flops import count_flops
-
-    name = run.data.tokenizer
-    vocab_size = run.model.get("vocab_size") or VOCABULARIES.get(name)
-    if vocab_size is None and is_trained(name):
-        vocab_size = bpe_vocab_size(name)
-    if vocab_size is None:
-        raise ConfigError(
-            "model.vocab_size",
-            None,
-            f"must be given with the tokenizer {name}, which is not opened here",
-            "Add model.vocab_size=...",
-        )
-    return count_flops(run.model_config(vocab_size, eos_id=0), workload)
+        count.show(_wide_console())
 
 
 @app.command()

@@ -10,10 +10,14 @@ from typing import Any
 
 def write_json(path: Path, values: Any) -> None:
     """Replace `path` by the JSON of `values` in one step."""
+    write_bytes(path, (json.dumps(values, indent=1) + "\n").encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace `path` in one step."""
     draft = path.with_name(path.name + ".draft")
-    with draft.open("w", encoding="utf-8") as file:
-        json.dump(values, file, indent=1)
-        file.write("\n")
+    with draft.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)

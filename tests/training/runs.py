@@ -172,7 +172,7 @@ def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def timeless_files(checkpoint: Path) -> dict[str, Any]:
-    """The other files of a checkpoint, without the two numbers that depend on the clock."""
+    """The other files of a checkpoint, without the numbers that depend on the clock."""
     files: dict[str, Any] = {}
     for file in sorted(checkpoint.iterdir()):
         if file.suffix == ".json":
@@ -180,7 +180,7 @@ def timeless_files(checkpoint: Path) -> dict[str, Any]:
         elif file.suffix != ".safetensors":
             files[file.name] = file.read_bytes()
     # A time is written with more or fewer digits, so the length of the log varies with it.
-    for name in ("seconds", "log_bytes"):
+    for name in ("seconds", "training_seconds", "log_bytes"):
         del files["training.json"][name]
     return files
 

@@ -14,11 +14,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import airmoe
 from airmoe.data import open_prepared
+from airmoe.metrics.flops import Workload, count_flops
+from airmoe.routers import RouterConfig
 from airmoe.training import RunConfig, TrainingOptions, trainer
 from airmoe.training.callbacks import Recorder
+from airmoe.training.cost import flops_per_token
 from airmoe.training.load import load_trained
 from airmoe.training.order import EpochOrder
 from airmoe.training.run import build_model, read_log
@@ -53,11 +57,12 @@ TRAIN_FIELDS = {
     *("kind", "step", "epoch", "tokens", "loss", "grad_norm", "learning_rate"),
     *("load_balance_loss", "entropy", "dead_experts", "load_imbalance", "overlap", "mass_recall"),
     *("mass_recall_bound", "codeword_perplexity", "staleness", "seconds", "tokens_per_second"),
+    *("training_seconds", "flops", "executed_flops"),
 }
 EVAL_FIELDS = {
     *("kind", "step", "epoch", "tokens", "loss", "perplexity", "entropy", "dead_experts"),
     *("load_imbalance", "overlap", "mass_recall", "mass_recall_bound", "codeword_perplexity"),
-    "seconds",
+    *("seconds", "training_seconds", "flops", "executed_flops"),
 }
 
 
@@ -132,17 +137,60 @@ def test_the_first_line_is_the_loss_of_a_new_model(finished: tuple[RunConfig, Pa
 def test_other_models_log_what_they_have(tmp_path: Path) -> None:
     dense = small_run(tmp_path, small_model(moe_layers=[]), steps=1, eval_every=1)
     assert in_process(lambda: train_here(dense, tmp_path / "dense")) == 0
-    routing = TRAIN_FIELDS - {
-        "kind",
-        "step",
-        "epoch",
-        "tokens",
-        "loss",
-        "grad_norm",
-        "learning_rate",
+    routing = {
+        *("load_balance_loss", "entropy", "dead_experts", "load_imbalance", "overlap"),
+        *("mass_recall", "mass_recall_bound", "codeword_perplexity", "staleness"),
     }
     (line,) = lines_of(tmp_path / "dense", "train")
-    assert line.keys() == TRAIN_FIELDS - routing | {"seconds", "tokens_per_second"}
+    assert line.keys() == TRAIN_FIELDS - routing
+    assert line["flops"] == line["executed_flops"]  # nothing is left out or added
+    assert not (tmp_path / "dense" / "usage.safetensors").exists()
+
+
+def test_flops_run_on_with_the_tokens(finished: tuple[RunConfig, Path]) -> None:
+    config, run = finished
+    options, block = config.training, config.data.block_size
+    ledger = count_flops(
+        load_trained(run).model.config,
+        Workload(
+            sequence_length=block,
+            tokens_per_step=options.batch_size * block,
+            tokens_per_micro_batch=options.micro_batch_size * block,
+        ),
+    )
+    for line in read_log(run / "log.jsonl"):
+        assert line["flops"] == pytest.approx(ledger.run(line["tokens"]))
+        assert line["executed_flops"] == pytest.approx(ledger.run(line["tokens"], "executed"))
+        assert line["executed_flops"] != line["flops"]
+
+
+def test_a_router_the_ledger_does_not_know_is_trained_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = small_run(tmp_path)
+    model = config.model_config(257, 256)
+    assert flops_per_token(config, model, 1).keys() == {"flops", "executed_flops"}
+
+    class OwnConfig(RouterConfig):
+        pass
+
+    monkeypatch.setattr(type(model), "router_config", lambda self: object.__new__(OwnConfig))
+    assert flops_per_token(config, model, 1) == {}
+
+
+def test_usage_of_the_best_checkpoint(finished: tuple[RunConfig, Path]) -> None:
+    config, run = finished
+    usage = load_file(run / "usage.safetensors")
+    assert usage.keys() == {"experts.1", "cells.1"}
+    best = json.loads((run / "result.json").read_text())["best"]
+    experts, cells = usage["experts.1"], usage["cells.1"]
+    assert int(experts.sum()) == 4 * int(cells.sum())  # four experts a token, one cell
+    tokens = config.training.eval_blocks or len(
+        open_prepared(Path(str(config.data.folder))).blocks("validation", config.data.block_size)
+    )
+    assert int(cells.sum()) == tokens * config.data.block_size
+    assert airmoe.metrics.usage_entropy(experts).item() == pytest.approx(best["entropy"])
+    assert airmoe.metrics.dead_experts(experts).item() == pytest.approx(best["dead_experts"])
 
 
 def test_the_log_of_a_killed_run_is_whole_lines(tmp_path: Path) -> None:
@@ -268,6 +316,7 @@ def test_times_leave_out_what_is_not_training(tmp_path: Path) -> None:
     assert in_process(job) == 0
     lines = lines_of(tmp_path / "run", "train")
     assert lines[2]["seconds"] - lines[1]["seconds"] > 0.5
+    assert lines[2]["training_seconds"] - lines[1]["training_seconds"] < 0.5
     assert lines[2]["tokens_per_second"] > 8 * 32 / 0.5  # the step alone
 
 

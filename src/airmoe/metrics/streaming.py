@@ -28,6 +28,8 @@ class RoutingReport:
     overlap: float | None  # means over those tokens
     mass_recall: float | None
     mass_recall_bound: float | None
+    expert_counts: Tensor | None  # [E] int64, tokens of each expert, on the CPU
+    cell_counts: Tensor | None  # [G] int64, of each codeword or cluster
 
 
 class RoutingMeter:
@@ -101,6 +103,8 @@ class RoutingMeter:
             overlap=float(means[0]) if compared else None,
             mass_recall=float(means[1]) if compared else None,
             mass_recall_bound=float(means[2]) if bounded else None,
+            expert_counts=expert_counts if counted else None,
+            cell_counts=cell_counts if counted and sizes[1] else None,
         )
 
     def _sizes_everywhere(self) -> list[int]:

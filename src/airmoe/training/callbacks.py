@@ -27,17 +27,18 @@ class Recorder(TrainerCallback):
     TIME_FIELDS are the only ones in which a repeated run may differ.
     """
 
-    TIME_FIELDS = ("seconds", "tokens_per_second")
+    TIME_FIELDS = ("seconds", "training_seconds", "tokens_per_second")
 
     def __init__(
         self,
         trainer: AirMoeTrainer,
         path: Path,
         tokens_per_step: int,
+        flops_per_token: dict[str, float],
         sinks: list[Callable[[Line], None]],
     ) -> None:
         self._trainer, self._path, self._sinks = trainer, path, sinks
-        self._tokens_per_step = tokens_per_step
+        self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
         self._mark = time.monotonic()
         self._seconds = 0.0  # of training since the last train line: evaluations are left out
         self._steps = 0
@@ -55,6 +56,7 @@ class Recorder(TrainerCallback):
             torch.cuda.synchronize()  # else the device's work would count as somebody else's time
         now = time.monotonic()
         self._seconds += now - self._mark
+        self._trainer.training_seconds += now - self._mark
         self._steps += 1
         self._mark = now
 
@@ -94,7 +96,9 @@ class Recorder(TrainerCallback):
         line |= {
             name.removeprefix("eval_"): value for name, value in logs.items() if name != "epoch"
         }
+        line |= {name: line["tokens"] * cost for name, cost in self._flops_per_token.items()}
         line["seconds"] = round(self._trainer.seconds(), 3)
+        line["training_seconds"] = round(self._trainer.training_seconds, 3)
         if line["kind"] == "train" and self._seconds > 0:
             line["tokens_per_second"] = round(
                 self._steps * self._tokens_per_step / self._seconds, 1

@@ -4,6 +4,7 @@ checkpoint-N/  model.safetensors, config.json  what `from_pretrained` reads
                tokenizer files                 of the data it was trained on
                optimizer.safetensors           by parameter name
                random-R.safetensors            random states and running loss of process R
+               usage.safetensors               tokens of each expert and cell in the evaluation
                training.json                   schedule, scaler, counters
                trainer_state.json              the Trainer's own
 """
@@ -27,6 +28,7 @@ from airmoe.files import read_json, sync_folder, sync_tree
 
 NAME = re.compile(r"checkpoint-(\d+)")
 PARTIAL = ".partial"
+USAGE = "usage.safetensors"
 
 
 def checkpoints(run_folder: Path) -> list[Path]:

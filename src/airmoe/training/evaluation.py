@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class Evaluation:
     loss: float  # nats per token
     tokens: int  # predicted ones: a block's first token has no prediction
     routing: dict[str, float]
+    usage: dict[str, Tensor] = field(default_factory=dict)  # see RoutingWatch.usage
 
     @property
     def perplexity(self) -> float:
@@ -63,7 +64,7 @@ def evaluate(
     finally:
         model.train(training)
     loss_sum, tokens_everywhere = all_reduce_sum(total).tolist()
-    return Evaluation(loss_sum / tokens_everywhere, int(tokens_everywhere), routing)
+    return Evaluation(loss_sum / tokens_everywhere, int(tokens_everywhere), routing, watch.usage())
 
 
 def num_batches(blocks: Any, batch_size: int) -> int:

@@ -22,12 +22,20 @@ from transformers.utils import logging as transformers_logging
 from airmoe.data import BlockDataset, Prepared
 from airmoe.distributed import rank
 from airmoe.errors import ConfigError
-from airmoe.files import read_json, write_json
+from airmoe.files import read_json, write_bytes, write_json
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM, parameter_counts
 from airmoe.training.arguments import check_device, make_arguments, total_steps
 from airmoe.training.callbacks import LastStep, Recorder, Restore, StopOnSignal, WatchSteps
-from airmoe.training.checkpoints import checkpoints, clean_up, load_json, step_of
+from airmoe.training.checkpoints import (
+    USAGE,
+    best_checkpoint,
+    checkpoints,
+    clean_up,
+    load_json,
+    step_of,
+)
 from airmoe.training.config import RunConfig
+from airmoe.training.cost import flops_per_token
 from airmoe.training.display import Display, PrepareDisplay
 from airmoe.training.run_folder import (
     RunFolder,
@@ -201,7 +209,8 @@ def _add_callbacks(
         sinks.append(board.write)
         closing.append(board.close)
     tokens_per_step = options.batch_size * run.config.data.block_size
-    recorder = Recorder(trainer, run.log, tokens_per_step, sinks)
+    costs = flops_per_token(run.config, trainer.airmoe_model.config, PartialState().num_processes)
+    recorder = Recorder(trainer, run.log, tokens_per_step, costs, sinks)
     trainer.log_bytes = recorder.length
     added: list[TrainerCallback] = [recorder, WatchSteps(trainer), LastStep(options.save_every)]
     if PartialState().num_processes == 1:
@@ -247,6 +256,9 @@ def write_result(run: RunFolder, peak_memory: float | None) -> None:
     speeds = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
     if peak_memory is None and run.result.exists():
         peak_memory = read_json(run.result)["peak_memory_gib"]
+    usage = best_checkpoint(run.path) / USAGE
+    if usage.exists():
+        write_bytes(run.path / USAGE, usage.read_bytes())
     model = load_json(checkpoints(run.path)[-1] / "config.json")
     counts = parameter_counts(run.config.model_config(model["vocab_size"], model["eos_token_id"]))
     write_json(

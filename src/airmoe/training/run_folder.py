@@ -5,6 +5,7 @@ RUN/  run.json         settings, hash of the text, versions, git state, machine
       checkpoint-N/    see checkpoints.py
       tensorboard/     the same numbers for TensorBoard
       result.json      when it is finished
+      usage.safetensors  then too: which experts the best checkpoint uses
 """
 
 from __future__ import annotations

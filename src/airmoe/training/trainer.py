@@ -51,9 +51,11 @@ class AirMoeTrainer(Trainer):
         self._sharded = False
         self.log_bytes: Callable[[], int] = lambda: 0  # how long the log is, set by its writer
         self.seconds_before = 0.0  # spent by earlier parts of a resumed run
+        self.training_seconds = 0.0  # of it on steps, without evaluations; counted by the log
         self._started = time.monotonic()
         self._restored: dict[str, Any] | None = None
         self._auxiliary: dict[str, Tensor] = {}
+        self._usage: dict[int, dict[str, Tensor]] = {}  # of the newest evaluation, by its step
         super().__init__(
             model=model,
             args=arguments,
@@ -145,6 +147,7 @@ class AirMoeTrainer(Trainer):
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:  # pyright: ignore
         """Our own pass (exact to the token), reported the Trainer's way."""
         result = self.evaluation()
+        self._usage = {self.state.global_step: result.usage}
         metrics = {f"eval_{name}": value for name, value in result.numbers().items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
@@ -196,6 +199,8 @@ class AirMoeTrainer(Trainer):
             checkpoints.save_tensors(moments, partial / "optimizer.safetensors")
             for place, tensors in enumerate(per_rank):
                 checkpoints.save_tensors(tensors, partial / f"random-{place}.safetensors")
+            if usage := self._usage.get(step):
+                checkpoints.save_tensors(usage, partial / checkpoints.USAGE)
             write_json(partial / "training.json", self._shared_state())
             self.state.save_to_json(str(partial / "trainer_state.json"))
 
@@ -226,6 +231,7 @@ class AirMoeTrainer(Trainer):
             "total_loss": self._total_loss_scalar,
             "log_bytes": self.log_bytes(),
             "seconds": self.seconds(),
+            "training_seconds": self.training_seconds,
             "processes": world_size(),
         }
 
@@ -269,6 +275,7 @@ class AirMoeTrainer(Trainer):
         self._globalstep_last_logged = self._restored["last_logged"]
         self._total_loss_scalar = self._restored["total_loss"]
         self.seconds_before = self._restored["seconds"]
+        self.training_seconds = self._restored["training_seconds"]
         self._started = time.monotonic()
 
     def _running_loss(self, checkpoint: Path) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from airmoe.distributed import is_distributed
-from airmoe.metrics import RoutingMeter, shortlist_staleness
+from airmoe.metrics import RoutingMeter, RoutingReport, shortlist_staleness
 from airmoe.moe.replay import inside_backward
 from airmoe.routers import AirRouter, PeerRouter, Router, Routing
 
@@ -24,10 +24,15 @@ class RoutingWatch:
 
     def __init__(self, model: nn.Module, sample_tokens: int) -> None:
         self._sample_tokens = sample_tokens
-        self._routers = [module for module in model.modules() if isinstance(module, Router)]
+        routers = {
+            name: module for name, module in model.named_modules() if isinstance(module, Router)
+        }
+        self._layers = [_layer_of(name) for name in routers]
+        self._routers = list(routers.values())
         self._samples: dict[int, tuple[Tensor, Tensor]] = {}  # router -> hidden [n, D], valid [n]
         self._meters: list[RoutingMeter] = []
         self._hooks: list[Any] = []
+        self._reports: list[RoutingReport] = []
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -72,12 +77,14 @@ class RoutingWatch:
         """
         self.stop()
         found: list[dict[str, float | None]] = []
+        self._reports = []
         for place, router in enumerate(self._routers):
             meter = self._meters[place]
             sample = self._samples.get(place, _no_tokens(router) if is_distributed() else None)
             if sample is not None and not isinstance(router, PeerRouter):
                 meter.update_quality(router, *sample)
             report = meter.compute()
+            self._reports.append(report)
             found.append(
                 {
                     "entropy": report.entropy,
@@ -91,6 +98,20 @@ class RoutingWatch:
                 }
             )
         return _means(found)
+
+    def usage(self) -> dict[str, Tensor]:
+        """Tokens of each expert and cell, as `numbers` last counted them: "experts.N" [E] and
+        "cells.N" [G] int64 for the routers of decoder layer N."""
+        found = {}
+        for layer, report in zip(self._layers, self._reports, strict=True):
+            counts = {"experts": report.expert_counts, "cells": report.cell_counts}
+            found |= {f"{name}.{layer}": n for name, n in counts.items() if n is not None}
+        return found
+
+
+def _layer_of(name: str) -> str:
+    """`model.layers.3.mlp.router` -> 3; the whole name where it has no number."""
+    return next((part for part in name.split(".") if part.isdigit()), name)
 
 
 def _no_tokens(router: Router) -> tuple[Tensor, Tensor]:
