@@ -49,6 +49,8 @@ def test_a_gpu_trains_like_the_cpu(variant: str) -> None:
         output.loss.backward()
         found.append(snapshot(model) | {"loss": output.loss.detach()})
     for name, value in found[0].items():
+        if name.endswith((".entries", ".starts")):
+            continue  # the reverse index, which only Triton's kernels need
         other = found[1][name].cpu()
         torch.testing.assert_close(other, value, rtol=2e-4, atol=2e-5, msg=name)
 
