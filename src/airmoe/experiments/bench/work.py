@@ -1,8 +1,9 @@
 """What a layer computes and must move, and how long that takes at the measured ceilings.
 
-FLOPs are counted twice. *Algorithmic*: the paper's convention, M candidates scored and K experts
-run per token; only the chosen K have a gradient. *Executed*: dense cells run all M experts of a
-pool in both directions. A backward is twice its forward; what is computed anew is not counted.
+FLOPs are counted twice, products only. *Algorithmic*: M candidates scored and K experts run per
+token; only the chosen K have a gradient (`metrics.flops`, which counts whole runs, gives one to all
+candidates, as the paper does). *Executed*: dense cells run all M experts of a pool in both
+directions. A backward is twice its forward; what is computed anew is not counted.
 
 Bytes are those that no implementation avoids:
 
