@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from airmoe.errors import ConfigError
 from airmoe.training import RunConfig
+from airmoe.training.arguments import check_device
 from tests.training.runs import in_process, small_model, small_run, timeless_log, train_here
 
 
@@ -69,3 +71,41 @@ def test_compiled_layers_train_the_same(tmp_path: Path) -> None:
         set(load_file(run / "checkpoint-2" / "model.safetensors")) for run in (eager, compiled)
     ]
     assert names[0] == names[1]  # no "_orig_mod" in front
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("micro_batch_size", [8, 4])  # one or two of them in a step
+def test_graphs_train_the_same(tmp_path: Path, micro_batch_size: int) -> None:
+    """Steps that are logged run as always, the others from graphs, in one run side by side."""
+    options = {"steps": 16, "eval_every": 8, "log_every": 5, "precision": "bf16"}
+    options |= {"micro_batch_size": micro_batch_size}
+    _, plain = run_of(tmp_path, "plain", **options)
+    _, captured = run_of(tmp_path, "captured", **options, cuda_graph=True)
+    assert losses(captured) == pytest.approx(losses(plain), rel=2e-3)
+    for wanted, found in zip(timeless_log(plain), timeless_log(captured), strict=True):
+        assert wanted.keys() == found.keys()
+        for name in ("step", "tokens", "flops", "learning_rate"):
+            assert wanted.get(name) == found.get(name)
+    one, other = (
+        load_file(run / "checkpoint-16" / "model.safetensors") for run in (plain, captured)
+    )
+    for name, tensor in one.items():
+        if "micro_batches" in name or "counts" in name:  # observed as often
+            torch.testing.assert_close(other[name], tensor, rtol=0.05, atol=0.05, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [({}, "no CUDA device"), ({"gradient_checkpointing": True}, "runs forwards again")],
+)
+def test_graphs_are_refused_where_they_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: dict[str, Any], reason: str
+) -> None:
+    config = small_run(tmp_path, cuda_graph=True, **option)
+    if option:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=reason):
+        check_device(config, num_processes=1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="2 processes"):
+        check_device(config, num_processes=2)

@@ -78,6 +78,8 @@ def check_device(run: RunConfig, num_processes: int) -> None:
             "needs a GPU, because its loss scaling does",
             "Use training.precision=bf16 or fp32 here.",
         )
+    if options.cuda_graph:
+        _check_cuda_graph(run, num_processes)
     if options.sharding == "fsdp2" and num_processes == 1:
         raise ConfigError(
             "training.sharding",
@@ -85,3 +87,21 @@ def check_device(run: RunConfig, num_processes: int) -> None:
             "needs more than one process",
             "Start with: torchrun --nproc-per-node N -m airmoe train ..., or leave it at none.",
         )
+
+
+def _check_cuda_graph(run: RunConfig, num_processes: int) -> None:
+    options = run.training
+    against = {
+        "there is no CUDA device": not torch.cuda.is_available(),
+        f"there are {num_processes} processes": num_processes > 1,
+        "precision is fp16, whose steps may be skipped": options.precision == "fp16",
+        "gradient_checkpointing runs forwards again": options.gradient_checkpointing,
+    }
+    for reason, holds in against.items():
+        if holds:
+            raise ConfigError(
+                "training.cuda_graph",
+                True,
+                f"cannot be, because {reason}",
+                "Set training.cuda_graph=false, or change that.",
+            )

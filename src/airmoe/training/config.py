@@ -106,6 +106,7 @@ class TrainingOptions:
     quality_tokens: int = 512  # sample for overlap and mass recall at every log
     gradient_checkpointing: bool = False
     compile: bool = False
+    cuda_graph: bool = False  # of whole micro-batches, on one GPU
     sharding: Sharding = "none"  # of several processes: none is DDP
     tensorboard: bool = True
 
@@ -126,7 +127,7 @@ class TrainingOptions:
         check_number("training.weight_decay", self.weight_decay)
         for name in ("warmup", "beta1", "beta2"):
             check_number(f"training.{name}", getattr(self, name), below=1.0)
-        for name in ("gradient_checkpointing", "compile", "tensorboard"):
+        for name in ("gradient_checkpointing", "compile", "cuda_graph", "tensorboard"):
             check_flag(f"training.{name}", getattr(self, name))
         check_choice("training.precision", self.precision, Precision)
         check_choice("training.sharding", self.sharding, Sharding)

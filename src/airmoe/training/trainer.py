@@ -20,6 +20,7 @@ from airmoe.files import write_json
 from airmoe.model import AirMoeForCausalLM
 from airmoe.routers import Router, track_optimizer
 from airmoe.training import checkpoints
+from airmoe.training.capture import CapturedSteps
 from airmoe.training.config import RunConfig
 from airmoe.training.evaluation import Evaluation, evaluate
 from airmoe.training.optimizer_state import load_optimizer_state, optimizer_state
@@ -30,6 +31,7 @@ from airmoe.training.watch import RoutingWatch
 
 # Of the schedule's state, what is plain numbers; the rest are functions made anew.
 SCHEDULE_KEYS = ("last_epoch", "_step_count", "_last_lr", "base_lrs")
+PLAIN_STEPS = 4  # before a capture: compilers, codebooks and the optimizer have started
 AUXILIARY = ("load_balance_loss", "shortlist_balance_loss", "router_z_loss")
 
 
@@ -55,6 +57,9 @@ class AirMoeTrainer(Trainer):
         self._started = time.monotonic()
         self._restored: dict[str, Any] | None = None
         self._auxiliary: dict[str, Tensor] = {}
+        self._captured: CapturedSteps | None = None
+        self._capturing = False
+        self._plain_steps = 0  # micro-batches run as always by this process
         self._usage: dict[int, dict[str, Tensor]] = {}  # of the newest evaluation, by its step
         super().__init__(
             model=model,
@@ -103,6 +108,32 @@ class AirMoeTrainer(Trainer):
 
     # -- one step ---------------------------------------------------------------------------
 
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Forward and backward of a micro-batch, where asked for as a graph."""
+        graph = self.options.cuda_graph and not self.watch.is_on
+        if not graph or self._plain_steps < PLAIN_STEPS:
+            self._plain_steps += 1
+            return super().training_step(model, inputs, num_items_in_batch)
+        items = torch.as_tensor(num_items_in_batch, device=self.args.device)
+        batch = {**self._prepare_inputs(inputs), "items": items}
+        if self._captured is None:
+            self._captured = CapturedSteps(self.airmoe_model, self._step_to_capture, batch)
+        if not self._captured.fits(batch):
+            return super().training_step(model, inputs, num_items_in_batch)
+        loss = self._captured.run(batch)
+        self._note_bad(loss)
+        return loss
+
+    def _step_to_capture(self, batch: dict[str, Tensor]) -> Tensor:
+        inputs = {name: tensor for name, tensor in batch.items() if name != "items"}
+        self._capturing = True
+        try:
+            return super().training_step(self.airmoe_model, inputs, batch["items"])
+        finally:
+            self._capturing = False
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, **rest: Any
     ) -> Any:
@@ -111,7 +142,8 @@ class AirMoeTrainer(Trainer):
         for name in AUXILIARY:
             if (value := getattr(outputs, name, None)) is not None:
                 self._auxiliary[name] = value.detach()
-        self._note_bad(loss.detach())
+        if not self._capturing:  # a graph would remember this step's number
+            self._note_bad(loss.detach())
         return (loss, outputs) if return_outputs else loss
 
     def _clip_grad_norm(self, model: Any) -> Tensor:

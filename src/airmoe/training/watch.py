@@ -53,6 +53,10 @@ class RoutingWatch:
             for place, router in enumerate(self._routers)
         ]
 
+    @property
+    def is_on(self) -> bool:
+        return bool(self._hooks)
+
     def stop(self) -> None:
         for hook in self._hooks:
             hook.remove()

@@ -1,0 +1,85 @@
+"""Micro-batches as CUDA graphs: a small model spends more time launching kernels than running them.
+
+A graph repeats what the device did, and nothing of what Python did beside it. What Python decides
+between micro-batches is whether the shortlists are rebuilt, so there is a graph for each answer;
+and steps that are looked at (hooks of the log) are not captured but run as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from airmoe.routers.shortlists import ShortlistCache
+
+Inputs = dict[str, Tensor]
+Step = Callable[[Inputs], Tensor]  # forward and backward of one micro-batch -> its loss
+
+
+@dataclass(frozen=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    loss: Tensor
+    stale: tuple[bool, ...]  # the shortlists afterwards
+
+
+class CapturedSteps:
+    """Runs a step on batches of one shape; gradients are added to `parameter.grad` as always."""
+
+    def __init__(self, model: nn.Module, step: Step, example: Inputs) -> None:
+        self._step = step
+        self._caches = [part for part in model.modules() if isinstance(part, ShortlistCache)]
+        self._inputs = {name: tensor.clone() for name, tensor in example.items()}
+        self._grads = {
+            parameter: torch.zeros_like(parameter)
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        }
+        self._graphs: dict[tuple[bool, ...], _Graph] = {}
+
+    def fits(self, inputs: Inputs) -> bool:
+        """Whether these can take the place of those that were captured."""
+        shapes, captured = (
+            {name: (tensor.shape, tensor.dtype) for name, tensor in given.items()}
+            for given in (inputs, self._inputs)
+        )
+        return shapes == captured
+
+    def run(self, inputs: Inputs) -> Tensor:
+        """One micro-batch; the first of each kind is captured on the way."""
+        for name, tensor in inputs.items():
+            self._inputs[name].copy_(tensor)
+        self._use_own_gradients()
+        before = self._stale()
+        if before not in self._graphs:
+            self._graphs[before] = self._capture()
+        captured = self._graphs[before]
+        captured.graph.replay()
+        for cache, stale in zip(self._caches, captured.stale, strict=True):
+            cache.stale = stale
+        return captured.loss.clone()  # the next replay writes over it
+
+    def _stale(self) -> tuple[bool, ...]:
+        return tuple(cache.stale for cache in self._caches)
+
+    def _use_own_gradients(self) -> None:
+        """A graph adds to fixed addresses; what is there is 0, or of earlier micro-batches."""
+        fresh = []
+        for parameter, grad in self._grads.items():
+            if parameter.grad is None:
+                fresh.append(grad)
+            elif parameter.grad is not grad:
+                grad.copy_(parameter.grad)
+            parameter.grad = grad
+        if fresh:
+            torch._foreach_zero_(fresh)  # pyright: ignore[reportPrivateImportUsage]
+
+    def _capture(self) -> _Graph:
+        graph = torch.cuda.CUDAGraph()
+        # Threads of the data loader may use the device meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            loss = self._step(self._inputs)
+        return _Graph(graph, loss, self._stale())
