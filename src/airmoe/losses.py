@@ -57,6 +57,8 @@ def _balance(
 ) -> Tensor:
     """n * sum_i f_i P_i over n experts or cells; `probs` is this rank's mean over valid tokens."""
     tokens = valid.sum()
+    # Joined where there is a collective only: in torch 2.11 a compiler that cuts its graphs
+    # (mode="reduce-overhead") loses the counts if they are written into a joined tensor.
     choices, tokens_everywhere = counts.detach(), tokens
     if is_distributed():  # one collective for both: [n + 1]
         both = all_reduce_sum(torch.cat([choices, tokens.unsqueeze(0).to(choices.dtype)]))

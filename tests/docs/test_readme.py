@@ -87,6 +87,7 @@ def made_up_gpu_report() -> dict[str, Any]:
             "key": key, "name": name, "role": role, "status": "timed", "backend": "triton",
             "peak_bytes": int(ms * 2**30), "median": {"forward_ms": ms / 3, "total_ms": ms},
             "apart_median_ms": {"refresh (all)": 1.5, "launched one by one": 9.0},
+            "captured": key != "exact", "parts": 2 if key == "peer" else 1,
         }  # fmt: skip
 
     results = [
@@ -115,12 +116,13 @@ def test_gpu_block_names_the_fastest_baseline(tmp_path: Path) -> None:
     (tmp_path / "broken" / "paper.json").write_text(json.dumps(report), encoding="utf-8")
     assert "Not measured yet" in draw_speed.block(tmp_path / "broken"), "no baseline has a time"
     block = draw_speed.block(tmp_path)
-    assert "| PEER | 16.0 | 48.0 | 6.00 | 48.0 |" in block
-    assert "| coarse | 1.00 | 3.00 | 0.38 | 3.0 |" in block
+    assert "| PEER, in 2 parts | 16.0 | 48.0 | 9.00 | 6.00 | 48.0 |" in block
+    assert "| coarse | 1.00 | 3.00 | 9.00 | 0.38 | 3.0 |" in block
+    assert "| exact | 32.0 | 96.0 | 96.0 | 12.0 | 96.0 |" in block, "without a graph: its own time"
     assert "The fastest granular baseline is PEER: AIR takes 1/6.00 of its time." in block
-    assert "refresh (all) 1.50 ms." in block and "one by one" not in block
-    assert "| T = 16,384 | 8.00 | PEER | 48.0 | 6.00 |" in block
-    assert "(forward) | 8.00 | not measured | | |" in block
+    assert "refresh (all) 1.50 ms." in block
+    assert "| T = 16,384 | 8.00 | 9.00 | 1.50 | PEER | 48.0 | 9.00 | 6.00 |" in block
+    assert "(forward) | 8.00 | 9.00 | 1.50 | not measured | | | |" in block
 
 
 def test_table_states_ratios_and_what_is_missing() -> None:

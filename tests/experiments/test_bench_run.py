@@ -301,8 +301,9 @@ def test_a_figure_of_stored_results_measures_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "speed.svg").exists()
 
 
-def test_a_copy_without_git_can_tell_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "git_state", lambda: {"commit": None, "changed": None})
-    assert bench.known_git_state() == {"commit": None, "changed": None}
+def test_a_copy_can_tell_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "git_state", lambda: {"commit": "old", "changed": True})
+    monkeypatch.delenv("AIRMOE_COMMIT", raising=False)
+    assert bench.known_git_state() == {"commit": "old", "changed": True}
     monkeypatch.setenv("AIRMOE_COMMIT", "abc")
     assert bench.known_git_state() == {"commit": "abc", "changed": None}

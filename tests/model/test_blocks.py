@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from airmoe.model.blocks import Attention, FeedForward, project
+from airmoe.model.blocks import Attention, FeedForward, keep_apart, project
 
 CONFIG = LlamaConfig(
     hidden_size=24,
@@ -100,3 +100,21 @@ def test_adapters_biases_and_hooks_are_respected() -> None:
     heard = copy.deepcopy(second)
     heard.register_forward_hook(doubled)
     torch.testing.assert_close(project(hidden, first, heard), [plain[0], plain[1] * 2])
+
+
+def test_replaced_forwards_global_hooks_and_sharded_layers_are_respected() -> None:
+    hidden = torch.randn(2, 4, 6)
+    first, second = linears()
+    plain = [first(hidden), second(hidden)]
+    offloaded = copy.deepcopy(first)
+    offloaded.to("meta").forward = lambda input: first(input)  # fetches its weight for the call
+    torch.testing.assert_close(project(hidden, offloaded, second), plain)
+    handle = nn.modules.module.register_module_forward_hook(doubled)
+    try:
+        torch.testing.assert_close(project(hidden, first, second), [2 * part for part in plain])
+    finally:
+        handle.remove()
+    keep_apart(first)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cat", lambda _: pytest.fail("joined"))
+        torch.testing.assert_close(project(hidden, first, second), plain)

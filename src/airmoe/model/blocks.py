@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -72,18 +73,37 @@ def project(hidden: Tensor, *layers: nn.Linear) -> list[Tensor]:
     One product in training only: joining the weights would cost more than it saves where there are
     few tokens, as in generation.
     """
-    if not all(layer.training and _is_plain(layer) for layer in layers):
+    if not all(layer.training and _is_plain(layer, hidden) for layer in layers):
         return [layer(hidden) for layer in layers]
     joined = F.linear(hidden, torch.cat([layer.weight for layer in layers]))
     return list(joined.split([layer.out_features for layer in layers], dim=-1))
 
 
-def _is_plain(layer: nn.Module) -> bool:
-    """False for adapters, quantized layers and those somebody listens to: they must be called."""
+def keep_apart(layer: nn.Linear) -> None:
+    """Never join this layer: a sharded weight is given back after its product, a joined one not."""
+    layer.kept_apart = True  # pyright: ignore[reportArgumentType]
+
+
+def _is_plain(layer: nn.Linear, hidden: Tensor) -> bool:
+    """False where more than one product happens, or somebody listens: then it must be called.
+
+    Adapters and quantized layers have another class or another kind of weight; offloading puts a
+    `forward` of its own on the layer, and its weight elsewhere.
+    """
+    own = layer.__dict__
     hooks = (
         layer._forward_hooks,
         layer._forward_pre_hooks,
         layer._backward_hooks,
         layer._backward_pre_hooks,
     )
-    return type(layer) is nn.Linear and layer.bias is None and not any(hooks)
+    return (
+        type(layer) is nn.Linear
+        and type(layer.weight) is nn.Parameter
+        and layer.weight.device == hidden.device
+        and layer.bias is None
+        and "forward" not in own
+        and "kept_apart" not in own
+        and not any(hooks)
+        and not _has_any_global_hook()
+    )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from airmoe.model import AirMoeForCausalLM
+from airmoe.model.blocks import keep_apart
 
 
 def shard(model: AirMoeForCausalLM) -> None:
@@ -18,5 +20,8 @@ def shard(model: AirMoeForCausalLM) -> None:
     """
     mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
     for layer in model.model.layers:
+        for part in layer.modules():
+            if isinstance(part, nn.Linear):
+                keep_apart(part)
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -307,7 +307,7 @@ class AirMoeTrainer(Trainer):
         self._globalstep_last_logged = self._restored["last_logged"]
         self._total_loss_scalar = self._restored["total_loss"]
         self.seconds_before = self._restored["seconds"]
-        self.training_seconds = self._restored["training_seconds"]
+        self.training_seconds = self._restored.get("training_seconds", 0.0)  # older ones
         self._started = time.monotonic()
 
     def _running_loss(self, checkpoint: Path) -> Tensor:

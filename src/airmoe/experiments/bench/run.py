@@ -272,10 +272,9 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def known_git_state() -> dict[str, Any]:
-    """Commit of the code; where only a copy of it runs, what AIRMOE_COMMIT says."""
-    state = git_state()
+    """Commit of the code, or what AIRMOE_COMMIT says: a copy may lie in another repository."""
     told = os.environ.get("AIRMOE_COMMIT")
-    return {"commit": told, "changed": None} if state["commit"] is None and told else state
+    return {"commit": told, "changed": None} if told else git_state()
 
 
 def _version(package: str) -> str:
