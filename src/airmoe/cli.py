@@ -248,6 +248,51 @@ def generate(
 
 
 @app.command()
+def suite(
+    name: Annotated[str, typer.Argument(help="main, ablations, granularity or codebook")],
+    preset: Annotated[str, typer.Argument(help="tiny, small, medium, small-c5, ...")],
+    out: Annotated[Path, typer.Option(help="folder of the suite, new or begun")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key.path=value, for every run")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="runs of each variant: training.seed, + 1, ...")] = 1,
+    tokens: Annotated[int | None, typer.Option(help="length of every run")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="the same, in passes; default: the preset's own length")
+    ] = None,
+) -> None:
+    """Train what is to be compared, at equal budgets. Stopped, it goes on where it was."""
+    from airmoe.experiments.suites import Budget, make_plan, run_suite
+
+    budget = Budget(tokens=tokens, epochs=epochs)
+    plan = make_plan(name, preset, overrides or [], num_seeds=seeds, budget=budget)
+    if code := run_suite(plan, out, Console()):
+        raise typer.Exit(code)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="suite folders, run folders, folders of them, or a report.json"),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="folder to write; default: report/ in the first of RUNS")
+    ] = None,
+) -> None:
+    """Tables and figures of finished runs: Markdown, LaTeX, one HTML page, and their data."""
+    from airmoe.experiments.report import write_report
+
+    console = Console()
+    written = write_report(runs, out)
+    for line in written.problems:
+        _say(console, line)
+    _say(console, f"{written.runs} runs reported:")
+    for file in written.files:
+        _say(console, f"  {file}")
+
+
+@app.command()
 def bench(
     cases: Annotated[
         list[str] | None,

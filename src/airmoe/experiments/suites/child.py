@@ -1,0 +1,56 @@
+"""One run of a suite in a process of its own: python -m airmoe.experiments.suites.child OUT FOLDER.
+
+Its peak memory and a hard crash are its own. It ends when its standard input does, which the
+suite's process holds open: a killed suite leaves nothing behind that goes on training.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+from threading import Thread
+
+from rich.console import Console
+
+from airmoe.errors import ConfigError, RunError
+from airmoe.experiments.suites.execution import train_or_resume
+from airmoe.experiments.suites.folder import SuiteFolder, read_config
+
+
+def end_with_parent() -> None:
+    """Kill this process as soon as its standard input ends; it may have ended already."""
+    if select.select([0], [], [], 0)[0]:
+        sys.exit("airmoe: the suite that started this run is gone")
+    Thread(target=_wait_for_end, daemon=True).start()
+
+
+def _wait_for_end() -> None:
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    end_with_parent()
+    suite, folder = SuiteFolder(Path(sys.argv[1])), sys.argv[2]
+    begun = suite.state(folder) != "new"
+    config = read_config(suite, folder)
+    try:
+        finished = train_or_resume(suite.run(folder), config, Console(), begun=begun)
+    except ConfigError as error:
+        print(f"airmoe: {error}", file=sys.stderr)
+        sys.exit(2)
+    except RunError as error:
+        print(f"airmoe: {error}", file=sys.stderr)
+        sys.exit(1)
+    if finished.stopped_by is not None:
+        name = signal.Signals(finished.stopped_by).name
+        print(f"Stopped by {name} after step {finished.step}", flush=True)
+        sys.exit(128 + finished.stopped_by)
+
+
+if __name__ == "__main__":
+    main()

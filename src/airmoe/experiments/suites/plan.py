@@ -1,0 +1,149 @@
+"""What a suite runs: every variant with every seed, for one budget; refused where unfair."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from airmoe.config import check_count
+from airmoe.errors import ConfigError
+from airmoe.experiments.fairness import check_fair
+from airmoe.experiments.presets import preset as named_run
+from airmoe.experiments.suites.variants import SUITES
+from airmoe.training import RunConfig, TrainingOptions, override
+
+LENGTHS = ("training.steps", "training.epochs")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long every run is; neither: as long as the preset says."""
+
+    tokens: int | None = None
+    epochs: int | None = None
+
+    def to_json(self) -> dict[str, int] | None:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return given or None
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    folder: str
+    variant: str
+    seed: int
+    config: RunConfig
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "folder": self.folder,
+            "variant": self.variant,
+            "seed": self.seed,
+            "config": self.config.to_json(),
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A suite with everything decided."""
+
+    suite: str
+    preset: str
+    budget: Budget
+    seeds: tuple[int, ...]
+    overrides: tuple[str, ...]
+    runs: tuple[PlannedRun, ...]
+
+
+def make_plan(
+    suite: str,
+    preset: str,
+    overrides: Sequence[str] = (),
+    *,
+    num_seeds: int = 1,
+    budget: Budget | None = None,
+) -> Plan:
+    """The runs of a suite, checked: settings, budget against warm-up, fairness.
+
+    `overrides` change the run with AIR from which the variants are made. All variants of a seed
+    come before the next seed, so that a suite that is stopped has whole comparisons.
+    """
+    if suite not in SUITES:
+        raise ConfigError(
+            "suite", suite, f"must be one of {', '.join(SUITES)}", "Choose one of these."
+        )
+    check_count("seeds", num_seeds)
+    budget = budget or Budget()
+    base = _with_budget(override(named_run(preset), overrides), budget, overrides)
+    if base.training.steps is not None:
+        check_warmup(base.training, base.training.steps)
+    variants = SUITES[suite].variants(base)
+    seeds = tuple(range(base.training.seed, base.training.seed + num_seeds))
+    runs = tuple(
+        PlannedRun(f"{variant}-seed{seed}", variant, seed, _with_seed(config, seed))
+        for seed in seeds
+        for variant, config in variants.items()
+    )
+    check_fair({run.folder: run.config for run in runs}, SUITES[suite].rules)
+    return Plan(suite, preset, budget, seeds, tuple(overrides), runs)
+
+
+def check_warmup(training: TrainingOptions, steps: int) -> None:
+    """Raise for a run that would be over before its learning rate is."""
+    warmup_steps = math.ceil(training.warmup * steps)
+    if steps <= warmup_steps:
+        raise ConfigError(
+            "budget",
+            f"{steps} steps",
+            f"must be longer than the warm-up, {warmup_steps} steps (training.warmup = "
+            f"{training.warmup:g})",
+            "Raise --tokens or --epochs, or lower training.warmup.",
+        )
+
+
+def _with_budget(run: RunConfig, budget: Budget, overrides: Sequence[str]) -> RunConfig:
+    for name, value in vars(budget).items():
+        if value is not None:
+            check_count(name, value)
+    if budget.tokens is not None and budget.epochs is not None:
+        raise ConfigError(
+            "epochs", budget.epochs, "cannot be given with --tokens", "Give one of them."
+        )
+    if budget == Budget():
+        return run
+    for assignment in overrides:
+        if assignment.partition("=")[0] in LENGTHS:
+            raise ConfigError(
+                "overrides",
+                assignment,
+                "cannot be given with --tokens or --epochs, which say the same",
+                "Give one of them.",
+            )
+    return _with_training(run, epochs=budget.epochs, steps=_steps(run, budget.tokens))
+
+
+def _steps(run: RunConfig, tokens: int | None) -> int | None:
+    """Whole steps that fit into the budget."""
+    if tokens is None:
+        return None
+    per_step = run.training.batch_size * run.data.block_size
+    if tokens < per_step:
+        raise ConfigError(
+            "tokens",
+            tokens,
+            f"must be at least one step of {per_step} tokens (training.batch_size x "
+            "data.block_size)",
+            "Raise --tokens.",
+        )
+    return tokens // per_step
+
+
+def _with_seed(run: RunConfig, seed: int) -> RunConfig:
+    return _with_training(run, seed=seed)
+
+
+def _with_training(run: RunConfig, **options: Any) -> RunConfig:
+    return dataclasses.replace(run, training=dataclasses.replace(run.training, **options))

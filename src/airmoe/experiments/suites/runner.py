@@ -1,0 +1,104 @@
+"""Runs a suite: what is finished is skipped, what was begun goes on, a crash stops no other run."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+
+from airmoe.distributed import rank, world_size
+from airmoe.experiments.suites.execution import (
+    Execution,
+    InThisGroup,
+    Outcome,
+    OwnProcesses,
+    on_first_rank,
+)
+from airmoe.experiments.suites.folder import SuiteFolder, check_suite, locked_suite, write_plan
+from airmoe.experiments.suites.plan import Plan, PlannedRun, check_warmup
+from airmoe.experiments.suites.progress import Board
+from airmoe.files import write_json
+from airmoe.training import RunConfig
+from airmoe.training.arguments import check_device, total_steps
+from airmoe.training.display import PrepareDisplay
+from airmoe.training.text import check_blocks, prepared_data
+
+
+def run_suite(plan: Plan, out: Path, console: Console) -> int:
+    """Run what is left of a plan; the exit code: 1 where a run failed, 128 + n after a signal n."""
+    under_torchrun = "LOCAL_RANK" in os.environ
+    if under_torchrun:
+        PartialState(cpu=not torch.cuda.is_available())
+    suite = SuiteFolder(out)
+    with ExitStack() as stack:
+
+        def unfinished_runs() -> list[PlannedRun]:
+            stack.enter_context(locked_suite(out))
+            check_suite(suite, plan)
+            return [run for run in plan.runs if suite.state(run.folder) != "finished"]
+
+        left = on_first_rank(unfinished_runs)
+        # All runs of a suite have the same text and recipe.
+        steps = _known_steps(plan.runs[0].config, console) if left else 0
+        # Only now: settings that were refused must not bind those of the next attempt.
+        on_first_rank(lambda: write_plan(suite, plan))
+        board = Board(suite, plan.runs, steps, console if rank() == 0 else Console(quiet=True))
+        execution = stack.enter_context(InThisGroup() if under_torchrun else OwnProcesses())
+        return _run_all(plan, suite, left, board, execution)
+
+
+def _run_all(
+    plan: Plan,
+    suite: SuiteFolder,
+    left: list[PlannedRun],
+    board: Board,
+    execution: Execution,
+) -> int:
+    failed = False
+    for run in plan.runs:
+        if run not in left:
+            board.already_finished(run)
+            continue
+        outcome = _run_one(suite, run, board, execution)
+        if outcome.stopped_by is not None:
+            board.stopped(run)
+            return 128 + outcome.stopped_by
+        failed = failed or outcome.code != 0
+    board.summary()
+    return 1 if failed else 0
+
+
+def _run_one(suite: SuiteFolder, run: PlannedRun, board: Board, execution: Execution) -> Outcome:
+    failure = suite.failure(run.folder)
+    if rank() == 0:
+        failure.unlink(missing_ok=True)
+    try:
+        with board.running(run):
+            outcome = execution(suite, run)
+    except Exception as error:  # of one process: recorded, then it ends the group
+        if rank() == 0:
+            write_json(failure, {"message": f"{type(error).__name__}: {error}", "code": 1})
+        raise
+    if outcome.code and rank() == 0:
+        write_json(failure, {"message": outcome.message, "code": outcome.code})
+    if outcome.stopped_by is None:
+        board.ended(run, outcome.message)
+    return outcome
+
+
+def _known_steps(config: RunConfig, console: Console) -> int:
+    """Length of every run, from its text; what no run could do is said before the first starts."""
+    check_device(config, world_size())
+    config.training.accumulation_steps(world_size())
+    display = PrepareDisplay(console, config.data.corpus)
+    with PartialState().main_process_first() if world_size() > 1 else nullcontext(), display:
+        prepared = prepared_data(config.data, display.show)
+    blocks = len(prepared.blocks("train", config.data.block_size))
+    check_blocks(blocks, config.training.batch_size, config.data.block_size)
+    steps = total_steps(config, blocks // config.training.batch_size)
+    check_warmup(config.training, steps)
+    return steps

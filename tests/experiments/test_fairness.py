@@ -1,0 +1,213 @@
+"""Unfair comparisons are refused: by which rule, between which runs, and what to do."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airmoe.errors import ConfigError
+from airmoe.experiments import preset
+from airmoe.experiments.fairness import ALL_RULES, Rule, Violation, check_fair, violations
+from airmoe.experiments.suites.variants import SUITES
+from airmoe.training import RunConfig, override
+
+Runs = dict[str, RunConfig]
+
+
+@pytest.fixture
+def runs() -> Runs:
+    """E = 4096, K = 16, G = 32, M = 128, and their equals."""
+    return dict(SUITES["main"].variants(preset("tiny")))
+
+
+def changed(run: RunConfig, *assignments: str) -> RunConfig:
+    return override(run, assignments)
+
+
+def only(runs: Runs) -> Violation:
+    (found,) = violations(runs)
+    return found
+
+
+@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize("size", ["tiny", "small", "large-c5"])
+def test_the_suites_are_fair(name: str, size: str) -> None:
+    variants = SUITES[name].variants(preset(size))
+    assert len(variants) >= 5
+    assert violations(variants, SUITES[name].rules) == []
+    check_fair(variants, SUITES[name].rules)
+
+
+ROUTER = "model.router_options"
+
+
+@pytest.mark.parametrize(
+    ("variant", "assignments", "rule", "parts"),
+    [
+        (
+            "exact",
+            ["model.num_experts_per_tok=8"],
+            Rule.ACTIVE,
+            ["16 x 1 = 16 in air, hierarchical", "8 x 1 = 8 in exact", "num_experts_per_tok"],
+        ),
+        (
+            "peer",
+            ["model.num_experts_per_tok=32"],
+            Rule.ACTIVE,
+            ["16 x 1 = 16 in air", "8 heads x 4 x 1 = 32 in peer", "heads x experts per head"],
+        ),
+        (
+            "hierarchical",
+            [f"{ROUTER}.num_clusters=64", f"{ROUTER}.num_selected_clusters=2"],
+            Rule.STRUCTURE,
+            ["32 codewords in air", "64 clusters in hierarchical", "num_codewords"],
+        ),
+        (
+            "air",
+            [f"{ROUTER}.probes=2"],
+            Rule.CANDIDATES,
+            ["2 x 128 = 256 in air", "1 x 128 = 128 in hierarchical", "PEER are exempt"],
+        ),
+        (
+            "coarse",
+            ["model.num_experts=128"],
+            Rule.PARAMETERS,
+            ["128 experts x 16 in coarse", "4096 experts x 1, 16 active in air", "= 256 experts"],
+        ),
+        (
+            "air",
+            ["data.block_size=64"],
+            Rule.REST,
+            ["data.block_size 64 in air; 128 in peer", "Give all the same data.block_size"],
+        ),
+        (
+            "peer",
+            ["training.learning_rate=0.001"],
+            Rule.REST,
+            ["training.learning_rate 0.002 in air", "0.001 in peer", "Give all the same"],
+        ),
+        (
+            "peer",
+            ["training.batch_size=8"],
+            Rule.REST,
+            ["training.batch_size 4 in air, hierarchical, exact, coarse; 8 in peer"],
+        ),
+        ("exact", ["training.steps=361"], Rule.REST, ["training.steps 360 in", "361 in exact"]),
+        ("air", ['data.corpus="c5"'], Rule.REST, ['data.corpus "c5" in air; "python-docs" in']),
+        ("coarse", ["model.hidden_size=64"], Rule.REST, ["model.hidden_size 128 in", "64 in coa"]),
+        ("air", ["model.moe_layers=[0]"], Rule.REST, ["model.moe_layers [0] in air; [1] in"]),
+        ("peer", [f"{ROUTER}.jitter_std=0.1"], Rule.REST, ["jitter_std 0.01 in", "0.1 in peer"]),
+    ],
+)
+def test_one_difference_breaks_one_rule(
+    variant: str, assignments: list[str], rule: Rule, parts: list[str], runs: Runs
+) -> None:
+    runs[variant] = changed(runs[variant], *assignments)
+    found = violations(runs)
+    # What has another K has another coarse equivalent too.
+    allowed = {rule, Rule.PARAMETERS} if rule == Rule.ACTIVE else {rule}
+    assert {violation.rule for violation in found} <= allowed
+    (text,) = (str(violation) for violation in found if violation.rule == rule)
+    assert text.startswith(f"{rule}: ") and "\n" not in text
+    for part in parts:
+        assert part in text, text
+    with pytest.raises(ConfigError) as caught:
+        check_fair(runs)
+    assert text in str(caught.value) and "must be a fair comparison" in str(caught.value)
+
+
+def test_fewer_experts_are_fewer_neurons(runs: Runs) -> None:
+    runs["peer"] = changed(runs["peer"], "model.num_experts=1024")
+    first, second = violations(runs)
+    assert "4096 experts x 1 in air, hierarchical, exact; 1024 experts x 1 in peer" in str(first)
+    assert (first.rule, second.rule) == (Rule.PARAMETERS, Rule.PARAMETERS)
+    assert "1024 experts x 1, 16 active in peer" in str(second)
+    assert "Give coarse ceil(E / K) = 64 experts of K x size = 16 neurons." in str(second)
+
+
+def test_a_coarse_model_rounds_its_experts_up(runs: Runs) -> None:
+    """ceil(E / K): 4100 experts, 16 active, make 257."""
+    granular = changed(runs["exact"], "model.num_experts=4100")
+    coarse = changed(runs["coarse"], "model.num_experts=257")
+    assert violations({"exact": granular, "coarse": coarse}) == []
+    assert "= 257 experts" in str(only({"exact": granular, "coarse": runs["coarse"]}))
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "parts"),
+    [
+        ("air", {"shortlist_size": 8}, ["air.shortlist_size 8 (must be >= top_k = 16", "Raise"]),
+        ("air", {"shortlist_size": 5000}, ["air.shortlist_size 5000 (must be <= num_exp", "Low"]),
+        ("hierarchical", {"num_clusters": 33}, ["num_clusters 33 (must divide num_expe", "Choos"]),
+        (
+            "hierarchical",
+            {"num_clusters": 1024},
+            ["gives 4 candidates, must be >= top_k = 16", "Raise num_selected_clusters"],
+        ),
+    ],
+)
+def test_settings_no_router_can_have(
+    variant: str, options: dict[str, Any], parts: list[str], runs: Runs
+) -> None:
+    """Settings are refused when they are made; those changed since are refused here."""
+    model = copy.deepcopy(runs[variant].model)
+    runs[variant].model["router_options"].update(options)
+    violation = only(runs)
+    assert violation.rule == Rule.FEASIBLE and list(violation.values) == [variant]
+    for part in (*parts, f"in {variant}."):
+        assert part in str(violation), str(violation)
+    assert violations(runs, [Rule.ACTIVE]) == []
+    runs[variant] = dataclasses.replace(runs[variant], model=model)
+    assert violations(runs) == []
+
+
+def test_only_the_rules_of_a_suite_are_asked(runs: Runs) -> None:
+    runs["air"] = changed(runs["air"], f"{ROUTER}.num_codewords=64", f"{ROUTER}.shortlist_size=256")
+    found = [violation.rule for violation in violations(runs)]
+    assert found == [Rule.STRUCTURE, Rule.CANDIDATES]
+    assert violations(runs, SUITES["codebook"].rules) == []
+    missing = set(ALL_RULES) - set(SUITES["codebook"].rules)
+    assert missing == {Rule.STRUCTURE, Rule.CANDIDATES}
+
+
+def test_every_variant_has_the_same_seeds(runs: Runs) -> None:
+    seeded = {
+        f"{name}-seed{seed}": changed(run, f"training.seed={seed}")
+        for name, run in runs.items()
+        for seed in (42, 43)
+    }
+    assert violations(seeded) == []
+    del seeded["peer-seed43"]
+    text = str(only(seeded))
+    assert text.startswith(f"{Rule.REST}: training.seed 42, 43 in air-seed42, air-seed43")
+    assert "; 42 in peer-seed42. Run every variant with every seed." in text
+
+
+def test_how_closely_a_run_is_watched_does_not_matter(runs: Runs) -> None:
+    runs["air"] = changed(runs["air"], "training.log_every=7", "training.tensorboard=false")
+    assert violations(runs) == []
+
+
+def test_defaults_are_filled_in(runs: Runs) -> None:
+    """A setting that is left out equals the same setting spelled out."""
+    left_out = {
+        name: value for name, value in runs["air"].model.items() if name != "expert_activation"
+    }
+    runs["air"] = dataclasses.replace(runs["air"], model=left_out)
+    assert violations(runs) == []
+    runs["air"] = changed(runs["air"], 'model.expert_activation="gelu"')
+    assert 'model.expert_activation "gelu" in air; "swiglu" in peer' in str(only(runs))
+
+
+def test_the_documentation_lists_the_rules_and_who_keeps_them() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "suites.md").read_text(encoding="utf-8")
+    table = page.partition("| rule |")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table]
+    assert [row[0] for row in rows] == [str(rule) for rule in ALL_RULES]
+    for rule, row in zip(ALL_RULES, rows, strict=True):
+        keep = [name for name, suite in SUITES.items() if rule in suite.rules]
+        assert row[-1] == ("all" if len(keep) == len(SUITES) else ", ".join(f"`{n}`" for n in keep))

@@ -1,0 +1,275 @@
+"""Suites that really train: skipped, stopped, killed and crashed runs, and two processes."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.run import parse_args
+
+from airmoe.experiments.suites import make_plan
+from airmoe.files import read_json
+from airmoe.training.checkpoints import checkpoints
+from tests.experiments.forked import fork_runs
+from tests.training.command import Outcome, airmoe, assert_one_line, pythonpath
+from tests.training.runs import assert_same_run, assignments, small_model, small_run
+
+pytestmark = pytest.mark.slow  # every run is a process that imports torch
+
+# Two runs: q1, the coarse model, and q2, AIR.
+FIRST, SECOND = "q1-seed42", "q2-seed42"
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A suite of two short runs on a small text."""
+
+    folder: Path
+    settings: list[str]
+
+    def arguments(self, out: Path, *more: str) -> list[Any]:
+        return ["suite", "granularity", "tiny", *self.settings, *more, "--out", out]
+
+    def run(self, out: Path, *more: str, patch: Callable[[], None] | None = None) -> Outcome:
+        """With forks for the runs, unless told otherwise."""
+        return airmoe(*self.arguments(out, *more), patch=patch or fork_runs())
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    folder = tmp_path_factory.mktemp("suite")
+    model = small_model(num_experts_per_tok=2)
+    config = small_run(folder, model, steps=40, eval_every=8, log_every=4)
+    return Toy(folder, assignments(config))
+
+
+@pytest.fixture(scope="module")
+def whole(toy: Toy) -> Path:
+    """An uninterrupted suite with real processes, and what it printed."""
+    out = toy.folder / "whole"
+    outcome = airmoe(*toy.arguments(out))
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    (toy.folder / "whole.out").write_text(outcome.out)
+    return out
+
+
+def rows(printed: str) -> list[list[str]]:
+    return [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in printed.splitlines()
+        if "│" in line
+    ]
+
+
+def result(out: Path, run: str) -> dict[str, Any]:
+    return read_json(out / run / "result.json")
+
+
+def has_checkpoint(run: Path) -> bool:
+    return run.is_dir() and bool(checkpoints(run)) and not (run / "result.json").exists()
+
+
+def being_trained(run: Path) -> bool:
+    """Whether a process holds the run's lock."""
+    with (run / "run.json").open("r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_a_whole_suite(whole: Path) -> None:
+    lines = (whole.parent / "whole.out").read_text().splitlines()
+    assert lines[0] == f"{FIRST}  step 0/40  ? left  suite ? left"
+    assert lines[1].startswith(f"{FIRST}  done  step 40/40  loss ") and "  tok/s " in lines[1]
+    assert lines[2].startswith(f"{SECOND}  step 0/40  ? left  suite 0:00:")
+    assert lines[3].startswith(f"{SECOND}  done  step 40/40") and lines[3].endswith("0:00:00 left")
+    best = [f"{result(whole, run)['best']['perplexity']:.2f}" for run in (FIRST, SECOND)]
+    assert [row[:4] for row in rows("\n".join(lines))] == [
+        ["q1", "42", "done", best[0]],
+        ["q2", "42", "done", best[1]],
+    ]
+    expected = {"suite.json", FIRST, SECOND, f"{FIRST}.txt", f"{SECOND}.txt"}
+    assert {path.name for path in whole.iterdir()} == expected
+    assert f"{SECOND}  valid  step 40/40" in (whole / f"{SECOND}.txt").read_text()
+    planned = read_json(whole / "suite.json")["runs"]
+    for run in planned:
+        assert result(whole, run["folder"])["config"] == run["config"]
+        assert result(whole, run["folder"])["last"]["step"] == 40
+
+
+def test_finished_runs_are_not_repeated(toy: Toy, whole: Path) -> None:
+    """Nor is their text needed any more."""
+    files = [whole / run / "result.json" for run in (FIRST, SECOND)]
+    before = [(file.stat().st_ino, file.stat().st_mtime_ns) for file in files]
+    moved = toy.folder / "moved"
+    (toy.folder / "tokens").rename(moved)
+    try:
+        outcome = toy.run(whole)
+    finally:
+        moved.rename(toy.folder / "tokens")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert [(file.stat().st_ino, file.stat().st_mtime_ns) for file in files] == before
+    lines = outcome.out.splitlines()
+    assert lines[0].startswith(f"{FIRST}  done before  step 40/40")
+    assert lines[1].startswith(f"{SECOND}  done before  step 40/40")
+    assert rows(outcome.out) == rows((toy.folder / "whole.out").read_text())
+
+
+def test_other_settings_are_refused(toy: Toy, whole: Path) -> None:
+    outcome = toy.run(whole, "training.learning_rate=0.02")
+    assert_one_line(outcome, 2, "holds another suite", "learning_rate = 0.01 (now 0.02)")
+
+
+def test_epochs_are_compared_with_the_warmup_when_the_text_is_known(toy: Toy) -> None:
+    """One step an epoch, and it is warm-up."""
+    out = toy.folder / "short"
+    text = ["training.steps=null", "training.epochs=1", "training.batch_size=1000"]
+    outcome = toy.run(out, *text, "training.micro_batch_size=1000")
+    assert_one_line(outcome, 2, "budget: got '1 steps', must be longer than the warm-up, 1 steps")
+    assert not (out / "suite.json").exists()
+
+
+def signal_suite(number: int) -> Callable[[int], None]:
+    """The suite's own process, while it waits for a run."""
+    return lambda _: os.kill(os.getpid(), number)
+
+
+def test_stopped_then_killed_it_ends_as_if_nothing_had_been(toy: Toy, whole: Path) -> None:
+    out = toy.folder / "killed"
+    # A polite end in the first run: it writes a checkpoint, and the suite says how to go on.
+    polite = fork_runs(lambda: has_checkpoint(out / FIRST), signal_suite(signal.SIGTERM))
+    outcome = toy.run(out, patch=polite)
+    assert (outcome.code, outcome.err) == (143, "")
+    assert outcome.out.splitlines()[-1] == f"Stopped in {FIRST}. Go on with the same command."
+    said = (out / f"{FIRST}.txt").read_text().splitlines()[-1]
+    step = int(said.removeprefix("Stopped by SIGTERM after step "))
+    assert checkpoints(out / FIRST)[-1].name == f"checkpoint-{step}" and step < 40
+    assert not (out / f"{FIRST}.failed.json").exists()
+    # A kill in the second: its process must not train on.
+    kill = fork_runs(lambda: has_checkpoint(out / SECOND), signal_suite(signal.SIGKILL))
+    assert toy.run(out, patch=kill).code == -signal.SIGKILL
+    end = time.monotonic() + 20
+    while being_trained(out / SECOND):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert not (out / SECOND / "result.json").exists()
+    first = (out / FIRST / "result.json").stat()
+    outcome = toy.run(out)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.startswith(f"{FIRST}  done before")
+    again = (out / FIRST / "result.json").stat()
+    assert (again.st_ino, again.st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
+    for run in (FIRST, SECOND):
+        assert_same_run(out / run, whole / run)
+    in_table = [row[:4] for row in rows(outcome.out)]
+    assert in_table == [row[:4] for row in rows((toy.folder / "whole.out").read_text())]
+    assert read_json(out / "suite.json") == read_json(whole / "suite.json")
+
+
+def test_ctrl_c_before_the_first_checkpoint(toy: Toy) -> None:
+    out = toy.folder / "interrupted"
+    begun = out / FIRST / "run.json"
+    outcome = toy.run(out, patch=fork_runs(begun.exists, signal_suite(signal.SIGINT)))
+    assert (outcome.code, outcome.err) == (130, "")
+    assert outcome.out.splitlines()[-1] == f"Stopped in {FIRST}. Go on with the same command."
+    assert not (out / FIRST / "result.json").exists() and not (out / SECOND).exists()
+    assert not (out / f"{FIRST}.failed.json").exists()
+
+
+def test_a_crashed_run_stops_no_other(toy: Toy, whole: Path) -> None:
+    out = toy.folder / "crashed"
+    # As the kernel does where memory ends.
+    crash = fork_runs(lambda: has_checkpoint(out / FIRST), lambda run: os.kill(run, signal.SIGKILL))
+    outcome = toy.run(out, patch=crash)
+    assert (outcome.code, outcome.err) == (1, "")
+    assert read_json(out / f"{FIRST}.failed.json") == {"message": "killed by SIGKILL", "code": -9}
+    assert f"{FIRST}  failed  killed by SIGKILL  suite " in outcome.out
+    assert [row[:3] for row in rows(outcome.out)] == [["q1", "42", "failed"], ["q2", "42", "done"]]
+    assert outcome.out.splitlines()[-1].startswith(f"{FIRST} failed: killed by SIGKILL (all it ")
+    assert_same_run(out / SECOND, whole / SECOND)
+    outcome = toy.run(out)  # tried again
+    assert outcome.code == 0 and not (out / f"{FIRST}.failed.json").exists()
+    assert_same_run(out / FIRST, whole / FIRST)
+
+
+def test_a_real_process_ends_with_its_suite(toy: Toy, whole: Path) -> None:
+    """A run whose suite is gone before it has begun touches nothing."""
+    before = sorted((whole / FIRST).iterdir())
+    process = subprocess.run(
+        [sys.executable, "-m", "airmoe.experiments.suites.child", str(whole), FIRST],
+        env=os.environ | {"PYTHONPATH": pythonpath()},
+        stdin=subprocess.DEVNULL,  # at its end already
+        capture_output=True,
+        text=True,
+    )
+    assert (process.returncode, process.stdout) == (1, "")
+    assert process.stderr == "airmoe: the suite that started this run is gone\n"
+    assert sorted((whole / FIRST).iterdir()) == before
+
+
+def test_why_a_run_failed_is_one_line(toy: Toy) -> None:
+    out = toy.folder / "diverged"
+    outcome = toy.run(out, "training.learning_rate=1e30", "training.max_grad_norm=1e30")
+    assert (outcome.code, outcome.err) == (1, ""), outcome
+    for run in (FIRST, SECOND):
+        failure = read_json(out / f"{run}.failed.json")
+        assert failure["code"] == 1 and "\n" not in failure["message"]
+        assert failure["message"].startswith("step ")
+        assert "the loss or its gradient is not a finite number" in failure["message"]
+        assert f"{run} failed: {failure['message']} (all it printed: " in outcome.out
+    assert [row[2:] for row in rows(outcome.out)] == [["failed", "-", "-"]] * 2
+
+
+def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": pythonpath(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "-m", "airmoe", *map(str, arguments)),
+        ],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+def test_two_processes_run_a_suite_together(toy: Toy, whole: Path) -> None:
+    """One run fails in both of them, because its text is another than at its start."""
+    out = toy.folder / "together"
+    short = ["training.steps=4", "training.eval_every=2"]
+    plan = make_plan("granularity", "tiny", [*toy.settings, *short])
+    (out / FIRST).mkdir(parents=True)
+    begun = {"format": 1, "config": plan.runs[0].config.to_json(), "data_sha256": "another"}
+    (out / FIRST / "run.json").write_text(json.dumps(begun))
+    done = torchrun(*toy.arguments(out, *short))
+    assert done.returncode != 0
+    table = [row[:3] for row in rows(done.stdout)]
+    assert table == [["q1", "42", "failed"], ["q2", "42", "done"]], done.stderr[-3000:]
+    failure = read_json(out / f"{FIRST}.failed.json")
+    assert failure["code"] == 2 and "must hold the text with which" in failure["message"]
+    assert done.stdout.count(f"{FIRST}  failed  data.folder: got ") == 1
+    assert result(out, SECOND)["last"]["step"] == 4
+    training = read_json(out / SECOND / "checkpoint-4" / "training.json")
+    assert training["processes"] == 2
+    assert f"{SECOND}  valid  step 4/4" in (out / f"{SECOND}.txt").read_text()
+    one = result(whole, SECOND)["log"][0]  # the first step of the same model on the same data
+    assert result(out, SECOND)["log"][0]["loss"] == pytest.approx(one["loss"], rel=1e-3)
+
+
+def test_torchrun_leaves_the_options_alone() -> None:
+    arguments = ["suite", "main", "tiny", "--out", "x", "--seeds", "2", "--tokens", "5000"]
+    parsed = parse_args(["--nproc-per-node", "2", "-m", "airmoe", *arguments])
+    assert parsed.training_script_args == arguments
