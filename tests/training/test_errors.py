@@ -424,7 +424,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(text: Path, tmp_path: Path) -> 
     reference = tmp_path / "reference"
     assert in_process(lambda: train_here(override(config, []), reference)) == 0
     run = tmp_path / "run"
-    outcome = trained(config, run, patch=full_disk(2 * 2 - 1))
+    outcome = trained(config, run, patch=full_disk(3 + 1))
     assert_one_line(
         outcome,
         RUN_FAILED,

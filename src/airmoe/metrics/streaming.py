@@ -28,8 +28,6 @@ class RoutingReport:
     overlap: float | None  # means over those tokens
     mass_recall: float | None
     mass_recall_bound: float | None
-    expert_counts: Tensor | None  # [E] int64, tokens of each expert, on the CPU
-    cell_counts: Tensor | None  # [G] int64, of each codeword or cluster
 
 
 class RoutingMeter:
@@ -52,6 +50,9 @@ class RoutingMeter:
         self._bound_tokens: Tensor | int = 0
         # Sums over tokens of overlap, mass recall and its bound: [3] float64.
         self._quality_sums: Tensor | None = None
+        # Tokens of each expert [E] and cell [G] on all ranks, as `compute` last found them: int64
+        # on the CPU, empty where nothing was counted.
+        self.totals: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def update(self, routing: Routing) -> None:
@@ -88,6 +89,7 @@ class RoutingMeter:
         ]
         integers = all_reduce_sum(torch.cat(parts)).cpu()
         expert_counts, cell_counts, tokens = integers.split([sizes[0], sizes[1], 3])
+        self.totals = {"experts": expert_counts, "cells": cell_counts}
         sums = self._quality_sums
         if sums is None:
             sums = torch.zeros(3, dtype=torch.float64, device=self._device)
@@ -103,8 +105,6 @@ class RoutingMeter:
             overlap=float(means[0]) if compared else None,
             mass_recall=float(means[1]) if compared else None,
             mass_recall_bound=float(means[2]) if bounded else None,
-            expert_counts=expert_counts if counted else None,
-            cell_counts=cell_counts if counted and sizes[1] else None,
         )
 
     def _sizes_everywhere(self) -> list[int]:

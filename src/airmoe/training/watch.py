@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from airmoe.distributed import is_distributed
-from airmoe.metrics import RoutingMeter, RoutingReport, shortlist_staleness
+from airmoe.metrics import RoutingMeter, shortlist_staleness
 from airmoe.moe.replay import inside_backward
 from airmoe.routers import AirRouter, PeerRouter, Router, Routing
 
@@ -32,7 +32,6 @@ class RoutingWatch:
         self._samples: dict[int, tuple[Tensor, Tensor]] = {}  # router -> hidden [n, D], valid [n]
         self._meters: list[RoutingMeter] = []
         self._hooks: list[Any] = []
-        self._reports: list[RoutingReport] = []
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -81,14 +80,12 @@ class RoutingWatch:
         """
         self.stop()
         found: list[dict[str, float | None]] = []
-        self._reports = []
         for place, router in enumerate(self._routers):
             meter = self._meters[place]
             sample = self._samples.get(place, _no_tokens(router) if is_distributed() else None)
             if sample is not None and not isinstance(router, PeerRouter):
                 meter.update_quality(router, *sample)
             report = meter.compute()
-            self._reports.append(report)
             found.append(
                 {
                     "entropy": report.entropy,
@@ -106,11 +103,12 @@ class RoutingWatch:
     def usage(self) -> dict[str, Tensor]:
         """Tokens of each expert and cell, as `numbers` last counted them: "experts.N" [E] and
         "cells.N" [G] int64 for the routers of decoder layer N."""
-        found = {}
-        for layer, report in zip(self._layers, self._reports, strict=True):
-            counts = {"experts": report.expert_counts, "cells": report.cell_counts}
-            found |= {f"{name}.{layer}": n for name, n in counts.items() if n is not None}
-        return found
+        return {
+            f"{name}.{layer}": counts
+            for layer, meter in zip(self._layers, self._meters, strict=True)
+            for name, counts in meter.totals.items()
+            if counts.numel()
+        }
 
 
 def _layer_of(name: str) -> str:
