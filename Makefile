@@ -7,12 +7,13 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 CONSTRAINTS := constraints/cpu.txt
 
-.PHONY: help install check test test-gpu demo bench
+.PHONY: help install check test test-browser test-gpu demo bench
 help:
 	@echo "make demo      train a tiny AIR model and its twins at equal budget, and compare them"
 	@echo "make test      lint, type-check and test"
 	@echo "make check     lint and type-check only"
 	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make test-browser  the report's page in a headless Chromium"
 	@echo "make bench     speed and memory beside the paper's listing and PEER-pytorch, on the CPU"
 	@echo "make install   set up $(VENV) (all of the above do it by themselves)"
 
@@ -32,6 +33,10 @@ $(VENV)/installed-bench: $(VENV)/installed
 	$(PIP) install -q -c $(CONSTRAINTS) -e '.[bench]'
 	@touch $@
 
+$(VENV)/installed-browser: $(VENV)/installed
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[browser]'
+	@touch $@
+
 check: install
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -39,6 +44,10 @@ check: install
 
 test: check
 	$(RUN) -m pytest -n auto $(PYTEST_ARGS)
+
+# Needs a Chromium of the system (Debian: apt install chromium); playwright's own is not fetched.
+test-browser: $(VENV)/installed-browser
+	$(RUN) -m pytest -m browser $(PYTEST_ARGS)
 
 demo: install
 	@$(RUN) examples/demo.py

@@ -1,0 +1,118 @@
+"""The paper's numbers beside ours, and what differs between the two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from airmoe.experiments.presets import PRESETS, preset
+from airmoe.experiments.report import metrics
+from airmoe.experiments.report.document import Block, Bullets, Cell, Paragraph, Table
+from airmoe.experiments.report.groups import Group, flat
+from airmoe.experiments.report.metrics import Metric, Summary, summarize, summary, unit_of, written
+from airmoe.experiments.report.names import title_of
+from airmoe.experiments.report.paper import DEVICES, PRECISION, RUNS, paper_cell
+from airmoe.experiments.report.record import Run
+from airmoe.model import METHODS
+
+COMPARED: dict[str, Metric] = {
+    "perplexity": metrics.PERPLEXITY,
+    "flops": metrics.FLOPS,
+    "dead_experts": metrics.DEAD,
+    "entropy": metrics.ENTROPY,
+    "overlap": metrics.OVERLAP,
+}
+# Said in words of their own, or of no influence on the result.
+SAID = ("data.corpus", "data.folder", "data.max_tokens", "training.steps", "training.epochs")
+SAID += ("training.precision", "training.seed", "training.log_every", "training.tensorboard")
+SAID += ("training.save_every", "training.keep_checkpoints", "training.quality_tokens")
+SAME_LENGTH = 0.02  # epochs end where the text does
+
+
+def beside_paper(group: Group) -> list[Block]:
+    """A table of the variants that the paper has too; nothing where it has none."""
+    cells = {
+        variant: cell
+        for variant in group.variants
+        if (cell := paper_cell(group.key.suite, group.key.preset, variant)) is not None
+    }
+    if not cells:
+        return []
+    columns = ["method"]
+    rows = [[Cell(text=title_of(variant))] for variant in cells]
+    for name, metric in COMPARED.items():
+        pairs = [
+            _Pair(summarize(metric, group.variants[variant]), getattr(cell, name))
+            for variant, cell in cells.items()
+        ]
+        if all(pair.paper is None for pair in pairs):
+            continue
+        unit = unit_of(metric.kind, [value for pair in pairs for value in pair.values])
+        title = "FLOPs" if metric is metrics.FLOPS else metric.title
+        columns += [f"{title} ({unit.name}): ours" if unit.name else f"{title}: ours", "paper"]
+        for row, pair in zip(rows, pairs, strict=True):
+            for one in (pair.ours, summary([] if pair.paper is None else [pair.paper])):
+                value = None if one is None else one.mean
+                row.append(Cell(text=written(one, metric.kind, unit), value=value))
+    caption = "Ours and the paper's, where it ran the same method and preset."
+    blocks: list[Block] = [Table(caption=caption, columns=columns, rows=rows)]
+    differing = _differences([run for variant in cells for run in group.variants[variant]])
+    if differing:
+        blocks += [Paragraph("What differs from the paper's runs:"), Bullets(differing)]
+    return blocks
+
+
+@dataclass(frozen=True)
+class _Pair:
+    ours: Summary | None
+    paper: float | None
+
+    @property
+    def values(self) -> list[float]:
+        ours = None if self.ours is None else self.ours.mean
+        return [value for value in (ours, self.paper) if value is not None]
+
+
+def _differences(runs: Sequence[Run]) -> list[str]:
+    """Text, length, devices, precision and settings, each in a line."""
+    first = runs[0]
+    paper, options = RUNS[first.config["preset"]], first.config
+    found = [_text_difference(first, paper.corpus)]
+    trained = first.tokens
+    if abs(trained / paper.tokens - 1) > SAME_LENGTH:
+        share = f"{100 * trained / paper.tokens:.3g} %"
+        found.append(f"length: {trained:,} tokens, {share} of the paper's {paper.tokens:,}")
+    devices = sorted({f"{run.machine.get('count')} x {run.machine.get('device')}" for run in runs})
+    if first.machine.get("count") != DEVICES:
+        found.append(f"devices: {'; '.join(devices)}; the paper had {DEVICES}")
+    if options["training"]["precision"] != PRECISION:
+        found.append(f"precision: {options['training']['precision']}, the paper's is {PRECISION}")
+    found += _changed_settings(runs)
+    return [line for line in found if line]
+
+
+def _text_difference(run: Run, corpus: str) -> str:
+    data = run.config["data"]
+    changed = [f"data.{key}={data[key]}" for key in ("folder", "max_tokens") if data.get(key)]
+    if data["corpus"] == corpus and not changed:
+        return ""
+    named = ", ".join([data["corpus"], *changed])
+    digest = (run.data_sha256 or "unknown")[:12]
+    return f"text: {named} (data hash {digest}); the paper's is {corpus}"
+
+
+def _changed_settings(runs: Sequence[Run]) -> list[str]:
+    """Options that are not the preset's, with their values."""
+    changed: dict[str, set[str]] = {}
+    for run in runs:
+        method = run.variant if run.variant in METHODS else "air"
+        name = run.config["preset"]
+        usual = flat(preset(name, method).to_json()) if name in PRESETS else {}
+        for key, value in flat(run.config).items():
+            own = key.startswith("model.router_options.") and run.variant not in METHODS
+            if key not in SAID and not own and value != usual.get(key):
+                changed.setdefault(key, set()).add(str(value))
+    if not changed:
+        return []
+    listed = ", ".join(f"{key}={' or '.join(sorted(found))}" for key, found in changed.items())
+    return [f"settings: {listed}"]

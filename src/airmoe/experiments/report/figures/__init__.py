@@ -1,0 +1,7 @@
+"""The figures of a report, each drawn from what its record keeps."""
+
+from __future__ import annotations
+
+from airmoe.experiments.report.figures.drawing import Drawing
+
+__all__ = ["Drawing"]

@@ -1,0 +1,221 @@
+"""Lines over training: a line per variant, the mean of its seeds, a band as wide as they spread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from airmoe.experiments.report.document import Picture
+from airmoe.experiments.report.figures.drawing import (
+    HEIGHT,
+    WIDTH,
+    Drawing,
+    drawn,
+    matplotlib_style,
+)
+from airmoe.experiments.report.groups import Group
+from airmoe.experiments.report.metrics import Kind, scores_every_expert, unit_of
+from airmoe.experiments.report.names import label_of, style_of, title_of
+from airmoe.experiments.report.record import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Source = Literal["evaluations", "training"]
+BASELINE = "peer"
+MANY_POINTS = 25  # markers then stand on some of them only
+
+
+@dataclass(frozen=True)
+class Series:
+    """One variant's curve."""
+
+    variant: str
+    x: list[float]
+    y: list[float]
+    spread: list[float]  # sample standard deviation over seeds, 0 for one seed
+
+
+@dataclass(frozen=True)
+class Horizontal:
+    """What an x axis shows."""
+
+    field: str
+    label: str
+    kind: Kind
+
+
+FLOPS = Horizontal("flops", "training FLOPs, algorithmic", "flops")
+EXECUTED = Horizontal("executed_flops", "training FLOPs, executed", "flops")
+SECONDS = Horizontal("seconds", "time", "seconds")
+TOKENS = Horizontal("tokens", "training tokens", "count")
+
+
+def series(group: Group, x: str, y: str, source: Source = "evaluations") -> list[Series]:
+    """The variants that have both fields, at the steps which all their seeds share."""
+    found = []
+    for variant, runs in group.variants.items():
+        points = [_points(run, x, y, source) for run in runs]
+        steps = sorted(set.intersection(*(set(of_run) for of_run in points)))
+        if steps:
+            values = [[of_run[step][1] for of_run in points] for step in steps]
+            found.append(
+                Series(
+                    variant,
+                    [fmean(of_run[step][0] for of_run in points) for step in steps],
+                    [fmean(at_step) for at_step in values],
+                    [stdev(at_step) if len(at_step) > 1 else 0.0 for at_step in values],
+                )
+            )
+    return found
+
+
+def _points(run: Run, x: str, y: str, source: Source) -> dict[float, tuple[float, float]]:
+    """step -> (x, y), where a line has both."""
+    columns = run.evaluations if source == "evaluations" else run.training
+    lines = zip(columns["step"], columns.get(x, []), columns.get(y, []), strict=False)
+    return {
+        step: (across, up)
+        for step, across, up in lines
+        if step is not None and across is not None and up is not None
+    }
+
+
+def perplexity_figures(group: Group) -> list[Drawing]:
+    """Perplexity against FLOPs (both ledgers) and against time."""
+    figures = []
+    for horizontal in (FLOPS, EXECUTED, SECONDS):
+        curves = series(group, horizontal.field, "perplexity")
+        if curves:
+            caption = f"Validation perplexity against {horizontal.label} (lower is better)."
+            name = f"{group.slug}-perplexity-{horizontal.field.replace('_', '-')}"
+            picture = Picture(name=name, caption=caption, alt=_alt(caption, curves))
+            figures.append(
+                line_figure(picture, curves, horizontal, "validation perplexity", log=True)
+            )
+    return figures
+
+
+def reduction_figure(group: Group) -> Drawing | None:
+    """Fig. 2: how much lower than PEER's, at equal tokens.
+
+    At equal FLOPs the runs would stand at different points of their learning-rate schedules.
+    """
+    curves = series(group, TOKENS.field, "perplexity")
+    baseline = next((one for one in curves if one.variant == BASELINE), None)
+    if baseline is None:
+        return None
+    found = [cut for one in curves if one is not baseline and (cut := reduction(one, baseline)).x]
+    if not found:
+        return None
+    caption = "Perplexity below PEER's after as many tokens, in per cent (larger is better)."
+    picture = Picture(name=f"{group.slug}-reduction", caption=caption, alt=_alt(caption, found))
+    return line_figure(picture, found, TOKENS, "reduction against PEER (%)", zero=True)
+
+
+def reduction(one: Series, baseline: Series) -> Series:
+    """100 (1 - ours / PEER's), where both were evaluated after as many tokens."""
+    theirs = dict(zip(baseline.x, baseline.y, strict=True))
+    shared = [index for index, tokens in enumerate(one.x) if tokens in theirs]
+    tokens = [one.x[index] for index in shared]
+    cuts = [100 * (1 - one.y[index] / theirs[one.x[index]]) for index in shared]
+    spreads = [100 * one.spread[index] / theirs[one.x[index]] for index in shared]
+    return Series(one.variant, tokens, cuts, spreads)
+
+
+def quality_figures(group: Group) -> list[Drawing]:
+    """Overlap, mass recall and its bound through training, of routers that approximate."""
+    runs = [run for run in group.runs if not scores_every_expert(run)]
+    approximate, figures = Group(group.key, runs), []
+    kinds: tuple[tuple[str, str, bool], ...] = (
+        ("overlap", "overlap with exact routing", False),
+        ("mass_recall", "mass recall", False),
+        ("mass_recall_bound", "bound of the mass recall", True),
+    )
+    for field, label, log in kinds:
+        curves = series(approximate, "tokens", field, "training")
+        if curves:
+            caption = f"{label[0].upper()}{label[1:]} through training, of a sample of tokens."
+            name = f"{group.slug}-{field.replace('_', '-')}"
+            picture = Picture(name=name, caption=caption, alt=_alt(caption, curves))
+            figures.append(line_figure(picture, curves, TOKENS, label, log=log, unit=not log))
+    return figures
+
+
+def line_figure(
+    picture: Picture,
+    curves: Sequence[Series],
+    horizontal: Horizontal,
+    label: str,
+    *,
+    log: bool = False,
+    zero: bool = False,
+    unit: bool = False,
+) -> Drawing:
+    """`log`: the y axis; `zero`: a line at 0; `unit`: y from 0 to 1."""
+    with matplotlib_style(picture.name):
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+        axes = figure.add_subplot()
+        scale = unit_of(horizontal.kind, [x for one in curves for x in one.x])
+        for index, one in enumerate(curves):
+            _line(axes, one, index, scale.factor)
+        if log:
+            _log_axis(axes, [y for one in curves for y in one.y])
+        if zero:
+            axes.axhline(0, color="#444444", linewidth=1)
+        if unit:
+            axes.set_ylim(0, 1.02)
+        axes.set_xlabel(f"{horizontal.label} ({scale.name})" if scale.name else horizontal.label)
+        axes.set_ylabel(label)
+        axes.set_xlim(left=0)
+        legend(axes, len(curves))
+        return drawn(figure, picture)
+
+
+def _line(axes: Axes, one: Series, index: int, factor: float) -> None:
+    style = style_of(one.variant, index)
+    x, y, spread = np.array(one.x) / factor, np.array(one.y), np.array(one.spread)
+    axes.plot(
+        x,
+        y,
+        color=style.colour,
+        linestyle=style.dashes,
+        marker=style.marker,
+        markevery=max(1, len(x) // MANY_POINTS),
+        label=label_of(one.variant),
+    )
+    if spread.any():
+        low = np.maximum(y - spread, y * 1e-3) if (y > 0).all() else y - spread
+        axes.fill_between(x, low, y + spread, color=style.colour, alpha=0.15, linewidth=0)
+
+
+def _log_axis(axes: Axes, values: Sequence[float]) -> None:
+    """Plain numbers between the powers of ten where there are few of these; none for tiny ones."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if min(values) <= 0:
+        return
+    axes.set_yscale("log")
+    if max(values) / min(values) > 1e4 or min(values) < 1e-2:
+        return
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def legend(axes: Axes, entries: int, columns: int | None = None) -> None:
+    """Below the axes, so that it covers no line; long entries want fewer `columns`."""
+    columns = columns or (3 if entries > 4 else 2)
+    axes.figure.legend(loc="outside lower center", ncols=min(columns, entries), handlelength=3.5)
+
+
+def _alt(caption: str, curves: Sequence[Series]) -> str:
+    """For those who cannot see it: the last value of every line."""
+    ends = ", ".join(f"{title_of(one.variant)} {one.y[-1]:.4g}" for one in curves)
+    return f"{caption} At the end: {ends}."

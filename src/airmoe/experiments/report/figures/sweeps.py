@@ -1,0 +1,136 @@
+"""Figures of the suites that turn one knob: granularity, and codewords x shortlists x probes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from airmoe.experiments.report import metrics
+from airmoe.experiments.report.document import Picture
+from airmoe.experiments.report.figures.curves import legend
+from airmoe.experiments.report.figures.drawing import (
+    HEIGHT,
+    WIDTH,
+    Drawing,
+    drawn,
+    matplotlib_style,
+)
+from airmoe.experiments.report.groups import Group
+from airmoe.experiments.report.metrics import Metric, Summary, summarize, unit_of
+from airmoe.experiments.report.names import COLOURS, DASHES, MARKERS, codebook_of, granularity_of
+from airmoe.experiments.scaling_law import ScalingLaw
+
+SWEPT: tuple[Metric, ...] = (
+    metrics.OVERLAP,
+    metrics.RECALL,
+    metrics.BOUND,
+    metrics.PERPLEXITY,
+    metrics.FLOPS,
+    metrics.SECONDS,
+)
+
+
+def losses(group: Group) -> dict[int, Summary]:
+    """Granularity -> the lowest validation loss."""
+    found = {}
+    for variant, runs in group.variants.items():
+        amount, loss = granularity_of(variant), summarize(metrics.LOSS, runs)
+        if amount is not None and loss is not None:
+            found[amount] = loss
+    return found
+
+
+def granularity_figure(group: Group, law: ScalingLaw | None) -> Drawing:
+    """Losses with their spread, and the fitted curve."""
+    found = losses(group)
+    caption = "Lowest validation loss against granularity Q."
+    ends = ", ".join(f"Q = {amount}: {one.mean:.4g}" for amount, one in found.items())
+    picture = Picture(name=f"{group.slug}-law", caption=caption, alt=f"{caption} {ends}.")
+    with matplotlib_style(picture.name):
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+        axes = figure.add_subplot()
+        amounts = np.array(list(found), float)
+        axes.errorbar(
+            amounts,
+            [one.mean for one in found.values()],
+            [one.spread or 0.0 for one in found.values()],
+            color=COLOURS[0],
+            marker="o",
+            linestyle="none",
+            capsize=3,
+            label="runs (mean ± spread)",
+        )
+        if law is not None:
+            dense = np.geomspace(amounts.min(), amounts.max(), 100)
+            label = f"{law.a:.3g} / Q^{law.b:.3g} + {law.c:.3g}"
+            curve = [law.loss(amount) for amount in dense]
+            axes.plot(dense, curve, color=COLOURS[1], linestyle=DASHES[1], label=label)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(FixedLocator(amounts.tolist()))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_xlabel("granularity Q (times as small as the coarse expert)")
+        axes.set_ylabel("validation loss (nats per token)")
+        legend(axes, 2)
+        return drawn(figure, picture)
+
+
+def codebook_figure(group: Group) -> Drawing:
+    """A panel per quantity over the shortlist size, a line per codebook size and probes."""
+    lines = _lines(group)
+    caption = "What codewords G, shortlists M and probes buy and cost, at the lowest perplexity."
+    alt = f"{caption} {len(group.variants)} settings; the table has the numbers."
+    picture = Picture(name=f"{group.slug}-codebook", caption=caption, alt=alt, wide=True)
+    with matplotlib_style(picture.name):
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(WIDTH, 2.1 * len(SWEPT) / 2 + 0.8), layout="constrained")
+        panels = figure.subplots(len(SWEPT) // 2, 2, sharex=True)
+        for axes, metric in zip(panels.ravel(), SWEPT, strict=True):
+            _panel(axes, metric, group, lines)
+        for axes in panels[-1]:
+            axes.set_xlabel("shortlist size M")
+        handles, labels = panels[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, handlelength=3.5)
+        return drawn(figure, picture)
+
+
+def _lines(group: Group) -> dict[str, dict[int, str]]:
+    """Label of a line -> shortlist size -> variant."""
+    lines: dict[str, dict[int, str]] = {}
+    for variant in group.variants:
+        book = codebook_of(variant)
+        if book is not None:
+            label = f"G = {book.num_codewords}, {book.probes} probe{'s' * (book.probes > 1)}"
+            lines.setdefault(label, {})[book.shortlist_size] = variant
+    return lines
+
+
+def _panel(axes, metric: Metric, group: Group, lines: dict[str, dict[int, str]]) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    found = {name: summarize(metric, runs) for name, runs in group.variants.items()}
+    unit = unit_of(metric.kind, [one.mean for one in found.values() if one is not None])
+    for index, (label, line) in enumerate(lines.items()):
+        means = [found[variant] for variant in line.values()]
+        slot = index % len(COLOURS)
+        axes.plot(
+            list(line),
+            [np.nan if one is None else one.mean / unit.factor for one in means],
+            color=COLOURS[slot],
+            linestyle=DASHES[slot],
+            marker=MARKERS[slot],
+            label=label,
+        )
+    axes.set_xscale("log")
+    sizes = sorted({size for line in lines.values() for size in line})
+    axes.xaxis.set_major_locator(FixedLocator(sizes))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    if metric.kind == "tiny" and all(one is None or one.mean > 0 for one in found.values()):
+        axes.set_yscale("log")
+    title = "bound of mass recall" if metric is metrics.BOUND else metric.title
+    title = title.replace(" at minimum, algorithmic", "").replace(" at minimum", "")
+    axes.set_title(f"{title} ({unit.name})" if unit.name else title, fontsize=10)

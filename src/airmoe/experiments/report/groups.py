@@ -1,0 +1,195 @@
+"""Runs that may stand in one table: same suite, preset, corpus and budget; the rest is named."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from airmoe.experiments.report.names import place_of
+from airmoe.experiments.report.record import Run
+from airmoe.experiments.suites import SUITES
+
+MOST_NAMED = 4  # differing settings in one line
+
+
+@dataclass(frozen=True)
+class Key:
+    """What makes runs comparable."""
+
+    suite: str | None
+    preset: str
+    corpus: str
+    budget: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one table."""
+
+    key: Key
+    runs: list[Run]
+
+    @cached_property
+    def variants(self) -> dict[str, list[Run]]:
+        """Variant -> its seeds, in the order of the tables."""
+        names = sorted({run.variant for run in self.runs}, key=place_of)
+        return {
+            name: sorted((run for run in self.runs if run.variant == name), key=lambda r: r.seed)
+            for name in names
+        }
+
+    @property
+    def title(self) -> str:
+        key, suite = self.key, (self.key.suite or "single runs").capitalize()
+        return f"{suite}: {key.preset}, {key.corpus}, {key.budget}"
+
+    @property
+    def slug(self) -> str:
+        """A name for files and anchors."""
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower().replace(",", ""))
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Groups; what was left out of them; what to keep in mind about the rest."""
+
+    groups: list[Group]
+    left_out: list[str]
+    notes: list[str]
+
+
+def group_runs(runs: Iterable[Run]) -> Grouped:
+    """Sort runs into groups and take out what cannot be compared."""
+    by_key: dict[Key, list[Run]] = {}
+    for run in runs:
+        by_key.setdefault(key_of(run), []).append(run)
+    grouped = Grouped([], [], [])
+    for key in sorted(by_key, key=_place):
+        kept = _without_repeats(by_key[key], grouped.left_out)
+        kept = _of_one_text(kept, grouped.left_out)
+        kept = _of_one_setting(kept, grouped.left_out)
+        grouped.groups.append(group := Group(key, kept))
+        grouped.notes.extend(_differences(group))
+    return grouped
+
+
+def _place(key: Key) -> tuple[int, str]:
+    """Suites in the order in which they are read, single runs last."""
+    names = list(SUITES)
+    return names.index(key.suite) if key.suite in names else len(names), str(key)
+
+
+def key_of(run: Run) -> Key:
+    data, training = run.config["data"], run.config["training"]
+    if training["epochs"] is not None:
+        budget = f"{training['epochs']} epochs"
+    else:
+        tokens = training["steps"] * training["batch_size"] * data["block_size"]
+        budget = f"{tokens:,} tokens"
+    corpus = Path(data["corpus"]).name
+    if data["folder"] is not None:  # its text need not have come from data.corpus
+        corpus += f" from {Path(data['folder']).name}"
+    return Key(run.suite, run.config["preset"], corpus, budget)
+
+
+def _without_repeats(runs: list[Run], left_out: list[str]) -> list[Run]:
+    """One run per variant, seed and settings."""
+    kept: list[Run] = []
+    for run in runs:
+        same = [
+            one
+            for one in kept
+            if (one.variant, one.config) == (run.variant, run.config)
+            and one.data_sha256 == run.data_sha256
+        ]
+        if same:
+            left_out.append(f"{run.name}: the same variant and seed as {same[0].name}: left out")
+        else:
+            kept.append(run)
+    return kept
+
+
+def _of_one_text(runs: list[Run], left_out: list[str]) -> list[Run]:
+    """Perplexities on different text do not compare: the text of most runs stays."""
+    common = Counter(run.data_sha256 for run in runs).most_common(1)[0][0]
+    for run in runs:
+        if run.data_sha256 != common:
+            left_out.append(
+                f"{run.name}: other text than the rest of its group (data hash "
+                f"{_short(run.data_sha256)}, not {_short(common)}): left out"
+            )
+    return [run for run in runs if run.data_sha256 == common]
+
+
+def _of_one_setting(runs: list[Run], left_out: list[str]) -> list[Run]:
+    """The seeds of a variant share its settings; single runs that do not get a row of their own."""
+    kept: list[Run] = []
+    for run in runs:
+        twins = [one for one in kept if one.variant == run.variant]
+        differing = [] if not twins else _changed(twins[0], run)
+        if not differing:
+            kept.append(run)
+        elif run.suite is None:
+            kept.append(replace(run, variant=f"{run.variant} ({run.name.rpartition('/')[2]})"))
+        else:
+            named = ", ".join(differing[:MOST_NAMED])
+            more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
+            left_out.append(
+                f"{run.name}: other settings than {twins[0].name} ({named}{more}): left out"
+            )
+    return kept
+
+
+def _changed(one: Run, other: Run) -> list[str]:
+    mine, theirs = flat(one.config), flat(other.config)
+    keys = sorted(mine.keys() | theirs.keys())
+    return [key for key in keys if key != "training.seed" and mine.get(key) != theirs.get(key)]
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as `section.option` -> value."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def _differences(group: Group) -> list[str]:
+    """What makes means or times of a group hard to compare."""
+    readers: dict[str, Callable[[Run], str]] = {
+        "machines": lambda run: f"{run.machine.get('count')} x {run.machine.get('device')}",
+        "versions of torch": lambda run: str(run.versions.get("torch")),
+        "commits": lambda run: str(run.git.get("commit"))[:10],
+    }
+    notes = _unequal_seeds(group)
+    for what, read in readers.items():
+        found = sorted({read(run) for run in group.runs})
+        if len(found) > 1:
+            notes.append(
+                f"{group.title}: different {what} ({'; '.join(found)}): times do not compare"
+            )
+    return notes
+
+
+def _unequal_seeds(group: Group) -> list[str]:
+    """Means over other seeds are means over other luck."""
+    variants: dict[str, list[str]] = {}
+    for variant, runs in group.variants.items():
+        seeds = ", ".join(str(run.seed) for run in runs)
+        variants.setdefault(seeds, []).append(variant)
+    if len(variants) < 2:
+        return []
+    listed = "; ".join(f"{seeds} of {', '.join(names)}" for seeds, names in variants.items())
+    return [f"{group.title}: not every variant has every seed ({listed})"]
+
+
+def _short(digest: str | None) -> str:
+    return "unknown" if digest is None else digest[:12]

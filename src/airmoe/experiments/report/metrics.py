@@ -1,0 +1,142 @@
+"""The numbers of a table: how each is read from a run, summed up over seeds, and written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Literal
+
+from airmoe.experiments.report.record import Run
+
+Kind = Literal["flops", "seconds", "count", "share", "plain", "tiny"]
+DASH = "–"
+PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
+PLAIN_DIGITS = 2
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A number over the seeds that have it."""
+
+    mean: float
+    spread: float | None  # sample standard deviation; None with one seed
+    n: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Numbers of a column are divided by `factor` and written with so many decimals."""
+
+    name: str
+    factor: float
+    decimals: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One column."""
+
+    title: str
+    kind: Kind
+    read: Callable[[Run], float | None]
+    better: Literal["low", "high"] | None = None
+    ideal: Callable[[Run], float | None] | None = None  # written behind it: "7.9 of 8.3"
+
+
+def best(field: str) -> Callable[[Run], float | None]:
+    return lambda run: run.best.get(field)
+
+
+def against_exact(field: str) -> Callable[[Run], float | None]:
+    """Of approximate routers only: what scores every expert agrees with itself."""
+    return lambda run: None if scores_every_expert(run) else run.best.get(field)
+
+
+def scores_every_expert(run: Run) -> bool:
+    return run.config["model"].get("router") == "topk"
+
+
+def most_entropy(run: Run) -> float | None:
+    """ln E: every expert used equally."""
+    experts = run.config["model"].get("num_experts")
+    return math.log(experts) if experts and run.best.get("entropy") is not None else None
+
+
+PERPLEXITY = Metric(title="perplexity", kind="plain", read=best("perplexity"), better="low")
+LOSS = Metric(title="loss, nats", kind="plain", read=best("loss"), better="low")
+FLOPS = Metric(
+    title="FLOPs at minimum, algorithmic", kind="flops", read=best("flops"), better="low"
+)
+EXECUTED = Metric(
+    title="FLOPs at minimum, executed", kind="flops", read=best("executed_flops"), better="low"
+)
+SECONDS = Metric(title="time at minimum", kind="seconds", read=best("seconds"), better="low")
+SPEED = Metric(
+    title="tokens/s", kind="count", read=lambda run: run.tokens_per_second, better="high"
+)
+TOTAL = Metric(title="parameters", kind="count", read=lambda run: run.parameters["total"])
+ACTIVE = Metric(title="active", kind="count", read=lambda run: run.parameters["active"])
+DEAD = Metric(title="dead experts", kind="share", read=best("dead_experts"), better="low")
+ENTROPY = Metric(
+    title="entropy, nats",
+    kind="plain",
+    read=best("entropy"),
+    better="high",
+    ideal=most_entropy,
+)
+OVERLAP = Metric(title="overlap", kind="plain", read=against_exact("overlap"), better="high")
+RECALL = Metric(title="mass recall", kind="plain", read=against_exact("mass_recall"), better="high")
+BOUND = Metric(title="its bound", kind="tiny", read=against_exact("mass_recall_bound"))
+
+
+def summarize(metric: Metric, runs: Sequence[Run]) -> Summary | None:
+    """Mean and spread over seeds; None where no run has it."""
+    values = [value for run in runs if (value := metric.read(run)) is not None]
+    return summary(values)
+
+
+def summary(values: Sequence[float]) -> Summary | None:
+    if not values:
+        return None
+    return Summary(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
+
+
+def unit_of(kind: Kind, values: Sequence[float]) -> Unit:
+    """One unit for a whole column or axis, so that its numbers compare at a glance."""
+    largest = max((abs(value) for value in values), default=0.0)
+    digits = 4 if kind == "flops" else 3
+    if kind == "share":
+        return Unit("%", 0.01, 1)
+    if kind == "seconds":
+        for name, factor in (("h", 3600.0), ("min", 60.0)):
+            if largest >= 2 * factor:
+                return Unit(name, factor, _decimals(largest / factor, digits))
+        return Unit("s", 1.0, _decimals(largest, digits))
+    if kind in ("flops", "count"):
+        power = min(int(math.log10(largest) // 3), len(PREFIXES) - 1) if largest >= 1 else 0
+        factor = 1000.0**power
+        return Unit(PREFIXES[power], factor, _decimals(largest / factor, digits))
+    return Unit("", 1.0, PLAIN_DIGITS)
+
+
+def _decimals(largest: float, digits: int) -> int:
+    """So many digits for the largest: 324.1, 12.34, 1.234 are four."""
+    before = 3 if largest >= 100 else 2 if largest >= 10 else 1
+    return digits - before
+
+
+def written(found: Summary | None, kind: Kind, unit: Unit) -> str:
+    """`mean ± spread` in the column's unit; the mean alone where all seeds agree."""
+    if found is None:
+        return DASH
+    if not found.spread:
+        found = Summary(found.mean, None, found.n)
+    if kind == "tiny":  # over many orders of magnitude
+        mean = f"{found.mean:.2g}"
+        return mean if found.spread is None else f"{mean} ± {found.spread:.1g}"
+    mean = f"{found.mean / unit.factor:,.{unit.decimals}f}"
+    if found.spread is None:
+        return mean
+    return f"{mean} ± {found.spread / unit.factor:,.{unit.decimals}f}"

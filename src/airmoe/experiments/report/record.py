@@ -1,0 +1,135 @@
+"""What a report keeps of a run: small enough to commit, and enough to draw everything again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from airmoe.errors import ConfigError
+from airmoe.experiments.report.usage import CellUsage, ExpertMap, Usage
+from airmoe.files import read_json, write_json
+from airmoe.training import RunConfig
+
+FORMAT = 1
+MOST_POINTS = 200  # of a curve
+
+EVALUATION_FIELDS = (
+    "step",
+    "tokens",
+    "seconds",
+    "flops",
+    "executed_flops",
+    "loss",
+    "perplexity",
+    "overlap",
+    "mass_recall",
+    "mass_recall_bound",
+)
+TRAINING_FIELDS = ("step", "tokens", "overlap", "mass_recall", "mass_recall_bound")
+
+Curve = dict[str, list[float | None]]  # field -> values, None where a line lacks it
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished run. Numbers that are missing or not finite are None."""
+
+    name: str  # its folder, below the one the report was asked for
+    suite: str | None
+    variant: str
+    seed: int
+    config: dict[str, Any]
+    data_sha256: str | None
+    versions: dict[str, str]
+    git: dict[str, Any]
+    machine: dict[str, Any]
+    parameters: dict[str, int]
+    best: dict[str, float | None]  # the evaluation with the lowest loss
+    tokens: int
+    tokens_per_second: float | None
+    evaluations: Curve
+    training: Curve
+    usage: Usage | None
+
+    @property
+    def settings(self) -> RunConfig:
+        return RunConfig.from_json(self.config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """All that was found: runs, and one line for everything that is not among them."""
+
+    runs: list[Run]
+    problems: list[str]
+
+
+def write_record(record: Record, path: Path) -> None:
+    write_json(path, {"format": FORMAT, **asdict(record)})
+
+
+def read_record(path: Path) -> Record:
+    """What `write_record` wrote; raises ConfigError where it is anything else."""
+    try:
+        values = read_json(path)
+        found = values["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            "report",
+            path.name,
+            f"must be a report.json of `airmoe report` ({error})",
+            "Write it again from its runs.",
+        ) from error
+    if found != FORMAT:
+        raise ConfigError(
+            "report.format",
+            found,
+            f"must be {FORMAT}, the format of this airmoe",
+            "Write it again from its runs.",
+        )
+    try:
+        runs = [_run(run) for run in values["runs"]]
+        return Record(runs=runs, problems=[str(line) for line in values["problems"]])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            "report", path.name, f"lacks or misnames a field ({error})", "Write it again."
+        ) from error
+
+
+def _run(values: dict[str, Any]) -> Run:
+    found = values["usage"]
+    usage = None
+    if found is not None:
+        cells = found["cells"]
+        usage = Usage(
+            layer=found["layer"],
+            experts=ExpertMap(**found["experts"]),
+            cells=None if cells is None else CellUsage(**cells),
+        )
+    run = Run(**{**values, "usage": usage})
+    _ = run.settings  # raises where this airmoe does not know them
+    return run
+
+
+def curve(lines: Sequence[Line], fields: Sequence[str]) -> Curve:
+    """The fields of log lines as columns, thinned evenly; first and last line stay."""
+    kept = [lines[index] for index in thinned(len(lines))]
+    return {field: [number(line.get(field)) for line in kept] for field in fields}
+
+
+def thinned(length: int) -> list[int]:
+    """At most MOST_POINTS indices of `length`, evenly spread."""
+    if length <= MOST_POINTS:
+        return list(range(length))
+    return [round(index * (length - 1) / (MOST_POINTS - 1)) for index in range(MOST_POINTS)]
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,174 @@
+"""Tables over variants: one row each, mean and spread over seeds, the best in bold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from airmoe.experiments.report import metrics
+from airmoe.experiments.report.document import Cell, Table
+from airmoe.experiments.report.groups import Group
+from airmoe.experiments.report.metrics import Metric, Summary, summarize, unit_of, written
+from airmoe.experiments.report.names import REFERENCE, codebook_of, granularity_of, title_of
+from airmoe.experiments.report.record import Run
+
+MAIN = (
+    metrics.PERPLEXITY,
+    metrics.FLOPS,
+    metrics.EXECUTED,
+    metrics.SECONDS,
+    metrics.SPEED,
+    metrics.TOTAL,
+    metrics.ACTIVE,
+    metrics.DEAD,
+    metrics.ENTROPY,
+    metrics.OVERLAP,
+)
+ABLATIONS = (
+    metrics.PERPLEXITY,
+    metrics.FLOPS,
+    metrics.SECONDS,
+    metrics.DEAD,
+    metrics.OVERLAP,
+    metrics.RECALL,
+    metrics.ENTROPY,
+)
+CODEBOOK = (
+    metrics.OVERLAP,
+    metrics.RECALL,
+    metrics.BOUND,
+    metrics.PERPLEXITY,
+    metrics.FLOPS,
+    metrics.EXECUTED,
+    metrics.SECONDS,
+    metrics.DEAD,
+)
+GRANULARITY = (metrics.LOSS, metrics.PERPLEXITY, metrics.FLOPS, metrics.SECONDS, metrics.DEAD)
+
+FUTURE_MARK, REFERENCE_MARK = "†", "‡"
+FUTURE_NOTE = "† Expert choice sees later tokens of the text: its perplexity is not comparable."
+REFERENCE_NOTE = "‡ Scores every expert: the reference, out of competition."
+SPREAD_NOTE = "± is the sample standard deviation over the seeds; without it all seeds agree."
+
+
+def main_table(group: Group) -> Table:
+    return variant_table(group, MAIN, "All methods at their lowest validation perplexity.")
+
+
+def ablation_table(group: Group) -> Table:
+    return variant_table(group, ABLATIONS, "AIR without one of its parts.")
+
+
+def variant_table(group: Group, columns: Sequence[Metric], caption: str) -> Table:
+    """One row per variant."""
+    variants = group.variants
+    names = [_name_cell(variant, runs) for variant, runs in variants.items()]
+    seeds = [
+        _number_cell(len(runs), grey=variant == REFERENCE) for variant, runs in variants.items()
+    ]
+    rows = [[name, count] for name, count in zip(names, seeds, strict=True)]
+    return _filled(group, columns, caption, ["method", "seeds"], rows)
+
+
+def granularity_table(group: Group) -> Table:
+    rows = [
+        [_number_cell(granularity_of(variant) or 0), _number_cell(len(runs))]
+        for variant, runs in group.variants.items()
+    ]
+    return _filled(group, GRANULARITY, "Experts Q times as small.", ["Q", "seeds"], rows)
+
+
+def codebook_table(group: Group) -> Table:
+    rows = []
+    for variant, runs in group.variants.items():
+        book = codebook_of(variant)
+        assert book is not None  # sections.py asks before
+        sizes = (book.num_codewords, book.shortlist_size, book.probes, len(runs))
+        rows.append([_number_cell(size) for size in sizes])
+    heads = ["codewords G", "shortlist M", "probes", "seeds"]
+    return _filled(group, CODEBOOK, "Codewords, shortlists and probes.", heads, rows)
+
+
+def _filled(
+    group: Group, columns: Sequence[Metric], caption: str, heads: list[str], rows: list[list[Cell]]
+) -> Table:
+    """The rows with a cell per metric, and the footnotes they need."""
+    titles = list(heads)
+    for metric in columns:
+        column = _column(metric, group)
+        titles.append(column.title)
+        for row, cell in zip(rows, column.cells, strict=True):
+            row.append(cell)
+    every = [run for runs in group.variants.values() for run in runs]
+    notes = [SPREAD_NOTE] if any(len(runs) > 1 for runs in group.variants.values()) else []
+    notes += [FUTURE_NOTE] if any(sees_future(run) for run in every) else []
+    notes += [REFERENCE_NOTE] if REFERENCE in group.variants else []
+    return Table(caption=caption, columns=titles, rows=rows, notes=notes)
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A metric's title with its unit, and its cells in the order of the variants."""
+
+    title: str
+    cells: list[Cell]
+
+
+def _column(metric: Metric, group: Group) -> _Column:
+    found = {variant: summarize(metric, runs) for variant, runs in group.variants.items()}
+    unit = unit_of(metric.kind, [one.mean for one in found.values() if one is not None])
+    means = {  # as they are written: equal texts are equally good
+        variant: written(Summary(one.mean, None, 1), metric.kind, unit)
+        for variant, one in found.items()
+        if one is not None
+    }
+    best = _best(metric, group, found)
+    cells = []
+    for variant, runs in group.variants.items():
+        one, text = found[variant], written(found[variant], metric.kind, unit)
+        ideal = metric.ideal(runs[0]) if metric.ideal is not None else None
+        competes = _competes(metric, variant, runs)
+        cells.append(
+            Cell(
+                text=text if ideal is None else f"{text} of {ideal:.2f}",
+                value=None if one is None else one.mean,
+                bold=best is not None and competes and means.get(variant) == means[best],
+                grey=variant == REFERENCE,
+                mark=FUTURE_MARK if metric is metrics.PERPLEXITY and sees_future(runs[0]) else "",
+            )
+        )
+    return _Column(f"{metric.title} ({unit.name})" if unit.name else metric.title, cells)
+
+
+def _best(metric: Metric, group: Group, found: dict[str, Summary | None]) -> str | None:
+    """The variant with the best mean; None without a contest."""
+    means = {
+        variant: one.mean
+        for variant, runs in group.variants.items()
+        if (one := found[variant]) is not None and _competes(metric, variant, runs)
+    }
+    if metric.better is None or len(set(means.values())) < 2:
+        return None
+    return (min if metric.better == "low" else max)(means, key=means.__getitem__)
+
+
+def _competes(metric: Metric, variant: str, runs: Sequence[Run]) -> bool:
+    not_comparable = metric is metrics.PERPLEXITY and sees_future(runs[0])
+    return variant != REFERENCE and not not_comparable
+
+
+def sees_future(run: Run) -> bool:
+    """Whether experts choose tokens: then each token's routing depends on later ones."""
+    model = run.config["model"]
+    gate = (model.get("router_options") or {}).get("gate")
+    return model.get("router") == "expert_choice" or gate == "expert_choice"
+
+
+def _name_cell(variant: str, runs: Sequence[Run]) -> Cell:
+    marks = FUTURE_MARK if sees_future(runs[0]) else ""
+    grey = variant == REFERENCE
+    return Cell(text=title_of(variant), grey=grey, mark=REFERENCE_MARK if grey else marks)
+
+
+def _number_cell(value: float, *, grey: bool = False) -> Cell:
+    return Cell(text=f"{value:,}", value=value, grey=grey)

@@ -1,0 +1,145 @@
+"""Who was used how much: maps of experts (Fig. 4), the artefact in them, ranked codewords.
+
+A map shows experts in the order in which their router shares weights: PEER's sub-keys are rows and
+columns, a hierarchical router's clusters are rows. Where a router couples neighbours, rows or
+columns are bright or dark as a whole; `structure` measures that.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+LARGEST_SIDE = 256
+DECADES = 3  # levels 1 to 255 reach from 10^-3 to 10^3 times the mean; 0 is no token at all
+LEVELS = 254
+MOST_RANKS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertMap:
+    """Tokens per expert as a picture, and how much of it rows and columns explain."""
+
+    shape: list[int]  # of the whole grid
+    steps: list[int]  # one row (column) in so many is kept
+    # The kept grid: uint8 on a log scale of count / mean, zlib, base64. None: only another seed's.
+    levels: str | None
+    structure: float | None  # share of the variance of log counts; None: a grid of one row
+    structure_by_chance: float | None  # its expectation when experts are shuffled
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellUsage:
+    """Tokens per codeword or cluster."""
+
+    total: int  # how many there are
+    perplexity: float  # how many, equally used, would have this entropy
+    ranks: list[int]  # from 1, the busiest
+    shares: list[float]  # of all tokens, at those ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Of the first MoE layer, at the best checkpoint, over the validation text."""
+
+    layer: int
+    experts: ExpertMap
+    cells: CellUsage | None
+
+
+def read_usage(path: Path, config: dict[str, Any]) -> Usage | None:
+    """Sum up usage.safetensors; None where the run has no experts."""
+    tensors = load_file(path)
+    layers = sorted(int(name.partition(".")[2]) for name in tensors if name.startswith("experts."))
+    if not layers:
+        return None
+    layer = layers[0]
+    counts = tensors[f"experts.{layer}"]  # [E]
+    cells = tensors.get(f"cells.{layer}")  # [G]
+    return Usage(
+        layer=layer,
+        experts=expert_map(counts.reshape(grid_shape(counts.size, config["model"]))),
+        cells=None if cells is None or not cells.sum() else cell_usage(cells),
+    )
+
+
+def grid_shape(num_experts: int, model: dict[str, Any]) -> tuple[int, int]:
+    """Rows and columns: clusters and their experts, else as square as the number allows."""
+    clusters = model.get("router_options", {}).get("num_clusters")
+    if model.get("router") == "hierarchical" and clusters and num_experts % clusters == 0:
+        return clusters, num_experts // clusters
+    side = math.isqrt(num_experts)
+    while num_experts % side:
+        side -= 1
+    return side, num_experts // side
+
+
+def expert_map(grid: np.ndarray) -> ExpertMap:
+    """A grid of counts, quantised; too large a side keeps evenly spaced rows (or columns)."""
+    rows, columns = grid.shape
+    steps = [math.ceil(side / LARGEST_SIDE) for side in grid.shape]
+    levels = quantised(grid)[:: steps[0], :: steps[1]]
+    packed = zlib.compress(np.ascontiguousarray(levels).tobytes(), 9)
+    proper = min(rows, columns) > 1
+    return ExpertMap(
+        shape=[rows, columns],
+        steps=steps,
+        levels=base64.b64encode(packed).decode("ascii"),
+        structure=structure(grid) if proper else None,
+        structure_by_chance=(rows + columns - 2) / (rows * columns - 1) if proper else None,
+    )
+
+
+def quantised(grid: np.ndarray) -> np.ndarray:
+    """Counts over their mean, on a log scale from 1 to 255; 0 where there is no token."""
+    mean = grid.mean()
+    if not mean:
+        return np.zeros(grid.shape, np.uint8)
+    with np.errstate(divide="ignore"):
+        decades = np.log10(grid / mean).clip(-DECADES, DECADES)
+    levels = 1 + np.rint((decades + DECADES) * LEVELS / (2 * DECADES))
+    return np.where(grid > 0, levels, 0).astype(np.uint8)
+
+
+def relative_usage(found: ExpertMap) -> np.ndarray:
+    """The kept grid as count / mean, NaN where there was no token."""
+    assert found.levels is not None
+    kept = [math.ceil(side / step) for side, step in zip(found.shape, found.steps, strict=True)]
+    levels = np.frombuffer(zlib.decompress(base64.b64decode(found.levels)), np.uint8).reshape(kept)
+    decades = (levels.astype(float) - 1) * 2 * DECADES / LEVELS - DECADES
+    return np.where(levels > 0, 10.0**decades, np.nan)
+
+
+def structure(grid: np.ndarray) -> float | None:
+    """Share of the variance of log counts that the means of rows and columns explain.
+
+    1 for a product of a row factor and a column factor. Shuffled experts give (R + C - 2) of
+    R C - 1 degrees of freedom on average. Half a token stands for none. None without variance.
+    """
+    logs = np.log(np.maximum(grid, 0.5))
+    total = ((logs - logs.mean()) ** 2).sum()
+    if total < 1e-12 * logs.size:
+        return None
+    rows, columns = logs.mean(axis=1, keepdims=True), logs.mean(axis=0, keepdims=True)
+    left = ((logs - rows - columns + logs.mean()) ** 2).sum()
+    return float(1 - left / total)
+
+
+def cell_usage(counts: np.ndarray) -> CellUsage:
+    """Shares from the busiest down, thinned evenly on a log scale of ranks."""
+    shares = np.sort(counts)[::-1] / counts.sum()
+    used = shares[shares > 0]
+    ranks = np.unique(np.rint(np.geomspace(1, len(shares), MOST_RANKS)).astype(int))
+    return CellUsage(
+        total=len(shares),
+        perplexity=float(np.exp(-(used * np.log(used)).sum())),
+        ranks=ranks.tolist(),
+        shares=shares[ranks - 1].tolist(),
+    )

@@ -1,0 +1,139 @@
+"""Run and suite folders with chosen numbers, as training would leave them, without training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from airmoe.experiments import preset
+from airmoe.experiments.suites import SUITES
+from airmoe.files import write_json
+from airmoe.training import RunConfig, override
+
+EVALUATIONS = 6
+TRAIN_LINES = 12
+STEPS = 360
+TOKENS_PER_STEP = 512  # of `tiny`
+VERSIONS = {"python": "3.11.7", "airmoe": "0.1.0", "torch": "2.13.0"}
+MACHINE = {"device": "x86_64", "count": 2}
+HASH = "ab" * 32
+
+
+def write_run(
+    folder: Path, config: RunConfig, *, perplexity: float, result: bool = True, **numbers: Any
+) -> None:
+    """A finished run whose best evaluation is the last, with `perplexity`.
+
+    numbers: `flops` per token, `speed` in tokens/s, any field of an evaluation, and `about` for
+    fields of run.json and result.json that differ from the usual. A field that is None is missing.
+    """
+    about = {
+        "data_sha256": HASH,
+        "versions": VERSIONS,
+        "git": {"commit": "c" * 40, "changed": False},
+        "machine": MACHINE,
+    } | numbers.pop("about", {})
+    lines = _lines(perplexity, numbers)
+    evaluations = [line for line in lines if line["kind"] == "eval"]
+    folder.mkdir(parents=True)
+    write_json(folder / "run.json", {"format": 1, "config": config.to_json(), **about})
+    text = "\n".join(str(line).replace("'", '"') for line in lines)
+    (folder / "log.jsonl").write_text(text + "\n", encoding="utf-8")
+    if result:
+        best = min(evaluations, key=lambda line: line["loss"])
+        summary = {
+            "config": config.to_json(),
+            "parameters": {"total": 3_200_000, "active": 1_600_000},
+            "best": best,
+            "last": evaluations[-1],
+            "tokens": evaluations[-1]["tokens"],
+            "seconds": evaluations[-1]["seconds"],
+            "tokens_per_second": numbers.get("speed", 4000.0),
+            "peak_memory_gib": 0.7,
+            **{key: about[key] for key in ("versions", "git", "machine")},
+            "log": lines,
+        }
+        write_json(folder / "result.json", summary)
+
+
+def _lines(perplexity: float, numbers: dict[str, Any]) -> list[dict[str, Any]]:
+    """A falling curve that ends at `perplexity`."""
+    usual = {
+        "entropy": 7.9,
+        "dead_experts": 0.02,
+        "overlap": 0.7,
+        "mass_recall": 0.8,
+        "mass_recall_bound": 1e-9,
+    }
+    given = {key: value for key, value in numbers.items() if key not in ("flops", "speed")}
+    fields = {key: value for key, value in (usual | given).items() if value is not None}
+    per_token, speed = numbers.get("flops", 1e7), numbers.get("speed", 4000.0)
+    lines = []
+    for kind, count in (("train", TRAIN_LINES), ("eval", EVALUATIONS)):
+        for index in range(1, count + 1):
+            step = STEPS * index // count
+            tokens = step * TOKENS_PER_STEP
+            loss = float(np.log(perplexity)) + 2.5 * (1 - index / count)
+            line: dict[str, Any] = {"kind": kind, "step": step, "tokens": tokens, "loss": loss}
+            line |= {"seconds": tokens / speed} | fields
+            if per_token is not None:
+                line |= {"flops": tokens * per_token, "executed_flops": 1.5 * tokens * per_token}
+            if kind == "eval":
+                line["perplexity"] = float(np.exp(loss))
+            if kind == "train" and "overlap" in fields:
+                line["overlap"] = 1 - (1 - fields["overlap"]) * index / count
+            lines.append(line)
+    return sorted(lines, key=lambda line: line["step"])
+
+
+def write_suite(
+    folder: Path,
+    suite: str,
+    runs: Mapping[str, Mapping[str, Any]],
+    *,
+    seeds: Sequence[int] = (42,),
+    name: str = "tiny",
+    overrides: Sequence[str] = (),
+) -> None:
+    """A suite of `variant -> numbers`; `perplexity` may be a list, one per seed."""
+    configs = SUITES[suite].variants(override(preset(name), list(overrides)))
+    planned = []
+    for index, seed in enumerate(seeds):
+        for variant, numbers in runs.items():
+            config = override(configs[variant], [f"training.seed={seed}"])
+            planned.append(
+                {
+                    "folder": f"{variant}-seed{seed}",
+                    "variant": variant,
+                    "seed": seed,
+                    "config": config.to_json(),
+                }
+            )
+            chosen = {
+                key: value[index] if isinstance(value, list) else value
+                for key, value in numbers.items()
+            }
+            write_run(folder / f"{variant}-seed{seed}", config, **chosen)
+    write_json(
+        folder / "suite.json",
+        {
+            "format": 1,
+            "suite": suite,
+            "preset": name,
+            "budget": None,
+            "seeds": list(seeds),
+            "overrides": list(overrides),
+            "runs": planned,
+        },
+    )
+
+
+def write_usage(run: Path, experts: np.ndarray, cells: np.ndarray | None = None) -> None:
+    tensors = {"experts.1": experts.astype(np.int64)}
+    if cells is not None:
+        tensors["cells.1"] = cells.astype(np.int64)
+    save_file(tensors, run / "usage.safetensors")

@@ -1,0 +1,261 @@
+"""Markdown, LaTeX and HTML of one report: cells, escapes, and the way back from report.json."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from airmoe.experiments import preset
+from airmoe.experiments.report import write_report
+from airmoe.experiments.report.document import (
+    Bullets,
+    Cell,
+    Details,
+    Document,
+    Heading,
+    Paragraph,
+    Picture,
+    Pictures,
+    Table,
+)
+from airmoe.experiments.report.figures.curves import Series, reduction, series
+from airmoe.experiments.report.groups import group_runs
+from airmoe.experiments.report.html import html
+from airmoe.experiments.report.latex import latex
+from airmoe.experiments.report.markdown import markdown
+from airmoe.experiments.report.reading import read_all
+from airmoe.files import read_json
+from airmoe.training import override
+from tests.experiments.report_toys import write_run, write_suite, write_usage
+from tests.training.command import airmoe, assert_one_line
+
+NASTY = "<script>alert('1')</script> & 50% of a_b {x} \\y $z$ #1 ~ ^ | `c` *d* [e](f)"
+
+STRANGE_NAME = r"strange $\frac$ <b> a_b"
+
+
+class Tags(HTMLParser):
+    """Checks that tags close, and remembers ids and what was said where."""
+
+    VOID = ("meta", "link", "br")
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All four suites, a single run, and something that went wrong."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs = {
+        "air": {"perplexity": [61.0, 63.0]},
+        "peer": {"perplexity": [64.0, 65.0], "overlap": None},
+        "exact": {"perplexity": [60.0, 60.5]},
+    }
+    write_suite(folder / "main", "main", runs, seeds=(42, 43))
+    random = np.random.default_rng(0)
+    for variant in runs:
+        write_usage(folder / "main" / f"{variant}-seed42", random.poisson(9, 4096), np.arange(32))
+    levels = {f"q{level}": {"perplexity": 70 + 20 / level} for level in (1, 2, 4, 16)}
+    write_suite(folder / "granularity", "granularity", levels)
+    books = {f"g{g}-m{m}-p1": {"perplexity": 60.0 + g / m} for g in (16, 32) for m in (64, 128)}
+    write_suite(folder / "codebook", "codebook", books)
+    (folder / "nothing").mkdir()
+    config = override(preset("tiny", "hierarchical"), [f"data.folder={NASTY}", "training.steps=9"])
+    write_run(folder / "nasty", config, perplexity=66.0)
+    config = override(config, ["training.log_every=7"])
+    write_run(folder / STRANGE_NAME, config, perplexity=67.0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def out(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("report")
+    written = write_report([folder], out)
+    assert written.problems == [f"{folder.name}/nothing: is empty"]
+    assert written.runs == 16
+    assert [file.name for file in written.files] == [
+        "report.md",
+        "report.tex",
+        "report.html",
+        "report.json",
+    ]
+    return out
+
+
+def test_report_json_writes_all_the_others_again(out: Path, tmp_path: Path) -> None:
+    write_report([out / "report.json"], tmp_path)
+    files = sorted(file.relative_to(out) for file in out.rglob("*") if file.is_file())
+    assert len([file for file in files if file.suffix == ".svg"]) >= 12
+    assert files == sorted(f.relative_to(tmp_path) for f in tmp_path.rglob("*") if f.is_file())
+    different = [
+        file for file in files if (out / file).read_bytes() != (tmp_path / file).read_bytes()
+    ]
+    assert different == []
+
+
+def test_report_json_is_small_and_knows_no_machine(out: Path, folder: Path) -> None:
+    text = (out / "report.json").read_text(encoding="utf-8")
+    assert len(text) < 250_000
+    assert str(folder) not in text and str(folder.parent) not in text
+    assert read_json(out / "report.json")["format"] == 1
+
+
+def test_markdown(out: Path) -> None:
+    text = (out / "report.md").read_text(encoding="utf-8")
+    assert "## Main: tiny, python-docs, 184,320 tokens" in text
+    assert "| AIR | 2 | **62.00 ± 1.41** |" in text
+    assert "| *Exact granular*‡ | *2* | *60.25 ± 0.35* |" in text
+    assert "Fit of L(Q) = a / Q^b + c to 4 points" in text
+    assert "## Left out, and why\n\n- " in text
+    for name in re.findall(r"\]\((figures/[^)]+)\)", text):
+        assert (out / name).is_file(), name
+
+
+def test_latex(out: Path) -> None:
+    text = (out / "report.tex").read_text(encoding="utf-8")
+    assert r"AIR & 2 & \textbf{62.00 $\pm$ 1.41} &" in text
+    assert r"\textcolor{gray}{Exact granular}$\ddagger$ &" in text
+    for kind in ("table", "tabular", "figure", "longtable", "itemize", "document"):
+        assert text.count(f"\\begin{{{kind}}}") == text.count(f"\\end{{{kind}}}") > 0
+    for name in re.findall(r"\{(figures/[^}]+)\}", text):
+        assert (out / name).read_bytes().startswith(b"%PDF"), name
+
+
+def test_html_is_whole_and_alone(out: Path) -> None:
+    page = (out / "report.html").read_text(encoding="utf-8")
+    tags = Tags(page)
+    assert len(tags.ids) == len(set(tags.ids))
+    targets = [value for tag, name, value in tags.attributes if tag == "a" and name == "href"]
+    assert targets and all(target and target[1:] in tags.ids for target in targets)
+    for _, name, value in tags.attributes:
+        if name in ("src", "href", "xlink:href"):
+            assert value is not None and value.startswith(("data:", "#")), (name, value)
+    assert page.count("<svg") == len(list((out / "figures").glob("*.svg")))
+    assert "@import" not in page and "url(http" not in page
+
+
+def test_figures_keep_their_text(out: Path) -> None:
+    (file,) = (out / "figures").glob("main-*-perplexity-flops.svg")
+    drawing = file.read_text(encoding="utf-8")
+    texts = re.findall(r"<text[^>]*>([^<]+)</text>", drawing)
+    expected = {"AIR", "PEER", "Exact granular", "validation perplexity"}
+    assert expected | {"training FLOPs, algorithmic (T)"} <= set(texts)
+    assert "system-ui" in drawing and "DejaVu" not in drawing
+
+
+def nasty() -> Document:
+    return Document(
+        NASTY,
+        [
+            Heading(2, NASTY, "anchor"),
+            Paragraph(NASTY),
+            Bullets([NASTY]),
+            Table(
+                caption=NASTY,
+                columns=[NASTY, "n"],
+                rows=[[Cell(text=NASTY), Cell(text="1 ± 2", value=1.0, bold=True, mark="†")]],
+                notes=[NASTY],
+            ),
+            Pictures([Picture(name="p", caption=NASTY, alt=NASTY)]),
+            Details("more", [Table(caption="c", columns=["s", "v"], rows=[], words=True)]),
+        ],
+    )
+
+
+def test_everything_is_escaped_in_html() -> None:
+    page = html(nasty(), {"p": "<svg></svg>"})
+    Tags(page)
+    assert "<script>alert" not in page
+    assert page.count("&lt;script&gt;alert(&#x27;1&#x27;)&lt;/script&gt; &amp; 50%") == 13
+    assert '<td data-value="1.0"><strong>1 ± 2</strong><sup>†</sup></td>' in page
+
+
+def test_everything_is_escaped_in_latex() -> None:
+    text = latex(nasty())
+    escaped = (
+        r"\textless{}script\textgreater{}alert('1')\textless{}/script\textgreater{} \& 50\% of "
+        r"a\_b \{x\} \textbackslash{}y \$z\$ \#1 \textasciitilde{} \textasciicircum{} \textbar{} "
+        "`c` *d* [e](f)"
+    )
+    assert text.count(escaped) == 9
+    assert r"\textbf{1 $\pm$ 2}$\dagger$" in text
+
+
+def test_everything_is_escaped_in_markdown() -> None:
+    text = markdown(nasty())
+    assert r"\<script\>alert('1')\</script\> &amp; 50% of a\_b {x} \\y \$z\$ \#1" in text
+    assert r"\| \`c\` \*d\* \[e\](f)" in text
+    (row,) = [line for line in text.splitlines() if line.endswith("| **1 ± 2**† |")]
+    assert len(re.findall(r"(?<!\\)\|", row)) == 3
+
+
+def test_texts_from_files_are_escaped(out: Path) -> None:
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "<script>alert" not in page and "&lt;script&gt;alert" in page
+    assert "<b>" not in page and r"hierarchical (strange $\frac$ &lt;b&gt; a_b)" in page
+    (file,) = (out / "figures").glob("single-runs-*-perplexity-flops.svg")
+    assert r"hierarchical (strange $\frac$ &lt;b&gt; a_b)" in file.read_text(encoding="utf-8")
+
+
+def test_curves_are_means_over_seeds(folder: Path) -> None:
+    group = next(g for g in group_runs(read_all([folder / "main"]).runs).groups)
+    air = next(one for one in series(group, "flops", "perplexity") if one.variant == "air")
+    assert air.x[-1] == 360 * 512 * 1e7
+    assert air.y[-1] == pytest.approx(62.0)
+    assert air.spread[-1] == pytest.approx(2**0.5)
+    assert len(air.x) == 6
+
+
+def test_reduction_against_peer() -> None:
+    peer = Series("peer", [1.0, 2.0, 3.0], [100.0, 80.0, 50.0], [0.0] * 3)
+    ours = Series("air", [2.0, 3.0, 4.0], [72.0, 55.0, 1.0], [8.0, 0.0, 0.0])
+    found = reduction(ours, peer)
+    assert found.x == [2.0, 3.0]  # where both were evaluated
+    assert found.y == pytest.approx([10.0, -10.0])
+    assert found.spread == pytest.approx([10.0, 0.0])
+
+
+def test_the_command(folder: Path) -> None:
+    outcome = airmoe("report", folder / "codebook")
+    assert (outcome.code, outcome.err) == (0, "")
+    report = folder / "codebook" / "report"
+    names = ("report.md", "report.tex", "report.html", "report.json")
+    assert outcome.out.splitlines() == [
+        "4 runs reported:",
+        *(f"  {report / name}" for name in names),
+    ]
+    # The folder of the report is no run, and a report.json is written again where it lies.
+    again = airmoe("report", report / "report.json")
+    assert again.out == outcome.out
+    assert len(read_all([folder / "codebook"]).runs) == 4
+
+
+def test_the_command_without_runs(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    outcome = airmoe("report", tmp_path / "empty", tmp_path / "gone")
+    assert_one_line(outcome, 2, "must hold at least one finished run", "is empty", "no such file")
+    assert not (tmp_path / "empty" / "report").exists()

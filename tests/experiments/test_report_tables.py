@@ -1,0 +1,271 @@
+"""Cells of the tables: means, spreads, units, what is bold, what is grey, what has a footnote."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from airmoe.experiments import preset
+from airmoe.experiments.report.beside_paper import beside_paper
+from airmoe.experiments.report.document import Bullets, Cell, Table
+from airmoe.experiments.report.groups import Group, group_runs
+from airmoe.experiments.report.metrics import Kind, Summary, summary, unit_of, written
+from airmoe.experiments.report.reading import read_all
+from airmoe.experiments.report.settings import settings
+from airmoe.experiments.report.tables import (
+    ablation_table,
+    codebook_table,
+    granularity_table,
+    main_table,
+)
+from airmoe.training import override
+from tests.experiments.report_toys import write_run, write_suite
+
+BASELINE = {"overlap": None, "mass_recall": None, "mass_recall_bound": None}
+
+
+def only_group(folder: Path) -> Group:
+    (group,) = group_runs(read_all([folder]).runs).groups
+    return group
+
+
+def column(table: Table, title: str) -> dict[str, Cell]:
+    at = table.columns.index(title)
+    return {row[0].text: row[at] for row in table.rows}
+
+
+@pytest.fixture(scope="module")
+def main(tmp_path_factory: pytest.TempPathFactory) -> Table:
+    folder = tmp_path_factory.mktemp("main")
+    runs = {
+        "air": {"perplexity": [61.0, 63.0], "flops": 1.02e7, "speed": 5000.0},
+        "peer": {"perplexity": [64.0, 65.0], "flops": 1.05e7, "dead_experts": 0.0, **BASELINE},
+        "hierarchical": {"perplexity": [66.0, 67.0], "entropy": 8.1, "overlap": 0.5},
+        "exact": {"perplexity": [60.0, 60.0], "flops": 0.5e7, "speed": 9000.0},
+        "coarse": {"perplexity": [70.0, 72.0], "flops": 1.02e7, "entropy": 4.9},
+    }
+    write_suite(folder / "suite", "main", runs, seeds=(42, 43))
+    return main_table(only_group(folder))
+
+
+def test_rows_and_columns(main: Table) -> None:
+    assert [row[0].text for row in main.rows] == [
+        "AIR",
+        "PEER",
+        "Hierarchical",
+        "Exact granular",
+        "Coarse",
+    ]
+    assert main.columns == [
+        "method",
+        "seeds",
+        "perplexity",
+        "FLOPs at minimum, algorithmic (T)",
+        "FLOPs at minimum, executed (T)",
+        "time at minimum (s)",
+        "tokens/s (k)",
+        "parameters (M)",
+        "active (M)",
+        "dead experts (%)",
+        "entropy, nats",
+        "overlap",
+    ]
+    assert [cell.text for cell in column(main, "seeds").values()] == ["2"] * 5
+
+
+def test_mean_and_spread(main: Table) -> None:
+    cells = column(main, "perplexity")
+    # The sample standard deviation of 61 and 63 is the square root of 2.
+    assert cells["AIR"].text == "62.00 ± 1.41"
+    assert cells["AIR"].value == pytest.approx(62.0)
+    assert cells["PEER"].text == "64.50 ± 0.71"
+    assert cells["Exact granular"].text == "60.00"  # both seeds agree
+    tokens = 360 * 512
+    cells = column(main, "FLOPs at minimum, algorithmic (T)")
+    assert cells["AIR"].text == f"{tokens * 1.02e7 / 1e12:.3f}" == "1.880"
+    cells = column(main, "FLOPs at minimum, executed (T)")
+    assert cells["AIR"].text == f"{1.5 * tokens * 1.02e7 / 1e12:.3f}" == "2.820"
+    assert column(main, "time at minimum (s)")["AIR"].text == f"{tokens / 5000:.1f}" == "36.9"
+    assert column(main, "tokens/s (k)")["AIR"].text == "5.00"
+    assert column(main, "parameters (M)")["AIR"].text == "3.20"
+    assert column(main, "dead experts (%)")["AIR"].text == "2.0"
+
+
+def test_entropy_stands_beside_its_maximum(main: Table) -> None:
+    cells = column(main, "entropy, nats")
+    assert cells["AIR"].text == f"7.90 of {math.log(4096):.2f}"
+    assert cells["Coarse"].text == f"4.90 of {math.log(256):.2f}"
+
+
+def bold(table: Table, title: str) -> list[str]:
+    return [name for name, cell in column(table, title).items() if cell.bold]
+
+
+def test_the_best_is_bold_and_the_reference_grey(main: Table) -> None:
+    assert bold(main, "perplexity") == ["AIR"]  # exact is lower, and out of competition
+    assert bold(main, "tokens/s (k)") == ["AIR"]
+    assert bold(main, "dead experts (%)") == ["PEER"]
+    assert bold(main, "entropy, nats") == ["Hierarchical"]
+    assert bold(main, "overlap") == ["AIR"]  # exact and coarse agree with themselves: no contest
+    assert bold(main, "FLOPs at minimum, algorithmic (T)") == ["Hierarchical"]
+    assert bold(main, "parameters (M)") == []  # no better or worse
+    grey = {row[0].text for row in main.rows if all(cell.grey for cell in row)}
+    assert grey == {row[0].text for row in main.rows if any(cell.grey for cell in row)}
+    assert grey == {"Exact granular"}
+    assert column(main, "overlap")["PEER"].text == "–"
+    assert column(main, "overlap")["Exact granular"].text == "–"
+
+
+def test_equal_texts_are_equally_best(tmp_path: Path) -> None:
+    runs = {"air": {"perplexity": 61.001}, "euclidean": {"perplexity": 61.002}}
+    write_suite(tmp_path / "s", "ablations", runs | {"static": {"perplexity": 63.0}})
+    table = ablation_table(only_group(tmp_path))
+    assert bold(table, "perplexity") == ["AIR", "Euclidean"]
+    assert bold(table, "overlap") == []  # all the same
+
+
+def test_expert_choice_is_out_of_the_contest_for_perplexity(tmp_path: Path) -> None:
+    runs = {
+        "air": {"perplexity": 61.0},
+        "static": {"perplexity": 66.0},
+        "expert_choice": {"perplexity": 50.0, "overlap": 0.9},
+    }
+    write_suite(tmp_path / "s", "ablations", runs)
+    table = ablation_table(only_group(tmp_path))
+    assert bold(table, "perplexity") == ["AIR"]
+    assert bold(table, "overlap") == ["Expert choice"]
+    marks = {name: cell.mark for name, cell in column(table, "perplexity").items()}
+    assert marks == {"AIR": "", "Static codebook": "", "Expert choice": "†"}
+    assert any("later tokens" in note for note in table.notes)
+
+
+def test_missing_fields_are_dashes(tmp_path: Path) -> None:
+    write_run(tmp_path / "old", preset("tiny"), perplexity=60.0, flops=None)
+    table = main_table(only_group(tmp_path))
+    assert column(table, "FLOPs at minimum, algorithmic")["AIR"].text == "–"
+    assert column(table, "FLOPs at minimum, algorithmic")["AIR"].value is None
+    assert column(table, "perplexity")["AIR"].text == "60.00"
+    assert not any(cell.bold for cell in table.rows[0])  # alone, nothing is best
+
+
+def test_time_is_that_of_the_steps_where_it_is_logged(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", preset("tiny"), perplexity=60.0, training_seconds=12.5)
+    group = only_group(tmp_path)
+    assert column(main_table(group), "time at minimum (s)")["AIR"].text == "12.5"
+    assert set(group.runs[0].evaluations["seconds"]) == {12.5}
+
+
+def test_granularity_and_codebook_rows(tmp_path: Path) -> None:
+    levels = {f"q{level}": {"perplexity": 90.0 / level**0.1} for level in (16, 2, 1)}
+    write_suite(tmp_path / "g" / "s", "granularity", levels)
+    table = granularity_table(only_group(tmp_path / "g"))
+    assert [row[0].text for row in table.rows] == ["1", "2", "16"]
+    assert column(table, "loss, nats")["1"].text == f"{math.log(90):.2f}"
+    books = {"g64-m64-p1": {"perplexity": 62.0}, "g16-m256-p2": {"perplexity": 60.0}}
+    write_suite(tmp_path / "c" / "s", "codebook", books)
+    table = codebook_table(only_group(tmp_path / "c"))
+    first = [[cell.text for cell in row[:4]] for row in table.rows]
+    assert first == [["16", "256", "2", "1"], ["64", "64", "1", "1"]]
+    assert column(table, "its bound")["16"].text == "1e-09"
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        ("flops", [3.241e17, 3.528e17], ["324.1", "352.8", "P"]),
+        ("flops", [1.12e19, 3.5e18], ["11.20", "3.50", "E"]),
+        ("seconds", [90.0, 110.0], ["90", "110", "s"]),
+        ("seconds", [90.0, 130.0], ["1.50", "2.17", "min"]),
+        ("seconds", [7300.0], ["2.03", "h"]),
+        ("count", [600_000.0], ["600", "k"]),
+        ("share", [0.786], ["78.6", "%"]),
+        ("plain", [1234.567], ["1,234.57", ""]),
+        ("tiny", [7.557e-11], ["7.6e-11", ""]),
+    ],
+)
+def test_units(kind: Kind, values: list[float], expected: list[str]) -> None:
+    unit = unit_of(kind, values)
+    texts = [written(Summary(value, None, 1), kind, unit) for value in values]
+    assert [*texts, unit.name] == expected
+
+
+def test_summary_over_seeds() -> None:
+    values = [3.0, 4.0, 8.0]
+    found = summary(values)
+    assert found is not None and found.n == 3
+    assert (found.mean, found.spread) == (5.0, pytest.approx(np.std(values, ddof=1)))
+    assert summary([3.0]) == Summary(3.0, None, 1)
+    assert summary([]) is None
+
+
+def test_the_paper_stands_beside_ours(tmp_path: Path) -> None:
+    shorter = ["training.epochs=null", "training.steps=360", "training.precision=bf16"]
+    shorter += ["data.folder=data/wiki"]
+    runs = {"air": {"perplexity": 30.0}, "exact": {"perplexity": 29.0}}
+    write_suite(tmp_path / "s", "main", runs, name="small", overrides=shorter)
+    table, _, differences = beside_paper(only_group(tmp_path))
+    assert isinstance(table, Table) and isinstance(differences, Bullets)
+    assert [cell.text for cell in table.rows[0]] == [
+        "AIR", "30.00", "21.82", "0.0", "324.1", "2.0", "0.1", "7.90", "10.78",
+    ]  # fmt: skip
+    assert [cell.text for cell in table.rows[1]][:5] == [
+        "Exact granular",
+        "29.00",
+        "21.34",
+        "0.0",
+        "467.5",
+    ]
+    assert table.rows[1][6].text == "–"  # the paper does not say
+    text, length, devices, precision = differences.items
+    assert text == (
+        "text: wikitext103, data.folder=data/wiki (data hash abababababab); the paper's is "
+        "wikitext103"
+    )
+    assert length == "length: 184,320 tokens, 0.0152 % of the paper's 1,210,000,000"
+    assert devices == "devices: 2 x x86_64; the paper had 4"
+    assert precision == "precision: bf16, the paper's is fp16"
+
+
+def test_ablations_have_their_own_paper_numbers(tmp_path: Path) -> None:
+    runs = {"air": {"perplexity": 30.0}, "static": {"perplexity": 31.0}}
+    write_suite(
+        tmp_path / "s", "ablations", runs, name="small", overrides=["training.batch_size=32"]
+    )
+    table, _, differences = beside_paper(only_group(tmp_path))
+    assert isinstance(table, Table) and isinstance(differences, Bullets)
+    assert table.rows[0][2].text == "21.72" and table.rows[1][2].text == "23.27"
+    assert table.columns[-2:] == ["overlap: ours", "paper"]
+    assert table.rows[1][-1].text == "0.07"
+    assert "settings: training.batch_size=32" in differences.items
+
+
+def test_our_own_preset_has_no_paper_beside_it(tmp_path: Path) -> None:
+    write_suite(tmp_path / "s", "main", {"air": {"perplexity": 60.0}})
+    assert beside_paper(only_group(tmp_path)) == []
+
+
+def test_settings_shared_and_differing(tmp_path: Path) -> None:
+    runs = {"air": {"perplexity": 60.0}, "peer": {"perplexity": 61.0}}
+    write_suite(tmp_path / "s", "main", runs, seeds=(42, 43))
+    differing, shared = settings(only_group(tmp_path)).blocks
+    assert isinstance(differing, Table) and isinstance(shared, Table)
+    assert column(differing, "model.router")["AIR"].text == "air"
+    assert column(differing, "model.router_options.num_heads")["PEER"].text == "8"
+    assert column(differing, "model.router_options.num_heads")["AIR"].text == "–"
+    values = {row[0].text: row[1].text for row in shared.rows}
+    assert values["training.steps"] == "360"
+    assert values["training.seed"] == "42, 43"
+    assert values["data hash"] == "ab" * 32
+    assert values["machine.count"] == "2" and values["versions.torch"] == "2.13.0"
+    assert values["git.commit"] == "c" * 40
+
+
+def test_settings_of_one_run(tmp_path: Path) -> None:
+    config = override(preset("tiny"), ["training.learning_rate=0.001"])
+    write_run(tmp_path / "one", config, perplexity=60.0)
+    (shared,) = settings(only_group(tmp_path)).blocks
+    assert isinstance(shared, Table)
+    assert ("training.learning_rate", "0.001") in {(r[0].text, r[1].text) for r in shared.rows}
