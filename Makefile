@@ -7,13 +7,14 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 CONSTRAINTS := constraints/cpu.txt
 
-.PHONY: help install check test test-browser test-gpu demo bench
+.PHONY: help install check test test-browser test-gpu demo report bench
 help:
 	@echo "make demo      train a tiny AIR model and its twins at equal budget, and compare them"
+	@echo "make report    five methods and four ablations at tiny size, then tables and figures"
 	@echo "make test      lint, type-check and test"
 	@echo "make check     lint and type-check only"
 	@echo "make test-gpu  the tests that need a CUDA device"
-	@echo "make test-browser  the report's page in a headless Chromium"
+	@echo "make test-browser  those of the report's page, in a headless Chromium"
 	@echo "make bench     speed and memory beside the paper's listing and PEER-pytorch, on the CPU"
 	@echo "make install   set up $(VENV) (all of the above do it by themselves)"
 
@@ -51,6 +52,11 @@ test-browser: $(VENV)/installed-browser
 
 demo: install
 	@$(RUN) examples/demo.py
+
+report: install
+	@$(RUN) -m airmoe suite main tiny --out runs/suites/main
+	@$(RUN) -m airmoe suite ablations tiny --out runs/suites/ablations
+	@$(RUN) -m airmoe report runs/suites --out runs/report
 
 bench: $(VENV)/installed-bench
 	@$(RUN) -m benchmarks.cpu

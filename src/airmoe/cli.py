@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 from pathlib import Path
@@ -38,6 +39,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run a command; mistakes of the user end with code 2, failed runs with 1, one line each."""
+    _let_waiting_threads_sleep()
     try:
         app()
     except ConfigError as error:
@@ -54,6 +56,15 @@ def main() -> None:
         _stop("interrupted", 128 + signal.SIGINT)
     finally:
         _leave_process_group()
+
+
+def _let_waiting_threads_sleep() -> None:
+    """Torch's threads spin while they wait; on a shared CPU they hold up those they wait for.
+
+    Read when torch is loaded, which no command has done yet.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "20000"
 
 
 def _leave_process_group() -> None:

@@ -66,7 +66,7 @@ def _draw_maps(found: dict[str, ExpertMap], picture: Picture) -> Drawing:
     columns = 3 if len(grids) > 4 else min(2, len(grids))
     rows = math.ceil(len(grids) / columns)
     side = WIDTH / max(columns, 2)
-    size = (side * columns, (side + 0.45) * rows + 0.5)
+    size = (side * columns, (side + 0.6) * rows + 0.8)
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     image = None
