@@ -10,6 +10,7 @@ A routing is `choices[token][head] -> Choice`; `None` stands for a token that is
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -316,7 +317,11 @@ def mass_recall_bound(hidden, codewords, shortlists, centroids, normalize=True) 
 # ---------------------------------------------------------------- experts (Eq. 1)
 
 TWO_MATRIX = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
-GATED = {"swiglu": F.silu, "geglu": F.gelu}
+GATED = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
 
 
 @dataclass

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from airmoe.losses import load_balance_loss, router_z_loss, shortlist_balance_loss
     from airmoe.model import AirMoeConfig, AirMoeForCausalLM
     from airmoe.moe import CoarseExperts, GranularExperts, MoELayer, MoEOutput
+    from airmoe.moe.ffn import FfnExperts, load_swapped_ffn, swap_ffn
+    from airmoe.moe.swap import calibrate, restore_routers, swap_routers
     from airmoe.routers import (
         ROUTERS,
         AirRouter,
@@ -45,6 +47,7 @@ __all__ = [
     "ConfigError",
     "ExpertChoiceRouter",
     "ExpertRouting",
+    "FfnExperts",
     "GranularExperts",
     "HierarchicalRouter",
     "MoELayer",
@@ -56,11 +59,16 @@ __all__ = [
     "RunError",
     "TokenRouting",
     "TopKRouter",
+    "calibrate",
     "load_balance_loss",
+    "load_swapped_ffn",
     "losses",
     "metrics",
+    "restore_routers",
     "router_z_loss",
     "shortlist_balance_loss",
+    "swap_ffn",
+    "swap_routers",
     "track_optimizer",
 ]
 
@@ -71,6 +79,8 @@ _HOMES = {
     "airmoe.losses": ("load_balance_loss", "router_z_loss", "shortlist_balance_loss"),
     "airmoe.model": ("AirMoeConfig", "AirMoeForCausalLM"),
     "airmoe.moe": ("CoarseExperts", "GranularExperts", "MoELayer", "MoEOutput"),
+    "airmoe.moe.swap": ("calibrate", "restore_routers", "swap_routers"),
+    "airmoe.moe.ffn": ("FfnExperts", "load_swapped_ffn", "swap_ffn"),
 }
 
 

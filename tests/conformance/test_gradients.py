@@ -176,7 +176,7 @@ def check_layer(case: Case, experts: Any, activation: str, post_norm: PostNorm, 
 
 
 @pytest.mark.parametrize("expert_size", [1, 3])
-@pytest.mark.parametrize("activation", ["swiglu", "geglu", "gelu", "relu", "silu"])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "geglu_tanh", "gelu", "relu", "silu"])
 @pytest.mark.parametrize("form", FORMS)
 def test_granular_expert_gradients(form: str, activation: str, expert_size: int):
     experts = granular(num_experts=EXPERTS, dim=DIM, activation=activation, expert_size=expert_size)

@@ -18,7 +18,11 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 # What else an example may need: the extra `plot` is part of what `make demo` installs.
-EXTRA = {"demo.py": {"matplotlib"}}
+EXTRA = {
+    "demo.py": {"matplotlib"},
+    "drop_in.py": {"transformers"},
+    "sparsify_dense.py": {"transformers"},
+}
 
 
 def run(name: str, *arguments: str, cwd: Path = ROOT) -> str:

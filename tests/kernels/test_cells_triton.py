@@ -438,6 +438,7 @@ def expert_inputs(case: Case, dtype: torch.dtype) -> Found:
     two=Case((9, 11, 4), rows_per_token=2),
     neurons=Case((9, 11, 4), expert_size=3),
     geglu=Case((9, 11, 4), activation="geglu"),
+    geglu_tanh=Case((9, 11, 4), activation="geglu_tanh"),
     gelu=Case((9, 11, 4), activation="gelu"),
     relu=Case((9, 11, 4), activation="relu"),
     silu=Case((9, 11, 4), activation="silu", expert_size=2, rows_per_token=2),

@@ -21,12 +21,12 @@ from airmoe.kernels.noise import Noise, Stage, combine, make_noise
 from airmoe.routers.base import Plan
 from airmoe.routers.centroids import CentroidConfig, CentroidRouter
 from airmoe.routers.codebook import Codebook, CodebookKind
-from airmoe.routers.gating import ScoredCells, capacity_of, expert_choice, token_choice
+from airmoe.routers.gating import ScoredCells, binary, capacity_of, expert_choice, token_choice
 from airmoe.routers.routing import CellRouting, Lazy
 from airmoe.routers.shortlists import ShortlistCache
 from airmoe.routers.tokens import Tokens
 
-Gate = Literal["token_choice", "expert_choice"]
+Gate = Literal["token_choice", "expert_choice", "binary"]
 PLAN_BYTES = 256 * 2**20  # memory for the plans of forwards that wait for their backward
 
 
@@ -46,6 +46,13 @@ class AirRouter(CentroidRouter):
 
     @config
     class Config(CentroidConfig):
+        """Settings of AIR.
+
+        `gate`: with "token_choice" a token takes its K best and weighs them by softmax; "binary" is
+        the same choice, but each of the K weighs 1 and the centroids learn nothing from the output
+        (for experts taken from a dense network); with "expert_choice" experts take tokens.
+        """
+
         label: ClassVar[str] = "air"
 
         num_codewords: int
@@ -91,7 +98,7 @@ class AirRouter(CentroidRouter):
                     f"must be <= num_codewords = {self.num_codewords}",
                     "Lower probes or raise num_codewords.",
                 )
-            if self.gate == "token_choice" and self.capacity_factor != 1.0:
+            if self.gate != "expert_choice" and self.capacity_factor != 1.0:
                 raise ConfigError(
                     "air.capacity_factor",
                     self.capacity_factor,
@@ -334,7 +341,7 @@ class AirRouter(CentroidRouter):
         config = self.config
         cells = make_cells(plan.codeword_ids, plan.shortlists, plan.reverse)
         noise = self.noise(plan, Stage.TOKEN, tokens.hidden.shape[0])
-        simple = config.probes == 1 and config.gate == "token_choice"
+        simple = config.probes == 1 and config.gate != "expert_choice"
         if simple and use_triton(tokens.hidden, self.centroids):
             return self._route_in_one(tokens, plan, cells, noise)
         scores = cell_scores(
@@ -344,13 +351,17 @@ class AirRouter(CentroidRouter):
             repeated = repeated_candidates(plan.codeword_ids, plan.shortlists)  # [T * probes, M]
             scores = scores.masked_fill(repeated[cells.order], -torch.inf)
         scored = ScoredCells(tokens, cells, scores, config.num_experts)
-        if config.gate == "token_choice":
-            gates, most = token_choice(scored, config.top_k), config.top_k
+        if config.gate != "expert_choice":
+            gates, most = self._weighed(token_choice(scored, config.top_k)), config.top_k
         else:
             factor = config.capacity_factor
             capacity = capacity_of(tokens.valid, config.top_k, config.num_experts, factor)
             gates, most = expert_choice(scored, capacity), None
         return scored.routing(gates, most, lambda: codeword_probs(tokens, plan.codewords))
+
+    def _weighed(self, gates: Tensor) -> Tensor:
+        """[N, M] gates of token choice as `gate` wants them."""
+        return binary(gates) if self.config.gate == "binary" else gates
 
     def _route_in_one(
         self, tokens: Tokens, plan: AirPlan, cells: Cells, noise: Noise | None
@@ -371,7 +382,7 @@ class AirRouter(CentroidRouter):
             num_experts=config.num_experts,
             valid=tokens.valid,
             cells=cells,
-            gates=found.gates,
+            gates=self._weighed(found.gates),
             max_per_token=config.top_k,
             lazy_expert_probs=Lazy(device, found.expert_probs),
             lazy_log_z=Lazy(device, lambda: found.log_z.index_select(0, cells.order.argsort())),

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from airmoe.config import config
+from airmoe.config import check_choice, config
 from airmoe.kernels.chosen_logits import chosen_logits
 from airmoe.kernels.dense import Summary, best_experts, softmax_summary
 from airmoe.kernels.inverse_norms import unit_rows
-from airmoe.kernels.noise import Stage
+from airmoe.kernels.noise import Noise, Stage
 from airmoe.kernels.select import softmax_weights
 from airmoe.routers.base import Plan
 from airmoe.routers.centroids import CentroidConfig, CentroidRouter
 from airmoe.routers.routing import Lazy, TokenRouting
 from airmoe.routers.tokens import Tokens
+
+TokenGate = Literal["token_choice", "binary"]
 
 
 class TopKRouter(CentroidRouter):
@@ -24,7 +26,19 @@ class TopKRouter(CentroidRouter):
 
     @config
     class Config(CentroidConfig):
+        """Settings of exact top-K.
+
+        `gate`: with "token_choice" the K chosen are weighed by softmax, with "binary" each weighs 1
+        and the centroids learn nothing from the output (for experts taken from a dense network).
+        """
+
         label: ClassVar[str] = "topk"
+
+        gate: TokenGate = "token_choice"
+
+        def check(self) -> None:
+            super().check()
+            check_choice("topk.gate", self.gate, TokenGate)
 
         def build(self) -> TopKRouter:
             return TopKRouter(self)
@@ -40,20 +54,21 @@ class TopKRouter(CentroidRouter):
         hidden, num_tokens = tokens.hidden, tokens.hidden.shape[0]
         noise = self.noise(plan, Stage.TOKEN, num_tokens)
         expert_ids = best_experts(hidden, self.centroids, top_k, noise, normalize=normalize)
-        logits = chosen_logits(hidden, self.centroids, expert_ids, normalize=normalize)  # [T, K]
-        if noise is not None:
-            rows = torch.arange(num_tokens, device=hidden.device).unsqueeze(-1)
-            logits = logits + noise.pairs(rows, expert_ids)
 
         def summarize() -> Summary:
             wide, experts = exact_inputs(tokens, self.centroids, normalize)
             return softmax_summary(wide, experts, tokens.weights.to(wide.dtype), noise)
 
         summary = Lazy(hidden.device, summarize)
-        if top_k == 1:  # the probability among all experts, or the router would get no gradient
-            weights = (logits - summary().log_z.unsqueeze(-1)).exp()
+        if self.config.gate == "binary":
+            work = torch.promote_types(hidden.dtype, torch.float32)
+            weights = torch.ones(expert_ids.shape, dtype=work, device=hidden.device)
         else:
-            weights = softmax_weights(logits)
+            logits = self._logits_of(expert_ids, hidden, noise)
+            if top_k == 1:  # the probability among all experts, or the router gets no gradient
+                weights = (logits - summary().log_z.unsqueeze(-1)).exp()
+            else:
+                weights = softmax_weights(logits)
         return TokenRouting(
             num_tokens=num_tokens,
             num_experts=self.config.num_experts,
@@ -63,6 +78,15 @@ class TopKRouter(CentroidRouter):
             lazy_expert_probs=lambda: summary().mean_probs,
             lazy_log_z=Lazy(hidden.device, lambda: torch.where(tokens.valid, summary().log_z, 0.0)),
         )
+
+    def _logits_of(self, expert_ids: Tensor, hidden: Tensor, noise: Noise | None) -> Tensor:
+        """[T, K] with their jitter."""
+        normalize = self.config.normalize_centroids
+        logits = chosen_logits(hidden, self.centroids, expert_ids, normalize=normalize)
+        if noise is not None:
+            rows = torch.arange(hidden.shape[0], device=hidden.device).unsqueeze(-1)
+            logits = logits + noise.pairs(rows, expert_ids)
+        return logits
 
 
 def exact_inputs(tokens: Tokens, centroids: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,9 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-Activation = Literal["swiglu", "geglu", "gelu", "relu", "silu"]
-GATED: dict[str, str] = {"swiglu": "silu", "geglu": "gelu"}
+# "geglu_tanh" is Gemma's: GELU by its tanh formula, which differs from GELU by up to 5e-4.
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "relu", "silu"]
+GATED: dict[str, str] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
 
 
 def is_gated(activation: Activation) -> bool:
@@ -26,6 +27,8 @@ def activate(activation: Activation, up: Tensor, gate: Tensor | None) -> Tensor:
 def _plain(name: str, values: Tensor) -> Tensor:
     if name == "gelu":
         return F.gelu(values)
+    if name == "gelu_tanh":
+        return F.gelu(values, approximate="tanh")
     if name == "silu":
         return F.silu(values)
     return F.relu(values)

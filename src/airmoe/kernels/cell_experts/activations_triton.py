@@ -15,13 +15,17 @@ ACTIVATION_CODES: dict[Activation, int] = {
     "gelu": 2,
     "relu": 3,
     "silu": 4,
+    "geglu_tanh": 5,
 }
 _SWIGLU = tl.constexpr(ACTIVATION_CODES["swiglu"])
 _GEGLU = tl.constexpr(ACTIVATION_CODES["geglu"])
 _GELU = tl.constexpr(ACTIVATION_CODES["gelu"])
 _RELU = tl.constexpr(ACTIVATION_CODES["relu"])
 _SILU = tl.constexpr(ACTIVATION_CODES["silu"])
+_GEGLU_TANH = tl.constexpr(ACTIVATION_CODES["geglu_tanh"])
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
+_TANH_SCALE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
+_TANH_CUBIC = tl.constexpr(0.044715)
 _NORMAL_PEAK = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi), the normal density at 0
 
 
@@ -43,6 +47,8 @@ def activate(up, gate, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
         active = _silu(gate, EXACT) * up
     elif ACTIVATION == _GEGLU:
         active = _gelu(gate) * up
+    elif ACTIVATION == _GEGLU_TANH:
+        active = _gelu_tanh_and_slope(gate, EXACT)[0] * up
     elif ACTIVATION == _GELU:
         active = _gelu(up)
     elif ACTIVATION == _SILU:
@@ -64,6 +70,9 @@ def activation_grads(up, gate, grad, ACTIVATION: tl.constexpr, EXACT: tl.constex
         active, grad_up, grad_gate = plain * up, grad * plain, grad * up * slope
     elif ACTIVATION == _GEGLU:
         plain, slope = _gelu_and_slope(gate, EXACT)
+        active, grad_up, grad_gate = plain * up, grad * plain, grad * up * slope
+    elif ACTIVATION == _GEGLU_TANH:
+        plain, slope = _gelu_tanh_and_slope(gate, EXACT)
         active, grad_up, grad_gate = plain * up, grad * plain, grad * up * slope
     elif ACTIVATION == _GELU:
         active, slope = _gelu_and_slope(up, EXACT)
@@ -124,3 +133,16 @@ def _gelu_and_slope(values, EXACT: tl.constexpr):
     below = 0.5 * (1.0 + tl.erf(values * _SQRT_HALF))  # normal distribution function
     density = _NORMAL_PEAK * _exp(-0.5 * values * values, EXACT)
     return values * below, below + values * density
+
+
+@triton.jit
+def _gelu_tanh_and_slope(values, EXACT: tl.constexpr):
+    """0.5 (1 + tanh(z)) is the sigmoid of 2 z, which needs no tanh."""
+    squares = values * values
+    below = 1.0 + _exp(-_TANH_SCALE * values * (1.0 + _TANH_CUBIC * squares), EXACT)
+    if EXACT:
+        sigmoid = tl.div_rn(1.0, below)
+    else:
+        sigmoid = 1.0 / below
+    inner = _TANH_SCALE * (1.0 + 3.0 * _TANH_CUBIC * squares)
+    return values * sigmoid, sigmoid * (1.0 + values * (1.0 - sigmoid) * inner)

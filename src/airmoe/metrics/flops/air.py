@@ -37,7 +37,7 @@ def count_air(config: AirRouter.Config, workload: Workload, losses: RouterLosses
     """Coarse stage, refresh and fine stage of one layer (Alg. 1 to 3)."""
     codewords, dim = config.num_codewords, config.dim
     candidates = config.probes * config.shortlist_size
-    by_token = config.gate == "token_choice"
+    by_token = config.gate != "expert_choice"
     fused = by_token and config.probes == 1
     operator = "airmoe::cell_gates" if fused else "airmoe::cell_scores"
     assignment = no_gradient(codewords, dim, "airmoe::nearest_codeword")

@@ -1,0 +1,213 @@
+"""The dense feed-forward networks of Llama-like models: where they are and what they compute."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from airmoe.errors import ConfigError
+from airmoe.kernels.cell_experts import Activation, activate
+from airmoe.moe.layer import MoELayer
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PARTS = ("act_fn", "down_proj", "gate_proj", "up_proj")
+# What the experts can compute instead of act(gate) * up, by what `act` is.
+GATED: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True)
+class DenseFfn:
+    """down_proj(act_fn(gate_proj(x)) * up_proj(x)) of one decoder layer."""
+
+    index: int
+    layer: nn.Module  # the decoder layer that calls `module`
+    module: Any
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
+        """gate [I, D], up [I, D], down [D, I]."""
+        parts = (self.module.gate_proj, self.module.up_proj, self.module.down_proj)
+        return parts[0].weight, parts[1].weight, parts[2].weight
+
+    @property
+    def dim(self) -> int:
+        return self.module.gate_proj.in_features
+
+    @property
+    def num_neurons(self) -> int:
+        return self.module.gate_proj.out_features
+
+
+def find_ffns(model: nn.Module, layers: Sequence[int]) -> list[DenseFfn]:
+    """The networks of these decoder layers; nothing is changed, whatever is refused."""
+    _check_model(model)
+    decoder_layers = layers_of(model)
+    _check_indices(layers, len(decoder_layers))
+    found = []
+    for index in layers:
+        layer = decoder_layers[index]
+        module = getattr(layer, "mlp", None)
+        _check_module(f"swap_ffn.layers[{index}]", module)
+        found.append(DenseFfn(index, layer, module))
+    return found
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a Hugging Face model."""
+    get_decoder = getattr(model, "get_decoder", None)
+    decoder = model if get_decoder is None else get_decoder()
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ConfigError(
+            "swap_ffn.model",
+            type(model).__name__,
+            "must be a decoder with its layers in `layers`, like Llama, Mistral, Qwen2, Qwen3, "
+            "Gemma or OLMo2 of transformers",
+            "Pass such a model.",
+        )
+    return layers
+
+
+def dense_activation(ffn: DenseFfn) -> Activation:
+    """Which of our activations the network has, found by comparing values.
+
+    The tanh formula of GELU (Gemma) differs from GELU by up to 5e-4: near, but another network.
+    """
+    field = f"swap_ffn.layers[{ffn.index}].act_fn"
+    act_fn = ffn.module.act_fn
+    given = type(act_fn).__name__
+    known = ", ".join(GATED)
+    values = torch.linspace(-8, 8, 1001, dtype=torch.float64)
+    if not (isinstance(act_fn, nn.Module) and any(True for _ in act_fn.parameters())):
+        with torch.no_grad():
+            computed = act_fn(values)
+        for name, act in GATED.items():
+            if torch.allclose(computed, act(values), rtol=0, atol=1e-9):
+                return name
+    raise ConfigError(
+        field,
+        given,
+        f"must be an activation that experts have: {known}; another one would change the outputs",
+        "Use from_dense=False, which trains new experts, or a model with one of these.",
+    )
+
+
+def check_takeable(ffn: DenseFfn) -> None:
+    """Refuse networks whose neurons alone do not make up the output."""
+    field = f"swap_ffn.layers[{ffn.index}]"
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        if getattr(ffn.module, name).bias is not None:
+            raise ConfigError(
+                f"{field}.{name}.bias",
+                True,
+                "must be absent with from_dense=True, because experts have no bias",
+                "Use from_dense=False, or a model without biases in its feed-forward networks.",
+            )
+    if not _is_plain(ffn):
+        raise ConfigError(
+            field,
+            type(ffn.module).__name__,
+            "must compute down_proj(act_fn(gate_proj(x)) * up_proj(x)) and nothing else",
+            "Use from_dense=False, or leave this layer out.",
+        )
+
+
+@torch.no_grad()
+def _is_plain(ffn: DenseFfn) -> bool:
+    """True when the network's own forward is the formula, tried on a few tokens."""
+    gate, _, _ = ffn.weights
+    tokens = torch.randn(8, ffn.dim, generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(gate)
+    up = ffn.module.up_proj(tokens)
+    active = activate(dense_activation(ffn), up, ffn.module.gate_proj(tokens))
+    expected = ffn.module.down_proj(active)
+    # `forward` and not the call: hooks are for those who use the model.
+    computed = ffn.module.forward(tokens.unsqueeze(0)).squeeze(0)
+    error = (computed - expected).float().norm()
+    return bool(error <= 16 * torch.finfo(gate.dtype).eps * expected.float().norm())
+
+
+def _check_model(model: nn.Module) -> None:
+    if any(weight.device.type == "meta" for weight in model.parameters()):
+        raise ConfigError(
+            "swap_ffn.model",
+            "on the meta device",
+            "must have its weights in memory, none of them offloaded",
+            "Load the weights first; a swapped model is loaded with airmoe.load_swapped_ffn.",
+        )
+    quantizer = getattr(model, "hf_quantizer", None)
+    settings = getattr(getattr(model, "config", None), "quantization_config", None)
+    if quantizer is not None or settings is not None or getattr(model, "is_quantized", False):
+        raise ConfigError(
+            "swap_ffn.model",
+            "quantised",
+            "must have floating-point weights, which experts compute with",
+            "Load the model without quantization, or call model.dequantize() where it has that.",
+        )
+
+
+def _check_indices(layers: Sequence[int], count: int) -> None:
+    if isinstance(layers, (str, int)) or not len(layers):
+        raise ConfigError(
+            "swap_ffn.layers", layers, "must list at least one layer", "Give for example [2, 5]."
+        )
+    for index in layers:
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count:
+            raise ConfigError(
+                "swap_ffn.layers",
+                index,
+                f"must be a whole number from 0 to {count - 1}, because the model has {count} "
+                "decoder layers",
+                "Name layers by their place, the first is 0.",
+            )
+    if len(set(layers)) != len(layers):
+        raise ConfigError(
+            "swap_ffn.layers", list(layers), "must name each layer once", "Remove the repetition."
+        )
+
+
+def _check_module(field: str, module: object) -> None:
+    if isinstance(module, MoELayer):
+        raise ConfigError(
+            field, "MoELayer", "is swapped already", "Leave it out, or start from the dense model."
+        )
+    names = [name for name, _ in module.named_children()] if isinstance(module, nn.Module) else []
+    has_act = callable(getattr(module, "act_fn", None))
+    if sorted({*names, "act_fn"}) != list(PARTS) or not has_act:
+        raise ConfigError(
+            field,
+            "no `mlp`" if module is None else type(module).__name__,
+            "must have an `mlp` made of gate_proj, up_proj, down_proj and act_fn only",
+            "Leave this layer out; mixture-of-experts layers keep theirs (see swap_routers).",
+        )
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        _check_projection(f"{field}.{name}", getattr(module, name))
+
+
+def _check_projection(field: str, projection: nn.Module) -> None:
+    if type(projection) is not nn.Linear:
+        raise ConfigError(
+            field,
+            type(projection).__name__,
+            "must be a plain torch.nn.Linear, neither quantised nor wrapped by an adapter",
+            "Swap first and add adapters afterwards; load without quantization.",
+        )
+    if projection.weight.dtype not in DTYPES:
+        listed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise ConfigError(
+            field, projection.weight.dtype, f"must be one of {listed}", "Load without quantization."
+        )
+    if hasattr(projection.weight, "full_tensor"):
+        raise ConfigError(
+            field, "sharded", "must be whole on its device", "Swap before the model is sharded."
+        )

@@ -1,0 +1,146 @@
+"""The hidden states that routers see, sampled while a model reads some text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from airmoe.errors import ConfigError
+from airmoe.moe.swap.layers import Layer
+from airmoe.routers.tokens import read_tokens
+
+Batch = Tensor | Mapping[str, Any]
+
+
+class Sample:
+    """An even sample of at most `limit` of the rows it was shown, in memory of the CPU."""
+
+    def __init__(self, limit: int, seed: int) -> None:
+        self.limit, self.seen = limit, 0
+        self._generator = torch.Generator().manual_seed(seed)
+        self._rows: list[Tensor] = []
+        self._lots: list[Tensor] = []
+
+    def add(self, rows: Tensor) -> None:
+        self.seen += rows.shape[0]
+        lots = torch.rand(rows.shape[0], generator=self._generator)
+        if self.seen > self.limit:  # most rows of a long text are never copied
+            kept = lots.topk(min(self.limit, rows.shape[0])).indices.sort().values
+            rows, lots = rows[kept.to(rows.device)], lots[kept]
+        self._rows.append(rows.to("cpu", copy=True))
+        self._lots.append(lots)
+        if sum(part.shape[0] for part in self._rows) > 2 * self.limit:
+            self._rows, self._lots = [self.rows()], [self._best_lots()]
+
+    def rows(self) -> Tensor:
+        """[n, D], the rows with the largest lots in the order they came."""
+        rows, lots = torch.cat(self._rows), torch.cat(self._lots)
+        kept = lots.topk(min(self.limit, lots.shape[0])).indices.sort().values
+        return rows[kept]
+
+    def _best_lots(self) -> Tensor:
+        lots = torch.cat(self._lots)
+        return lots[lots.topk(min(self.limit, lots.shape[0])).indices.sort().values]
+
+
+def collect(
+    model: nn.Module, layers: Sequence[Layer], batches: Iterable[Batch], limit: int, seed: int
+) -> list[Tensor]:
+    """Run the model over the batches, without gradients; one sample [n, D] per layer.
+
+    Padding (0 in `attention_mask`) is left out, and so are states that are not finite.
+    """
+    samples = [Sample(limit, seed + number) for number in range(len(layers))]
+    padding = Padding()
+    handles = []
+    try:
+        for layer, sample in zip(layers, samples, strict=True):
+            watch = _watcher(layer, sample, padding)
+            handles.append(layer.module.register_forward_pre_hook(watch, with_kwargs=True))
+            layer.route_exactly(True)
+        with torch.no_grad(), _evaluating(model):
+            for batch in batches:
+                _run(model, batch, padding)
+    finally:
+        for layer in layers:
+            layer.route_exactly(False)
+        for handle in handles:
+            handle.remove()
+    for layer, sample in zip(layers, samples, strict=True):
+        if sample.seen == 0:
+            raise ConfigError(
+                "calibrate.batches",
+                f"no token for {layer.name!r}",
+                "must show every router some tokens",
+                "Pass a list of id tensors [batch, length] or of dicts of the model's inputs.",
+            )
+    return [sample.rows() for sample in samples]
+
+
+class Padding:
+    """Which tokens of the batch being read are real."""
+
+    real: Tensor | None = None  # [B * L] bool
+
+
+def _run(model: nn.Module, batch: Batch, padding: Padding) -> None:
+    device = next(model.parameters()).device
+    padding.real = None
+    if isinstance(batch, Tensor):
+        if batch.ndim != 2 or batch.is_floating_point():
+            raise ConfigError(
+                "calibrate.batches",
+                (tuple(batch.shape), batch.dtype),
+                "must hold token ids of shape [batch, length]",
+                "Add a batch dimension, or pass a dict of the model's inputs.",
+            )
+        model(batch.to(device))
+        return
+    if not isinstance(batch, Mapping):
+        raise ConfigError(
+            "calibrate.batches",
+            type(batch).__name__,
+            "must hold id tensors or dicts of the model's inputs",
+            "Pass, for example, what the tokenizer returns with return_tensors='pt'.",
+        )
+    inputs = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+        if name != "labels"  # a loss is not wanted
+    }
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        padding.real = mask.reshape(-1) != 0
+    model(**inputs)
+
+
+def _watcher(layer: Layer, sample: Sample, padding: Padding) -> Any:
+    def watch(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        hidden = hidden.detach().reshape(-1, layer.dim)
+        valid = read_tokens("calibrate", layer.dim, hidden, None).valid
+        mask = args[1] if len(args) > 1 else kwargs.get("mask")  # of an AirRouter
+        if isinstance(mask, Tensor):
+            valid = valid & mask
+        real = padding.real
+        if real is not None and real.shape == valid.shape:
+            valid = valid & real.to(valid.device)
+        sample.add(hidden[valid])
+
+    return watch
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, then every module's own flag back."""
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag

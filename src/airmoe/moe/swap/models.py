@@ -1,0 +1,172 @@
+"""Swapped models as transformers sees them: a config and model classes of their own.
+
+A swapped checkpoint calls itself, say, `airmoe_mixtral`. Importing this module makes that known to
+the Auto classes; where it was not imported, transformers refuses a type that it does not know,
+instead of dropping the codebooks.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+from airmoe.moe.swap.codebook import ScaledCodebook
+from airmoe.moe.swap.replace import Settings, exchange, find_routers
+from airmoe.moe.swap.router import ShortlistRouter
+
+FAMILIES = {
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3-MoE",
+    "olmoe": "OLMoE",
+    "deepseek_v3": "DeepSeek-V3",
+    "gpt_oss": "GPT-OSS",
+}
+PREFIX = "airmoe_"
+HEADS = (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoModelForQuestionAnswering,
+)
+_Base = PreTrainedModel if TYPE_CHECKING else object
+
+
+class SwappedModel(_Base):
+    """Built from a config with `airmoe` settings, it swaps its routers; before a stock class."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        # An inner model that was built by the Auto classes has done it already.
+        done = any(isinstance(part, ShortlistRouter) for part in self.modules())
+        if config.airmoe is not None and not done:
+            exchange(find_routers(self), Settings(**config.airmoe))
+        take_class(self)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """What a checkpoint lacks: a codebook comes whole or starts anew, unlearned."""
+        if isinstance(module, ScaledCodebook):
+            with torch.random.fork_rng(devices=[]):
+                module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
+
+def family_of(config: Any) -> str | None:
+    """The model type of a supported stock config."""
+    model_type = getattr(config, "model_type", None)
+    return model_type if model_type in FAMILIES else None
+
+
+def swapped_config(config: Any, settings: Settings) -> Any:
+    """A copy of a stock config that also says how the routers were swapped."""
+    changed = _copy_as(CONFIGS[config.model_type], config)
+    changed.airmoe = settings.as_dict()
+    return changed
+
+
+def stock_config(config: Any) -> Any:
+    """The way back, with what was changed meanwhile."""
+    changed = _copy_as(_stock_class(type(config)), config)
+    del changed.airmoe
+    return changed
+
+
+def _copy_as(config_class: Any, config: Any) -> Any:
+    changed = copy.deepcopy(config)
+    changed.__class__ = config_class
+    vars(changed).pop("model_type", None)  # a loaded config has its own beside that of its class
+    changed.architectures = None  # written when the model is saved
+    return changed
+
+
+def set_config(model: nn.Module, old: Any, new: Any) -> None:
+    """Put a config in the place of another, wherever the model's parts hold it."""
+    for module in model.modules():
+        if getattr(module, "config", None) is old:
+            module.config = new
+
+
+def take_class(model: nn.Module) -> None:
+    """Give a stock model, and those inside it, the swapped version of its class."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and not isinstance(part, SwappedModel):
+            part.__class__ = swapped_class(type(part))
+
+
+def give_class_back(model: nn.Module) -> None:
+    for part in model.modules():
+        if isinstance(part, SwappedModel):
+            part.__class__ = _stock_class(type(part))
+
+
+def swapped_class(stock: Any) -> Any:
+    """The swapped version of a model class: made once, a name of this module."""
+    name = f"Air{stock.__name__}"
+    made = globals().get(name)
+    if made is None or _stock_class(made) is not stock:
+        config_class = CONFIGS[stock.config_class.model_type.removeprefix(PREFIX)]
+        body = {
+            "__module__": __name__,
+            "__doc__": f"{stock.__name__} with AIR routers.",
+            "config_class": config_class,
+        }
+        made = globals()[name] = type(name, (SwappedModel, stock), body)
+        # Transformers knows by the name of a class which outputs it can record.
+        _CAN_RECORD_REGISTRY[str(made)] = stock._can_record_outputs
+    return made
+
+
+def _stock_class(swapped: type) -> Any:
+    return swapped.__bases__[-1]
+
+
+def _define_config(model_type: str) -> type[PreTrainedConfig]:
+    stock = type(AutoConfig.for_model(model_type))
+    body = {
+        "__module__": __name__,
+        "__doc__": f"{stock.__name__} of a model with AIR routers; `airmoe` says which.",
+        "__annotations__": {"airmoe": "dict | None"},
+        "model_type": PREFIX + model_type,
+        "airmoe": None,
+    }
+    name = f"Air{stock.__name__}"
+    made = globals()[name] = type(name, (stock,), body)
+    return made
+
+
+def _register(model_type: str) -> None:
+    config_class = CONFIGS[model_type]
+    stock = _stock_class(config_class)
+    AutoConfig.register(config_class.model_type, config_class)
+    for head in HEADS:
+        known = head._model_mapping
+        if stock in known:
+            head.register(config_class, swapped_class(known[stock]))
+    conversions = get_checkpoint_conversion_mapping(model_type)
+    if conversions is not None:  # between the layout of checkpoints and that in memory
+        register_checkpoint_conversion_mapping(config_class.model_type, conversions)
+
+
+CONFIGS = {model_type: _define_config(model_type) for model_type in FAMILIES}
+for _model_type in FAMILIES:
+    _register(_model_type)

@@ -1,0 +1,180 @@
+"""Tiny random models of every family that routers can be swapped in."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import airmoe
+from airmoe.moe.swap.router import ShortlistRouter
+
+VOCAB, WIDTH, EXPERTS, TOP_K = 60, 32, 16, 2
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": TOP_K,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def mixtral(**changes: Any) -> Any:
+    return MixtralForCausalLM(MixtralConfig(**{**SIZES, "num_local_experts": EXPERTS, **changes}))
+
+
+def qwen3_moe(**changes: Any) -> Any:
+    extra = {"num_experts": EXPERTS, "moe_intermediate_size": 16, "head_dim": 8}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SIZES, **extra, **changes}))
+
+
+def olmoe(**changes: Any) -> Any:
+    return OlmoeForCausalLM(OlmoeConfig(**{**SIZES, "num_experts": EXPERTS, **changes}))
+
+
+def deepseek_v3(**changes: Any) -> Any:
+    """The second and third layer have experts: four groups, of which a token uses two."""
+    extra = {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "n_routed_experts": EXPERTS,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    }
+    model: Any = DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZES, **extra, **changes}))
+    for router in stock_routers(model):
+        router.e_score_correction_bias.normal_(std=0.1)
+    return model
+
+
+def gpt_oss(**changes: Any) -> Any:
+    extra = {"num_local_experts": EXPERTS, "head_dim": 8, "sliding_window": 8}
+    model: Any = GptOssForCausalLM(GptOssConfig(**{**SIZES, **extra, **changes}))
+    with torch.no_grad():
+        for router in stock_routers(model):
+            router.bias.normal_()
+    return model
+
+
+BUILD = {
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
+    "olmoe": olmoe,
+    "deepseek_v3": deepseek_v3,
+    "gpt_oss": gpt_oss,
+}
+NORMALISABLE = ("qwen3_moe", "olmoe", "deepseek_v3")
+
+
+def build(family: str, **changes: Any) -> Any:
+    """A model whose routers are far from ties: weights 25 times the stock start."""
+    return copy.deepcopy(_built(family, tuple(changes.items())))
+
+
+@functools.cache
+def _built(family: str, changes: tuple[tuple[str, Any], ...]) -> Any:
+    torch.manual_seed(0)
+    model = BUILD[family](**dict(changes))
+    with torch.no_grad():
+        for router in stock_routers(model):
+            router.weight.normal_(std=0.5)
+    return model
+
+
+def calibrated(family: str, size: int = 8, **changes: Any) -> Any:
+    """A swapped model, ready to route by shortlists of `size`."""
+    return copy.deepcopy(_calibrated(family, size, tuple(changes.items())))
+
+
+@functools.cache
+def _calibrated(family: str, size: int, changes: tuple[tuple[str, Any], ...]) -> Any:
+    model = airmoe.swap_routers(
+        build(family, **dict(changes)), num_codewords=4, shortlist_size=size
+    )
+    airmoe.calibrate(model, BATCHES, passes=3)
+    return model.eval()
+
+
+def stock_routers(model: Any) -> list[Any]:
+    """In order of layers, swapped or not."""
+    found = []
+    for layer in model.model.layers:
+        router = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
+        if router is not None:
+            found.append(router)
+    return found
+
+
+def swapped_routers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, ShortlistRouter)]
+
+
+def ids(seed: int, batch: int = 3, length: int = 12) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB, (batch, length), generator=generator)
+
+
+BATCHES = [ids(seed) for seed in range(10, 16)]
+
+
+def logits_of(model: Any, tokens: Tensor | None = None) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(ids(1) if tokens is None else tokens).logits
+
+
+@contextmanager
+def routed(model: Any) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+    """What the routers answer inside the block: (logits, weights, ids) in order of layers."""
+    answers: list[tuple[Tensor, Tensor, Tensor]] = []
+    handles = [
+        router.register_forward_hook(lambda _module, _args, output: answers.append(output))
+        for router in stock_routers(model)
+    ]
+    try:
+        yield answers
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def gradients(model: Any, **options: Any) -> dict[str, Tensor]:
+    """Of a language-model loss, by name."""
+    model.zero_grad()
+    torch.manual_seed(5)
+    model(ids(6), labels=ids(6), **options).loss.backward()
+    return {
+        name: weight.grad.clone()
+        for name, weight in model.named_parameters()
+        if weight.grad is not None
+    }

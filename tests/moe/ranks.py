@@ -1,0 +1,27 @@
+"""What each rank does; a module of its own, so that the processes can import it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import airmoe
+from tests.moe.families import BATCHES, build, swapped_routers
+
+
+def calibrate_a_part(rank: int | None, join: Callable[[], None]) -> dict[str, Any]:
+    join()
+    torch.set_num_threads(1)
+    model = airmoe.swap_routers(build("gpt_oss"), num_codewords=4, shortlist_size=8)
+    # Unequal parts: what is decided by counting tokens must still be decided alike.
+    batches = BATCHES if rank is None else (BATCHES[:1], BATCHES[1:])[rank]
+    report = airmoe.calibrate(model, batches, passes=4)
+    return {
+        "codewords": [router.codebook.codewords for router in swapped_routers(model)],
+        "scales": [router.codebook.scales for router in swapped_routers(model)],
+        "overlap": [layer.overlap for layer in report.layers],
+        "trials": [trial.overlap for layer in report.layers for trial in layer.trials],
+        "tokens": [report.num_fitted, report.num_measured],
+    }

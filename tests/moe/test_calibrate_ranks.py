@@ -1,0 +1,26 @@
+"""Two processes calibrate as one: each reads a part of the text, both get the same codebooks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.launch import run_all
+from tests.moe.ranks import calibrate_a_part
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ranks_agree(tmp_path: Path) -> None:
+    first, second = run_all({"calibrate": calibrate_a_part}, tmp_path)["calibrate"]
+    assert not isinstance(first, str), first
+    assert not isinstance(second, str), second
+    for name in ("codewords", "scales"):
+        for left, right in zip(first[name], second[name], strict=True):
+            assert torch.equal(left, right), name
+    for name in ("overlap", "trials", "tokens"):
+        assert first[name] == second[name], name
+    alone = calibrate_a_part(None, lambda: None)
+    assert first["tokens"] == alone["tokens"]
+    assert first["overlap"] == pytest.approx(alone["overlap"], abs=0.1)

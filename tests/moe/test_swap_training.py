@@ -1,0 +1,240 @@
+"""Swapped models train like any other: gradients, checkpointing, Trainer, compilers, PEFT."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+import airmoe
+from tests.moe.families import (
+    BUILD,
+    EXPERTS,
+    build,
+    calibrated,
+    gradients,
+    ids,
+    logits_of,
+    routed,
+    stock_routers,
+    swapped_routers,
+)
+
+
+def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("family", BUILD)
+def test_gradients_with_all_experts_are_stock_s(family: str) -> None:
+    expected = gradients(build(family).train())
+    assert_same_gradients(gradients(calibrated(family, size=EXPERTS).train()), expected)
+
+
+@pytest.mark.parametrize("family", BUILD)
+def test_gradients_are_those_of_the_masked_dense_router(family: str) -> None:
+    """Score everything, mask what is outside the shortlist, select: plain autograd."""
+    model = calibrated(family).train()
+    found = gradients(model)
+    routers = swapped_routers(model)
+
+    def dense(router: Any) -> Any:
+        def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            hidden = hidden.reshape(-1, router.hidden_dim)
+            logits = hidden @ router.weight.T
+            logits = logits if router.expert_bias is None else logits + router.bias
+            allowed = router.shortlists()[router.codebook.assign(hidden)]
+            inside = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, allowed, True)
+            logits = logits.masked_fill(~inside, -torch.inf)
+            return logits, *router.select(logits, hidden.dtype)
+
+        return forward
+
+    for router in routers:
+        router.forward = dense(router)
+    assert_same_gradients(found, gradients(model))
+    assert all(router.weight.grad.abs().sum() > 0 for router in routers)
+
+
+@pytest.mark.parametrize("family", BUILD)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_changes_nothing(family: str, reentrant: bool) -> None:
+    model = calibrated(family).train()
+    expected = gradients(model)
+    before = copy.deepcopy(model.state_dict())
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    assert_same_gradients(gradients(model), expected)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+class Text(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": ids(index)[0], "labels": ids(index)[0]}
+
+
+def trained(model: Any, folder: Path, **options: Any) -> Any:
+    """Three steps of the Trainer, nothing about airmoe in it."""
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=3,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        **options,
+    )
+    trainer = Trainer(model, arguments, train_dataset=Text())
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("family", BUILD)
+def test_three_trainer_steps(family: str, tmp_path: Path) -> None:
+    """With all experts as stock; with shortlists those follow the weights, the codebook stays."""
+    stock, whole = build(family), calibrated(family, size=EXPERTS)
+    for model in (stock, whole):
+        trained(model, tmp_path)
+    torch.testing.assert_close(logits_of(whole), logits_of(stock), rtol=0, atol=1e-5)
+    short = calibrated(family)
+    routers = swapped_routers(short)
+    lists = [router.shortlists() for router in routers]
+    weights = [router.weight.detach().clone() for router in routers]
+    codebooks = [copy.deepcopy(router.codebook.state_dict()) for router in routers]
+    logits_of(short)  # lists are cached now
+    trainer = trained(short, tmp_path)
+    short.eval()
+    with torch.no_grad():
+        for router, old, weight, codebook in zip(routers, lists, weights, codebooks, strict=True):
+            assert not torch.equal(router.weight, weight)
+            now = router.ranking(router.codebook.representatives())[:, :8].sort(-1).values
+            assert torch.equal(router.shortlists(), now)
+            state = router.codebook.state_dict()
+            assert all(torch.equal(state[name], value) for name, value in codebook.items())
+            router.weight.neg_()
+            assert not torch.equal(router.shortlists(), old)
+    assert trainer.state.global_step == 3
+
+
+def test_the_trainer_saves_and_resumes(tmp_path: Path) -> None:
+    model = calibrated("mixtral")
+    trainer = trained(model, tmp_path)
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = type(model).from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits_of(loaded), logits_of(model))
+
+
+def test_shortlists_follow_an_optimizer_that_leaves_no_trace() -> None:
+    """`.data` moves no version counter, like fused optimizers."""
+    model = calibrated("mixtral")
+    router = swapped_routers(model)[0]
+    with torch.no_grad():
+        before = router.shortlists()
+    model(ids(6), labels=ids(6)).loss.backward()  # somebody trains in evaluation mode
+    router.weight.data.neg_()
+    with torch.no_grad():
+        assert not torch.equal(router.shortlists(), before)
+    model.train()
+    router.weight.data.neg_()
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(router.shortlists(), before)
+
+
+def test_lists_made_in_inference_mode_serve_in_training() -> None:
+    """The rest of the model trains on, the routers are frozen: their cached lists are used."""
+    model = calibrated("mixtral")
+    for router in swapped_routers(model):
+        router.weight.requires_grad_(False)
+    with torch.inference_mode():
+        model(ids(1))
+    router = swapped_routers(model)[0]
+    cached = router._cached
+    assert cached is not None
+    found = gradients(model.eval())
+    assert router._cached is cached
+    router._forget()
+    assert_same_gradients(gradients(model), found)
+
+
+def test_torch_compile() -> None:
+    torch._dynamo.reset()
+    model = calibrated("mixtral").eval()
+    expected = logits_of(model)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids(1)).logits, expected, rtol=0, atol=1e-5)
+        swapped_routers(model)[0].weight.neg_()  # the graph must not keep the old lists
+        other = compiled(ids(1)).logits
+    torch.testing.assert_close(other, logits_of(model), rtol=0, atol=1e-5)
+    assert (other - expected).abs().max() > 1e-3
+    expected_grads = gradients(model.train())
+    model.zero_grad()
+    compiled(ids(6), labels=ids(6)).loss.backward()
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            torch.testing.assert_close(
+                weight.grad, expected_grads[name], rtol=1e-4, atol=1e-6, msg=name
+            )
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
+@pytest.mark.parametrize("swap_first", [True, False])
+def test_lora_on_the_rest_of_the_model(swap_first: bool, tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model  # pyright: ignore
+
+    settings = LoraConfig(target_modules=["q_proj", "v_proj"], r=4)
+    if swap_first:
+        model = get_peft_model(calibrated("mixtral"), settings)
+    else:
+        model = get_peft_model(build("mixtral"), settings)
+        airmoe.swap_routers(model, num_codewords=4, shortlist_size=8)
+        airmoe.calibrate(model, [ids(seed) for seed in range(10, 16)], passes=3)
+    before = [router.weight.detach().clone() for router in swapped_routers(model)]
+    with routed(model.base_model.model) as answers:
+        start = logits_of(model)
+    assert not answers[0][0].isfinite().all()
+    trained(model, tmp_path)
+    assert (logits_of(model) - start).abs().max() > 1e-4
+    for router, weight in zip(swapped_routers(model), before, strict=True):
+        assert torch.equal(router.weight, weight) and not router.weight.requires_grad
+    model.save_pretrained(str(tmp_path / "adapter"))
+    base = calibrated("mixtral")
+    loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    if swap_first:
+        torch.testing.assert_close(logits_of(loaded), logits_of(model), rtol=0, atol=1e-5)
+    airmoe.restore_routers(model)
+    assert not swapped_routers(model)
+
+
+def test_accelerate_hooks_run_the_swapped_forward() -> None:
+    """With a device map Accelerate keeps each module's forward on the instance."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model = build("mixtral")
+    for router in stock_routers(model):
+        add_hook_to_module(router, AlignDevicesHook("cpu"))
+    airmoe.swap_routers(model, num_codewords=4, shortlist_size=8)
+    airmoe.calibrate(model, [ids(seed) for seed in range(10, 16)], passes=3)
+    assert torch.equal(logits_of(model), logits_of(calibrated("mixtral")))
+    airmoe.restore_routers(model)
+    assert torch.equal(logits_of(model), logits_of(build("mixtral")))
