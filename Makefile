@@ -53,10 +53,12 @@ test-browser: $(VENV)/installed-browser
 demo: install
 	@$(RUN) examples/demo.py
 
+# A run that fails does not keep the rest from its report; a signal does.
 report: install
-	@$(RUN) -m airmoe suite main tiny --out runs/suites/main
-	@$(RUN) -m airmoe suite ablations tiny --out runs/suites/ablations
-	@$(RUN) -m airmoe report runs/suites --out runs/report
+	@failed=0; for suite in main ablations; do \
+	  $(RUN) -m airmoe suite $$suite tiny --out runs/suites/$$suite || failed=$$?; \
+	  [ $$failed -lt 128 ] || exit $$failed; done; \
+	$(RUN) -m airmoe report runs/suites --out runs/report && exit $$failed
 
 bench: $(VENV)/installed-bench
 	@$(RUN) -m benchmarks.cpu

@@ -9,6 +9,7 @@ import pytest
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.suites import Budget, Plan, make_plan
+from airmoe.experiments.suites.execution import _last_words
 from airmoe.experiments.suites.folder import (
     SuiteFolder,
     check_suite,
@@ -130,3 +131,14 @@ def test_two_suites_do_not_share_a_folder(tmp_path: Path) -> None:
         pass
     with locked_suite(tmp_path):
         pass
+
+
+def test_of_an_error_with_many_lines_the_one_that_names_it_counts(tmp_path: Path) -> None:
+    printed = tmp_path / "run.txt"
+    printed.write_text(
+        "old\nTraceback:\n  a line\ntorch.AcceleratorError: CUDA error: bad\nHint.\n"
+    )
+    assert _last_words(printed, 0, 1) == "torch.AcceleratorError: CUDA error: bad"
+    printed.write_text("airmoe: the disk is full\n")
+    assert _last_words(printed, 0, 1) == "the disk is full"
+    assert _last_words(printed, 100, 3) == "ended with code 3"

@@ -199,7 +199,10 @@ def test_a_crashed_run_stops_no_other(toy: Toy, whole: Path) -> None:
     assert [row[:3] for row in rows(outcome.out)] == [["q1", "42", "failed"], ["q2", "42", "done"]]
     assert outcome.out.splitlines()[-1].startswith(f"{FIRST} failed: killed by SIGKILL (all it ")
     assert_same_run(out / SECOND, whole / SECOND)
+    # What is left of an attempt before the one that finished a run goes away.
+    (out / f"{SECOND}.failed.json").write_text(json.dumps({"message": "old", "code": 1}))
     outcome = toy.run(out)  # tried again
+    assert not (out / f"{SECOND}.failed.json").exists()
     assert outcome.code == 0 and not (out / f"{FIRST}.failed.json").exists()
     assert_same_run(out / FIRST, whole / FIRST)
 

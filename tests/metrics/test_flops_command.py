@@ -85,3 +85,24 @@ def test_tiny_has_the_vocabulary_of_its_tokenizer() -> None:
 )
 def test_mistakes_take_one_line(arguments: list[str], part: str) -> None:
     assert_one_line(airmoe("flops", *arguments), 2, part)
+
+
+def test_methods_side_by_side_keep_their_budgets() -> None:
+    """Settings are those of the run with AIR, from which the others are made, as in a suite."""
+    arguments = ("flops", "small", "model.num_experts=16384", "--all", "--json")
+    outcome = airmoe(*arguments, "model.router_options.shortlist_size=1024")
+    assert (outcome.code, outcome.err) == (0, "")
+    methods = json.loads(outcome.out)["methods"]
+    experts = {
+        name: count["parts"]["experts"]["algorithmic"]["total"]
+        for name, count in methods.items()
+        if name != "dense"
+    }
+    assert len(set(experts.values())) == 1, experts
+
+
+def test_devices_are_as_many_as_share_a_step_evenly() -> None:
+    sizes = ("training.batch_size=6", "training.micro_batch_size=1")
+    outcome = airmoe("flops", "small", *sizes, "--json")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert json.loads(outcome.out)["workload"]["devices"] == 3

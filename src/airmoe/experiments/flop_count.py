@@ -12,8 +12,10 @@ from rich.console import Console
 from airmoe.data.tokenizer_choice import bpe_vocab_size, is_trained
 from airmoe.errors import ConfigError
 from airmoe.experiments.presets import preset as named_run
+from airmoe.experiments.suites.variants import model_of, with_model
 from airmoe.metrics.flops import Ledger, Workload, count_flops
 from airmoe.metrics.flops.table import detailed_table, side_by_side
+from airmoe.model import with_method
 from airmoe.training import RunConfig, override
 from airmoe.training.cost import workload_of
 
@@ -65,15 +67,24 @@ def count_preset(
     devices: int | None,
 ) -> FlopCount:
     """Count a preset; length and devices are its own (the paper's 4, or fewer) unless given."""
-    runs = {name: override(named_run(preset, name), list(overrides)) for name in methods}
+    runs = _runs(preset, methods, overrides)
     options = runs[methods[0]].training
     if devices is None:
-        devices = min(PAPER_DEVICES, options.batch_size // options.micro_batch_size)
+        parts = options.batch_size // options.micro_batch_size
+        devices = max(n for n in range(1, PAPER_DEVICES + 1) if parts % n == 0)
     workload = workload_of(runs[methods[0]], devices)
     if tokens is None and options.steps is not None:
         tokens = options.steps * workload.tokens_per_step
     ledgers = {name: _ledger(run, workload) for name, run in runs.items()}
     return FlopCount(preset, workload, ledgers, tokens)
+
+
+def _runs(preset: str, methods: Sequence[str], overrides: Sequence[str]) -> dict[str, RunConfig]:
+    """Several methods are made from one run with AIR, as a suite makes them: budgets stay equal."""
+    if len(methods) == 1:
+        return {methods[0]: override(named_run(preset, methods[0]), list(overrides))}
+    base = override(named_run(preset), list(overrides))
+    return {name: with_model(base, with_method(model_of(base), name)) for name in methods}
 
 
 def _ledger(run: RunConfig, workload: Workload) -> Ledger:

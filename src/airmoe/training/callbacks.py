@@ -52,7 +52,8 @@ class Recorder(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if torch.cuda.is_available() and (control.should_log or control.should_evaluate):
+        watched = control.should_log or control.should_evaluate or control.should_save
+        if torch.cuda.is_available() and watched:
             torch.cuda.synchronize()  # else the device's work would count as somebody else's time
         now = time.monotonic()
         self._seconds += now - self._mark

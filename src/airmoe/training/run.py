@@ -212,7 +212,8 @@ def _add_callbacks(
     costs = flops_per_token(run.config, trainer.airmoe_model.config, PartialState().num_processes)
     recorder = Recorder(trainer, run.log, tokens_per_step, costs, sinks)
     trainer.log_bytes = recorder.length
-    added: list[TrainerCallback] = [recorder, WatchSteps(trainer), LastStep(options.save_every)]
+    # What the last step asks for must be known when its time is taken.
+    added: list[TrainerCallback] = [LastStep(options.save_every), recorder, WatchSteps(trainer)]
     if PartialState().num_processes == 1:
         added.append(stop)
     if rank() == 0:

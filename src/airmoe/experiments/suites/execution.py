@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,8 +23,11 @@ from airmoe.errors import ConfigError, RunError
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.experiments.suites.plan import PlannedRun
 from airmoe.training import Finished, RunConfig, resume, train
+from airmoe.training.checkpoints import clean_up
+from airmoe.training.run_folder import locked, open_run
 
 Result = TypeVar("Result")
+RAISED = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")  # the line of a traceback that counts
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,10 @@ def _last_words(printed: Path, start: int, code: int) -> str:
         file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()
     said = [line.strip() for line in lines if line.strip()]
-    return said[-1].removeprefix("airmoe: ") if said else f"ended with code {code}"
+    # Some errors have many lines, and name themselves in the first.
+    named = [line for line in said if RAISED.match(line)]
+    last = (named or said)[-1:]
+    return last[0].removeprefix("airmoe: ") if last else f"ended with code {code}"
 
 
 class InThisGroup:
@@ -128,6 +135,8 @@ class InThisGroup:
         output = suite.printed(run.folder) if rank() == 0 else Path(os.devnull)
         with output.open("a", encoding="utf-8") as file:
             try:
+                if begun:
+                    on_first_rank(lambda: _check_resumable(suite.run(run.folder)))
                 finished = train_or_resume(
                     suite.run(run.folder), run.config, Console(file=file), begun=begun
                 )
@@ -137,6 +146,13 @@ class InThisGroup:
             finally:
                 _free_memory()
         return Outcome(stopped_by=finished.stopped_by)
+
+
+def _check_resumable(path: Path) -> None:
+    """What only the first process looks at when a run goes on, so that all of them learn of it."""
+    run = open_run(path)
+    with locked(run):
+        clean_up(path, run.config.training.keep_checkpoints)
 
 
 def _free_memory() -> None:

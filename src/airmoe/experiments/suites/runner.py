@@ -39,7 +39,10 @@ def run_suite(plan: Plan, out: Path, console: Console) -> int:
         def unfinished_runs() -> list[PlannedRun]:
             stack.enter_context(locked_suite(out))
             check_suite(suite, plan)
-            return [run for run in plan.runs if suite.state(run.folder) != "finished"]
+            left = [run for run in plan.runs if suite.state(run.folder) != "finished"]
+            # Those that failed come last: one that ends all of torchrun's processes every time must
+            # not keep the others from their turn.
+            return sorted(left, key=lambda run: suite.failure(run.folder).exists())
 
         left = on_first_rank(unfinished_runs)
         # All runs of a suite have the same text and recipe.
@@ -61,8 +64,10 @@ def _run_all(
     failed = False
     for run in plan.runs:
         if run not in left:
+            if rank() == 0:  # of an attempt before the one that finished it
+                suite.failure(run.folder).unlink(missing_ok=True)
             board.already_finished(run)
-            continue
+    for run in left:
         outcome = _run_one(suite, run, board, execution)
         if outcome.stopped_by is not None:
             board.stopped(run)

@@ -40,13 +40,13 @@ class Suite:
 
 def main_variants(base: RunConfig) -> Variants:
     """AIR and its rivals at equal budgets."""
-    return {name: _with_model(base, with_method(_model(base), name)) for name in MAIN}
+    return {name: with_model(base, with_method(model_of(base), name)) for name in MAIN}
 
 
 def ablation_variants(base: RunConfig) -> Variants:
     """AIR with one of its parts taken away or replaced."""
-    model = _model(base)
-    return {name: _with_model(base, _routed(model, options)) for name, options in ABLATIONS.items()}
+    model = model_of(base)
+    return {name: with_model(base, _routed(model, options)) for name, options in ABLATIONS.items()}
 
 
 def granularity_variants(base: RunConfig) -> Variants:
@@ -57,7 +57,7 @@ def granularity_variants(base: RunConfig) -> Variants:
     shortlists as before, so only the granularity changes. Where codewords and candidates together
     are no fewer than the experts, two stages save nothing and all experts are scored instead.
     """
-    model = _model(base)
+    model = model_of(base)
     experts, active = model.num_experts, model.num_experts_per_tok
     if experts % active:
         raise ConfigError(
@@ -68,14 +68,14 @@ def granularity_variants(base: RunConfig) -> Variants:
             "Change one of them.",
         )
     return {
-        f"q{level}": _with_model(base, _at_granularity(model, level))
+        f"q{level}": with_model(base, _at_granularity(model, level))
         for level in _granularities(active)
     }
 
 
 def codebook_variants(base: RunConfig) -> Variants:
     """Half, the same and twice the codewords and shortlists, with one and two probes."""
-    model = _model(base)
+    model = model_of(base)
     router = _air(model)
     variants: Variants = {}
     for codewords, size, probes in product(
@@ -84,7 +84,7 @@ def codebook_variants(base: RunConfig) -> Variants:
         enough = size >= router.top_k and codewords >= probes
         if enough and probes * size <= router.num_experts:
             options = {"num_codewords": codewords, "shortlist_size": size, "probes": probes}
-            variants[f"g{codewords}-m{size}-p{probes}"] = _with_model(base, _routed(model, options))
+            variants[f"g{codewords}-m{size}-p{probes}"] = with_model(base, _routed(model, options))
     return variants
 
 
@@ -134,7 +134,7 @@ def _around(count: int) -> list[int]:
     return sorted({max(1, count // 2), count, 2 * count})
 
 
-def _model(base: RunConfig) -> AirMoeConfig:
+def model_of(base: RunConfig) -> AirMoeConfig:
     model = base.model_config(vocab_size=2, eos_id=1)  # any vocabulary: it is not kept
     if model.router != "air":
         raise ConfigError(
@@ -168,7 +168,7 @@ def _sizes(model: AirMoeConfig) -> dict[str, int]:
     return {"num_codewords": router.num_codewords, "shortlist_size": router.shortlist_size}
 
 
-def _with_model(base: RunConfig, model: AirMoeConfig) -> RunConfig:
+def with_model(base: RunConfig, model: AirMoeConfig) -> RunConfig:
     options = model_options(model)
     if "vocab_size" in base.model:
         options["vocab_size"] = base.model["vocab_size"]
