@@ -10,8 +10,11 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from airmoe.experiments import preset
+from airmoe.experiments.report.fair import fair_groups
+from airmoe.experiments.report.groups import Grouped, group_runs
+from airmoe.experiments.report.record import Record
 from airmoe.experiments.suites import SUITES
-from airmoe.files import write_json
+from airmoe.files import read_json, write_json
 from airmoe.training import RunConfig, override
 
 EVALUATIONS = 6
@@ -137,3 +140,23 @@ def write_usage(run: Path, experts: np.ndarray, cells: np.ndarray | None = None)
     if cells is not None:
         tensors["cells.1"] = cells.astype(np.int64)
     save_file(tensors, run / "usage.safetensors")
+
+
+def write_main_suite(folder: Path) -> Path:
+    """Four methods of one seed, equally good."""
+    runs = {name: {"perplexity": 60.0} for name in ("air", "peer", "hierarchical", "coarse")}
+    write_suite(folder, "main", runs)
+    return folder
+
+
+def change_config(run: Path, section: str, **options: object) -> None:
+    """Other settings for a run that is written already; suite.json stays as it is."""
+    for name in ("run.json", "result.json"):
+        values = read_json(run / name)
+        values["config"][section] |= options
+        write_json(run / name, values)
+
+
+def grouped(record: Record) -> Grouped:
+    """As a report compares them."""
+    return fair_groups(group_runs(record.runs))

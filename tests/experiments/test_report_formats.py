@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from airmoe.experiments.report.document import (
 from airmoe.experiments.report.figures.curves import Series, reduction, series
 from airmoe.experiments.report.groups import group_runs
 from airmoe.experiments.report.html import html
-from airmoe.experiments.report.latex import latex
+from airmoe.experiments.report.latex import SETTABLE, latex
 from airmoe.experiments.report.markdown import markdown
 from airmoe.experiments.report.reading import read_all
 from airmoe.files import read_json
@@ -205,6 +207,21 @@ def test_everything_is_escaped_in_latex() -> None:
     assert r"\textbf{1 $\pm$ 2}$\dagger$" in text
 
 
+def test_latex_names_what_it_cannot_set() -> None:
+    text = latex(Document("é Łódź “x” 中文 \x1b e\u0301 µ ± † ≤", []))
+    assert r"\title{é Łódź “x” U+4E2DU+6587 U+001B é U+00B5 $\pm$ $\dagger$ U+2264}" in text
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex")
+def test_pdflatex_sets_every_character_that_is_let_through(tmp_path: Path) -> None:
+    words = " ".join([*sorted(SETTABLE), *map(chr, range(33, 127)), "中", NASTY])
+    document = Document("characters", [Paragraph(words)])
+    (tmp_path / "report.tex").write_text(latex(document), encoding="utf-8")
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "report.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
 def test_everything_is_escaped_in_markdown() -> None:
     text = markdown(nasty())
     assert r"\<script\>alert('1')\</script\> &amp; 50% of a\_b {x} \\y \$z\$ \#1" in text
@@ -252,6 +269,14 @@ def test_the_command(folder: Path) -> None:
     again = airmoe("report", report / "report.json")
     assert again.out == outcome.out
     assert len(read_all([folder / "codebook"]).runs) == 4
+
+
+def test_the_report_lies_with_the_first_path_that_holds_something(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    write_run(tmp_path / "run", preset("tiny"), perplexity=60.0)
+    written = write_report([tmp_path / "gone", tmp_path / "empty", tmp_path / "run"])
+    assert {file.parent for file in written.files} == {tmp_path / "run" / "report"}
+    assert not (tmp_path / "gone").exists() and not any((tmp_path / "empty").iterdir())
 
 
 def test_the_command_without_runs(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from airmoe.experiments import preset
-from airmoe.experiments.report.beside_paper import beside_paper
-from airmoe.experiments.report.document import Bullets, Cell, Table
+from airmoe.experiments.report.document import Cell, Table
+from airmoe.experiments.report.figures.usage_maps import maps
 from airmoe.experiments.report.groups import Group, group_runs
 from airmoe.experiments.report.metrics import Kind, Summary, summary, unit_of, written
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.settings import settings
+from airmoe.experiments.report.structure import structure_table
 from airmoe.experiments.report.tables import (
     ablation_table,
     codebook_table,
@@ -22,7 +23,7 @@ from airmoe.experiments.report.tables import (
     main_table,
 )
 from airmoe.training import override
-from tests.experiments.report_toys import write_run, write_suite
+from tests.experiments.report_toys import write_run, write_suite, write_usage
 
 BASELINE = {"overlap": None, "mass_recall": None, "mass_recall_bound": None}
 
@@ -119,6 +120,37 @@ def test_the_best_is_bold_and_the_reference_grey(main: Table) -> None:
     assert column(main, "overlap")["Exact granular"].text == "–"
 
 
+def test_a_row_with_one_seed_has_no_spread(tmp_path: Path) -> None:
+    write_suite(tmp_path / "s", "main", {"air": {"perplexity": [61.0, 63.0]}}, seeds=(42, 43))
+    write_suite(tmp_path / "t", "main", {"peer": {"perplexity": 65.0}})
+    table = main_table(only_group(tmp_path))
+    assert column(table, "perplexity")["PEER"].text == "65.00"
+    (note,) = table.notes
+    assert note.endswith("without it there is one, or all agree.")
+
+
+def test_the_reference_is_known_by_its_method(tmp_path: Path) -> None:
+    for name, rate in (("one", 0.002), ("two", 0.003)):
+        config = override(preset("tiny", "exact"), [f"training.learning_rate={rate}"])
+        write_run(tmp_path / name, config, perplexity=50.0)
+        config = override(preset("tiny", "coarse"), [f"training.learning_rate={rate}"])
+        write_run(tmp_path / f"c-{name}", config, perplexity=70.0 + rate)
+        for run in (tmp_path / name, tmp_path / f"c-{name}"):
+            write_usage(run, np.arange(256) + 1)
+    write_run(tmp_path / "air", preset("tiny"), perplexity=60.0)
+    group = only_group(tmp_path)
+    table = main_table(group)
+    assert bold(table, "perplexity") == ["AIR"]
+    grey = [row[0].text for row in table.rows if all(cell.grey for cell in row)]
+    assert grey == ["Exact granular", "exact (two)"]
+    assert [row[0].mark for row in table.rows if row[0].grey] == ["‡", "‡"]
+    (structure,) = structure_table(group)
+    assert isinstance(structure, Table)
+    named = [(row[0].text, row[0].grey) for row in structure.rows]
+    assert named == [("Exact granular", True), ("exact (two)", True)]
+    assert list(maps(group)) == ["exact", "exact (two)"]
+
+
 def test_equal_texts_are_equally_best(tmp_path: Path) -> None:
     runs = {"air": {"perplexity": 61.001}, "euclidean": {"perplexity": 61.002}}
     write_suite(tmp_path / "s", "ablations", runs | {"static": {"perplexity": 63.0}})
@@ -177,6 +209,10 @@ def test_granularity_and_codebook_rows(tmp_path: Path) -> None:
     [
         ("flops", [3.241e17, 3.528e17], ["324.1", "352.8", "P"]),
         ("flops", [1.12e19, 3.5e18], ["11.20", "3.50", "E"]),
+        ("flops", [9.9996e17, 4e17], ["1.000", "0.400", "E"]),
+        ("flops", [9.9994e17], ["999.9", "P"]),
+        ("flops", [9.9996e16], ["100.0", "P"]),
+        ("count", [999_600.0], ["1.00", "M"]),
         ("seconds", [90.0, 110.0], ["90", "110", "s"]),
         ("seconds", [90.0, 130.0], ["1.50", "2.17", "min"]),
         ("seconds", [7300.0], ["2.03", "h"]),
@@ -199,52 +235,6 @@ def test_summary_over_seeds() -> None:
     assert (found.mean, found.spread) == (5.0, pytest.approx(np.std(values, ddof=1)))
     assert summary([3.0]) == Summary(3.0, None, 1)
     assert summary([]) is None
-
-
-def test_the_paper_stands_beside_ours(tmp_path: Path) -> None:
-    shorter = ["training.epochs=null", "training.steps=360", "training.precision=bf16"]
-    shorter += ["data.folder=data/wiki"]
-    runs = {"air": {"perplexity": 30.0}, "exact": {"perplexity": 29.0}}
-    write_suite(tmp_path / "s", "main", runs, name="small", overrides=shorter)
-    table, _, differences = beside_paper(only_group(tmp_path))
-    assert isinstance(table, Table) and isinstance(differences, Bullets)
-    assert [cell.text for cell in table.rows[0]] == [
-        "AIR", "30.00", "21.82", "0.0", "324.1", "2.0", "0.1", "7.90", "10.78",
-    ]  # fmt: skip
-    assert [cell.text for cell in table.rows[1]][:5] == [
-        "Exact granular",
-        "29.00",
-        "21.34",
-        "0.0",
-        "467.5",
-    ]
-    assert table.rows[1][6].text == "–"  # the paper does not say
-    text, length, devices, precision = differences.items
-    assert text == (
-        "text: wikitext103, data.folder=data/wiki (data hash abababababab); the paper's is "
-        "wikitext103"
-    )
-    assert length == "length: 184,320 tokens, 0.0152 % of the paper's 1,210,000,000"
-    assert devices == "devices: 2 x x86_64; the paper had 4"
-    assert precision == "precision: bf16, the paper's is fp16"
-
-
-def test_ablations_have_their_own_paper_numbers(tmp_path: Path) -> None:
-    runs = {"air": {"perplexity": 30.0}, "static": {"perplexity": 31.0}}
-    write_suite(
-        tmp_path / "s", "ablations", runs, name="small", overrides=["training.batch_size=32"]
-    )
-    table, _, differences = beside_paper(only_group(tmp_path))
-    assert isinstance(table, Table) and isinstance(differences, Bullets)
-    assert table.rows[0][2].text == "21.72" and table.rows[1][2].text == "23.27"
-    assert table.columns[-2:] == ["overlap: ours", "paper"]
-    assert table.rows[1][-1].text == "0.07"
-    assert "settings: training.batch_size=32" in differences.items
-
-
-def test_our_own_preset_has_no_paper_beside_it(tmp_path: Path) -> None:
-    write_suite(tmp_path / "s", "main", {"air": {"perplexity": 60.0}})
-    assert beside_paper(only_group(tmp_path)) == []
 
 
 def test_settings_shared_and_differing(tmp_path: Path) -> None:

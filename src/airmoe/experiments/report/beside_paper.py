@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from airmoe.experiments.presets import PRESETS, preset
+from airmoe.experiments.presets import preset
 from airmoe.experiments.report import metrics
 from airmoe.experiments.report.document import Block, Bullets, Cell, Paragraph, Table
 from airmoe.experiments.report.groups import Group, flat
@@ -13,7 +13,7 @@ from airmoe.experiments.report.metrics import Metric, Summary, summarize, summar
 from airmoe.experiments.report.names import title_of
 from airmoe.experiments.report.paper import DEVICES, PRECISION, RUNS, paper_cell
 from airmoe.experiments.report.record import Run
-from airmoe.model import METHODS
+from airmoe.experiments.suites import SUITES
 
 COMPARED: dict[str, Metric] = {
     "perplexity": metrics.PERPLEXITY,
@@ -82,13 +82,25 @@ def _differences(runs: Sequence[Run]) -> list[str]:
     if abs(trained / paper.tokens - 1) > SAME_LENGTH:
         share = f"{100 * trained / paper.tokens:.3g} %"
         found.append(f"length: {trained:,} tokens, {share} of the paper's {paper.tokens:,}")
-    devices = sorted({f"{run.machine.get('count')} x {run.machine.get('device')}" for run in runs})
-    if first.machine.get("count") != DEVICES:
-        found.append(f"devices: {'; '.join(devices)}; the paper had {DEVICES}")
+    devices = {_devices(run) for run in runs}
+    if None not in devices:
+        found.append(
+            f"devices: {'; '.join(sorted(filter(None, devices)))}; the paper had {DEVICES}"
+        )
     if options["training"]["precision"] != PRECISION:
         found.append(f"precision: {options['training']['precision']}, the paper's is {PRECISION}")
     found += _changed_settings(runs)
     return [line for line in found if line]
+
+
+def _devices(run: Run) -> str | None:
+    """Those that worked, where that is known: one visible GPU is one, of several some may rest.
+
+    Without a GPU the count is one of threads.
+    """
+    name = str(run.machine.get("device"))
+    alone = run.machine.get("count") == 1 and name.startswith("NVIDIA ")
+    return f"1 {name}" if alone else None
 
 
 def _text_difference(run: Run, corpus: str) -> str:
@@ -102,15 +114,14 @@ def _text_difference(run: Run, corpus: str) -> str:
 
 
 def _changed_settings(runs: Sequence[Run]) -> list[str]:
-    """Options that are not the preset's, with their values."""
+    """Options that are not those of the variant as the preset makes it, with their values."""
+    suite = "ablations" if runs[0].suite == "ablations" else "main"
+    paper = SUITES[suite].variants(preset(runs[0].config["preset"]))
     changed: dict[str, set[str]] = {}
     for run in runs:
-        method = run.variant if run.variant in METHODS else "air"
-        name = run.config["preset"]
-        usual = flat(preset(name, method).to_json()) if name in PRESETS else {}
+        usual = flat(paper[run.variant].to_json())
         for key, value in flat(run.config).items():
-            own = key.startswith("model.router_options.") and run.variant not in METHODS
-            if key not in SAID and not own and value != usual.get(key):
+            if key not in SAID and value != usual.get(key):
                 changed.setdefault(key, set()).add(str(value))
     if not changed:
         return []

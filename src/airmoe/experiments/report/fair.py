@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from airmoe.experiments.fairness import ALL_RULES, Rule, Violation, violations
 from airmoe.experiments.report.groups import Group, Grouped
@@ -32,7 +32,7 @@ def fair_groups(grouped: Grouped) -> Grouped:
                 break
             left_out.append(f"{group.title}: {dropped.offender} is left out. {dropped.violation}")
             runs = [run for run in kept.runs if run.variant != dropped.offender]
-            kept = Group(kept.key, runs)
+            kept = replace(kept, runs=runs)
         groups.append(kept)
     return Grouped(groups, left_out, notes)
 
@@ -49,7 +49,7 @@ def _offender(violation: Violation, group: Group) -> str | None:
         return None
     mending = []
     for variant in group.variants:
-        rest = Group(group.key, [run for run in group.runs if run.variant != variant])
+        rest = replace(group, runs=[run for run in group.runs if run.variant != variant])
         left = _violations(rest, [violation.rule])
         if not any(one.what == violation.what for one in left):
             mending.append(variant)

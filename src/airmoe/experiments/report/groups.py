@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,11 @@ class Key:
     corpus: str
     budget: str
 
+    @property
+    def title(self) -> str:
+        suite = (self.suite or "single runs").capitalize()
+        return f"{suite}: {self.preset}, {self.corpus}, {self.budget}"
+
 
 @dataclass(frozen=True)
 class Group:
@@ -33,6 +40,7 @@ class Group:
 
     key: Key
     runs: list[Run]
+    slug: str  # its name in files and anchors, unique in a report
 
     @cached_property
     def variants(self) -> dict[str, list[Run]]:
@@ -45,13 +53,7 @@ class Group:
 
     @property
     def title(self) -> str:
-        key, suite = self.key, (self.key.suite or "single runs").capitalize()
-        return f"{suite}: {key.preset}, {key.corpus}, {key.budget}"
-
-    @property
-    def slug(self) -> str:
-        """A name for files and anchors."""
-        return re.sub(r"[^a-z0-9]+", "-", self.title.lower().replace(",", ""))
+        return self.key.title
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,20 @@ def group_runs(runs: Iterable[Run]) -> Grouped:
         kept = _without_repeats(by_key[key], grouped.left_out)
         kept = _of_one_text(kept, grouped.left_out)
         kept = _of_one_setting(kept, grouped.left_out)
-        grouped.groups.append(group := Group(key, kept))
+        slug = _slug(key.title, {group.slug for group in grouped.groups})
+        grouped.groups.append(group := Group(key, kept, slug))
         grouped.notes.extend(_differences(group))
     return grouped
+
+
+def _slug(title: str, taken: Collection[str]) -> str:
+    """Only letters and digits that every file system takes; so two titles may need a number."""
+    plain = re.sub(r"[^a-z0-9]+", "-", title.lower().replace(",", ""))
+    return plain if plain not in taken else _numbered(plain, taken)
+
+
+def _numbered(name: str, taken: Collection[str]) -> str:
+    return next(one for n in count(2) if (one := f"{name}-{n}") not in taken)
 
 
 def _place(key: Key) -> tuple[int, str]:
@@ -128,21 +141,49 @@ def _of_one_text(runs: list[Run], left_out: list[str]) -> list[Run]:
 
 def _of_one_setting(runs: list[Run], left_out: list[str]) -> list[Run]:
     """The seeds of a variant share its settings; single runs that do not get a row of their own."""
-    kept: list[Run] = []
+    rows: dict[str, dict[str, list[Run]]] = {}  # variant -> settings -> its seeds
     for run in runs:
-        twins = [one for one in kept if one.variant == run.variant]
-        differing = [] if not twins else _changed(twins[0], run)
-        if not differing:
-            kept.append(run)
-        elif run.suite is None:
-            kept.append(replace(run, variant=f"{run.variant} ({run.name.rpartition('/')[2]})"))
+        rows.setdefault(run.variant, {}).setdefault(settings_of(run), []).append(run)
+    kept: list[Run] = []
+    for variant, of_settings in rows.items():
+        first, *others = of_settings.values()
+        kept += first
+        if first[0].suite is None:
+            names = _row_names([first, *others])[1:]
+            for row, name in zip(others, names, strict=True):
+                kept += [replace(run, variant=f"{variant} ({name})") for run in row]
         else:
-            named = ", ".join(differing[:MOST_NAMED])
-            more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
-            left_out.append(
-                f"{run.name}: other settings than {twins[0].name} ({named}{more}): left out"
-            )
+            left_out += [_other_settings(run, first[0]) for row in others for run in row]
     return kept
+
+
+def settings_of(run: Run) -> str:
+    """All settings but the seed: runs with the same are one row of a table."""
+    values = {key: value for key, value in flat(run.config).items() if value is not None}
+    values.pop("training.seed", None)
+    equal_numbers = json.loads(json.dumps(values), parse_int=float)  # 1 is 1.0
+    return json.dumps(equal_numbers, sort_keys=True)
+
+
+def _row_names(rows: list[list[Run]]) -> list[str]:
+    """The folders of rows: their last parts, as many of them as make them differ."""
+    folders = [row[0].name.split("/") for row in rows]
+    names: list[str] = []
+    for length in range(1, max(map(len, folders)) + 1):
+        names = ["/".join(parts[-length:]) for parts in folders]
+        if len(set(names)) == len(names):
+            return names
+    taken: list[str] = []  # runs of several reports may have the same name
+    for name in names:
+        taken.append(_numbered(name, {*names, *taken}) if name in taken else name)
+    return taken
+
+
+def _other_settings(run: Run, first: Run) -> str:
+    differing = _changed(first, run)
+    named = ", ".join(differing[:MOST_NAMED])
+    more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
+    return f"{run.name}: other settings than {first.name} ({named}{more}): left out"
 
 
 def _changed(one: Run, other: Run) -> list[str]:

@@ -2,6 +2,8 @@ r"""A document as LaTeX: pdflatex, with packages that every distribution has."""
 
 from __future__ import annotations
 
+import unicodedata
+
 from airmoe.experiments.report.document import (
     Block,
     Bullets,
@@ -40,6 +42,11 @@ ESCAPES = str.maketrans(
         "‡": r"$\ddagger$",
     }
 )
+# What T1 fonts have besides ASCII; anything else stops pdflatex.
+SETTABLE = frozenset(
+    "ÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÐÑÒÓÔÕÖØÙÚÛÜÝÞßàáâãäåæçèéêëìíîïðñòóôõöøùúûüýþÿ"
+    "ĂăĄąĆćČčĎďĐđĘęĚěĞğİıĹĺĽľŁłŃńŇňŊŋŐőŒœŔŕŘřŚśŞşŠšŢţŤťŮůŰűŸŹźŻżŽž‘’“”—"
+)
 LONG_WORD = 32
 SECTIONS = {2: "section", 3: "subsection"}
 HEAD = r"""\documentclass{article}
@@ -57,7 +64,16 @@ def latex(document: Document) -> str:
 
 
 def escaped(text: str) -> str:
-    return " ".join(text.split()).translate(ESCAPES)
+    words = unicodedata.normalize("NFC", " ".join(text.split()))
+    return "".join(map(_settable, words)).translate(ESCAPES)
+
+
+def _settable(character: str) -> str:
+    """The character, or its number where pdflatex knows no glyph for it."""
+    ascii_glyph = character.isascii() and character.isprintable()
+    if ascii_glyph or character in SETTABLE or ord(character) in ESCAPES:
+        return character
+    return f"U+{ord(character):04X}"
 
 
 def _block(block: Block) -> str:

@@ -116,14 +116,17 @@ def unit_of(kind: Kind, values: Sequence[float]) -> Unit:
         return Unit("s", 1.0, _decimals(largest, digits))
     if kind in ("flops", "count"):
         power = min(int(math.log10(largest) // 3), len(PREFIXES) - 1) if largest >= 1 else 0
+        rounded = round(largest / 1000.0**power, digits - 3)
+        if rounded >= 1000 and power + 1 < len(PREFIXES):  # 999.96 would be written 1,000.0
+            power += 1
         factor = 1000.0**power
         return Unit(PREFIXES[power], factor, _decimals(largest / factor, digits))
     return Unit("", 1.0, PLAIN_DIGITS)
 
 
 def _decimals(largest: float, digits: int) -> int:
-    """So many digits for the largest: 324.1, 12.34, 1.234 are four."""
-    before = 3 if largest >= 100 else 2 if largest >= 10 else 1
+    """So many digits for the largest, as it is written: 324.1, 12.34, 1.234 are four."""
+    before = next((n for n in (1, 2) if round(largest, digits - n) < 10**n), 3)
     return digits - before
 
 

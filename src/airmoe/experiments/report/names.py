@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 TITLES = {
@@ -19,7 +21,6 @@ TITLES = {
     "euclidean": "Euclidean",
 }
 ORDER = tuple(TITLES)
-REFERENCE = "exact"  # scores all experts: the paper greys it out
 GRANULARITY = re.compile(r"q(\d+)")
 CODEBOOK = re.compile(r"g(\d+)-m(\d+)-p(\d+)")
 
@@ -45,8 +46,13 @@ class Style:
 # The colours of Okabe and Ito that show on white; every line has its own marker as well.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#767676"
-DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1)), (0, (8, 3)), (0, (2, 2)))
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES = (
+    *("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1)), (0, (8, 3)), (0, (2, 2))),
+    *((0, (6, 2, 1, 2, 1, 2)), (0, (3, 1, 1, 1)), (0, (9, 1)), (0, (1, 3)), (0, (8, 2, 3, 2))),
+    *((0, (3, 4)), (0, (9, 2, 1, 2, 1, 2, 1, 2))),
+)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*", "h", "d", "8")
+EXACT = Style(GREY, (0, (4, 1.5)), "x")  # scores all experts: the paper greys it out
 SLOTS = {
     "air": 0,
     "peer": 1,
@@ -113,9 +119,25 @@ def place_of(variant: str) -> tuple[int, tuple[int, ...], str]:
     return 2, (), variant
 
 
-def style_of(variant: str, index: int) -> Style:
-    """The same for a known variant in every figure; others by their `index` in the group."""
-    if variant == REFERENCE:
-        return Style(GREY, (0, (4, 1.5)), "x")
-    slot = SLOTS.get(variant, index) % len(COLOURS)
-    return Style(COLOURS[slot], DASHES[slot], MARKERS[slot])
+def style_at(slot: int) -> Style:
+    """Different for every slot: those that share a marker differ in their dashes."""
+    dashes = (slot + slot // len(MARKERS)) % len(DASHES)
+    return Style(COLOURS[slot % len(COLOURS)], DASHES[dashes], MARKERS[slot % len(MARKERS)])
+
+
+def styles_of(variants: Sequence[str]) -> dict[str, Style]:
+    """Of the lines of one figure: a known variant's own, the others by their place among the rest.
+
+    Two known ones that no suite brings together may share a style: the second gets another.
+    """
+    styles: dict[str, Style] = {}
+    for variant in variants:
+        own = EXACT if variant == "exact" else None
+        own = style_at(SLOTS[variant]) if variant in SLOTS else own
+        if own is not None and own not in styles.values():
+            styles[variant] = own
+    free = (style for slot in count() if (style := style_at(slot)) not in styles.values())
+    for variant in variants:
+        if variant not in styles:
+            styles[variant] = next(free)
+    return styles

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from safetensors import SafetensorError
 
 from airmoe.errors import ConfigError
-from airmoe.experiments.report.groups import Key, key_of
-from airmoe.experiments.report.names import method_of
-from airmoe.experiments.report.record import (
-    EVALUATION_FIELDS,
-    TRAINING_FIELDS,
-    Record,
-    Run,
-    curve,
-    number,
-    read_record,
-)
+from airmoe.experiments.fairness import Rule
+from airmoe.experiments.report.groups import Key, key_of, settings_of
+from airmoe.experiments.report.record import Record, Run, read_record
+from airmoe.experiments.report.run_reading import Place, finished_run
 from airmoe.experiments.report.usage import Usage, read_usage
 from airmoe.experiments.suites.folder import FORMAT as SUITE_FORMAT
 from airmoe.experiments.suites.folder import SuiteFolder
@@ -31,8 +25,11 @@ from airmoe.training.config import RunConfig
 from airmoe.training.run_folder import open_run
 
 RUN_FILES = ("run.json", "result.json", "log.jsonl")
+# What a run that was killed, or copied in part, may leave without any of these.
+REMAINS = ("run.json.draft", "result.json.draft", "suite.json.draft", "checkpoint-*", USAGE)
+HALF_WRITTEN = "is half written: no run.json"
 NEVER_RUNS = ("tensorboard", "report", "figures")
-PATHS = ("corpus", "folder", "validation")  # options of data that may be paths
+WRONG_JSON = (ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass
@@ -47,25 +44,19 @@ class Reading:
         """One line, whatever the message was."""
         self.problems.append(f"{name}: {' '.join(text.split())}")
 
-
-@dataclass(frozen=True)
-class Place:
-    """A run's part in a suite; a single run has none."""
-
-    suite: str | None = None
-    variant: str | None = None
+    def attempt(self, name: str, read: Callable[[], None]) -> None:
+        """Read something that the system may refuse to show."""
+        try:
+            read()
+        except OSError as error:
+            self.problem(name, f"cannot be read ({type(error).__name__}: {error.strerror})")
 
 
 def read_all(paths: Sequence[Path]) -> Record:
     """Everything under `paths`; without any run at all there is nothing to report."""
     reading = Reading()
     for path in paths:
-        if path.is_file():
-            _read_report(path, reading)
-        elif path.is_dir():
-            _read_folder(path, path.resolve().name, reading)
-        else:
-            reading.problem(str(path), "there is no such file or folder")
+        reading.attempt(str(path), lambda path=path: _read_path(path, reading))
     if not reading.runs:
         found = f" ({'; '.join(reading.problems)})" if reading.problems else ""
         raise ConfigError(
@@ -77,17 +68,26 @@ def read_all(paths: Sequence[Path]) -> Record:
     return Record(runs=_one_map_each(reading.runs), problems=reading.problems)
 
 
+def _read_path(path: Path, reading: Reading) -> None:
+    if path.is_file():
+        _read_report(path, reading)
+    elif path.is_dir():
+        _read_folder(path, path.resolve().name, reading)
+    else:
+        reading.problem(str(path), "there is no such file or folder")
+
+
 def _one_map_each(runs: list[Run]) -> list[Run]:
-    """Maps are most of a report.json, and one seed of a variant is drawn: keep the first."""
-    drawn: set[tuple[Key, str]] = set()
+    """Maps are most of a report.json, and one seed of a row is drawn: keep the first."""
+    drawn: set[tuple[Key, str, str]] = set()
     kept = []
     for run in runs:
         if run.usage is not None and run.usage.experts.levels is not None:
-            place = (key_of(run), run.variant)
-            if place in drawn:
+            row = (key_of(run), run.variant, settings_of(run))
+            if row in drawn:
                 experts = replace(run.usage.experts, levels=None)
                 run = replace(run, usage=replace(run.usage, experts=experts))
-            drawn.add(place)
+            drawn.add(row)
         kept.append(run)
     return kept
 
@@ -109,13 +109,22 @@ def _read_folder(path: Path, name: str, reading: Reading) -> None:
     reading.seen.add(path.resolve())
     if (path / "suite.json").is_file():
         _read_suite(path, name, reading)
-    elif any((path / file).exists() for file in RUN_FILES):
+    elif _any_of(RUN_FILES, path):
         _read_run(path, name, Place(), reading)
-    elif not any(path.iterdir()):
-        reading.problem(name, "is empty")
     else:
+        if _any_of(REMAINS, path):
+            reading.problem(name, HALF_WRITTEN)
+        elif not any(path.iterdir()):
+            reading.problem(name, "is empty")
         for child in _folders(path):
-            _read_folder(child, f"{name}/{child.name}", reading)
+            below = f"{name}/{child.name}"
+            reading.attempt(
+                below, lambda child=child, below=below: _read_folder(child, below, reading)
+            )
+
+
+def _any_of(patterns: Sequence[str], path: Path) -> bool:
+    return any(any(path.glob(pattern)) for pattern in patterns)
 
 
 def _folders(path: Path) -> Iterator[Path]:
@@ -134,50 +143,106 @@ def _read_suite(path: Path, name: str, reading: Reading) -> None:
                 f"has format {suite['format']!r}, this airmoe reads {SUITE_FORMAT}: left out",
             )
             return
-        title, listed = str(suite["suite"]), {run["folder"]: run for run in suite["runs"]}
-    except (ValueError, KeyError, TypeError) as error:
+        title, planned = str(suite["suite"]), list(suite["runs"])
+    except WRONG_JSON as error:
         reading.problem(f"{name}/suite.json", f"cannot be read ({_short(error)}): left out")
         return
-    for folder, run in listed.items():
-        place = Place(title, str(run.get("variant", folder)))
-        _read_member(path / folder, f"{name}/{folder}", place, reading)
+    own = replace(reading, runs=[])  # to compare them before they count
+    listed: set[str] = set()
+    for index, plan in enumerate(planned):
+        folder = plan.get("folder") if isinstance(plan, dict) else None
+        if not _is_new_name(folder, listed):
+            rule = f"runs[{index}].folder is {folder!r}, no name of its own"
+            reading.problem(f"{name}/suite.json", f"{rule}: left out")
+            continue
+        listed.add(folder)
+        member = Member(path / folder, f"{name}/{folder}", title, plan)
+        reading.attempt(member.name, lambda member=member: _read_member(member, own))
+    reading.runs += _of_one_length_and_corpus(own)
     for child in _folders(path):
-        if child.name not in listed and (child / "run.json").exists():
+        if child.name not in listed and _any_of(RUN_FILES + REMAINS, child):
             reading.problem(f"{name}/{child.name}", "is not in suite.json: left out")
 
 
-def _read_member(path: Path, name: str, place: Place, reading: Reading) -> None:
+def _is_new_name(folder: object, listed: set[str]) -> TypeGuard[str]:
+    """Whether it can be a folder of the suite's, and no other run's."""
+    if not isinstance(folder, str) or folder in listed or folder in ("", ".."):
+        return False
+    return folder == Path(folder).name
+
+
+def _of_one_length_and_corpus(suite: Reading) -> list[Run]:
+    """A suite has one of each (rule E): what most of its runs have stays."""
+    keys = [key_of(run) for run in suite.runs]
+    if not keys:
+        return []
+    common = Counter(keys).most_common(1)[0][0]
+    for run, key in zip(suite.runs, keys, strict=True):
+        if key != common:
+            pairs = ((getattr(key, part), getattr(common, part)) for part in vars(key))
+            found = ", ".join(
+                f"{mine} instead of {theirs}" for mine, theirs in pairs if mine != theirs
+            )
+            suite.problem(run.name, f"{Rule.REST}: {found} as in the rest of its suite: left out")
+    return [run for run, key in zip(suite.runs, keys, strict=True) if key == common]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A run of a suite: where it lies, how a report names it, and what suite.json says of it."""
+
+    path: Path
+    name: str
+    suite: str
+    plan: dict[str, Any]
+
+
+def _read_member(member: Member, reading: Reading) -> None:
     """A run of a suite, which may have crashed or not begun."""
+    path = member.path
     reading.seen.add(path.resolve())
     failed = SuiteFolder(path.parent).failure(path.name)
-    if failed.is_file():
+    if failed.is_file() and not _is_finished(member):
         try:
             crash = read_json(failed)
             reason = f"{crash['message']} (exit code {crash['code']})"
-        except (ValueError, KeyError, TypeError) as error:
+        except WRONG_JSON as error:
             reason = f"its message cannot be read ({_short(error)})"
-        reading.problem(name, f"crashed{_progress(path)}: {reason}")
+        reading.problem(member.name, f"crashed{_progress(path)}: {reason}")
     elif not path.is_dir():
-        reading.problem(name, "has not begun")
+        reading.problem(member.name, "has not begun")
     else:
-        _read_run(path, name, place, reading)
+        place = Place(member.suite, str(member.plan.get("variant", path.name)))
+        _read_run(path, member.name, place, reading)
+
+
+def _is_finished(member: Member) -> bool:
+    """Whether it has a result of the planned settings: no failure, before or after, undoes that."""
+    try:
+        return read_json(member.path / "result.json")["config"] == member.plan.get("config")
+    except (OSError, *WRONG_JSON):
+        return False
 
 
 def _read_run(path: Path, name: str, place: Place, reading: Reading) -> None:
     if not any(path.iterdir()):
         reading.problem(name, "is empty")
         return
+    if not (path / "run.json").is_file():
+        reading.problem(name, f"{HALF_WRITTEN}{_progress(path)}")
+        return
     try:
         config = open_run(path).config
-    except (ConfigError, TypeError) as error:
+    except (ConfigError, *WRONG_JSON) as error:
         reading.problem(name, str(error).replace(str(path / "run.json"), "run.json"))
         return
     if not (path / "result.json").is_file():
         reading.problem(name, f"is not finished: no result.json{_progress(path, config)}")
         return
     try:
-        run = _run(name, place, read_json(path / "run.json"), read_json(path / "result.json"))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        about = read_json(path / "run.json") | {"config": config.to_json()}
+        run = finished_run(name, place, about, read_json(path / "result.json"))
+    except WRONG_JSON as error:
         reading.problem(name, f"result.json cannot be read ({_short(error)}): left out")
         return
     reading.runs.append(replace(run, usage=_usage(path / USAGE, run, reading)))
@@ -192,46 +257,6 @@ def _usage(path: Path, run: Run, reading: Reading) -> Usage | None:
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         reading.problem(run.name, f"{path.name} cannot be read ({_short(error)}): no usage map")
         return None
-
-
-def _run(name: str, place: Place, about: dict[str, Any], result: dict[str, Any]) -> Run:
-    lines, best = [_timed(line) for line in result["log"]], _timed(result["best"])
-    evaluations = [line for line in lines if line["kind"] == "eval"]
-    training = [line for line in lines if line["kind"] == "train"]
-    if number(best["perplexity"]) is None:
-        raise ValueError("its best perplexity is no number")
-    return Run(
-        name=name,
-        suite=place.suite,
-        variant=place.variant or method_of(about["config"]["model"]),
-        seed=about["config"]["training"]["seed"],
-        config=_portable(about["config"]),
-        data_sha256=about.get("data_sha256"),
-        versions=dict(result["versions"]),
-        git=dict(result["git"]),
-        machine=dict(result["machine"]),
-        parameters={kind: result["parameters"][kind] for kind in ("total", "active")},
-        best={key: number(value) for key, value in best.items() if key != "kind"},
-        tokens=result["tokens"],
-        tokens_per_second=number(result["tokens_per_second"]),
-        evaluations=curve(evaluations, EVALUATION_FIELDS),
-        training=curve(training, TRAINING_FIELDS),
-        usage=None,
-    )
-
-
-def _timed(line: dict[str, Any]) -> dict[str, Any]:
-    """Time without evaluations, which cost one method as much as another; older logs lack it."""
-    return line | {"seconds": line.get("training_seconds", line.get("seconds"))}
-
-
-def _portable(config: dict[str, Any]) -> dict[str, Any]:
-    """Without the folders of one machine: of an absolute path only the name stays."""
-    data = {
-        key: Path(value).name if key in PATHS and str(value).startswith("/") else value
-        for key, value in config["data"].items()
-    }
-    return config | {"data": data}
 
 
 def _progress(path: Path, config: RunConfig | None = None) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from airmoe.errors import ConfigError
+from airmoe.experiments.report.names import method_of
 from airmoe.experiments.report.usage import CellUsage, ExpertMap, Usage
 from airmoe.files import read_json, write_json
 from airmoe.training import RunConfig
@@ -54,6 +55,11 @@ class Run:
     evaluations: Curve
     training: Curve
     usage: Usage | None
+
+    @property
+    def method(self) -> str:
+        """What its model is, however a table names it."""
+        return method_of(self.config["model"])
 
     @property
     def settings(self) -> RunConfig:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from airmoe.experiments.report.document import Block, Cell, Table
-from airmoe.experiments.report.figures.usage_maps import COARSE
 from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.metrics import Summary, summary, unit_of, written
-from airmoe.experiments.report.names import REFERENCE, title_of
+from airmoe.experiments.report.names import title_of
 from airmoe.experiments.report.record import Run
 from airmoe.experiments.report.usage import ExpertMap
 
@@ -22,16 +21,15 @@ def structure_table(group: Group) -> list[Block]:
     rows = []
     for variant, runs in group.variants.items():
         maps = _maps(runs)
-        if maps and variant != COARSE:
-            rows.append(_row(variant, maps))
+        if maps and runs[0].method != "coarse":
+            rows.append(_row(variant, maps, grey=runs[0].method == "exact"))
     if not rows:
         return []
     columns = ["method", "rows x columns", "explained (%)", "shuffled (%)"]
     return [Table(caption=CAPTION, columns=columns, rows=rows, notes=[NOTE])]
 
 
-def _row(variant: str, maps: list[ExpertMap]) -> list[Cell]:
-    grey = variant == REFERENCE
+def _row(variant: str, maps: list[ExpertMap], *, grey: bool) -> list[Cell]:
     explained = summary([one.structure for one in maps if one.structure is not None])
     chance = summary([one.structure_by_chance for one in maps[:1] if one.structure_by_chance])
     height, width = maps[0].shape

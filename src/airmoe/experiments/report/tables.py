@@ -9,7 +9,7 @@ from airmoe.experiments.report import metrics
 from airmoe.experiments.report.document import Cell, Table
 from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.metrics import Metric, Summary, summarize, unit_of, written
-from airmoe.experiments.report.names import REFERENCE, codebook_of, granularity_of, title_of
+from airmoe.experiments.report.names import codebook_of, granularity_of, title_of
 from airmoe.experiments.report.record import Run
 
 MAIN = (
@@ -48,7 +48,9 @@ GRANULARITY = (metrics.LOSS, metrics.PERPLEXITY, metrics.FLOPS, metrics.SECONDS,
 FUTURE_MARK, REFERENCE_MARK = "†", "‡"
 FUTURE_NOTE = "† Expert choice sees later tokens of the text: its perplexity is not comparable."
 REFERENCE_NOTE = "‡ Scores every expert: the reference, out of competition."
-SPREAD_NOTE = "± is the sample standard deviation over the seeds; without it all seeds agree."
+SPREAD_NOTE = (
+    "± is the sample standard deviation over the seeds; without it there is one, or all agree."
+)
 
 
 def main_table(group: Group) -> Table:
@@ -63,9 +65,7 @@ def variant_table(group: Group, columns: Sequence[Metric], caption: str) -> Tabl
     """One row per variant."""
     variants = group.variants
     names = [_name_cell(variant, runs) for variant, runs in variants.items()]
-    seeds = [
-        _number_cell(len(runs), grey=variant == REFERENCE) for variant, runs in variants.items()
-    ]
+    seeds = [_number_cell(len(runs), grey=is_reference(runs[0])) for runs in variants.values()]
     rows = [[name, count] for name, count in zip(names, seeds, strict=True)]
     return _filled(group, columns, caption, ["method", "seeds"], rows)
 
@@ -82,7 +82,7 @@ def codebook_table(group: Group) -> Table:
     rows = []
     for variant, runs in group.variants.items():
         book = codebook_of(variant)
-        assert book is not None  # sections.py asks before
+        assert book is not None  # contents.py asks before
         sizes = (book.num_codewords, book.shortlist_size, book.probes, len(runs))
         rows.append([_number_cell(size) for size in sizes])
     heads = ["codewords G", "shortlist M", "probes", "seeds"]
@@ -102,7 +102,7 @@ def _filled(
     every = [run for runs in group.variants.values() for run in runs]
     notes = [SPREAD_NOTE] if any(len(runs) > 1 for runs in group.variants.values()) else []
     notes += [FUTURE_NOTE] if any(sees_future(run) for run in every) else []
-    notes += [REFERENCE_NOTE] if REFERENCE in group.variants else []
+    notes += [REFERENCE_NOTE] if any(is_reference(run) for run in every) else []
     return Table(caption=caption, columns=titles, rows=rows, notes=notes)
 
 
@@ -127,13 +127,13 @@ def _column(metric: Metric, group: Group) -> _Column:
     for variant, runs in group.variants.items():
         one, text = found[variant], written(found[variant], metric.kind, unit)
         ideal = metric.ideal(runs[0]) if metric.ideal is not None else None
-        competes = _competes(metric, variant, runs)
+        competes = _competes(metric, runs)
         cells.append(
             Cell(
                 text=text if ideal is None else f"{text} of {ideal:.2f}",
                 value=None if one is None else one.mean,
                 bold=best is not None and competes and means.get(variant) == means[best],
-                grey=variant == REFERENCE,
+                grey=is_reference(runs[0]),
                 mark=FUTURE_MARK if metric is metrics.PERPLEXITY and sees_future(runs[0]) else "",
             )
         )
@@ -145,16 +145,21 @@ def _best(metric: Metric, group: Group, found: dict[str, Summary | None]) -> str
     means = {
         variant: one.mean
         for variant, runs in group.variants.items()
-        if (one := found[variant]) is not None and _competes(metric, variant, runs)
+        if (one := found[variant]) is not None and _competes(metric, runs)
     }
     if metric.better is None or len(set(means.values())) < 2:
         return None
     return (min if metric.better == "low" else max)(means, key=means.__getitem__)
 
 
-def _competes(metric: Metric, variant: str, runs: Sequence[Run]) -> bool:
+def _competes(metric: Metric, runs: Sequence[Run]) -> bool:
     not_comparable = metric is metrics.PERPLEXITY and sees_future(runs[0])
-    return variant != REFERENCE and not not_comparable
+    return not is_reference(runs[0]) and not not_comparable
+
+
+def is_reference(run: Run) -> bool:
+    """Exact granular routing; as a point of the granularity suite it is in the contest."""
+    return run.method == "exact" and granularity_of(run.variant) is None
 
 
 def sees_future(run: Run) -> bool:
@@ -166,7 +171,7 @@ def sees_future(run: Run) -> bool:
 
 def _name_cell(variant: str, runs: Sequence[Run]) -> Cell:
     marks = FUTURE_MARK if sees_future(runs[0]) else ""
-    grey = variant == REFERENCE
+    grey = is_reference(runs[0])
     return Cell(text=title_of(variant), grey=grey, mark=REFERENCE_MARK if grey else marks)
 
 

@@ -24,10 +24,10 @@ class Written:
 
 
 def write_report(paths: Sequence[Path], out: Path | None = None) -> Written:
-    """Report on everything under `paths`; by default beside the first of them."""
+    """Report on everything under `paths`; by default in or beside the first of them."""
     record = read_all(paths)
     report = make_report(record)
-    folder = out or _default_folder(paths[0])
+    folder = out or _default_folder(paths)
     figures = folder / "figures"
     figures.mkdir(parents=True, exist_ok=True)
     for drawing in report.drawings:
@@ -46,5 +46,18 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Written:
     return Written(files, len(record.runs), report.problems)
 
 
-def _default_folder(first: Path) -> Path:
-    return first.parent if first.is_file() else first / "report"
+def _default_folder(paths: Sequence[Path]) -> Path:
+    """Of the first path with something in it: one that is not there, or empty, was a mistake."""
+    for path in paths:
+        if path.is_file():
+            return path.parent
+        if _holds_something(path):
+            return path / "report"
+    raise AssertionError("a run was read from one of the paths")
+
+
+def _holds_something(path: Path) -> bool:
+    try:
+        return any(path.iterdir())
+    except OSError:
+        return False

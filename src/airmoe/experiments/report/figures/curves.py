@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Literal
 
@@ -19,7 +19,7 @@ from airmoe.experiments.report.figures.drawing import (
 )
 from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.metrics import Kind, scores_every_expert, unit_of
-from airmoe.experiments.report.names import label_of, style_of, title_of
+from airmoe.experiments.report.names import Style, label_of, styles_of, title_of
 from airmoe.experiments.report.record import Run
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def reduction(one: Series, baseline: Series) -> Series:
 def quality_figures(group: Group) -> list[Drawing]:
     """Overlap, mass recall and its bound through training, of routers that approximate."""
     runs = [run for run in group.runs if not scores_every_expert(run)]
-    approximate, figures = Group(group.key, runs), []
+    approximate, figures = replace(group, runs=runs), []
     kinds: tuple[tuple[str, str, bool], ...] = (
         ("overlap", "overlap with exact routing", False),
         ("mass_recall", "mass recall", False),
@@ -163,8 +163,9 @@ def line_figure(
         figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         axes = figure.add_subplot()
         scale = unit_of(horizontal.kind, [x for one in curves for x in one.x])
-        for index, one in enumerate(curves):
-            _line(axes, one, index, scale.factor)
+        styles = styles_of([one.variant for one in curves])
+        for one in curves:
+            _line(axes, one, styles[one.variant], scale.factor)
         if log:
             _log_axis(axes, [y for one in curves for y in one.y])
         if zero:
@@ -178,8 +179,7 @@ def line_figure(
         return drawn(figure, picture)
 
 
-def _line(axes: Axes, one: Series, index: int, factor: float) -> None:
-    style = style_of(one.variant, index)
+def _line(axes: Axes, one: Series, style: Style, factor: float) -> None:
     x, y, spread = np.array(one.x) / factor, np.array(one.y), np.array(one.spread)
     axes.plot(
         x,

@@ -16,7 +16,7 @@ from airmoe.experiments.report.figures.drawing import (
 )
 from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.metrics import Metric, Summary, summarize, unit_of
-from airmoe.experiments.report.names import COLOURS, DASHES, MARKERS, codebook_of, granularity_of
+from airmoe.experiments.report.names import codebook_of, granularity_of, style_at
 from airmoe.experiments.scaling_law import ScalingLaw
 
 SWEPT: tuple[Metric, ...] = (
@@ -56,8 +56,8 @@ def granularity_figure(group: Group, law: ScalingLaw | None) -> Drawing:
             amounts,
             [one.mean for one in found.values()],
             [one.spread or 0.0 for one in found.values()],
-            color=COLOURS[0],
-            marker="o",
+            color=style_at(0).colour,
+            marker=style_at(0).marker,
             linestyle="none",
             capsize=3,
             label="runs (mean ± spread)",
@@ -66,7 +66,8 @@ def granularity_figure(group: Group, law: ScalingLaw | None) -> Drawing:
             dense = np.geomspace(amounts.min(), amounts.max(), 100)
             label = f"{law.a:.3g} / Q^{law.b:.3g} + {law.c:.3g}"
             curve = [law.loss(amount) for amount in dense]
-            axes.plot(dense, curve, color=COLOURS[1], linestyle=DASHES[1], label=label)
+            style = style_at(1)
+            axes.plot(dense, curve, color=style.colour, linestyle=style.dashes, label=label)
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(FixedLocator(amounts.tolist()))
         axes.xaxis.set_minor_locator(NullLocator())
@@ -115,13 +116,13 @@ def _panel(axes, metric: Metric, group: Group, lines: dict[str, dict[int, str]])
     unit = unit_of(metric.kind, [one.mean for one in found.values() if one is not None])
     for index, (label, line) in enumerate(lines.items()):
         means = [found[variant] for variant in line.values()]
-        slot = index % len(COLOURS)
+        style = style_at(index)
         axes.plot(
             list(line),
             [np.nan if one is None else one.mean / unit.factor for one in means],
-            color=COLOURS[slot],
-            linestyle=DASHES[slot],
-            marker=MARKERS[slot],
+            color=style.colour,
+            linestyle=style.dashes,
+            marker=style.marker,
             label=label,
         )
     axes.set_xscale("log")

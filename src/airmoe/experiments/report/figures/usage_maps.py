@@ -16,12 +16,11 @@ from airmoe.experiments.report.figures.drawing import (
     matplotlib_style,
 )
 from airmoe.experiments.report.groups import Group
-from airmoe.experiments.report.names import label_of, style_of, title_of
+from airmoe.experiments.report.names import label_of, styles_of, title_of
 from airmoe.experiments.report.usage import CellUsage, ExpertMap, relative_usage
 
 UNUSED = "#e4e4e4"  # an expert without a token: a light grey, which the colour map lacks
 FRINGE = 0.5  # per cent of experts at either end that may lie beyond the colour scale
-COARSE = "coarse"
 
 
 def maps(group: Group) -> dict[str, ExpertMap]:
@@ -29,7 +28,7 @@ def maps(group: Group) -> dict[str, ExpertMap]:
     return {
         variant: found[0]
         for variant, runs in group.variants.items()
-        if variant != COARSE
+        if runs[0].method != "coarse"
         and (found := [run.usage.experts for run in runs if run.usage and run.usage.experts.levels])
     }
 
@@ -120,8 +119,9 @@ def codeword_figure(group: Group) -> Drawing | None:
 
         figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         axes = figure.add_subplot()
-        for index, (variant, one) in enumerate(found.items()):
-            style = style_of(variant, index)
+        styles = styles_of(list(found))
+        for variant, one in found.items():
+            style = styles[variant]
             shares = 100 * np.array(one.shares)
             axes.plot(
                 one.ranks,

@@ -1,0 +1,83 @@
+"""One run folder -> what a report keeps of it; every number that tables need is checked here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from airmoe.experiments.report.names import method_of
+from airmoe.experiments.report.record import (
+    EVALUATION_FIELDS,
+    TRAINING_FIELDS,
+    Run,
+    curve,
+    number,
+)
+
+PATHS = ("corpus", "folder", "validation")  # options of data that may be paths
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run's part in a suite; a single run has none."""
+
+    suite: str | None = None
+    variant: str | None = None
+
+
+def finished_run(name: str, place: Place, about: dict[str, Any], result: dict[str, Any]) -> Run:
+    """From run.json (`about`) and result.json; raises where they lack or garble something."""
+    lines, best = [_timed(line) for line in result["log"]], _timed(result["best"])
+    evaluations = [line for line in lines if line["kind"] == "eval"]
+    training = [line for line in lines if line["kind"] == "train"]
+    if number(best["perplexity"]) is None:
+        raise ValueError("its best perplexity is no number")
+    parameters = result["parameters"]
+    return Run(
+        name=name,
+        suite=place.suite,
+        variant=place.variant or method_of(about["config"]["model"]),
+        seed=about["config"]["training"]["seed"],
+        config=_portable(about["config"]),
+        data_sha256=_digest(about),
+        versions=dict(result["versions"]),
+        git=dict(result["git"]),
+        machine=dict(result["machine"]),
+        parameters={
+            kind: _count(parameters[kind], f"parameters.{kind}") for kind in ("total", "active")
+        },
+        best={key: number(value) for key, value in best.items() if key != "kind"},
+        tokens=_count(result["tokens"], "tokens"),
+        tokens_per_second=number(result["tokens_per_second"]),
+        evaluations=curve(evaluations, EVALUATION_FIELDS),
+        training=curve(training, TRAINING_FIELDS),
+        usage=None,
+    )
+
+
+def _count(value: Any, field: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{field} is {value!r}, not a count")
+    return value
+
+
+def _digest(about: dict[str, Any]) -> str | None:
+    value = about.get("data_sha256")
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"data_sha256 of run.json is {value!r}, not a text")
+    return value
+
+
+def _timed(line: dict[str, Any]) -> dict[str, Any]:
+    """Time without evaluations, which cost one method as much as another; older logs lack it."""
+    return line | {"seconds": line.get("training_seconds", line.get("seconds"))}
+
+
+def _portable(config: dict[str, Any]) -> dict[str, Any]:
+    """Without the folders of one machine: of an absolute path only the name stays."""
+    data = {
+        key: Path(value).name if key in PATHS and str(value).startswith("/") else value
+        for key, value in config["data"].items()
+    }
+    return config | {"data": data}

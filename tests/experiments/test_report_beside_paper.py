@@ -1,0 +1,104 @@
+"""The paper's cells beside ours, and what is said to differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from airmoe.experiments import preset
+from airmoe.experiments.report.beside_paper import beside_paper
+from airmoe.experiments.report.document import Bullets, Table
+from airmoe.experiments.report.groups import Group, group_runs
+from airmoe.experiments.report.reading import read_all
+from airmoe.experiments.suites import SUITES
+from tests.experiments.report_toys import write_run, write_suite
+
+
+def only_group(folder: Path) -> Group:
+    (group,) = group_runs(read_all([folder]).runs).groups
+    return group
+
+
+def test_the_paper_stands_beside_ours(tmp_path: Path) -> None:
+    shorter = ["training.epochs=null", "training.steps=360", "training.precision=bf16"]
+    shorter += ["data.folder=data/wiki"]
+    runs = {"air": {"perplexity": 30.0}, "exact": {"perplexity": 29.0}}
+    write_suite(tmp_path / "s", "main", runs, name="small", overrides=shorter)
+    table, _, differences = beside_paper(only_group(tmp_path))
+    assert isinstance(table, Table) and isinstance(differences, Bullets)
+    assert [cell.text for cell in table.rows[0]] == [
+        "AIR", "30.00", "21.82", "0.0", "324.1", "2.0", "0.1", "7.90", "10.78",
+    ]  # fmt: skip
+    assert [cell.text for cell in table.rows[1]][:5] == [
+        "Exact granular",
+        "29.00",
+        "21.34",
+        "0.0",
+        "467.5",
+    ]
+    assert table.rows[1][6].text == "–"  # the paper does not say
+    text, length, precision = differences.items  # of devices nothing is known
+    assert text == (
+        "text: wikitext103, data.folder=data/wiki (data hash abababababab); the paper's is "
+        "wikitext103"
+    )
+    assert length == "length: 184,320 tokens, 0.0152 % of the paper's 1,210,000,000"
+    assert precision == "precision: bf16, the paper's is fp16"
+
+
+def test_ablations_have_their_own_paper_numbers(tmp_path: Path) -> None:
+    runs = {"air": {"perplexity": 30.0}, "static": {"perplexity": 31.0}}
+    write_suite(
+        tmp_path / "s", "ablations", runs, name="small", overrides=["training.batch_size=32"]
+    )
+    table, _, differences = beside_paper(only_group(tmp_path))
+    assert isinstance(table, Table) and isinstance(differences, Bullets)
+    assert table.rows[0][2].text == "21.72" and table.rows[1][2].text == "23.27"
+    assert table.columns[-2:] == ["overlap: ours", "paper"]
+    assert table.rows[1][-1].text == "0.07"
+    assert "settings: training.batch_size=32" in differences.items
+
+
+@pytest.mark.parametrize("suite", ["main", "ablations"])
+def test_unchanged_settings_are_the_papers(tmp_path: Path, suite: str) -> None:
+    variants = SUITES[suite].variants(preset("small"))
+    write_suite(
+        tmp_path / "s", suite, {name: {"perplexity": 30.0} for name in variants}, name="small"
+    )
+    table, _, differences = beside_paper(only_group(tmp_path))
+    assert isinstance(table, Table) and isinstance(differences, Bullets)
+    assert len(table.rows) == 5
+    assert [item.partition(":")[0] for item in differences.items] == ["length"]
+
+
+def test_unchanged_single_runs_have_the_papers_settings(tmp_path: Path) -> None:
+    for method in ("air", "peer", "hierarchical", "exact", "coarse"):
+        write_run(tmp_path / method, preset("small", method), perplexity=30.0)
+    table, _, differences = beside_paper(only_group(tmp_path))
+    assert isinstance(table, Table) and isinstance(differences, Bullets)
+    assert len(table.rows) == 5
+    assert [item.partition(":")[0] for item in differences.items] == ["length"]
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "lines"),
+    [
+        ("NVIDIA H200", 1, ["devices: 1 NVIDIA H200; the paper had 4"]),
+        ("NVIDIA H200", 4, []),  # how many of them worked?
+        ("x86_64", 1, []),  # a thread
+    ],
+)
+def test_devices_where_they_are_known(
+    tmp_path: Path, device: str, count: int, lines: list[str]
+) -> None:
+    about = {"machine": {"device": device, "count": count}}
+    write_run(tmp_path / "run", preset("small"), perplexity=30.0, about=about)
+    *_, differences = beside_paper(only_group(tmp_path))
+    assert isinstance(differences, Bullets)
+    assert [item for item in differences.items if item.startswith("devices")] == lines
+
+
+def test_our_own_preset_has_no_paper_beside_it(tmp_path: Path) -> None:
+    write_suite(tmp_path / "s", "main", {"air": {"perplexity": 60.0}})
+    assert beside_paper(only_group(tmp_path)) == []

@@ -1,0 +1,169 @@
+"""Which runs stand in one table and one row, and what is said of the others."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from airmoe.experiments import preset
+from airmoe.experiments.report.reading import read_all
+from airmoe.experiments.report.record import Record
+from airmoe.files import read_json, write_json
+from airmoe.training import override
+from tests.experiments.report_toys import (
+    change_config,
+    grouped,
+    write_main_suite,
+    write_run,
+    write_suite,
+    write_usage,
+)
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    """A folder with one run that is fine."""
+    write_run(tmp_path / "runs" / "good", preset("tiny"), perplexity=60.0)
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    """Four methods, all fine."""
+    return write_main_suite(tmp_path / "suites" / "main")
+
+
+def test_other_text_is_left_out(suite: Path) -> None:
+    run = suite / "peer-seed42" / "run.json"
+    write_json(run, read_json(run) | {"data_sha256": "cd" * 32})
+    found = grouped(read_all([suite]))
+    assert list(found.groups[0].variants) == ["air", "hierarchical", "coarse"]
+    assert found.left_out == [
+        "main/peer-seed42: other text than the rest of its group (data hash cdcdcdcdcdcd, not "
+        "abababababab): left out"
+    ]
+
+
+def test_the_variant_that_alone_is_unfair_is_left_out(suite: Path) -> None:
+    change_config(suite / "peer-seed42", "training", learning_rate=1.0)
+    found = grouped(read_all([suite]))
+    assert list(found.groups[0].variants) == ["air", "hierarchical", "coarse"]
+    (line,) = found.left_out
+    assert "peer is left out" in line
+    assert "training.learning_rate 0.002 in air, hierarchical, coarse; 1.0 in peer" in line
+    assert found.notes == []
+
+
+def test_where_no_one_is_to_blame_it_is_a_note(tmp_path: Path) -> None:
+    write_suite(tmp_path / "s", "main", {name: {"perplexity": 60.0} for name in ("air", "peer")})
+    change_config(tmp_path / "s" / "peer-seed42", "training", warmup=0.5)
+    found = grouped(read_all([tmp_path]))
+    assert list(found.groups[0].variants) == ["air", "peer"]
+    assert found.left_out == []
+    (line,) = found.notes
+    assert "training.warmup 0.05 in air; 0.5 in peer" in line
+
+
+def test_seeds_of_a_variant_share_their_settings(tmp_path: Path) -> None:
+    runs = {"air": {"perplexity": [60.0, 61.0]}, "peer": {"perplexity": [62.0, 63.0]}}
+    write_suite(tmp_path / "s", "main", runs, seeds=(42, 43))
+    change_config(tmp_path / "s" / "air-seed43", "model", num_experts_per_tok=32)
+    found = grouped(read_all([tmp_path]))
+    (line,) = found.left_out
+    assert line.endswith(
+        "s/air-seed43: other settings than "
+        f"{tmp_path.name}/s/air-seed42 (model.num_experts_per_tok): left out"
+    )
+    (note,) = found.notes
+    assert note.endswith("not every variant has every seed (42 of air; 42, 43 of peer)")
+
+
+def test_the_same_run_in_two_folders_is_no_second_seed(suite: Path, tmp_path: Path) -> None:
+    shutil.copytree(suite, tmp_path / "again")
+    found = grouped(read_all([suite, tmp_path / "again"]))
+    assert len(found.groups[0].runs) == 4
+    first = found.left_out[0]
+    assert first == "again/air-seed42: the same variant and seed as main/air-seed42: left out"
+
+
+def test_two_suites_with_other_seeds_are_one_group(tmp_path: Path) -> None:
+    for seed in (42, 43):
+        write_suite(tmp_path / str(seed), "main", {"air": {"perplexity": 60.0}}, seeds=(seed,))
+    (group,) = grouped(read_all([tmp_path])).groups
+    assert [run.seed for run in group.variants["air"]] == [42, 43]
+
+
+def test_single_runs_of_one_method_get_their_own_rows(good: Path) -> None:
+    config = override(preset("tiny"), ["training.learning_rate=0.001"])
+    write_run(good / "slow", config, perplexity=70.0)
+    (group,) = grouped(read_all([good])).groups
+    assert list(group.variants) == ["air", "air (slow)"]
+
+
+def rows(record: Record) -> dict[str, list[str]]:
+    """Variant -> its runs, of the only group."""
+    (group,) = grouped(record).groups
+    return {variant: [run.name for run in runs] for variant, runs in group.variants.items()}
+
+
+def test_single_runs_with_equal_settings_are_seeds_of_one_row(good: Path) -> None:
+    for folder, rate, seed in (
+        ("h/run", 0.003, 42),
+        ("i/run", 0.004, 42),
+        ("j/run", 0.003, 43),
+        ("k", 0.002, 43),
+        ("l", 0.004, 44),
+    ):
+        changes = [f"training.learning_rate={rate}", f"training.seed={seed}"]
+        write_run(good / folder, override(preset("tiny"), changes), perplexity=70.0)
+    assert rows(read_all([good])) == {
+        "air": ["runs/good", "runs/k"],
+        "air (h/run)": ["runs/h/run", "runs/j/run"],
+        "air (i/run)": ["runs/i/run", "runs/l"],
+    }
+
+
+def test_two_runs_with_one_name_and_other_settings_are_two_rows(tmp_path: Path) -> None:
+    for folder, rate in (("a", 0.002), ("b", 0.003)):
+        config = override(preset("tiny"), [f"training.learning_rate={rate}"])
+        write_run(tmp_path / "top" / folder / "run", config, perplexity=70.0)
+    assert rows(read_all([tmp_path / "top"])) == {
+        "air": ["top/a/run"],
+        "air (b/run)": ["top/b/run"],
+    }
+
+
+def test_rows_of_runs_with_the_same_name(tmp_path: Path) -> None:
+    paths = [tmp_path / folder / "run" for folder in "abc"]
+    for path, rate in zip(paths, (0.002, 0.003, 0.004), strict=True):
+        config = override(preset("tiny"), [f"training.learning_rate={rate}"])
+        write_run(path, config, perplexity=70.0)
+        write_usage(path, np.arange(4096) + 1)
+    record = read_all(paths)
+    assert list(rows(record)) == ["air", "air (run-2)", "air (run-3)"]
+    for run in record.runs:  # every row has a map to draw
+        assert run.usage is not None and run.usage.experts.levels is not None
+
+
+def test_names_of_groups_differ(tmp_path: Path) -> None:
+    for index, corpus in enumerate(("text_a", "text-a", "text a", "中", "文")):
+        config = override(preset("tiny"), [f"data.corpus={corpus}"])
+        write_run(tmp_path / str(index), config, perplexity=70.0)
+    groups = grouped(read_all([tmp_path])).groups
+    assert sorted(group.slug for group in groups) == [
+        "single-runs-tiny-184320-tokens",
+        "single-runs-tiny-184320-tokens-2",
+        "single-runs-tiny-text-a-184320-tokens",
+        "single-runs-tiny-text-a-184320-tokens-2",
+        "single-runs-tiny-text-a-184320-tokens-3",
+    ]
+
+
+def test_times_of_two_machines(suite: Path) -> None:
+    result = suite / "peer-seed42" / "result.json"
+    write_json(result, read_json(result) | {"machine": {"device": "H200", "count": 1}})
+    (note,) = grouped(read_all([suite])).notes
+    assert note.endswith("different machines (1 x H200; 2 x x86_64): times do not compare")
