@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from airmoe.experiments import preset
 from airmoe.experiments.report.reading import read_all
@@ -16,24 +15,10 @@ from airmoe.training import override
 from tests.experiments.report_toys import (
     change_config,
     grouped,
-    write_main_suite,
     write_run,
     write_suite,
     write_usage,
 )
-
-
-@pytest.fixture
-def good(tmp_path: Path) -> Path:
-    """A folder with one run that is fine."""
-    write_run(tmp_path / "runs" / "good", preset("tiny"), perplexity=60.0)
-    return tmp_path / "runs"
-
-
-@pytest.fixture
-def suite(tmp_path: Path) -> Path:
-    """Four methods, all fine."""
-    return write_main_suite(tmp_path / "suites" / "main")
 
 
 def test_other_text_is_left_out(suite: Path) -> None:

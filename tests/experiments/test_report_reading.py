@@ -25,13 +25,6 @@ from tests.experiments.report_toys import (
 )
 
 
-@pytest.fixture
-def good(tmp_path: Path) -> Path:
-    """A folder with one run that is fine."""
-    write_run(tmp_path / "runs" / "good", preset("tiny"), perplexity=60.0)
-    return tmp_path / "runs"
-
-
 def problems(folder: Path) -> list[str]:
     """The lines about a folder in which the run `good` must still be found."""
     record = read_all([folder])

@@ -14,23 +14,8 @@ from airmoe.training import override
 from tests.experiments.report_toys import (
     change_config,
     grouped,
-    write_main_suite,
-    write_run,
     write_suite,
 )
-
-
-@pytest.fixture
-def good(tmp_path: Path) -> Path:
-    """A folder with one run that is fine."""
-    write_run(tmp_path / "runs" / "good", preset("tiny"), perplexity=60.0)
-    return tmp_path / "runs"
-
-
-@pytest.fixture
-def suite(tmp_path: Path) -> Path:
-    """Four methods, all fine."""
-    return write_main_suite(tmp_path / "suites" / "main")
 
 
 def test_crashed_runs_and_runs_to_come(suite: Path) -> None:

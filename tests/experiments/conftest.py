@@ -1,0 +1,23 @@
+"""What the tests of reports start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from airmoe.experiments import preset
+from tests.experiments.report_toys import write_main_suite, write_run
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    """A folder with one run that is fine."""
+    write_run(tmp_path / "runs" / "good", preset("tiny"), perplexity=60.0)
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    """Four methods, all fine."""
+    return write_main_suite(tmp_path / "suites" / "main")
