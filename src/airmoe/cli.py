@@ -206,7 +206,7 @@ def evaluate(
 
     from airmoe import training
     from airmoe.data import open_prepared
-    from airmoe.training.evaluation import num_batches
+    from airmoe.training.evaluation import autocast_of, num_batches
     from airmoe.training.load import check_same_tokenizer, load_trained
     from airmoe.training.text import data_folder
 
@@ -224,6 +224,7 @@ def evaluate(
             blocks,
             batch_size=batch_size,
             quality_tokens=quality_tokens,
+            autocast=autocast_of(options.training.precision, trained.model.device),
             on_batch=lambda: progress.advance(task),
         )
     answer = {"checkpoint": str(trained.checkpoint), "split": split, "tokens": result.tokens}

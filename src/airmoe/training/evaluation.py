@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from airmoe.config import check_count
 from airmoe.distributed import all_reduce_sum, rank, world_size
+from airmoe.training.config import Precision
 from airmoe.training.watch import RoutingWatch
 
 
@@ -65,6 +66,14 @@ def evaluate(
         model.train(training)
     loss_sum, tokens_everywhere = all_reduce_sum(total).tolist()
     return Evaluation(loss_sum / tokens_everywhere, int(tokens_everywhere), routing, watch.usage())
+
+
+def autocast_of(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+    """What a run of this precision computes in."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if precision not in dtypes:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtypes[precision])
 
 
 def num_batches(blocks: Any, batch_size: int) -> int:

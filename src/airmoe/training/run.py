@@ -37,6 +37,7 @@ from airmoe.training.checkpoints import (
 from airmoe.training.config import RunConfig
 from airmoe.training.cost import flops_per_token
 from airmoe.training.display import Display, PrepareDisplay
+from airmoe.training.held_out import is_untested, measure_test
 from airmoe.training.run_folder import (
     RunFolder,
     check_free,
@@ -136,9 +137,10 @@ def _go(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path |
     steps_per_epoch = len(train_blocks) // options.batch_size
     last_step = total_steps(config, steps_per_epoch)
     if checkpoint is not None and step_of(checkpoint) >= last_step:
-        if rank() == 0:
-            write_result(run, peak_memory=None)
-        PartialState().wait_for_everyone()
+        if is_untested(run, prepared):  # killed after its last checkpoint
+            model = build_model(config, prepared)
+            measure_test(run, prepared, model.to(PartialState().device))  # pyright: ignore
+        _finish(run, peak_memory=None)
         return Finished(run, None, last_step)
     arguments = make_arguments(
         config,
@@ -162,10 +164,17 @@ def _go(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path |
             close()
     if stop.received is not None and trainer.state.global_step < last_step:
         return Finished(run, stop.received, trainer.state.global_step)
-    if rank() == 0:
-        write_result(run, peak_memory())
-    PartialState().wait_for_everyone()
+    peak = peak_memory()
+    if is_untested(run, prepared):
+        measure_test(run, prepared, trainer.airmoe_model)
+    _finish(run, peak)
     return Finished(run, None, trainer.state.global_step)
+
+
+def _finish(run: RunFolder, peak_memory: float | None) -> None:
+    if rank() == 0:
+        write_result(run, peak_memory)
+    PartialState().wait_for_everyone()
 
 
 def _blocks(config: RunConfig, prepared: Prepared) -> tuple[BlockDataset, Any]:
@@ -269,6 +278,7 @@ def write_result(run: RunFolder, peak_memory: float | None) -> None:
             "parameters": {"total": counts.total, "active": counts.active},
             "best": min(evaluations, key=lambda line: line["loss"]),
             "last": evaluations[-1],
+            "test": read_json(run.test) if run.test.exists() else None,
             "tokens": evaluations[-1]["tokens"],
             "seconds": evaluations[-1]["seconds"],
             "tokens_per_second": median(speeds) if speeds else None,

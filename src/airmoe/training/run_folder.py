@@ -4,6 +4,7 @@ RUN/  run.json         settings, hash of the text, versions, git state, machine
       log.jsonl        one line per log or evaluation
       checkpoint-N/    see checkpoints.py
       tensorboard/     the same numbers for TensorBoard
+      test.json        the best checkpoint on the test split, where the text has one
       result.json      when it is finished
       usage.safetensors  then too: which experts the best checkpoint uses
 """
@@ -48,6 +49,10 @@ class RunFolder:
     @property
     def result(self) -> Path:
         return self.path / "result.json"
+
+    @property
+    def test(self) -> Path:
+        return self.path / "test.json"
 
 
 def create_run(path: Path, config: RunConfig, prepared: Prepared) -> RunFolder:

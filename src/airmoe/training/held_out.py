@@ -1,0 +1,35 @@
+"""The text kept for the end: a finished run's best checkpoint on the test split."""
+
+from __future__ import annotations
+
+from airmoe.data import Prepared
+from airmoe.distributed import rank
+from airmoe.files import write_json
+from airmoe.model import AirMoeForCausalLM
+from airmoe.training.checkpoints import best_checkpoint, load_model, step_of
+from airmoe.training.evaluation import autocast_of, evaluate
+from airmoe.training.run_folder import RunFolder
+
+
+def is_untested(run: RunFolder, prepared: Prepared) -> bool:
+    """Whether its text has a test split that was not measured yet; too short a one never is."""
+    split = prepared.manifest.splits.get("test")
+    long_enough = split is not None and split.tokens >= run.config.data.block_size
+    return long_enough and not run.test.exists()
+
+
+def measure_test(run: RunFolder, prepared: Prepared, model: AirMoeForCausalLM) -> None:
+    """Put the best weights into `model` and write what they give; every process must call it."""
+    options = run.config.training
+    best = best_checkpoint(run.path)
+    load_model(best, model)
+    device = next(model.parameters()).device
+    result = evaluate(
+        model,
+        prepared.blocks("test", run.config.data.block_size),
+        batch_size=options.micro_batch_size,
+        quality_tokens=options.quality_tokens,
+        autocast=autocast_of(options.precision, device),
+    )
+    if rank() == 0:
+        write_json(run.test, {"step": step_of(best), "tokens": result.tokens, **result.numbers()})

@@ -1,0 +1,90 @@
+"""A text with a test split: the best checkpoint is measured on it once, at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from airmoe.data import PrepareConfig, open_prepared, prepare
+from airmoe.files import read_json
+from airmoe.training import RunConfig, evaluate
+from airmoe.training.load import load_trained
+from tests.training.runs import resume_here, small_run, train_here
+
+
+def with_test_split(folder: Path) -> RunConfig:
+    """A run on text in three files."""
+    config = small_run(folder, steps=12, eval_every=4)
+    splits = folder / "splits"
+    splits.mkdir()
+    documents = (folder / "text.txt").read_text(encoding="utf-8").split("\n\n")
+    for name, part in (("train", documents[:200]), ("valid", documents[200:220])):
+        (splits / f"{name}.txt").write_text("\n\n".join(part), encoding="utf-8")
+    (splits / "test.txt").write_text("\n\n".join(documents[220:]), encoding="utf-8")
+    prepare(PrepareConfig(corpus=str(splits), tokenizer="bytes", out=str(folder / "tokens3")))
+    data = dataclasses.replace(config.data, corpus=str(splits), folder=str(folder / "tokens3"))
+    return dataclasses.replace(config, data=data)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("held_out")
+    train_here(with_test_split(folder), folder / "run")
+    return folder / "run"
+
+
+def test_the_best_checkpoint_is_measured(run: Path) -> None:
+    found = read_json(run / "result.json")["test"]
+    trained = load_trained(run)
+    blocks = open_prepared(run.parent / "tokens3").blocks("test", 32)
+    expected = evaluate(trained.model, blocks, batch_size=4, quality_tokens=16)
+    assert found == {
+        "step": read_json(run / "result.json")["best"]["step"],
+        "tokens": len(blocks) * 31,
+        **expected.numbers(),
+    }
+    assert found["perplexity"] != read_json(run / "result.json")["best"]["perplexity"]
+
+
+def test_it_is_the_best_and_not_the_last(run: Path) -> None:
+    """The weights in memory are the last ones: spoil the best checkpoint and measure again."""
+    best = load_trained(run).checkpoint
+    state = best.parent / "checkpoint-12" / "trainer_state.json"
+    values = state.read_text(encoding="utf-8")
+    before = read_json(run / "test.json")
+    try:
+        earlier = "8" if best.name == "checkpoint-12" else "12"
+        step = f'"best_global_step": {best.name.partition("-")[2]}'
+        state.write_text(values.replace(step, f'"best_global_step": {earlier}'), encoding="utf-8")
+        (run / "test.json").unlink()
+        resume_here(run)
+        assert read_json(run / "test.json")["step"] == int(earlier)
+        assert read_json(run / "test.json")["loss"] != before["loss"]
+    finally:
+        state.write_text(values, encoding="utf-8")
+
+
+def test_killed_before_the_measurement_it_is_made_up_for(run: Path) -> None:
+    for name in ("test.json", "result.json"):
+        (run / name).unlink(missing_ok=True)
+    resume_here(run)
+    test_the_best_checkpoint_is_measured(run)
+
+
+def test_without_a_test_split_there_is_none(tmp_path: Path) -> None:
+    train_here(small_run(tmp_path, steps=2, eval_every=2), tmp_path / "run")
+    assert read_json(tmp_path / "run" / "result.json")["test"] is None
+    assert not (tmp_path / "run" / "test.json").exists()
+
+
+def test_one_too_short_for_a_block_is_left_alone(tmp_path: Path) -> None:
+    config = with_test_split(tmp_path)
+    (tmp_path / "splits" / "test.txt").write_text("short", encoding="utf-8")
+    out = str(tmp_path / "short")
+    prepare(PrepareConfig(corpus=config.data.corpus, tokenizer="bytes", out=out))
+    data = dataclasses.replace(config.data, folder=out)
+    training = dataclasses.replace(config.training, steps=2, eval_every=2)
+    train_here(dataclasses.replace(config, data=data, training=training), tmp_path / "run")
+    assert read_json(tmp_path / "run" / "result.json")["test"] is None
