@@ -299,11 +299,3 @@ def test_a_figure_of_stored_results_measures_nothing(tmp_path: Path) -> None:
     outcome = airmoe(*arguments, cwd=tmp_path)
     assert (outcome.code, outcome.out) == (0, "figure: speed.svg\n"), outcome
     assert (tmp_path / "speed.svg").exists()
-
-
-def test_a_copy_can_tell_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "git_state", lambda: {"commit": "old", "changed": True})
-    monkeypatch.delenv("AIRMOE_COMMIT", raising=False)
-    assert bench.known_git_state() == {"commit": "old", "changed": True}
-    monkeypatch.setenv("AIRMOE_COMMIT", "abc")
-    assert bench.known_git_state() == {"commit": "abc", "changed": None}

@@ -26,6 +26,7 @@ from airmoe.training.cost import flops_per_token
 from airmoe.training.load import load_trained
 from airmoe.training.order import EpochOrder
 from airmoe.training.run import build_model, read_log
+from airmoe.training.run_folder import git_state
 from tests.training import kills
 from tests.training.command import airmoe as command
 from tests.training.command import assert_one_line
@@ -323,3 +324,10 @@ def test_times_leave_out_what_is_not_training(tmp_path: Path) -> None:
 def test_time_fields_are_the_only_ones_that_may_differ() -> None:
     assert set(Recorder.TIME_FIELDS) <= TRAIN_FIELDS
     assert TrainingOptions(batch_size=1, micro_batch_size=1, steps=1).log_every == 500
+
+
+def test_a_copy_can_tell_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AIRMOE_COMMIT", raising=False)
+    assert git_state()["commit"] != "abc"
+    monkeypatch.setenv("AIRMOE_COMMIT", "abc")
+    assert git_state() == {"commit": "abc", "changed": None}

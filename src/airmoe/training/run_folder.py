@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -178,7 +179,12 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of the code that runs, and whether it was changed since; None outside a checkout."""
+    """Commit of the code that runs, and whether it was changed since; None outside a checkout.
+
+    AIRMOE_COMMIT, where it is set, names the commit of a copy that lies in another repository.
+    """
+    if told := os.environ.get("AIRMOE_COMMIT"):
+        return {"commit": told, "changed": None}
     root = Path(__file__).parents[3]
     commit = _git(root, "rev-parse", "HEAD")
     if commit is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -221,7 +220,7 @@ class Bench:
             "complete": False,
             "device": describe_device(self.timer.device),
             "versions": versions() | {"triton": _version("triton"), "cuda": torch.version.cuda},
-            "git": known_git_state(),
+            "git": git_state(),
             "results": [],
         }
 
@@ -269,12 +268,6 @@ def describe_device(device: torch.device) -> dict[str, Any]:
         "capability": f"{found.major}.{found.minor}",
         "multiprocessors": found.multi_processor_count,
     }
-
-
-def known_git_state() -> dict[str, Any]:
-    """Commit of the code, or what AIRMOE_COMMIT says: a copy may lie in another repository."""
-    told = os.environ.get("AIRMOE_COMMIT")
-    return {"commit": told, "changed": None} if told else git_state()
 
 
 def _version(package: str) -> str:
