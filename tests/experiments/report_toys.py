@@ -31,8 +31,9 @@ def write_run(
 ) -> None:
     """A finished run whose best evaluation is the last, with `perplexity`.
 
-    numbers: `flops` per token, `speed` in tokens/s, any field of an evaluation, and `about` for
-    fields of run.json and result.json that differ from the usual. A field that is None is missing.
+    numbers: `flops` per token, `speed` in tokens/s, `test` (perplexity), `memory` in GiB, any field
+    of an evaluation, and `about` for fields of run.json and result.json that differ from the usual.
+    A field that is None is missing.
     """
     about = {
         "data_sha256": HASH,
@@ -40,6 +41,7 @@ def write_run(
         "git": {"commit": "c" * 40, "changed": False},
         "machine": MACHINE,
     } | numbers.pop("about", {})
+    test, memory = numbers.pop("test", None), numbers.pop("memory", None)
     lines = _lines(perplexity, numbers)
     evaluations = [line for line in lines if line["kind"] == "eval"]
     folder.mkdir(parents=True)
@@ -56,7 +58,8 @@ def write_run(
             "tokens": evaluations[-1]["tokens"],
             "seconds": evaluations[-1]["seconds"],
             "tokens_per_second": numbers.get("speed", 4000.0),
-            "peak_memory_gib": 0.7,
+            "test": None if test is None else {"step": STEPS, "perplexity": test},
+            "peak_memory_gib": memory,
             **{key: about[key] for key in ("versions", "git", "machine")},
             "log": lines,
         }

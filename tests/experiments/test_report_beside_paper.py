@@ -47,6 +47,25 @@ def test_the_paper_stands_beside_ours(tmp_path: Path) -> None:
     assert precision == "precision: bf16, the paper's is fp16"
 
 
+def test_runs_on_wikipedia_are_not_called_wikitext(tmp_path: Path) -> None:
+    changed = ["training.epochs=1", "data.folder=data/wikipedia", "data.corpus=data/text"]
+    runs = {"air": {"perplexity": 30.0, "test": 40.0}, "coarse": {"perplexity": 33.0, "test": 44.5}}
+    write_suite(tmp_path / "s", "main", runs, name="small", overrides=changed)
+    group = only_group(tmp_path)
+    assert group.title == "Main: small, English Wikipedia 2015 extract, 1 epoch"
+    table, _, differences = beside_paper(group)
+    assert isinstance(table, Table) and isinstance(differences, Bullets)
+    assert table.columns[1:5] == [
+        "perplexity: ours", "paper", "perplexity, test text: ours", "paper",
+    ]  # fmt: skip
+    assert [cell.text for cell in table.rows[0][:5]] == ["AIR", "30.00", "21.82", "40.00", "21.82"]
+    assert [cell.text for cell in table.rows[1][3:5]] == ["44.50", "23.84"]
+    assert table.notes == ["Test text: WikiText-103's validation split."]
+    assert differences.items[0] == (
+        "text: English Wikipedia 2015 extract (data hash abababababab); the paper's is wikitext103"
+    )
+
+
 def test_ablations_have_their_own_paper_numbers(tmp_path: Path) -> None:
     runs = {"air": {"perplexity": 30.0}, "static": {"perplexity": 31.0}}
     write_suite(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,43 @@ def test_the_best_is_bold_and_the_reference_grey(main: Table) -> None:
     assert grey == {"Exact granular"}
     assert column(main, "overlap")["PEER"].text == "–"
     assert column(main, "overlap")["Exact granular"].text == "–"
+
+
+WIKIPEDIA = ["data.folder=data/wikipedia", "data.corpus=data/text"]
+
+
+@pytest.mark.parametrize(("suite", "table"), [("main", main_table), ("ablations", ablation_table)])
+def test_test_text_and_memory_where_a_run_has_them(
+    tmp_path: Path, suite: str, table: Callable[[Group], Table]
+) -> None:
+    other = "peer" if suite == "main" else "expert_choice"
+    runs = {
+        "air": {"perplexity": [61.0, 63.0], "test": [70.0, 74.0], "memory": 12.5},
+        other: {"perplexity": [64.0, 65.0], "test": [69.0, 69.0]},
+    }
+    write_suite(tmp_path / "s", suite, runs, seeds=(42, 43), overrides=WIKIPEDIA)
+    group = only_group(tmp_path)
+    assert group.title == f"{suite.capitalize()}: tiny, English Wikipedia 2015 extract, " + (
+        "184,320 tokens"
+    )
+    made = table(group)
+    cells = list(column(made, "perplexity, test text").values())
+    assert [cell.text for cell in cells] == ["72.00 ± 2.83", "69.00"]
+    # Expert choice is out of the contest, and with it the contest itself.
+    assert [(cell.bold, cell.mark) for cell in cells] == [
+        (False, ""),
+        (suite == "main", "" if suite == "main" else "†"),
+    ]
+    cells = list(column(made, "peak memory (GiB)").values())
+    assert [cell.text for cell in cells] == ["12.50", "–"]
+    assert made.notes[0] == "Test text: WikiText-103's validation split."
+
+
+def test_no_column_for_what_no_run_has(tmp_path: Path) -> None:
+    write_suite(tmp_path / "s", "main", {"air": {"perplexity": 61.0}}, overrides=WIKIPEDIA)
+    table = main_table(only_group(tmp_path))
+    assert "perplexity" in table.columns and table.notes == []
+    assert not {"perplexity, test text", "peak memory (GiB)"} & set(table.columns)
 
 
 def test_a_row_with_one_seed_has_no_spread(tmp_path: Path) -> None:

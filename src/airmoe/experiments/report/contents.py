@@ -22,6 +22,7 @@ from airmoe.experiments.report.figures.curves import (
     quality_figures,
     reduction_figure,
 )
+from airmoe.experiments.report.figures.health import health_figures
 from airmoe.experiments.report.figures.sweeps import codebook_figure, granularity_figure, losses
 from airmoe.experiments.report.figures.usage_maps import codeword_figure, usage_figure
 from airmoe.experiments.report.groups import Group, group_runs
@@ -137,6 +138,9 @@ def _methods(group: Group, contents: Contents) -> None:
     if quality := quality_figures(group):
         contents.blocks.append(Heading(3, "Against exact routing", f"{group.slug}-quality"))
         contents.show(quality)
+    if health := health_figures(group):
+        contents.blocks.append(Heading(3, "Health of the router", f"{group.slug}-health"))
+        contents.show(health)
 
 
 def _problem_section(left_out: list[str], notes: list[str], contents: Contents) -> None:

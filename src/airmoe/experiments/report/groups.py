@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
-from pathlib import Path
 from typing import Any
 
+from airmoe.experiments.report.corpora import corpus_title
 from airmoe.experiments.report.names import place_of
 from airmoe.experiments.report.record import Run
 from airmoe.experiments.suites import SUITES
@@ -100,14 +100,11 @@ def _place(key: Key) -> tuple[int, str]:
 def key_of(run: Run) -> Key:
     data, training = run.config["data"], run.config["training"]
     if training["epochs"] is not None:
-        budget = f"{training['epochs']} epochs"
+        budget = f"{training['epochs']} epoch{'' if training['epochs'] == 1 else 's'}"
     else:
         tokens = training["steps"] * training["batch_size"] * data["block_size"]
         budget = f"{tokens:,} tokens"
-    corpus = Path(data["corpus"]).name
-    if data["folder"] is not None:  # its text need not have come from data.corpus
-        corpus += f" from {Path(data['folder']).name}"
-    return Key(run.suite, run.config["preset"], corpus, budget)
+    return Key(run.suite, run.config["preset"], corpus_title(data), budget)
 
 
 def _without_repeats(runs: list[Run], left_out: list[str]) -> list[Run]:

@@ -43,6 +43,7 @@ class Metric:
     read: Callable[[Run], float | None]
     better: Literal["low", "high"] | None = None
     ideal: Callable[[Run], float | None] | None = None  # written behind it: "7.9 of 8.3"
+    optional: bool = False  # no column where no run has it
 
 
 def best(field: str) -> Callable[[Run], float | None]:
@@ -65,6 +66,13 @@ def most_entropy(run: Run) -> float | None:
 
 
 PERPLEXITY = Metric(title="perplexity", kind="plain", read=best("perplexity"), better="low")
+TEST = Metric(
+    title="perplexity, test text",
+    kind="plain",
+    read=lambda run: (run.test or {}).get("perplexity"),
+    better="low",
+    optional=True,
+)
 LOSS = Metric(title="loss, nats", kind="plain", read=best("loss"), better="low")
 FLOPS = Metric(
     title="FLOPs at minimum, algorithmic", kind="flops", read=best("flops"), better="low"
@@ -75,6 +83,13 @@ EXECUTED = Metric(
 SECONDS = Metric(title="time at minimum", kind="seconds", read=best("seconds"), better="low")
 SPEED = Metric(
     title="tokens/s", kind="count", read=lambda run: run.tokens_per_second, better="high"
+)
+MEMORY = Metric(
+    title="peak memory (GiB)",
+    kind="plain",
+    read=lambda run: run.peak_memory_gib,
+    better="low",
+    optional=True,
 )
 TOTAL = Metric(title="parameters", kind="count", read=lambda run: run.parameters["total"])
 ACTIVE = Metric(title="active", kind="count", read=lambda run: run.parameters["active"])

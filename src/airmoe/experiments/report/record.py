@@ -28,10 +28,25 @@ EVALUATION_FIELDS = (
     "overlap",
     "mass_recall",
     "mass_recall_bound",
+    "dead_experts",
+    "entropy",
+    "codeword_perplexity",
 )
-TRAINING_FIELDS = ("step", "tokens", "overlap", "mass_recall", "mass_recall_bound")
+TRAINING_FIELDS = (
+    "step",
+    "tokens",
+    "tokens_per_second",
+    "overlap",
+    "mass_recall",
+    "mass_recall_bound",
+    "dead_experts",
+    "entropy",
+    "codeword_perplexity",
+    "staleness",
+)
 
-Curve = dict[str, list[float | None]]  # field -> values, None where a line lacks it
+# field -> values, None where a line lacks it; a field that no line has, or older files, is missing
+Curve = dict[str, list[float | None]]
 Line = dict[str, Any]
 
 
@@ -55,6 +70,9 @@ class Run:
     evaluations: Curve
     training: Curve
     usage: Usage | None
+    # Files older than these lack them.
+    test: dict[str, float | None] | None = None  # the best checkpoint on the test split
+    peak_memory_gib: float | None = None
 
     @property
     def method(self) -> str:
@@ -124,7 +142,12 @@ def _run(values: dict[str, Any]) -> Run:
 def curve(lines: Sequence[Line], fields: Sequence[str]) -> Curve:
     """The fields of log lines as columns, thinned evenly; first and last line stay."""
     kept = [lines[index] for index in thinned(len(lines))]
-    return {field: [number(line.get(field)) for line in kept] for field in fields}
+    columns = {field: [number(line.get(field)) for line in kept] for field in fields}
+    return {
+        field: values
+        for field, values in columns.items()
+        if field == "step" or any(value is not None for value in values)
+    }
 
 
 def thinned(length: int) -> list[int]:

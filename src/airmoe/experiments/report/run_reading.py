@@ -15,7 +15,7 @@ from airmoe.experiments.report.record import (
     number,
 )
 
-PATHS = ("corpus", "folder", "validation")  # options of data that may be paths
+PATHS = ("corpus", "folder", "validation", "tokenizer")  # options of data that may be paths
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,19 @@ def finished_run(name: str, place: Place, about: dict[str, Any], result: dict[st
         parameters={
             kind: _count(parameters[kind], f"parameters.{kind}") for kind in ("total", "active")
         },
-        best={key: number(value) for key, value in best.items() if key != "kind"},
+        best=_numbers(best),
         tokens=_count(result["tokens"], "tokens"),
         tokens_per_second=number(result["tokens_per_second"]),
         evaluations=curve(evaluations, EVALUATION_FIELDS),
         training=curve(training, TRAINING_FIELDS),
         usage=None,
+        test=_numbers(test) if (test := result.get("test")) is not None else None,
+        peak_memory_gib=number(result.get("peak_memory_gib")),
     )
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, float | None]:
+    return {key: number(value) for key, value in line.items() if key != "kind"}
 
 
 def _count(value: Any, field: str) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from airmoe.experiments.report import metrics
+from airmoe.experiments.report.corpora import known_text
 from airmoe.experiments.report.document import Cell, Table
 from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.metrics import Metric, Summary, summarize, unit_of, written
@@ -14,10 +15,12 @@ from airmoe.experiments.report.record import Run
 
 MAIN = (
     metrics.PERPLEXITY,
+    metrics.TEST,
     metrics.FLOPS,
     metrics.EXECUTED,
     metrics.SECONDS,
     metrics.SPEED,
+    metrics.MEMORY,
     metrics.TOTAL,
     metrics.ACTIVE,
     metrics.DEAD,
@@ -26,8 +29,10 @@ MAIN = (
 )
 ABLATIONS = (
     metrics.PERPLEXITY,
+    metrics.TEST,
     metrics.FLOPS,
     metrics.SECONDS,
+    metrics.MEMORY,
     metrics.DEAD,
     metrics.OVERLAP,
     metrics.RECALL,
@@ -44,6 +49,7 @@ CODEBOOK = (
     metrics.DEAD,
 )
 GRANULARITY = (metrics.LOSS, metrics.PERPLEXITY, metrics.FLOPS, metrics.SECONDS, metrics.DEAD)
+PERPLEXITIES = (metrics.PERPLEXITY, metrics.TEST)
 
 FUTURE_MARK, REFERENCE_MARK = "†", "‡"
 FUTURE_NOTE = "† Expert choice sees later tokens of the text: its perplexity is not comparable."
@@ -94,16 +100,25 @@ def _filled(
 ) -> Table:
     """The rows with a cell per metric, and the footnotes they need."""
     titles = list(heads)
-    for metric in columns:
+    every = [run for runs in group.variants.values() for run in runs]
+    shown = [metric for metric in columns if not metric.optional or summarize(metric, every)]
+    for metric in shown:
         column = _column(metric, group)
         titles.append(column.title)
         for row, cell in zip(rows, column.cells, strict=True):
             row.append(cell)
-    every = [run for runs in group.variants.values() for run in runs]
-    notes = [SPREAD_NOTE] if any(len(runs) > 1 for runs in group.variants.values()) else []
+    notes = note_on_test(every) if metrics.TEST in shown else []
+    notes += [SPREAD_NOTE] if any(len(runs) > 1 for runs in group.variants.values()) else []
     notes += [FUTURE_NOTE] if any(sees_future(run) for run in every) else []
     notes += [REFERENCE_NOTE] if any(is_reference(run) for run in every) else []
     return Table(caption=caption, columns=titles, rows=rows, notes=notes)
+
+
+def note_on_test(runs: Sequence[Run]) -> list[str]:
+    """What the test text is, where a run was measured on one of another origin."""
+    text = known_text(runs[0].config["data"])
+    measured = summarize(metrics.TEST, runs) is not None
+    return [f"Test text: {text.test}."] if measured and text and text.test else []
 
 
 @dataclass(frozen=True)
@@ -134,7 +149,7 @@ def _column(metric: Metric, group: Group) -> _Column:
                 value=None if one is None else one.mean,
                 bold=best is not None and competes and means.get(variant) == means[best],
                 grey=is_reference(runs[0]),
-                mark=FUTURE_MARK if metric is metrics.PERPLEXITY and sees_future(runs[0]) else "",
+                mark=FUTURE_MARK if metric in PERPLEXITIES and sees_future(runs[0]) else "",
             )
         )
     return _Column(f"{metric.title} ({unit.name})" if unit.name else metric.title, cells)
@@ -153,7 +168,7 @@ def _best(metric: Metric, group: Group, found: dict[str, Summary | None]) -> str
 
 
 def _competes(metric: Metric, runs: Sequence[Run]) -> bool:
-    not_comparable = metric is metrics.PERPLEXITY and sees_future(runs[0])
+    not_comparable = metric in PERPLEXITIES and sees_future(runs[0])
     return not is_reference(runs[0]) and not not_comparable
 
 

@@ -93,7 +93,7 @@ def perplexity_figures(group: Group) -> list[Drawing]:
         if curves:
             caption = f"Validation perplexity against {horizontal.label} (lower is better)."
             name = f"{group.slug}-perplexity-{horizontal.field.replace('_', '-')}"
-            picture = Picture(name=name, caption=caption, alt=_alt(caption, curves))
+            picture = Picture(name=name, caption=caption, alt=alt_text(caption, curves))
             figures.append(
                 line_figure(picture, curves, horizontal, "validation perplexity", log=True)
             )
@@ -113,7 +113,7 @@ def reduction_figure(group: Group) -> Drawing | None:
     if not found:
         return None
     caption = "Perplexity below PEER's after as many tokens, in per cent (larger is better)."
-    picture = Picture(name=f"{group.slug}-reduction", caption=caption, alt=_alt(caption, found))
+    picture = Picture(name=f"{group.slug}-reduction", caption=caption, alt=alt_text(caption, found))
     return line_figure(picture, found, TOKENS, "reduction against PEER (%)", zero=True)
 
 
@@ -141,7 +141,7 @@ def quality_figures(group: Group) -> list[Drawing]:
         if curves:
             caption = f"{label[0].upper()}{label[1:]} through training, of a sample of tokens."
             name = f"{group.slug}-{field.replace('_', '-')}"
-            picture = Picture(name=name, caption=caption, alt=_alt(caption, curves))
+            picture = Picture(name=name, caption=caption, alt=alt_text(caption, curves))
             figures.append(line_figure(picture, curves, TOKENS, label, log=log, unit=not log))
     return figures
 
@@ -215,7 +215,7 @@ def legend(axes: Axes, entries: int, columns: int | None = None) -> None:
     axes.figure.legend(loc="outside lower center", ncols=min(columns, entries), handlelength=3.5)
 
 
-def _alt(caption: str, curves: Sequence[Series]) -> str:
+def alt_text(caption: str, curves: Sequence[Series]) -> str:
     """For those who cannot see it: the last value of every line."""
     ends = ", ".join(f"{title_of(one.variant)} {one.y[-1]:.4g}" for one in curves)
     return f"{caption} At the end: {ends}."
