@@ -286,21 +286,25 @@ def suite(
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="suite folders, run folders, folders of them, or a report.json"),
+        typer.Argument(help="suite folders, run folders, folders of them or of records"),
     ],
     out: Annotated[
         Path | None, typer.Option(help="folder to write; default: report/ in the first of RUNS")
+    ] = None,
+    records: Annotated[
+        Path | None,
+        typer.Option(help="folder that gets a JSON file per run, small enough to commit"),
     ] = None,
 ) -> None:
     """Tables and figures of finished runs: Markdown, LaTeX, one HTML page, and their data."""
     from airmoe.experiments.report import write_report
 
     console = Console()
-    written = write_report(runs, out)
+    written = write_report(runs, out, records)
     for line in written.problems:
         _say(console, line)
     _say(console, f"{written.runs} runs reported:")
-    for file in written.files:
+    for file in [*written.files, *written.records]:
         _say(console, f"  {file}")
 
 

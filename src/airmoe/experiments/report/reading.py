@@ -1,4 +1,4 @@
-"""Run folders, suite folders and report.json files -> what a report keeps, problems in a line."""
+"""Run folders, suite folders and files of reports -> what a report keeps, problems in a line."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from safetensors import SafetensorError
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.fairness import Rule
-from airmoe.experiments.report.groups import Key, key_of, settings_of
+from airmoe.experiments.report.groups import key_of
 from airmoe.experiments.report.record import Record, Run, read_record
+from airmoe.experiments.report.records import one_map_each
 from airmoe.experiments.report.run_reading import Place, finished_run
 from airmoe.experiments.report.usage import Usage, read_usage
 from airmoe.experiments.suites.folder import FORMAT as SUITE_FORMAT
@@ -34,7 +35,7 @@ WRONG_JSON = (ValueError, KeyError, TypeError, AttributeError)
 
 @dataclass
 class Reading:
-    """Collects runs and problems; a folder met twice counts once."""
+    """Collects runs and problems; a folder or file met twice counts once."""
 
     runs: list[Run] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -53,8 +54,13 @@ class Reading:
 
 
 def read_all(paths: Sequence[Path]) -> Record:
-    """Everything under `paths`; without any run at all there is nothing to report."""
-    reading = Reading()
+    """Everything under `paths`, without the maps that no report draws."""
+    return one_map_each(read_everything(paths))
+
+
+def read_everything(paths: Sequence[Path], ignored: Path | None = None) -> Record:
+    """Everything under `paths` but one file; without any run at all there is nothing to report."""
+    reading = Reading(seen=set() if ignored is None else {ignored.resolve()})
     for path in paths:
         reading.attempt(str(path), lambda path=path: _read_path(path, reading))
     if not reading.runs:
@@ -65,45 +71,34 @@ def read_all(paths: Sequence[Path]) -> Record:
             f"must hold at least one finished run{found}",
             "Give run folders, suite folders, or a report.json.",
         )
-    return Record(runs=_one_map_each(reading.runs), problems=reading.problems)
+    return Record(runs=reading.runs, problems=reading.problems)
 
 
 def _read_path(path: Path, reading: Reading) -> None:
     if path.is_file():
-        _read_report(path, reading)
+        _read_report(path, path.name, reading)
     elif path.is_dir():
         _read_folder(path, path.resolve().name, reading)
     else:
         reading.problem(str(path), "there is no such file or folder")
 
 
-def _one_map_each(runs: list[Run]) -> list[Run]:
-    """Maps are most of a report.json, and one seed of a row is drawn: keep the first."""
-    drawn: set[tuple[Key, str, str]] = set()
-    kept = []
-    for run in runs:
-        if run.usage is not None and run.usage.experts.levels is not None:
-            row = (key_of(run), run.variant, settings_of(run))
-            if row in drawn:
-                experts = replace(run.usage.experts, levels=None)
-                run = replace(run, usage=replace(run.usage, experts=experts))
-            drawn.add(row)
-        kept.append(run)
-    return kept
-
-
-def _read_report(path: Path, reading: Reading) -> None:
+def _read_report(path: Path, name: str, reading: Reading) -> None:
+    """A report.json, or the record of one run."""
+    if path.resolve() in reading.seen:
+        return
+    reading.seen.add(path.resolve())
     try:
         record = read_record(path)
     except ConfigError as error:
-        reading.problem(path.name, str(error))
+        reading.problem(name, str(error))
         return
     reading.runs += record.runs
     reading.problems += record.problems
 
 
 def _read_folder(path: Path, name: str, reading: Reading) -> None:
-    """A suite, a run, or a folder of them."""
+    """A suite, a run, or a folder of them and of records."""
     if path.resolve() in reading.seen:
         return
     reading.seen.add(path.resolve())
@@ -116,15 +111,22 @@ def _read_folder(path: Path, name: str, reading: Reading) -> None:
             reading.problem(name, HALF_WRITTEN)
         elif not any(path.iterdir()):
             reading.problem(name, "is empty")
-        for child in _folders(path):
+        for child in [*_records(path), *_folders(path)]:
+            read = _read_report if child.is_file() else _read_folder
             below = f"{name}/{child.name}"
             reading.attempt(
-                below, lambda child=child, below=below: _read_folder(child, below, reading)
+                below,
+                lambda read=read, child=child, below=below: read(child, below, reading),
             )
 
 
 def _any_of(patterns: Sequence[str], path: Path) -> bool:
     return any(any(path.glob(pattern)) for pattern in patterns)
+
+
+def _records(path: Path) -> list[Path]:
+    files = (file for file in path.glob("*.json") if not file.name.startswith("."))
+    return sorted(file for file in files if file.is_file())
 
 
 def _folders(path: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""The files of a report, from run folders or from an earlier report.json."""
+"""The files of a report, from run folders or from files of earlier reports."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from airmoe.experiments.report.contents import make_report
 from airmoe.experiments.report.html import html
 from airmoe.experiments.report.latex import latex
 from airmoe.experiments.report.markdown import markdown
-from airmoe.experiments.report.reading import read_all
+from airmoe.experiments.report.reading import read_everything
 from airmoe.experiments.report.record import write_record
+from airmoe.experiments.report.records import one_map_each, plan_records, write_records
+
+REPORT = "report.json"
 
 
 @dataclass(frozen=True)
@@ -19,15 +22,23 @@ class Written:
     """What was made, and what a reader must know about it."""
 
     files: list[Path]  # without the figures
+    records: list[Path]
     runs: int
     problems: list[str]
 
 
-def write_report(paths: Sequence[Path], out: Path | None = None) -> Written:
-    """Report on everything under `paths`; by default in or beside the first of them."""
-    record = read_all(paths)
+def write_report(
+    paths: Sequence[Path], out: Path | None = None, records: Path | None = None
+) -> Written:
+    """Report on everything under `paths`; by default in or beside the first of them.
+
+    `records`: a folder that gets a file per run too, with its map whatever the report draws.
+    """
+    found = read_everything(paths, ignored=_own_report(paths, out))
+    planned = {} if records is None else plan_records(found.runs, records)
+    record = one_map_each(found)
     report = make_report(record)
-    folder = out or _default_folder(paths)
+    folder = out or default_folder(paths)
     figures = folder / "figures"
     figures.mkdir(parents=True, exist_ok=True)
     for drawing in report.drawings:
@@ -41,16 +52,29 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Written:
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-    write_record(record, folder / "report.json")
-    files = [folder / name for name in (*texts, "report.json")]
-    return Written(files, len(record.runs), report.problems)
+    write_record(record, folder / REPORT)
+    write_records(planned)
+    files = [folder / name for name in (*texts, REPORT)]
+    return Written(files, list(planned), len(record.runs), report.problems)
 
 
-def _default_folder(paths: Sequence[Path]) -> Path:
-    """Of the first path with something in it: one that is not there, or empty, was a mistake."""
+def _own_report(paths: Sequence[Path], out: Path | None) -> Path | None:
+    """The report.json that will be replaced, unless it was asked for: its runs are not new ones."""
+    if out is None or {out.resolve(), (out / REPORT).resolve()} & {
+        path.resolve() for path in paths
+    }:
+        return None
+    return out / REPORT
+
+
+def default_folder(paths: Sequence[Path]) -> Path:
+    """Of the first path with something in it: one that is not there, or empty, was a mistake.
+
+    Beside a report.json, which it replaces; beside other records it would be one more of them.
+    """
     for path in paths:
         if path.is_file():
-            return path.parent
+            return path.parent if path.name == REPORT else path.parent / "report"
         if _holds_something(path):
             return path / "report"
     raise AssertionError("a run was read from one of the paths")
