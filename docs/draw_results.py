@@ -1,49 +1,100 @@
-"""Committed result files -> docs/results.md and its figures: `python docs/draw_results.py`.
+"""Committed result files -> docs/results.md, its figures, the README's table:
+`python docs/draw_results.py`.
 
-Reads results/*/report.json, which `airmoe report` wrote. Numbers are never typed by hand: a test
-compares. Figures need the extra `plot`.
+Reads everything under results/, a section per folder: what `airmoe report --records` wrote, and
+words.md, where people write about it. Numbers are never typed by hand, in words neither (see
+words.py of the report): a test compares. Figures need the extra `plot`.
 """
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from airmoe.experiments.report.contents import Report, make_report
-from airmoe.experiments.report.document import Document, Paragraph
-from airmoe.experiments.report.markdown import markdown
-from airmoe.experiments.report.reading import read_all
+from airmoe.experiments.marked import with_part
+from airmoe.experiments.report.contents import INTRODUCTION, Report, make_report
+from airmoe.experiments.report.corpora import KNOWN
+from airmoe.experiments.report.document import Block, Heading, Paragraph
+from airmoe.experiments.report.markdown import markdown_blocks
+from airmoe.experiments.report.reading import NEVER_RUNS, read_all
+from airmoe.experiments.report.readme import readme_block
+from airmoe.experiments.report.words import filled, named_runs
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "results"
-PAGE = ROOT / "docs" / "results.md"
-FIGURES = ROOT / "docs" / "figures" / "results"
-REPEAT = (
-    "Made from results/*/report.json by docs/draw_results.py. The tiny runs are those of make "
-    "report: short ones on a CPU, to see that everything works, not to rank methods. How to read "
-    "tables and figures: report.md."
+FIRST = ("wikipedia",)  # then the other folders by name
+PART = "quality"  # of the README
+ABOUT = (
+    "Made by `docs/draw_results.py` from the files in `results/`; `airmoe report results/` makes "
+    "one page of them. [How to read tables and figures](report.md)."
 )
 
 
-def report() -> Report:
-    """Everything committed, as one report."""
-    return make_report(read_all(sorted(RESULTS.glob("*/report.json"))))
+@dataclass(frozen=True)
+class Section:
+    """A folder of results/: its words with their numbers, and its report."""
+
+    name: str
+    words: str
+    report: Report
+
+    @property
+    def text(self) -> str:
+        """Its Markdown; where the words begin with a heading, that is the section's."""
+        title = KNOWN[self.name].title if self.name in KNOWN else self.name.capitalize()
+        head = "" if self.words.startswith("#") else f"## {title}"
+        blocks = [_lowered(block) for block in self.report.document.blocks]
+        tables = markdown_blocks([one for one in blocks if one != Paragraph(INTRODUCTION)])
+        figures = tables.replace("](figures/", f"](figures/results/{self.name}/")
+        return "\n\n".join(filter(None, [head, self.words, figures]))
 
 
-def page(made: Report) -> str:
+def _lowered(block: Block) -> Block:
+    """Below the heading of the section."""
+    return replace(block, level=block.level + 1) if isinstance(block, Heading) else block
+
+
+def sections(root: Path = ROOT) -> list[Section]:
+    """Everything committed."""
+    folders = [path for path in (root / "results").iterdir() if path.is_dir()]
+    folders = [path for path in folders if path.name not in NEVER_RUNS]
+    return [
+        _section(path)
+        for path in sorted(folders, key=lambda one: (one.name not in FIRST, one.name))
+    ]
+
+
+def _section(folder: Path) -> Section:
+    file = folder / "words.md"
+    words = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+    report = make_report(read_all([folder]))
+    return Section(folder.name, filled(words, named_runs(folder)), report)
+
+
+def page(made: list[Section]) -> str:
     """The Markdown of docs/results.md."""
-    document = Document("Results", [Paragraph(REPEAT), *made.document.blocks])
-    return markdown(document).replace("](figures/", "](figures/results/")
+    head = ["# Results", ABOUT, markdown_blocks([Paragraph(INTRODUCTION)])]
+    return "\n\n".join([*head, *(section.text for section in made)]) + "\n"
 
 
-def main() -> None:
-    made = report()
-    PAGE.write_text(page(made), encoding="utf-8")
-    shutil.rmtree(FIGURES, ignore_errors=True)
-    FIGURES.mkdir(parents=True)
-    for drawing in made.drawings:
-        (FIGURES / f"{drawing.picture.name}.svg").write_text(drawing.svg, encoding="utf-8")
-    print(PAGE.relative_to(ROOT), f"and {len(made.drawings)} figures")
+def readme(root: Path = ROOT) -> str:
+    """The README, as it should read."""
+    text = (root / "README.md").read_text(encoding="utf-8")
+    return with_part(text, PART, readme_block(root / "results"))
+
+
+def main(root: Path = ROOT) -> None:
+    made, figures = sections(root), root / "docs" / "figures" / "results"
+    (root / "docs" / "results.md").write_text(page(made), encoding="utf-8")
+    (root / "README.md").write_text(readme(root), encoding="utf-8")
+    shutil.rmtree(figures, ignore_errors=True)
+    for section in made:
+        (figures / section.name).mkdir(parents=True)
+        for drawing in section.report.drawings:
+            file = figures / section.name / f"{drawing.picture.name}.svg"
+            file.write_text(drawing.svg, encoding="utf-8")
+    count = sum(len(section.report.drawings) for section in made)
+    print(f"docs/results.md, README.md and {count} figures")
 
 
 if __name__ == "__main__":

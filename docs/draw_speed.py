@@ -15,13 +15,14 @@ from typing import Any
 
 from airmoe.experiments.bench.page import block, number
 from airmoe.experiments.bench.report import timed, typical
+from airmoe.experiments.marked import with_part
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 CPU_RESULTS, GPU_RESULTS = RESULTS / "cpu.json", RESULTS / "paper.json"
 FIGURE = ROOT / "docs" / "figures" / "cells.svg"
 README, CPU_PAGE = ROOT / "README.md", ROOT / "benchmarks" / "README.md"
-START, END = "<!-- results: start -->", "<!-- results: end -->"
+PART = "results"  # of both pages
 GIB = 2**30
 CELL_COLOURS = ("#3b6fb6", "#d0803c", "#4c9a6a")
 STEPS = (
@@ -102,18 +103,12 @@ def _notes(report: Report) -> list[str]:
     return [" ".join(notes)] if notes else []
 
 
-def with_block(page: str, block: str) -> str:
-    """The page with the part between its markers replaced."""
-    before, _, rest = page.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{block}\n{END}{after}"
-
-
 def pages() -> dict[Path, str]:
     """The pages with results, as they should read."""
     blocks = {README: block(RESULTS), CPU_PAGE: table(load())}
     return {
-        page: with_block(page.read_text(encoding="utf-8"), text) for page, text in blocks.items()
+        page: with_part(page.read_text(encoding="utf-8"), PART, text)
+        for page, text in blocks.items()
     }
 
 

@@ -18,8 +18,11 @@ def load_script(path: str) -> ModuleType:
     """A script of the repository as a module (docs/ is no package)."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:  # dataclasses look theirs up by name
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[spec.name]
     return module
 
 

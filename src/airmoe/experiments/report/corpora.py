@@ -19,7 +19,7 @@ WIKIPEDIA = "English Wikipedia 2015 extract"
 # By the name of data.folder: data.corpus need not say where a prepared text came from.
 KNOWN = {
     "wikipedia": Text(WIKIPEDIA, "WikiText-103's validation split"),
-    "wikipedia-10m": Text(f"{WIKIPEDIA} (10 M tokens of it)"),
+    "wikipedia-10m": Text(f"10 M tokens of the {WIKIPEDIA}"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from airmoe.experiments.report.document import (
     Block,
@@ -20,8 +21,12 @@ SPECIAL = re.compile(r"([\\`*_\[\]<>|#~$])")
 
 
 def markdown(document: Document) -> str:
-    parts = [f"# {escaped(document.title)}", *(_block(block) for block in document.blocks)]
-    return "\n\n".join(parts) + "\n"
+    return f"# {escaped(document.title)}\n\n{markdown_blocks(document.blocks)}\n"
+
+
+def markdown_blocks(blocks: Sequence[Block]) -> str:
+    """A part of a page."""
+    return "\n\n".join(_block(block) for block in blocks)
 
 
 def escaped(text: str) -> str:

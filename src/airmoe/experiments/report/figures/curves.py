@@ -14,7 +14,6 @@ from airmoe.experiments.report.figures.drawing import (
     HEIGHT,
     WIDTH,
     Drawing,
-    drawn,
     matplotlib_style,
 )
 from airmoe.experiments.report.groups import Group
@@ -176,7 +175,7 @@ def line_figure(
         axes.set_ylabel(label)
         axes.set_xlim(left=0)
         legend(axes, len(curves))
-        return drawn(figure, picture)
+        return Drawing(picture, figure)
 
 
 def _line(axes: Axes, one: Series, style: Style, factor: float) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +41,31 @@ METADATA = re.compile(r"\s*<metadata>.*?</metadata>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture with its two files."""
+    """A picture with its two files, each made when it is asked for: most of the time goes there."""
 
     picture: Picture
-    svg: str
-    pdf: bytes
+    figure: Figure
+
+    @cached_property
+    def svg(self) -> str:
+        """Ids get the picture's name, since a page holds many figures."""
+        text = io.StringIO()
+        with matplotlib_style(self.picture.name):
+            self.figure.savefig(text, format="svg", metadata={"Date": None})
+        svg = METADATA.sub("", text.getvalue(), count=1)
+        svg = svg.replace(f"'{MEASURED}'", FONTS)
+        for before in (' id="', "url(#", 'href="#'):
+            svg = svg.replace(before, f"{before}{self.picture.name}-")
+        return svg
+
+    @cached_property
+    def pdf(self) -> bytes:
+        _ = self.svg  # decides the layout, which stays
+        content = io.BytesIO()
+        with matplotlib_style(self.picture.name):
+            self.figure.set_layout_engine("none")
+            self.figure.savefig(content, format="pdf", metadata={"CreationDate": None})
+        return content.getvalue()
 
     @property
     def inline(self) -> str:
@@ -68,16 +89,3 @@ def matplotlib_style(name: str) -> Iterator[None]:
     options: Any = STYLE | {"svg.hashsalt": name}
     with matplotlib.rc_context(options):
         yield
-
-
-def drawn(figure: Figure, picture: Picture) -> Drawing:
-    """Save a finished figure; ids get the picture's name, since a page holds many figures."""
-    text, pdf = io.StringIO(), io.BytesIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
-    figure.set_layout_engine("none")  # what it decided stays
-    figure.savefig(pdf, format="pdf", metadata={"CreationDate": None})
-    svg = METADATA.sub("", text.getvalue(), count=1)
-    svg = svg.replace(f"'{MEASURED}'", FONTS)
-    for before in (' id="', "url(#", 'href="#'):
-        svg = svg.replace(before, f"{before}{picture.name}-")
-    return Drawing(picture, svg, pdf.getvalue())

@@ -11,7 +11,6 @@ from airmoe.experiments.report.figures.drawing import (
     HEIGHT,
     WIDTH,
     Drawing,
-    drawn,
     matplotlib_style,
 )
 from airmoe.experiments.report.groups import Group
@@ -75,7 +74,7 @@ def granularity_figure(group: Group, law: ScalingLaw | None) -> Drawing:
         axes.set_xlabel("granularity Q (times as small as the coarse expert)")
         axes.set_ylabel("validation loss (nats per token)")
         legend(axes, 2)
-        return drawn(figure, picture)
+        return Drawing(picture, figure)
 
 
 def codebook_figure(group: Group) -> Drawing:
@@ -95,7 +94,7 @@ def codebook_figure(group: Group) -> Drawing:
             axes.set_xlabel("shortlist size M")
         handles, labels = panels[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=2, handlelength=3.5)
-        return drawn(figure, picture)
+        return Drawing(picture, figure)
 
 
 def _lines(group: Group) -> dict[str, dict[int, str]]:

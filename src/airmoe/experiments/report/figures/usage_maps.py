@@ -12,7 +12,6 @@ from airmoe.experiments.report.figures.drawing import (
     HEIGHT,
     WIDTH,
     Drawing,
-    drawn,
     matplotlib_style,
 )
 from airmoe.experiments.report.groups import Group
@@ -84,7 +83,7 @@ def _draw_maps(found: dict[str, ExpertMap], picture: Picture) -> Drawing:
     assert image is not None
     label = "tokens / mean tokens of an expert"
     figure.colorbar(image, ax=list(panels), location="bottom", label=label, shrink=0.8, aspect=30)
-    return drawn(figure, picture)
+    return Drawing(picture, figure)
 
 
 def _share(one: ExpertMap) -> str:
@@ -140,4 +139,4 @@ def codeword_figure(group: Group) -> Drawing | None:
         axes.set_xlabel("rank of the codeword")
         axes.set_ylabel("share of tokens (%)")
         legend(axes, len(found), columns=2)
-        return drawn(figure, picture)
+        return Drawing(picture, figure)

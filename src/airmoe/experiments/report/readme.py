@@ -1,0 +1,90 @@
+"""The main results as a block of Markdown: what the README shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from airmoe.experiments.report import metrics
+from airmoe.experiments.report.corpora import known_text
+from airmoe.experiments.report.document import Block, Cell, Paragraph, Table
+from airmoe.experiments.report.fair import fair_groups
+from airmoe.experiments.report.groups import Group, group_runs
+from airmoe.experiments.report.markdown import markdown_blocks
+from airmoe.experiments.report.metrics import DASH
+from airmoe.experiments.report.paper import RUNS, paper_cell
+from airmoe.experiments.report.reading import read_all
+from airmoe.experiments.report.tables import PERPLEXITIES, variant_table
+
+RUNS_FOLDER = Path("wikipedia", "main")
+NOTHING = (
+    "Perplexities so far are those of short runs, and none is claimed: "
+    "[results so far](docs/results.md)."
+)
+MORE = "What differs from the paper's runs, figures, ablations: [results](docs/results.md)."
+COLUMNS = (
+    *PERPLEXITIES,
+    metrics.FLOPS,
+    metrics.SECONDS,
+    metrics.SPEED,
+    metrics.MEMORY,
+    metrics.DEAD,
+    metrics.OVERLAP,
+)
+
+
+def readme_block(results: Path) -> str:
+    """A table per length that was run; before there is one, what there is instead."""
+    folder = results / RUNS_FOLDER
+    if not any(folder.glob("*.json")):
+        return NOTHING
+    groups = fair_groups(group_runs(read_all([folder]).runs)).groups
+    blocks: list[Block] = [block for group in groups for block in _of_group(group)]
+    return f"{markdown_blocks(blocks)}\n\n{MORE}"
+
+
+def _of_group(group: Group) -> list[Block]:
+    return [Paragraph(_about(group)), _with_paper(variant_table(group, COLUMNS, ""), group)]
+
+
+def _about(group: Group) -> str:
+    """What all rows have in common."""
+    first, key = group.runs[0], group.key
+    machines = {f"{run.machine.get('count')} x {run.machine.get('device')}" for run in group.runs}
+    parts = [
+        f"Preset {key.preset}",
+        key.corpus,
+        f"{first.tokens:,} tokens",
+        first.config["training"]["precision"],
+        " or ".join(sorted(machines)),
+        f"torch {' or '.join(sorted({run.versions.get('torch', '?') for run in group.runs}))}",
+    ]
+    text = f"{', '.join(parts)}. Perplexities are per token."
+    paper = RUNS.get(key.preset)
+    if paper is None:
+        return text
+    share = f"{100 * first.tokens / paper.tokens:.3g} %"
+    return (
+        f"{text} The paper's are those of {paper.corpus}, {paper.tokens:,} tokens, of which ours "
+        f"had {share}."
+    )
+
+
+def _with_paper(table: Table, group: Group) -> Table:
+    """With the paper's perplexity behind ours, and the test text by its name."""
+    at = 1 + max(
+        table.columns.index(one.title) for one in PERPLEXITIES if one.title in table.columns
+    )
+    text = known_text(group.runs[0].config["data"])
+    test = f"perplexity, {text.test}" if text and text.test else metrics.TEST.title
+    columns = [test if title == metrics.TEST.title else title for title in table.columns]
+    rows = [
+        [*row[:at], _paper_cell(group, variant, grey=row[0].grey), *row[at:]]
+        for variant, row in zip(group.variants, table.rows, strict=True)
+    ]
+    return replace(table, columns=[*columns[:at], "the paper's", *columns[at:]], rows=rows)
+
+
+def _paper_cell(group: Group, variant: str, *, grey: bool) -> Cell:
+    found = paper_cell(group.key.suite, group.key.preset, variant)
+    return Cell(text=DASH if found is None else f"{found.perplexity:.2f}", grey=grey)
