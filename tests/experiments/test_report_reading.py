@@ -172,13 +172,13 @@ def test_a_folder_given_twice_counts_once(good: Path) -> None:
 
 
 def test_paths_of_a_machine_do_not_get_into_a_report(tmp_path: Path) -> None:
-    config = override(
-        preset("tiny"), ["data.folder=/somewhere/else/tokens", "data.corpus=/x/y.txt"]
-    )
+    paths = ["data.folder=/somewhere/else/tokens", "data.corpus=/x/y.txt"]
+    config = override(preset("tiny"), [*paths, "data.tokenizer=/x/tokenizer.model"])
     write_run(tmp_path / "run", config, perplexity=60.0)
     (run,) = read_all([tmp_path]).runs
     assert run.config["data"]["folder"] == "tokens"
     assert run.config["data"]["corpus"] == "y.txt"
+    assert run.config["data"]["tokenizer"] == "tokenizer.model"
 
 
 def test_curves_are_thinned_and_maps_kept_once(tmp_path: Path) -> None:

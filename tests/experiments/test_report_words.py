@@ -73,6 +73,12 @@ def test_every_field_is_written(runs: dict[str, Run]) -> None:
         assert filled(f"{{main/air-seed42 {field}}}", runs)[0].isdigit(), field
 
 
+def test_the_page_about_reports_lists_the_fields() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+    section = page.partition("## The results of this repository")[2]
+    assert all(f"`{field}`" in section for field in FIELDS)
+
+
 @pytest.mark.parametrize(
     ("placeholder", "parts"),
     [

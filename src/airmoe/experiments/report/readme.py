@@ -14,14 +14,18 @@ from airmoe.experiments.report.markdown import markdown_blocks
 from airmoe.experiments.report.metrics import DASH
 from airmoe.experiments.report.paper import RUNS, paper_cell
 from airmoe.experiments.report.reading import read_all
-from airmoe.experiments.report.tables import PERPLEXITIES, variant_table
+from airmoe.experiments.report.tables import PERPLEXITIES, note_on_test, variant_table
 
 RUNS_FOLDER = Path("wikipedia", "main")
 NOTHING = (
     "Perplexities so far are those of short runs, and none is claimed: "
     "[results so far](docs/results.md)."
 )
-MORE = "What differs from the paper's runs, figures, ablations: [results](docs/results.md)."
+MORE = (
+    "What differs from the paper's runs, what to keep in mind, figures and ablations: "
+    "[results](docs/results.md)."
+)
+CORPORA = {"wikitext103": "WikiText-103"}
 COLUMNS = (
     *PERPLEXITIES,
     metrics.FLOPS,
@@ -65,8 +69,8 @@ def _about(group: Group) -> str:
         return text
     share = f"{100 * first.tokens / paper.tokens:.3g} %"
     return (
-        f"{text} The paper's are those of {paper.corpus}, {paper.tokens:,} tokens, of which ours "
-        f"had {share}."
+        f"{text} The paper's are those of {CORPORA.get(paper.corpus, paper.corpus)} after "
+        f"{paper.tokens:,} tokens; ours had {share} of that length."
     )
 
 
@@ -82,7 +86,9 @@ def _with_paper(table: Table, group: Group) -> Table:
         [*row[:at], _paper_cell(group, variant, grey=row[0].grey), *row[at:]]
         for variant, row in zip(group.variants, table.rows, strict=True)
     ]
-    return replace(table, columns=[*columns[:at], "the paper's", *columns[at:]], rows=rows)
+    notes = [note for note in table.notes if note not in note_on_test(group.runs)]  # said above
+    columns = [*columns[:at], "the paper's", *columns[at:]]
+    return replace(table, columns=columns, rows=rows, notes=notes)
 
 
 def _paper_cell(group: Group, variant: str, *, grey: bool) -> Cell:

@@ -32,6 +32,7 @@ ABLATIONS = (
     metrics.TEST,
     metrics.FLOPS,
     metrics.SECONDS,
+    metrics.SPEED,
     metrics.MEMORY,
     metrics.DEAD,
     metrics.OVERLAP,
