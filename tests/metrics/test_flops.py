@@ -224,6 +224,24 @@ def test_refresh_is_shared_by_the_effective_batch() -> None:
     assert refresh(16_384, 4) == pytest.approx(4 * refresh(16_384, 1))
 
 
+def test_lists_that_live_longer_cost_less() -> None:
+    def products(refresh_every: int) -> list[float]:
+        model = model_size("small")
+        model.router_options = {**model.router_options, "refresh_every": refresh_every}
+        workload = Workload(
+            sequence_length=256, tokens_per_step=16_384, tokens_per_micro_batch=4096, devices=1
+        )
+        ledger = count_flops(model, workload)
+        return [ledger.cost(column, "router refresh").total for column in COLUMNS]
+
+    every_step, every_fourth, never = products(1), products(4), products(10**9)
+    for one, four, norms in zip(every_step, every_fourth, never, strict=True):
+        assert four - norms == pytest.approx((one - norms) / 4, rel=1e-6)
+    # 2 G E D per step is nearly all of it; what is left are norms.
+    assert every_step[0] - never[0] > 0.9 * 2 * 1024 * 65_536 * 256 / 16_384
+    assert all(norms < 0.02 * one for norms, one in zip(never, every_step, strict=True))
+
+
 def test_a_static_codebook_is_not_updated() -> None:
     config, static = model_size("small"), model_size("small")
     static.router_options |= {"codebook": "static"}

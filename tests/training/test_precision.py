@@ -75,10 +75,13 @@ def test_compiled_layers_train_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("micro_batch_size", [8, 4])  # one or two of them in a step
-def test_graphs_train_the_same(tmp_path: Path, micro_batch_size: int) -> None:
+@pytest.mark.parametrize("refresh_every", [1, 3])
+def test_graphs_train_the_same(tmp_path: Path, micro_batch_size: int, refresh_every: int) -> None:
     """Steps that are logged run as always, the others from graphs, in one run side by side."""
-    options = {"steps": 16, "eval_every": 8, "log_every": 5, "precision": "bf16"}
-    options |= {"micro_batch_size": micro_batch_size}
+    model = small_model()
+    model["router_options"] = {**model["router_options"], "refresh_every": refresh_every}
+    options: dict[str, Any] = {"steps": 16, "eval_every": 8, "log_every": 5, "precision": "bf16"}
+    options |= {"micro_batch_size": micro_batch_size, "model": model}
     plain, captured = tmp_path / "plain", tmp_path / "captured"
     for folder, graph in ((plain, False), (captured, True)):  # CUDA does not survive a fork
         train_here(small_run(tmp_path, **options, cuda_graph=graph), folder)

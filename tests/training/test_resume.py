@@ -107,6 +107,18 @@ def test_killed_twice_and_with_a_torn_log_line(
     assert_same_run(run, reference)
 
 
+@pytest.mark.parametrize("moment", ["between windows", "in the second micro-batch"])
+def test_lists_that_live_several_steps(moment: str, tmp_path: Path) -> None:
+    """Steps 4 and 8 are saved, 3, 6, 9 would be the turns of the lists."""
+    model = small_model()
+    model["router_options"] = {**model["router_options"], "refresh_every": 3}
+    config = small_run(tmp_path, model)
+    reference = uninterrupted(config, tmp_path / "reference")
+    killed(config, tmp_path / "run", KILLS[moment])
+    resumed(tmp_path / "run")
+    assert_same_run(tmp_path / "run", reference)
+
+
 def test_resuming_a_finished_run_changes_nothing(
     plain: tuple[RunConfig, Path], tmp_path: Path
 ) -> None:

@@ -34,7 +34,7 @@ def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
     if isinstance(module, ShortlistCache):
         for buffer in module.buffers():
             buffer.zero_()
-        module.stale = True
+        module.expire()
         return True
     experts = isinstance(module, (GranularExperts, CoarseExperts))
     if not (experts or isinstance(module, (Router, Codebook))):

@@ -63,10 +63,11 @@ class AirRouter(CentroidRouter):
         gate: Gate = "token_choice"
         capacity_factor: float = 1.0  # of the expert-choice gate
         probes: int = 1
+        refresh_every: int = 1  # optimizer steps between two buildings of the shortlists
 
         def check(self) -> None:
             super().check()
-            for name in ("num_codewords", "shortlist_size", "probes"):
+            for name in ("num_codewords", "shortlist_size", "probes", "refresh_every"):
                 check_count(f"air.{name}", getattr(self, name))
             check_number("air.codebook_decay", self.codebook_decay, below=1.0)
             check_number("air.dead_below", self.dead_below)
@@ -153,7 +154,13 @@ class AirRouter(CentroidRouter):
 
     def on_parameters_changed(self) -> None:
         super().on_parameters_changed()
-        self.training_lists.stale = True
+        self.training_lists.expire()
+        self._evaluated_at = None
+
+    def on_optimizer_step(self) -> None:
+        """Training lists may wait for their turn, norms and evaluation may not."""
+        super().on_parameters_changed()
+        self.training_lists.optimizer_stepped()
         self._evaluated_at = None
 
     def train(self, mode: bool = True) -> AirRouter:
@@ -198,6 +205,8 @@ class AirRouter(CentroidRouter):
             self._built_from = self.codebook.loads
             self._fresh = True
             self._note_untracked()
+        elif self.training_lists.due == "norms":
+            self.training_lists.renew_norms(self.centroids)
 
     def _note_untracked(self) -> None:
         if self.tracked:
@@ -246,11 +255,14 @@ class AirRouter(CentroidRouter):
                 config.shortlist_size,
                 config.num_experts,
                 config.normalize_centroids,
+                config.refresh_every,
             )
 
     def _lists(self) -> ShortlistCache:
         if self.training:
             if not self._outdated() and (self.tracked or self._fresh):
+                if self.training_lists.due == "norms":  # a training forward nobody observed
+                    self.training_lists.renew_norms(self.centroids)
                 return self.training_lists
             # A training forward nobody observed: right for now, but not kept, because the next
             # observe builds from the codebook as it will be then (Alg. 3's order).

@@ -179,6 +179,10 @@ class Router(nn.Module, ABC):
         """After an optimizer step or a load: derived caches are out of date."""
         self.parameter_changes += 1
 
+    def on_optimizer_step(self) -> None:
+        """After a step of the tracked optimizer."""
+        self.on_parameters_changed()
+
     @property
     def tracked(self) -> bool:
         """True when a living optimizer's hook reports parameter changes to this very object.

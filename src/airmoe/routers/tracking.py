@@ -43,7 +43,7 @@ def track_optimizer(model: nn.Module, optimizer: Any) -> Tracking:
 
     def after_step(*_: Any) -> None:
         for router in routers:
-            router.on_parameters_changed()
+            router.on_optimizer_step()
 
     hook = optimizer.register_step_post_hook(after_step)
     for router in routers:

@@ -1,8 +1,8 @@
 """Micro-batches as CUDA graphs: a small model spends more time launching kernels than running them.
 
 A graph repeats what the device did, and nothing of what Python did beside it. What Python decides
-between micro-batches is whether the shortlists are rebuilt, so there is a graph for each answer;
-and steps that are looked at (hooks of the log) are not captured but run as always.
+between micro-batches is what of the shortlists is due, so there is a graph for each answer; and
+steps that are looked at (hooks of the log) are not captured but run as always.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from airmoe.routers.shortlists import ShortlistCache
+from airmoe.routers.shortlists import Due, ShortlistCache
 
 Inputs = dict[str, Tensor]
 Step = Callable[[Inputs], Tensor]  # forward and backward of one micro-batch -> its loss
@@ -23,7 +23,7 @@ Step = Callable[[Inputs], Tensor]  # forward and backward of one micro-batch -> 
 class _Graph:
     graph: torch.cuda.CUDAGraph
     loss: Tensor
-    stale: tuple[bool, ...]  # the shortlists afterwards
+    due: tuple[Due, ...]  # of the shortlists afterwards
 
 
 class CapturedSteps:
@@ -38,7 +38,7 @@ class CapturedSteps:
             for parameter in model.parameters()
             if parameter.requires_grad
         }
-        self._graphs: dict[tuple[bool, ...], _Graph] = {}
+        self._graphs: dict[tuple[Due, ...], _Graph] = {}
 
     def fits(self, inputs: Inputs) -> bool:
         """Whether these can take the place of those that were captured."""
@@ -53,17 +53,17 @@ class CapturedSteps:
         for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor)
         self._use_own_gradients()
-        before = self._stale()
+        before = self._due()
         if before not in self._graphs:
             self._graphs[before] = self._capture()
         captured = self._graphs[before]
         captured.graph.replay()
-        for cache, stale in zip(self._caches, captured.stale, strict=True):
-            cache.stale = stale
+        for cache, due in zip(self._caches, captured.due, strict=True):
+            cache.settle(due)
         return captured.loss.clone()  # the next replay writes over it
 
-    def _stale(self) -> tuple[bool, ...]:
-        return tuple(cache.stale for cache in self._caches)
+    def _due(self) -> tuple[Due, ...]:
+        return tuple(cache.due for cache in self._caches)
 
     def _use_own_gradients(self) -> None:
         """A graph adds to fixed addresses; what is there is 0, or of earlier micro-batches."""
@@ -82,4 +82,4 @@ class CapturedSteps:
         # Threads of the data loader may use the device meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             loss = self._step(self._inputs)
-        return _Graph(graph, loss, self._stale())
+        return _Graph(graph, loss, self._due())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rich.console import Console
+
 from airmoe.data import Prepared
 from airmoe.distributed import rank
 from airmoe.files import write_json
@@ -18,18 +20,24 @@ def is_untested(run: RunFolder, prepared: Prepared) -> bool:
     return long_enough and not run.test.exists()
 
 
-def measure_test(run: RunFolder, prepared: Prepared, model: AirMoeForCausalLM) -> None:
+def measure_test(
+    run: RunFolder, prepared: Prepared, model: AirMoeForCausalLM, console: Console
+) -> None:
     """Put the best weights into `model` and write what they give; every process must call it."""
     options = run.config.training
+    blocks = prepared.blocks("test", run.config.data.block_size)
+    if rank() == 0:
+        console.print(f"Measuring the test split, {len(blocks):,} blocks", highlight=False)
     best = best_checkpoint(run.path)
     load_model(best, model)
     device = next(model.parameters()).device
     result = evaluate(
         model,
-        prepared.blocks("test", run.config.data.block_size),
+        blocks,
         batch_size=options.micro_batch_size,
         quality_tokens=options.quality_tokens,
         autocast=autocast_of(options.precision, device),
     )
     if rank() == 0:
         write_json(run.test, {"step": step_of(best), "tokens": result.tokens, **result.numbers()})
+        console.print(f"test  loss {result.loss:.3f}  ppl {result.perplexity:.2f}", highlight=False)

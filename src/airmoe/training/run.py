@@ -139,7 +139,8 @@ def _go(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path |
     if checkpoint is not None and step_of(checkpoint) >= last_step:
         if is_untested(run, prepared):  # killed after its last checkpoint
             model = build_model(config, prepared)
-            measure_test(run, prepared, model.to(PartialState().device))  # pyright: ignore
+            model.to(PartialState().device)  # pyright: ignore[reportArgumentType]
+            measure_test(run, prepared, model, console)
         _finish(run, peak_memory=None)
         return Finished(run, None, last_step)
     arguments = make_arguments(
@@ -166,7 +167,7 @@ def _go(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path |
         return Finished(run, stop.received, trainer.state.global_step)
     peak = peak_memory()
     if is_untested(run, prepared):
-        measure_test(run, prepared, trainer.airmoe_model)
+        measure_test(run, prepared, trainer.airmoe_model, console)
     _finish(run, peak)
     return Finished(run, None, trainer.state.global_step)
 

@@ -236,6 +236,9 @@ class AirMoeTrainer(Trainer):
             write_json(partial / "training.json", self._shared_state())
             self.state.save_to_json(str(partial / "trainer_state.json"))
 
+        for module in self.airmoe_model.modules():
+            if isinstance(module, Router):  # a resumed run derives caches anew: so must this one
+                module.on_parameters_changed()
         failure = None
         if rank() == 0:
             try:

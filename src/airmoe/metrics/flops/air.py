@@ -92,9 +92,10 @@ def _codebook(config: AirRouter.Config, workload: Workload) -> Iterator[Term]:
 
 
 def _refresh(config: AirRouter.Config, workload: Workload) -> Iterator[Term]:
-    """Alg. 1, lines 1 and 4-7: once per step and device."""
+    """Alg. 1, lines 1 and 4-7: on each device, once per step or every few steps."""
     codewords, experts, dim = config.num_codewords, config.num_experts, config.dim
-    part, times = REFRESH, workload.refreshes_per_token
+    part, steps = REFRESH, workload.steps_per_token
+    times = steps / config.refresh_every
     pairs = codewords * experts
     yield both(part, "codewords times experts", no_gradient(pairs, dim, "airmoe::top_m"), times)
     if config.jitter_std > 0:
@@ -102,7 +103,7 @@ def _refresh(config: AirRouter.Config, workload: Workload) -> Iterator[Term]:
     best = top_k(experts, config.shortlist_size, lists=codewords)
     yield both(part, "shortlists", best, times)
     if config.normalize_centroids:
-        # Alg. 3 projects in every micro-batch; ours keeps the norms as long as the shortlists.
+        # Alg. 3 projects in every micro-batch; ours keeps the norms until the next step.
         unit = normalize(dim, experts)
         yield Term(part, "unit centroids", unit, None, workload.micro_batches_per_token)
-        yield Term(part, "unit centroids, kept", None, unit, times)
+        yield Term(part, "unit centroids, kept", None, unit, steps)

@@ -33,7 +33,8 @@ class Workload:
             )
 
     @property
-    def refreshes_per_token(self) -> float:
+    def steps_per_token(self) -> float:
+        """Of all devices: each does for itself what is done once per step."""
         return self.devices / self.tokens_per_step
 
     @property

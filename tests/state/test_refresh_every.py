@@ -1,0 +1,97 @@
+"""Shortlists that live several optimizer steps; everything else follows every step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import airmoe
+from airmoe import ConfigError
+from tests.state.common import air_of, batch, build_layer, build_router, plain_shortlists
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_lists_wait_for_their_turn_and_norms_do_not(normalize: bool) -> None:
+    layer = build_layer("air", jitter_std=0.0, normalize_centroids=normalize, refresh_every=3)
+    router = air_of(layer)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.3)
+    airmoe.track_optimizer(layer, optimizer)
+    expected, rebuilt = torch.empty(0), []
+    for step in range(8):
+        for part in range(2):  # micro-batches
+            layer(batch(2 * step + part)).pow(3).sum().backward()
+            now = plain_shortlists(router, router.codebook.codewords)
+            if step % 3 == 0 and part == 0:
+                expected = now
+                rebuilt.append(router.built_at is not None and int(router.built_at))
+            assert torch.equal(router.training_lists.experts, expected), (step, part)
+            if normalize:
+                norms = router.centroids.detach().norm(dim=-1)
+                torch.testing.assert_close(router.training_lists.inverse_norms, 1 / norms)
+            assert step % 3 == 0 or not torch.equal(now, expected), "too small a step for a test"
+        optimizer.step()
+        optimizer.zero_grad()
+    assert rebuilt == [1, 7, 13]  # micro-batches of steps 0, 3 and 6
+
+
+def test_scores_are_exact_under_old_lists() -> None:
+    """A token's chosen experts are the best of its list, weighed by today's centroids."""
+    layer = build_layer("air", jitter_std=0.0, refresh_every=100)
+    router = air_of(layer)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.3)
+    airmoe.track_optimizer(layer, optimizer)
+    for step in range(3):
+        layer(batch(step)).pow(3).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    routing = layer.forward_with_routing(batch(9)).routing
+    hidden = batch(9).flatten(0, -2)
+    logits = router.full_logits(hidden)
+    lists = router.training_lists.experts[router.codebook.nearest(hidden, 1)[:, 0]]
+    chosen = logits.gather(1, lists).topk(router.config.top_k).indices
+    wanted = torch.zeros_like(logits).scatter(1, lists.gather(1, chosen), 1.0)
+    weights = logits.masked_fill(wanted == 0, -torch.inf).softmax(-1)
+    found = routing.to_token_routing()
+    dense = torch.zeros_like(logits).scatter(1, found.expert_ids, found.weights)
+    torch.testing.assert_close(dense, weights)
+
+
+def test_evaluation_sees_every_step() -> None:
+    layer = build_layer("air", jitter_std=0.0, refresh_every=100)
+    router = air_of(layer)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.3)
+    airmoe.track_optimizer(layer, optimizer)
+    for step in range(2):
+        layer(batch(step)).pow(3).sum().backward()
+        optimizer.step()
+    layer.eval()
+    expected = plain_shortlists(router, router.codebook.codewords)
+    assert torch.equal(router.shortlists(), expected)
+    assert not torch.equal(router.training_lists.experts, expected)
+
+
+def test_loading_and_changes_by_hand_do_not_wait() -> None:
+    layer = build_layer("air", jitter_std=0.0, refresh_every=100)
+    router = air_of(layer)
+    airmoe.track_optimizer(layer, torch.optim.AdamW(layer.parameters()))
+    layer(batch(0))
+    other = build_layer("air", seed=1, jitter_std=0.0, refresh_every=100)
+    other(batch(1))
+    layer.load_state_dict(other.state_dict())
+    layer(batch(2))
+    assert torch.equal(
+        router.training_lists.experts, plain_shortlists(router, router.codebook.codewords)
+    )
+    with torch.no_grad():
+        router.centroids.neg_()
+    router.on_parameters_changed()
+    layer(batch(3))
+    assert torch.equal(
+        router.training_lists.experts, plain_shortlists(router, router.codebook.codewords)
+    )
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True])
+def test_bad_numbers(steps: object) -> None:
+    with pytest.raises(ConfigError, match="refresh_every"):
+        build_router("air", refresh_every=steps)
