@@ -261,7 +261,7 @@ def generate(
 
 @app.command()
 def suite(
-    name: Annotated[str, typer.Argument(help="main, ablations, granularity or codebook")],
+    name: Annotated[str, typer.Argument(help="main, ablations, granularity, codebook, recall")],
     preset: Annotated[str, typer.Argument(help="tiny, small, medium, small-c5, ...")],
     out: Annotated[Path, typer.Option(help="folder of the suite, new or begun")],
     overrides: Annotated[

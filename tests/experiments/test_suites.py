@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from airmoe.errors import ConfigError
 from airmoe.experiments.suites import Budget, Plan, make_plan
 from airmoe.experiments.suites.folder import differences
 from airmoe.metrics.flops import Workload, count_flops
@@ -127,6 +128,59 @@ def test_codebook_leaves_out_what_cannot_be() -> None:
     assert names == ["g1-m16-p1", "g1-m32-p1", "g2-m16-p1", "g2-m16-p2", "g2-m32-p1", "g2-m32-p2"]
 
 
+@pytest.mark.parametrize("preset", ["tiny", "small", "small-c5"])
+def test_recall_costs_what_air_does(preset: str) -> None:
+    """By the ledger, which knows more than products; exact routing is the reference."""
+    plan = make_plan("recall", preset)
+    costs = {}
+    for run in plan.runs:
+        tokens = run.config.training.batch_size * run.config.data.block_size
+        workload = Workload(
+            sequence_length=run.config.data.block_size,
+            tokens_per_step=tokens,
+            tokens_per_micro_batch=tokens,
+        )
+        ledger = count_flops(run.config.model_config(128_256, 0), workload)
+        routing = ("router coarse", "router refresh", "router fine")
+        costs[run.variant] = sum(ledger.cost("algorithmic", part).total for part in routing)
+    wanted = ["air", "probes", "fewer_codewords", "lazy_longer", "lazy_finer", "exact"]
+    assert list(costs) == wanted
+    for variant, cost in costs.items():
+        # Whole candidates, and what is no product: sorting, jitter.
+        equal = cost == pytest.approx(costs["air"], rel=0.01)
+        assert equal is (variant != "exact"), (variant, cost / costs["air"])
+
+
+def test_recall_at_the_paper_s_sizes() -> None:
+    options = {
+        name: model["router_options"]
+        for name, model in models(make_plan("recall", "small")).items()
+    }
+    found = {
+        name: tuple(given[key] for key in ("num_codewords", "shortlist_size", "probes"))
+        for name, given in options.items()
+        if name != "exact"
+    }
+    assert found == {
+        "air": (1024, 2048, 1),
+        "probes": (1024, 1024, 2),
+        "fewer_codewords": (512, 3072, 1),
+        "lazy_longer": (1024, 3072, 1),
+        "lazy_finer": (2048, 2048, 1),
+    }
+    lazy = {name for name, given in options.items() if given.get("refresh_every") == 4}
+    assert lazy == {"lazy_longer", "lazy_finer"}
+
+
+def test_recall_leaves_out_what_cannot_be() -> None:
+    short = ["model.router_options.shortlist_size=20"]  # half of it is fewer than the 16 chosen
+    assert "probes" not in models(make_plan("recall", "tiny", short))
+    one = ["model.router_options.num_codewords=1"]
+    assert not {"fewer_codewords", "probes"} & {*models(make_plan("recall", "tiny", one))}
+    with pytest.raises(ConfigError, match="starts from probes = 1"):
+        make_plan("recall", "tiny", ["model.router_options.probes=2"])
+
+
 TOY = [
     *("model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=2"),
     *("model.num_attention_heads=2", "model.num_experts=64", "model.num_experts_per_tok=8"),
@@ -136,7 +190,14 @@ TOY = [
 
 @pytest.mark.parametrize(
     ("suite", "codewords"),
-    [("main", 8), ("ablations", 8), ("granularity", 8), ("granularity", 32), ("codebook", 8)],
+    [
+        ("main", 8),
+        ("ablations", 8),
+        ("granularity", 8),
+        ("granularity", 32),
+        ("codebook", 8),
+        ("recall", 8),
+    ],
 )
 def test_every_variant_is_a_model_that_learns(suite: str, codewords: int) -> None:
     plan = make_plan(suite, "tiny", [*TOY, f"model.router_options.num_codewords={codewords}"])
@@ -178,7 +239,7 @@ def test_seeds_and_budgets() -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["mian", "tiny"], ["suite: got 'mian'", "main, ablations, granularity, codebook"]),
+        (["mian", "tiny"], ["suite: got 'mian'", "main, ablations, granularity, codebook, recall"]),
         (["main", "tinny"], ["preset: got 'tinny'"]),
         (["main", "tiny", "--seeds", "0"], ["seeds: got 0"]),
         (["main", "tiny", "--tokens", "0"], ["tokens: got 0"]),

@@ -1,4 +1,4 @@
-"""The four suites: what each compares, made from one run with AIR."""
+"""The five suites: what each compares, made from one run with AIR."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.fairness import ALL_RULES, Rule
+from airmoe.experiments.suites.recall import equal_cost
 from airmoe.model import AirMoeConfig, with_method
 from airmoe.routers import AirRouter
 from airmoe.training import RunConfig, model_options
@@ -88,15 +89,27 @@ def codebook_variants(base: RunConfig) -> Variants:
     return variants
 
 
+def recall_variants(base: RunConfig) -> Variants:
+    """AIR and exact routing, and between them AIR with other settings that cost as much as its."""
+    model = model_of(base)
+    tokens_per_step = base.training.batch_size * base.data.block_size
+    found = {
+        name: with_model(base, _routed(model, options))
+        for name, options in equal_cost(_air(model), tokens_per_step).items()
+    }
+    return {**found, "exact": with_model(base, with_method(model, "exact"))}
+
+
 WITHOUT_STRUCTURE = tuple(
     rule for rule in ALL_RULES if rule not in (Rule.STRUCTURE, Rule.CANDIDATES)
 )
 SUITES: dict[str, Suite] = {
     "main": Suite(main_variants, ALL_RULES),
     "ablations": Suite(ablation_variants, ALL_RULES),
-    # Both vary the sizes of the two stages by design.
+    # These vary the sizes of the two stages by design.
     "granularity": Suite(granularity_variants, WITHOUT_STRUCTURE),
     "codebook": Suite(codebook_variants, WITHOUT_STRUCTURE),
+    "recall": Suite(recall_variants, WITHOUT_STRUCTURE),
 }
 
 
