@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from airmoe.experiments import preset
+from airmoe.experiments.report.beside_paper import beside_paper
 from airmoe.experiments.report.document import Cell, Table
 from airmoe.experiments.report.figures.usage_maps import maps
 from airmoe.experiments.report.groups import Group, group_runs
@@ -22,6 +23,7 @@ from airmoe.experiments.report.tables import (
     codebook_table,
     granularity_table,
     main_table,
+    recall_table,
 )
 from airmoe.training import override
 from tests.experiments.report_toys import write_run, write_suite, write_usage
@@ -226,6 +228,21 @@ def test_time_is_that_of_the_steps_where_it_is_logged(tmp_path: Path) -> None:
     group = only_group(tmp_path)
     assert column(main_table(group), "time at minimum (s)")["AIR"].text == "12.5"
     assert set(group.runs[0].evaluations["seconds"]) == {12.5}
+
+
+def test_recall_rows(tmp_path: Path) -> None:
+    names = ("exact", "lazy_finer", "air", "probes")
+    write_suite(tmp_path / "s", "recall", {name: {"perplexity": 60.0} for name in names})
+    group = only_group(tmp_path)
+    table = recall_table(group)
+    assert [row[0].text for row in table.rows] == [
+        *("AIR", "Exact granular", "Two probes", "Lazy refresh, more codewords"),
+    ]
+    assert [row[0].grey for row in table.rows] == [False, True, False, False]
+    assert {"overlap", "mass recall"} <= {*table.columns}
+    assert sum(column.startswith("FLOPs at minimum") for column in table.columns) == 2
+    write_suite(tmp_path / "small", "recall", {"air": {"perplexity": 60.0}}, name="small")
+    assert not beside_paper(only_group(tmp_path / "small"))  # its settings are not the paper's
 
 
 def test_granularity_and_codebook_rows(tmp_path: Path) -> None:

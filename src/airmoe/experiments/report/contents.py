@@ -35,6 +35,7 @@ from airmoe.experiments.report.tables import (
     codebook_table,
     granularity_table,
     main_table,
+    recall_table,
 )
 from airmoe.experiments.scaling_law import ScalingLaw, fit_scaling_law
 
@@ -123,9 +124,9 @@ def _fitted(group: Group) -> Fit:
 
 
 def _methods(group: Group, contents: Contents) -> None:
-    """Methods or ablations against each other."""
-    table = ablation_table if group.key.suite == "ablations" else main_table
-    contents.blocks.append(table(group))
+    """Methods, ablations or settings against each other."""
+    tables = {"ablations": ablation_table, "recall": recall_table}
+    contents.blocks.append(tables.get(group.key.suite or "", main_table)(group))
     if compared := beside_paper(group):
         contents.blocks += [Heading(3, "The paper beside ours", f"{group.slug}-paper"), *compared]
     contents.blocks.append(Heading(3, "Perplexity through training", f"{group.slug}-curves"))

@@ -19,6 +19,10 @@ TITLES = {
     "static": "Static codebook",
     "expert_choice": "Expert choice",
     "euclidean": "Euclidean",
+    "probes": "Two probes",
+    "fewer_codewords": "Fewer codewords, longer lists",
+    "lazy_longer": "Lazy refresh, longer lists",
+    "lazy_finer": "Lazy refresh, more codewords",
 }
 ORDER = tuple(TITLES)
 GRANULARITY = re.compile(r"q(\d+)")
@@ -63,6 +67,10 @@ SLOTS = {
     "expert_choice": 3,
     "euclidean": 2,
     "dense": 5,
+    "probes": 1,
+    "fewer_codewords": 2,
+    "lazy_longer": 3,
+    "lazy_finer": 4,
 }
 
 

@@ -39,6 +39,7 @@ ABLATIONS = (
     metrics.RECALL,
     metrics.ENTROPY,
 )
+RECALL = (*ABLATIONS[:3], metrics.EXECUTED, *ABLATIONS[3:])
 CODEBOOK = (
     metrics.OVERLAP,
     metrics.RECALL,
@@ -66,6 +67,11 @@ def main_table(group: Group) -> Table:
 
 def ablation_table(group: Group) -> Table:
     return variant_table(group, ABLATIONS, "AIR without one of its parts.")
+
+
+def recall_table(group: Group) -> Table:
+    caption = "Other settings of AIR that cost as many algorithmic FLOPs, beside exact routing."
+    return variant_table(group, RECALL, caption)
 
 
 def variant_table(group: Group, columns: Sequence[Metric], caption: str) -> Table:
