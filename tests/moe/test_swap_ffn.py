@@ -133,6 +133,16 @@ def test_memory_is_taken_over_and_frozen_weights_stay_frozen() -> None:
     assert torch.equal(layer.experts.down, network.down_proj.weight.T)
 
 
+def test_torch_s_default_device_does_not_matter() -> None:
+    """Somebody may have set it for their own tensors; the layer lives where the model does."""
+    model = dense()
+    expected = logits_of(model)
+    with torch.device("meta"):
+        swap_ffn(model, layers=[1], router=air(), from_dense=True)
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
+    torch.testing.assert_close(logits_of(model), expected, rtol=1e-5, atol=1e-6)
+
+
 # -- before and after calibration -----------------------------------------------------------------
 
 

@@ -31,6 +31,8 @@ ARGUMENTS: list[Refusal] = [
     ("a flag", DENSE | {"layers": [True]}, "layers", "got True"),
     ("a number alone", DENSE | {"layers": 1}, "layers", "must list at least one layer"),
     ("none", DENSE | {"layers": []}, "layers", "must list at least one layer"),
+    ("nothing", DENSE | {"layers": None}, "layers", "got None, must list at least one layer"),
+    ("a stream", DENSE | {"layers": iter([1])}, "layers", "must list at least one layer"),
     ("twice", DENSE | {"layers": [1, 0, 1]}, "layers", "must name each layer once"),
     ("not a flag", DENSE | {"from_dense": 1}, "from_dense", "must be True or False"),
     ("no router", {"layers": [1]}, "router", "must be given when experts are new"),
@@ -182,6 +184,19 @@ def without_network() -> nn.Module:
     return model
 
 
+def with_one_network_twice() -> nn.Module:
+    model = dense()
+    model.model.layers[2].mlp = model.model.layers[1].mlp
+    return model
+
+
+def with_tied_projections() -> nn.Module:
+    model = dense()
+    network = model.model.layers[1].mlp
+    network.up_proj.weight = network.gate_proj.weight
+    return model
+
+
 class Quantised(nn.Linear):
     """What quantization libraries put in the place of a Linear."""
 
@@ -199,6 +214,8 @@ MODELS: list[tuple[Callable[[], nn.Module], str, str]] = [
     (without_network, "layers[1]", "got 'no `mlp`'"),
     (lambda: dense(mlp_bias=True), "layers[1].gate_proj.bias", "experts have no bias"),
     (clamped, "layers[1]", "and nothing else"),
+    (with_one_network_twice, "layers[1]", "layers.2.mlp.gate_proj.weight', must have weights of"),
+    (with_tied_projections, "layers[1]", "must have weights of its own"),
     (lambda: dense(hidden_act="relu"), "layers[1].act_fn", "swiglu, geglu, geglu_tanh"),
     (with_part("act_fn", nn.PReLU()), "layers[1].act_fn", "got 'PReLU'"),
 ]
@@ -209,6 +226,11 @@ def test_models(build: Callable[[], nn.Module], field: str, words: str) -> None:
     refused(build(), DENSE, field, words)
 
 
+def test_no_model_at_all() -> None:
+    with pytest.raises(ConfigError, match=r"got .NoneType., must be a torch\.nn\.Module"):
+        swap_ffn(None, **DENSE)  # type: ignore[arg-type]
+
+
 def test_one_bad_layer_leaves_the_others_alone() -> None:
     model = dense()
     model.model.layers[2].mlp = Clamped(model.model.layers[2].mlp)
@@ -217,6 +239,7 @@ def test_one_bad_layer_leaves_the_others_alone() -> None:
 
 def test_new_experts_need_neither_formula_nor_activation() -> None:
     models: list[Any] = [dense(hidden_act="relu"), dense(mlp_bias=True), clamped()]
+    models.append(with_one_network_twice())
     for model in models:
         swap_ffn(model, layers=[1], router=NEW)
         assert model(ids()).logits.shape == (2, 9, VOCABULARY)

@@ -87,7 +87,7 @@ def dense_activation(ffn: DenseFfn) -> Activation:
     act_fn = ffn.module.act_fn
     given = type(act_fn).__name__
     known = ", ".join(GATED)
-    values = torch.linspace(-8, 8, 1001, dtype=torch.float64)
+    values = torch.linspace(-8, 8, 1001, dtype=torch.float64, device="cpu")
     if not (isinstance(act_fn, nn.Module) and any(True for _ in act_fn.parameters())):
         with torch.no_grad():
             computed = act_fn(values)
@@ -126,8 +126,9 @@ def check_takeable(ffn: DenseFfn) -> None:
 def _is_plain(ffn: DenseFfn) -> bool:
     """True when the network's own forward is the formula, tried on a few tokens."""
     gate, _, _ = ffn.weights
-    tokens = torch.randn(8, ffn.dim, generator=torch.Generator().manual_seed(0))
-    tokens = tokens.to(gate)
+    generator = torch.Generator().manual_seed(0)
+    # The device is named because somebody may have set another one as torch's default.
+    tokens = torch.randn(8, ffn.dim, generator=generator, device="cpu").to(gate)
     up = ffn.module.up_proj(tokens)
     active = activate(dense_activation(ffn), up, ffn.module.gate_proj(tokens))
     expected = ffn.module.down_proj(active)
@@ -137,7 +138,27 @@ def _is_plain(ffn: DenseFfn) -> bool:
     return bool(error <= 16 * torch.finfo(gate.dtype).eps * expected.float().norm())
 
 
+def check_untied(model: nn.Module, found: Sequence[DenseFfn]) -> None:
+    """Refuse weights with a second place in the model: experts would no longer follow it."""
+    places: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(weight), []).append(name)
+    for ffn in found:
+        for weight in ffn.weights:
+            if len(names := places[id(weight)]) > 1:
+                raise ConfigError(
+                    f"swap_ffn.layers[{ffn.index}]",
+                    " = ".join(names),
+                    "must have weights of its own with from_dense=True",
+                    "Untie them first (copy.deepcopy of the network), or leave this layer out.",
+                )
+
+
 def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            "swap_ffn.model", type(model).__name__, "must be a torch.nn.Module", "Load the model."
+        )
     if any(weight.device.type == "meta" for weight in model.parameters()):
         raise ConfigError(
             "swap_ffn.model",
@@ -157,7 +178,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _check_indices(layers: Sequence[int], count: int) -> None:
-    if isinstance(layers, (str, int)) or not len(layers):
+    if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
         raise ConfigError(
             "swap_ffn.layers", layers, "must list at least one layer", "Give for example [2, 5]."
         )

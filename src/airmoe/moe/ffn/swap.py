@@ -11,7 +11,13 @@ from torch import nn
 from airmoe.config import check_choice, check_count, check_flag, config
 from airmoe.errors import ConfigError
 from airmoe.kernels.cell_experts import Activation
-from airmoe.moe.ffn.dense import DenseFfn, check_takeable, dense_activation, find_ffns
+from airmoe.moe.ffn.dense import (
+    DenseFfn,
+    check_takeable,
+    check_untied,
+    dense_activation,
+    find_ffns,
+)
 from airmoe.moe.ffn.saving import note_in_config
 from airmoe.moe.ffn.settings import LayerSettings
 from airmoe.moe.layer import MoELayer, PostNorm
@@ -71,6 +77,8 @@ def swap_ffn(
             "swap_ffn.experts", experts, "must be an airmoe.FfnExperts", "Give FfnExperts(...)."
         )
     found = find_ffns(model, layers)
+    if from_dense:
+        check_untied(model, found)
     wish = _from_dense if from_dense else _from_nothing
     wanted = [wish(ffn, router, experts, post_norm) for ffn in found]
     made = [_build(ffn, one, from_dense) for ffn, one in zip(found, wanted, strict=True)]
