@@ -173,6 +173,16 @@ def test_until_calibrated_air_is_exact_and_says_so() -> None:
     assert (chosen.unsqueeze(-1) == pools.unsqueeze(1)).any(-1).all()
 
 
+def test_one_notice_per_model_whoever_listens() -> None:
+    model = dense()
+    for index in (0, 1, 2):
+        (layer,) = swap_ffn(model, layers=[index], from_dense=True)
+        layer.router.register_forward_hook(lambda *_: None)  # say, for a balance loss
+    with pytest.warns(UserWarning, match="not calibrated") as caught:
+        _ = [logits_of(model) for _ in range(2)]
+    assert len(caught) == 1
+
+
 def test_uncalibrated_projected_centroids_are_exact_too() -> None:
     model, twin = dense(), dense()
     form = {"normalize_centroids": True, "top_k": 8}

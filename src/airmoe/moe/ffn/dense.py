@@ -62,11 +62,15 @@ def find_ffns(model: nn.Module, layers: Sequence[int]) -> list[DenseFfn]:
     return found
 
 
+def decoder_of(model: nn.Module) -> Any:
+    """The part of a Hugging Face model that runs the decoder layers."""
+    get_decoder = getattr(model, "get_decoder", None)
+    return model if get_decoder is None else get_decoder()
+
+
 def layers_of(model: nn.Module) -> nn.ModuleList:
     """The decoder layers of a Hugging Face model."""
-    get_decoder = getattr(model, "get_decoder", None)
-    decoder = model if get_decoder is None else get_decoder()
-    layers = getattr(decoder, "layers", None)
+    layers = getattr(decoder_of(model), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ConfigError(
             "swap_ffn.model",

@@ -13,6 +13,23 @@ from airmoe.routers.air import AirPlan, AirRouter
 from airmoe.routers.tokens import Tokens
 
 
+class Notice:
+    """One sentence per model, however many layers would say it."""
+
+    def __init__(self) -> None:
+        self.given = False
+
+    def uncalibrated(self) -> None:
+        if self.given:
+            return
+        self.given = True
+        warnings.warn(
+            "A swapped feed-forward network is not calibrated: every expert is scored, which "
+            "is exact but slow. Call airmoe.calibrate(model, batches), or train it.",
+            stacklevel=3,
+        )
+
+
 class PatientAirRouter(AirRouter):
     """AIR that scores all experts until its codebook has seen tokens, and says so once.
 
@@ -21,20 +38,20 @@ class PatientAirRouter(AirRouter):
 
     def __init__(self, config: AirRouter.Config) -> None:
         super().__init__(config)
-        self._warned_uncalibrated = False
+        self.notice = Notice()
 
     def plan(self, tokens: Tokens) -> AirPlan:
         if self.config.shortlist_size == self.config.num_experts or self.codebook._has_started():
             return super().plan(tokens)
-        # While it is calibrated a hook watches it, and there is nothing to be told.
-        if not self._warned_uncalibrated and not self._forward_hooks:
-            self._warned_uncalibrated = True
-            warnings.warn(
-                "A swapped feed-forward network is not calibrated: every expert is scored, which "
-                "is exact but slow. Call airmoe.calibrate(model, batches), or train it.",
-                stacklevel=2,
-            )
+        if not self._is_being_calibrated():
+            self.notice.uncalibrated()
         return self._plan_of_all(tokens)
+
+    def _is_being_calibrated(self) -> bool:
+        """Then hooks of `airmoe.calibrate` watch, and there is nothing to be told."""
+        hooks = (*self._forward_hooks.values(), *self._forward_pre_hooks.values())
+        ours = "airmoe.moe.swap."
+        return any(getattr(hook, "__module__", "").startswith(ours) for hook in hooks)
 
     def _plan_of_all(self, tokens: Tokens) -> AirPlan:
         """One cell for all tokens, whose pool are all experts."""

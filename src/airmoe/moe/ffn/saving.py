@@ -15,7 +15,8 @@ from typing import Any
 from torch import nn
 
 from airmoe.errors import ConfigError
-from airmoe.moe.ffn.dense import layers_of
+from airmoe.moe.ffn.dense import decoder_of, layers_of
+from airmoe.moe.ffn.layer import connect
 from airmoe.moe.ffn.settings import LayerSettings, freeze_unreachable
 from airmoe.moe.layer import MoELayer
 
@@ -115,6 +116,7 @@ def _finish(model: nn.Module) -> None:
             for name in module._non_persistent_buffers_set:
                 module.get_buffer(name).zero_()
         freeze_unreachable(layer.router)
+    connect(decoder_of(model))
 
 
 # -- the type on disk ---------------------------------------------------------------------------

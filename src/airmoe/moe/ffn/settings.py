@@ -12,8 +12,9 @@ from airmoe.config import check_choice, check_count, config
 from airmoe.errors import ConfigError
 from airmoe.kernels.cell_experts import Activation
 from airmoe.moe.experts import GranularExperts
+from airmoe.moe.ffn.layer import SwappedFfn
 from airmoe.moe.ffn.routing import PatientAirRouter
-from airmoe.moe.layer import MoELayer, PostNorm
+from airmoe.moe.layer import PostNorm
 from airmoe.routers import ROUTERS, AirRouter, Router, RouterConfig
 from airmoe.routers.centroids import CentroidRouter
 
@@ -35,7 +36,7 @@ class LayerSettings:
         check_choice("swap_ffn.post_norm", self.post_norm, PostNorm)
         router_name(self.router)
 
-    def build(self, device: torch.device | None = None) -> MoELayer:
+    def build(self, device: torch.device | None = None) -> SwappedFfn:
         """The layer with starting values, on torch's default device if none is named."""
         router = self.router
         with torch.device(torch.get_default_device() if device is None else device):
@@ -43,7 +44,7 @@ class LayerSettings:
             freeze_unreachable(made)
             size = (router.num_experts, router.dim)
             experts = GranularExperts(*size, self.activation, self.expert_size)
-            return MoELayer(made, experts, self.post_norm)
+            return SwappedFfn(made, experts, self.post_norm)
 
     def to_dict(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -15,9 +15,11 @@ from airmoe.moe.ffn.dense import (
     DenseFfn,
     check_takeable,
     check_untied,
+    decoder_of,
     dense_activation,
     find_ffns,
 )
+from airmoe.moe.ffn.layer import connect
 from airmoe.moe.ffn.saving import note_in_config
 from airmoe.moe.ffn.settings import LayerSettings
 from airmoe.moe.layer import MoELayer, PostNorm
@@ -89,6 +91,7 @@ def swap_ffn(
     # Nothing can fail from here on.
     for ffn, layer in zip(found, made, strict=True):
         ffn.layer.mlp = layer
+    connect(decoder_of(model))
     note_in_config(
         model, {ffn.index: one.to_dict() for ffn, one in zip(found, wanted, strict=True)}
     )

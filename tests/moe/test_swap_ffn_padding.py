@@ -1,0 +1,190 @@
+"""Padding teaches the routers of swapped layers nothing, though layers are not handed the mask."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import airmoe
+from airmoe import load_swapped_ffn, swap_ffn
+from airmoe.kernels.backend import use_backend
+from tests.moe.dense_models import DIM, air, dense, exact, ids, layer_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:AirRouter runs with gradients"),
+    pytest.mark.filterwarnings("ignore:codebook"),
+]
+PADDED = 4  # positions at the start of the first five rows
+
+
+def swapped() -> Any:
+    """Layers 0 and 2, by two calls, in training."""
+    model = dense()
+    for layer in (0, 2):
+        swap_ffn(model, layers=[layer], router=air(12, shortlist_size=24), from_dense=True)
+    return model.train()
+
+
+def batch(filler: int = 0) -> dict[str, Tensor]:
+    """Eight rows whose padding holds `filler`."""
+    tokens = ids(batch=8)
+    mask = torch.ones_like(tokens)
+    mask[:5, :PADDED] = 0
+    return {"input_ids": torch.where(mask == 0, filler, tokens), "attention_mask": mask}
+
+
+def run(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the routers have learned after one training forward and backward; and the gradients."""
+    torch.manual_seed(0)
+    logits = model(**inputs, use_cache=False).logits
+    logits[inputs["attention_mask"] != 0].square().mean().backward()
+    state = {name: value for name, value in model.state_dict().items() if ".router." in name}
+    grads = {name: weight.grad for name, weight in model.named_parameters()}
+    return state | {f"{name}.grad": grad for name, grad in grads.items() if grad is not None}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+def test_codebooks_learn_from_real_tokens_only() -> None:
+    model = swapped()
+    twins = [copy.deepcopy(layer_of(model, index).router) for index in (0, 2)]
+    seen: list[Tensor] = []
+    for index in (0, 2):
+        layer_of(model, index).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    state = run(model, batch())
+    real = batch()["attention_mask"] != 0
+    for index, twin, hidden in zip((0, 2), twins, seen, strict=True):
+        twin.observe(hidden.detach()[real])
+        for name, value in twin.state_dict().items():
+            assert torch.equal(state[f"model.layers.{index}.mlp.router.{name}"], value), name
+    assert float(twins[0].codebook.counts.sum()) == pytest.approx(8 * 9 - 5 * PADDED)
+    assert_same(run(swapped(), batch(filler=7)), state)  # whatever the padding is
+
+
+def by_pickle(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle], ids=["deepcopy", "pickle"])
+def test_copies_know_their_own_padding(copied: Callable[[Any], Any]) -> None:
+    model = swapped()
+    twin = copied(model)
+    expected = run(model, batch())
+    assert_same(run(twin, batch(filler=7)), expected)
+
+
+def test_a_loaded_model_knows_too(tmp_path: Path) -> None:
+    model = swapped()
+    model.save_pretrained(tmp_path)
+    loaded = load_swapped_ffn(tmp_path).train()
+    assert_same(run(loaded, batch(filler=7)), run(model, batch()))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_changes_nothing(use_reentrant: bool) -> None:
+    model = swapped()
+    options = {"use_reentrant": use_reentrant}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    assert_same(run(model, batch()), run(swapped(), batch()))
+
+
+@pytest.mark.parametrize("router", [air(), exact()], ids=["air", "exact"])
+def test_padding_is_routed_all_the_same(router: Any) -> None:
+    """With all neurons the outputs are the dense model's at every position."""
+    model = dense(dtype=torch.float64).train()
+    expected = model(**batch()).logits
+    swap_ffn(model, layers=[0, 2], router=router, from_dense=True)
+    torch.testing.assert_close(model(**batch()).logits, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_compiled_layers_learn_the_same() -> None:
+    model = dense(num_hidden_layers=1).train()
+    swap_ffn(model, layers=[0], router=air(12, shortlist_size=24), from_dense=True)
+    twin = copy.deepcopy(model)
+    compiled: Any = torch.compile(model, backend="eager")
+    for padded in (0, 7):  # the second time with the mask of its own batch
+        inputs = batch()
+        inputs["attention_mask"][6, :padded] = 0
+        for one in (compiled, twin):
+            torch.manual_seed(0)
+            one(**inputs)
+    actual, expected = (layer_of(one, 0).router.state_dict() for one in (model, twin))
+    assert_same(actual, expected)
+
+
+def test_a_layer_in_one_graph_learns_the_same() -> None:
+    """Where Triton computes, the mask is part of the graph."""
+    ends = []
+    router = air(2, 6, 4, num_codewords=2)
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = dense(intermediate_size=6)  # interpreted kernels take their time
+        (layer,) = swap_ffn(model, layers=[0], router=router, from_dense=True)
+        layer.train().requires_grad_(False)
+        for _ in range(2):  # until the host knows that the codebook has started
+            layer(torch.randn(2, 4, DIM))
+        tokens: Any = layer.real_tokens  # type: ignore[attr-defined]
+
+        def step(x: Tensor, mask: Tensor, layer: Any = layer, tokens: Any = tokens) -> Tensor:
+            tokens._note(None, (), {"attention_mask": mask})
+            output = layer(x)
+            tokens._forget(None, None, None)
+            return output
+
+        outputs = {}
+        with use_backend("triton"):
+            run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiles else step
+            for number, mask in enumerate(([[0, 1, 1]], [[0, 0, 1]])):
+                torch.manual_seed(number)
+                outputs[str(number)] = run(torch.randn(1, 3, DIM), torch.tensor(mask))
+        ends.append(outputs | layer.router.state_dict())
+    assert_same(ends[1], ends[0])
+
+
+def test_masks_that_do_not_fit() -> None:
+    model = swapped()
+    tokens = layer_of(model, 0).real_tokens
+    assert tokens is layer_of(model, 2).real_tokens
+    decoder = model.get_decoder()
+    hidden = torch.randn(6, DIM)
+    for mask, expected in (
+        (torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]]), [0, 1, 1, 1, 0, 1]),  # one is in the cache
+        (torch.ones(2, 1, 3, 3), None),  # who sees whom
+        (torch.ones(4, 3), None),
+        (torch.ones(2, 2), None),
+        (None, None),
+    ):
+        tokens._note(decoder, (), {"attention_mask": mask})
+        found = tokens.of(hidden)
+        assert (None if found is None else found.tolist()) == expected
+        tokens._note(decoder, (None, mask), {})  # by position
+        found = tokens.of(hidden)
+        assert (None if found is None else found.tolist()) == expected
+
+
+def test_a_mask_is_forgotten_after_its_batch() -> None:
+    model = swapped()
+    tokens = layer_of(model, 0).real_tokens
+    model(**batch())
+    assert tokens.of(torch.randn(72, DIM)) is None
+    layer_of(model, 2).register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**batch())
+    assert tokens.of(torch.randn(72, DIM)) is None
+
+
+def test_calibration_and_training_agree_on_padding() -> None:
+    """`calibrate` leaves padding out by its own means."""
+    reports = [airmoe.calibrate(swapped(), [batch(filler)]) for filler in (0, 7)]
+    assert reports[0] == reports[1]
