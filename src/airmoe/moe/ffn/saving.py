@@ -7,6 +7,7 @@ of its own, so that transformers alone refuses it (Auto classes) or says that th
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from airmoe.moe.ffn.settings import LayerSettings, freeze_unreachable
 from airmoe.moe.layer import MoELayer
 
 NOTE = "airmoe_ffn"
+OUR_OPTIONS = ("config", "output_loading_info")
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
@@ -29,10 +31,17 @@ def note_in_config(model: nn.Module, layers: Mapping[int, dict[str, Any]]) -> No
     config = getattr(model, "config", None)
     if config is None:
         return
-    note = getattr(config, NOTE, None) or {"architecture": _architecture(model), "layers": {}}
+    # A model without a head may be part of another, which is saved with the same config. All
+    # others get one of their own: a second model of that config is not swapped.
+    bare = getattr(model, "base_model", model) is model
+    own = config if bare else copy.copy(config)
+    note = getattr(own, NOTE, None) or {"architecture": _architecture(model), "layers": {}}
     swapped = note["layers"] | {str(index): values for index, values in layers.items()}
-    setattr(config, NOTE, note | {"layers": swapped})
-    _mark(config)
+    setattr(own, NOTE, note | {"layers": swapped})
+    _mark(own)
+    for module in model.modules():
+        if vars(module).get("config") is config:  # of its own: wrappers may only show it
+            module.config = own
 
 
 def load_swapped_ffn(
@@ -49,6 +58,14 @@ def load_swapped_ffn(
     import transformers
 
     options = dict(options or {})
+    for name in OUR_OPTIONS:
+        if name in options:
+            raise ConfigError(
+                f"load_swapped_ffn.options[{name!r}]",
+                type(options[name]).__name__,
+                "is not yours to give, because the layers come from the saved config",
+                "Leave it out; change the config of the loaded model.",
+            )
     hub = {name: options[name] for name in HUB_OPTIONS if name in options}
     values, _ = transformers.PreTrainedConfig.get_config_dict(folder, **hub)
     note = values.get(NOTE)
@@ -59,20 +76,13 @@ def load_swapped_ffn(
             f"must hold a model saved after swap_ffn; its config has no {NOTE!r}",
             "Load it with transformers' own from_pretrained.",
         )
-    stock = model_class or getattr(transformers, note["architecture"], None)
-    if not (isinstance(stock, type) and issubclass(stock, transformers.PreTrainedModel)):
-        raise ConfigError(
-            "load_swapped_ffn.model_class",
-            note["architecture"] if stock is None else stock,
-            "must be a model class of transformers",
-            "Name the class of the model that was swapped.",
-        )
+    stock = _class_of(values, model_class)
     config_class: Any = stock.config_class
     values["model_type"] = config_class.model_type
     config = config_class.from_dict(values)
     _mark(config)
     model, found = _loading_class(stock).from_pretrained(
-        folder, config=config, **(options | {"output_loading_info": True})
+        folder, config=config, output_loading_info=True, **options
     )
     if found["missing_keys"]:
         raise ConfigError(
@@ -86,9 +96,36 @@ def load_swapped_ffn(
     return model
 
 
+def _class_of(values: Mapping[str, Any], model_class: type | None) -> Any:
+    """The class of a saved model; `swap_routers` has given it one of ours."""
+    import transformers
+
+    # What was saved may be more than what was swapped: a model around its decoder.
+    (name,) = values.get("architectures") or [values[NOTE]["architecture"]]
+    routers_too = values.get("airmoe") is not None
+    if routers_too:
+        name = name.removeprefix("Air")
+    stock = model_class or getattr(transformers, name, None)
+    if not (isinstance(stock, type) and issubclass(stock, transformers.PreTrainedModel)):
+        raise ConfigError(
+            "load_swapped_ffn.model_class",
+            name if stock is None else stock,
+            "must be a model class of transformers",
+            "Name the class of the model that was swapped.",
+        )
+    if not routers_too:
+        return stock
+    from airmoe.moe.swap.models import SwappedModel, swapped_class
+
+    return stock if issubclass(stock, SwappedModel) else swapped_class(stock)
+
+
 def _architecture(model: nn.Module) -> str:
+    """The class of transformers, whether or not its routers are swapped."""
     get_base_model = getattr(model, "get_base_model", None)  # adapters wrap the model
-    return type(model if get_base_model is None else get_base_model()).__name__
+    kind = type(model if get_base_model is None else get_base_model())
+    swapped = kind.__module__ == "airmoe.moe.swap.models"
+    return (kind.__bases__[-1] if swapped else kind).__name__
 
 
 def _loading_class(stock: type) -> Any:
@@ -124,11 +161,9 @@ def _finish(model: nn.Module) -> None:
 
 def _mark(config: Any) -> None:
     """Let the config be saved under a model type of ours; in memory it says what it said."""
-    if isinstance(config, _Marked):
-        return
-    stock = type(config)
-    config.__dict__["model_type"] = stock.model_type
-    config.__class__ = _marked_class(stock)
+    if not isinstance(config, _Marked):
+        vars(config).pop("model_type", None)  # a loaded config has it beside that of its class
+        config.__class__ = _marked_class(type(config))
 
 
 class _Marked:
@@ -136,14 +171,31 @@ class _Marked:
 
     _stock: type
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `swap_routers` and `restore_routers` give configs another class: the mark stays.
+        if name == "__class__" and not issubclass(value, _Marked):
+            value = _marked_class(value)
+        super().__setattr__(name, value)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickle, (self._stock, self.__dict__)
 
 
+class _ModelType:
+    """What transformers writes down is the type of the class; the config itself has its old one."""
+
+    def __init__(self, stock: str) -> None:
+        self.stock = stock
+
+    def __get__(self, config: Any, owner: type) -> str:
+        return f"{NOTE}_{self.stock}" if config is None else self.stock
+
+
 @functools.cache
 def _marked_class(stock: Any) -> type:
-    names = {"model_type": f"airmoe_ffn_{stock.model_type}", "_stock": stock}
-    return type(stock.__name__, (_Marked, stock), names)
+    names = {"model_type": _ModelType(stock.model_type), "_stock": stock}
+    # `restore_routers` takes the last base of a config's class for the one to go back to.
+    return type(stock.__name__, (_Marked, stock, stock.__bases__[-1]), names)
 
 
 def _unpickle(stock: type, values: dict[str, Any]) -> Any:
