@@ -69,8 +69,9 @@ def swap_ffn(
     neurons' gate rows, get no gradient and are frozen. AIR scores every expert until it is
     calibrated (`airmoe.calibrate`) or trained.
 
-    Swap before an optimizer is made, adapters are added or the model is sharded. Impossible wishes
-    raise `ConfigError` before anything is changed.
+    Swap before an optimizer is made, adapters are added or the model is sharded. Hooks of the dense
+    networks are gone with them; a pair of hooks on the decoder notes the padding mask, so that no
+    codebook learns from padding. Impossible wishes raise `ConfigError` before anything is changed.
     """
     check_flag("swap_ffn.from_dense", from_dense)
     experts = FfnExperts() if experts is None else experts
