@@ -59,7 +59,8 @@ class SwappedModel(_Base):
         done = any(isinstance(part, ShortlistRouter) for part in self.modules())
         if config.airmoe is not None and not done:
             exchange(find_routers(self), Settings(**config.airmoe))
-        take_class(self)
+        for part, swapped in swapped_classes(self):
+            part.__class__ = swapped
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -72,9 +73,11 @@ class SwappedModel(_Base):
 
 
 def family_of(config: Any) -> str | None:
-    """The model type of a supported stock config."""
+    """The model type of a supported stock config; one of somebody's own class is not."""
     model_type = getattr(config, "model_type", None)
-    return model_type if model_type in FAMILIES else None
+    if model_type not in FAMILIES or type(config) is not _stock_class(CONFIGS[model_type]):
+        return None
+    return model_type
 
 
 def swapped_config(config: Any, settings: Settings) -> Any:
@@ -84,11 +87,16 @@ def swapped_config(config: Any, settings: Settings) -> Any:
     return changed
 
 
-def stock_config(config: Any) -> Any:
-    """The way back, with what was changed meanwhile."""
-    changed = _copy_as(_stock_class(type(config)), config)
-    del changed.airmoe
-    return changed
+def stock_configs(model: nn.Module) -> list[tuple[Any, Any]]:
+    """(swapped config, the way back with what was changed meanwhile) of all models inside."""
+    found = {id(part.config): part.config for part in swapped_models(model)}
+    pairs = []
+    for config in found.values():
+        if isinstance(config, tuple(CONFIGS.values())):
+            changed = _copy_as(_stock_class(type(config)), config)
+            vars(changed).pop("airmoe", None)
+            pairs.append((config, changed))
+    return pairs
 
 
 def _copy_as(config_class: Any, config: Any) -> Any:
@@ -102,21 +110,27 @@ def _copy_as(config_class: Any, config: Any) -> Any:
 def set_config(model: nn.Module, old: Any, new: Any) -> None:
     """Put a config in the place of another, wherever the model's parts hold it."""
     for module in model.modules():
-        if getattr(module, "config", None) is old:
+        # Of its own: the property of a wrapper shows what it wraps, and cannot be set.
+        if vars(module).get("config") is old:
             module.config = new
 
 
-def take_class(model: nn.Module) -> None:
-    """Give a stock model, and those inside it, the swapped version of its class."""
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel) and not isinstance(part, SwappedModel):
-            part.__class__ = swapped_class(type(part))
+def swapped_classes(model: nn.Module) -> list[tuple[Any, Any]]:
+    """(part, the swapped version of its class) for a stock model and those inside it."""
+    return [
+        (part, swapped_class(type(part)))
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel) and not isinstance(part, SwappedModel)
+    ]
+
+
+def swapped_models(model: nn.Module) -> list[Any]:
+    return [part for part in model.modules() if isinstance(part, SwappedModel)]
 
 
 def give_class_back(model: nn.Module) -> None:
-    for part in model.modules():
-        if isinstance(part, SwappedModel):
-            part.__class__ = _stock_class(type(part))
+    for part in swapped_models(model):
+        part.__class__ = _stock_class(type(part))
 
 
 def swapped_class(stock: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar, TypeVar
 
@@ -32,6 +32,8 @@ class Settings:
     def check(self) -> None:
         check_count("swap_routers.num_codewords", self.num_codewords)
         check_count("swap_routers.shortlist_size", self.shortlist_size)
+        if self.layers is not None:
+            _check_numbers(self.layers)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,46 +54,50 @@ def swap_routers(
     `layers` are numbers of decoder layers; None means all that have a router. The model is changed
     in place and returned; an error changes nothing.
     """
-    from airmoe.moe.swap.models import family_of, set_config, swapped_config, take_class
+    from airmoe.moe.swap.models import family_of, set_config, swapped_classes, swapped_config
 
     settings = Settings(
         num_codewords=num_codewords,
         shortlist_size=shortlist_size,
-        layers=None if layers is None else [*layers],
+        layers=[*layers] if isinstance(layers, Iterable) else layers,
     )
     _check_not_swapped(model)
-    whole = _outermost(model)
     routers = find_routers(model)
+    whole = _owner(model, routers)
     if not routers or (whole is not None and family_of(whole.config) is None):
         raise _unknown(model)
     _check_place(model, routers)
+    if whole is None:
+        exchange(routers, settings)
+        return model
+    # What may fail comes before the first change.
+    old, new, classes = whole.config, swapped_config(whole.config, settings), swapped_classes(whole)
     exchange(routers, settings)
-    if whole is not None:
-        old = whole.config
-        set_config(model, old, swapped_config(old, settings))
-        take_class(whole)
+    set_config(model, old, new)
+    for part, swapped in classes:
+        part.__class__ = swapped
     return model
 
 
 def restore_routers(model: Model) -> Model:
     """Undo `swap_routers`: the stock modules with their present weights, without codebooks."""
     from airmoe.moe.swap.families import stock_router_of
-    from airmoe.moe.swap.models import give_class_back, set_config, stock_config
+    from airmoe.moe.swap.models import give_class_back, set_config, stock_configs, swapped_models
 
     swapped = [module for module in model.modules() if isinstance(module, ShortlistRouter)]
-    if not swapped:
+    if not swapped and not swapped_models(model):
         raise ConfigError(
             "restore_routers.model",
             type(model).__name__,
             "must have swapped routers",
             "Only what airmoe.swap_routers has changed can be restored.",
         )
+    configs = stock_configs(model)
     for router in swapped:
         router.give_back(stock_router_of(type(router)))
-    whole = _outermost(model)
-    if whole is not None:
-        set_config(model, whole.config, stock_config(whole.config))
-        give_class_back(whole)
+    for old, new in configs:
+        set_config(model, old, new)
+    give_class_back(model)
     return model
 
 
@@ -120,12 +126,27 @@ def exchange(routers: dict[str, nn.Module], settings: Settings) -> None:
         router.take_over(codebook, settings.shortlist_size, notice)
 
 
+def _check_numbers(layers: object) -> None:
+    """A config.json keeps them, so that nothing but plain ints will do."""
+    if isinstance(layers, list):
+        wrong = [layer for layer in layers if type(layer) is not int]
+    else:
+        wrong = [layers]
+    if wrong:
+        raise ConfigError(
+            "swap_routers.layers",
+            wrong[0],
+            "must be a list of whole numbers",
+            "Give ints, for example layers=[3, 4].",
+        )
+
+
 def _choose(routers: dict[str, nn.Module], layers: Sequence[int] | None) -> dict[str, nn.Module]:
     if layers is None:
         return routers
     numbers = {name: _layer_number(name) for name in routers}
     for layer in layers:
-        if isinstance(layer, bool) or layer not in numbers.values():
+        if layer not in numbers.values():
             there = ", ".join(str(number) for number in numbers.values())
             raise ConfigError(
                 "swap_routers.layers",
@@ -148,11 +169,25 @@ def _layer_number(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _outermost(model: nn.Module) -> Any:
+def _owner(model: nn.Module, routers: dict[str, nn.Module]) -> Any:
     """The Hugging Face model: the argument itself, or what a wrapper (PEFT, DDP) holds."""
     from transformers import PreTrainedModel
 
-    return next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    owners: list[nn.Module] = []
+    seen: set[nn.Module] = set()
+    for part in model.modules():  # those around others come first
+        if isinstance(part, PreTrainedModel) and part not in seen:
+            inside = {*part.modules()}
+            seen |= inside
+            owners += [part] if inside.intersection(routers.values()) else []
+    if len(owners) > 1:
+        raise ConfigError(
+            "swap_routers.model",
+            ", ".join(type(owner).__name__ for owner in owners),
+            "must hold one Hugging Face model with experts, whose config says what was swapped",
+            "Swap them one by one.",
+        )
+    return owners[0] if owners else None
 
 
 def _unknown(model: nn.Module) -> ConfigError:
