@@ -27,6 +27,8 @@ from tests.moe.families import (
     swapped_routers,
 )
 
+SIZE: dict[str, Any] = {"num_codewords": 4, "shortlist_size": 8}
+
 
 def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
@@ -87,7 +89,7 @@ class Text(torch.utils.data.Dataset):
         return {"input_ids": ids(index)[0], "labels": ids(index)[0]}
 
 
-def trained(model: Any, folder: Path, **options: Any) -> Any:
+def trained(model: Any, folder: Path, resume: str | None = None, **options: Any) -> Any:
     """Three steps of the Trainer, nothing about airmoe in it."""
     torch.manual_seed(0)
     arguments = TrainingArguments(
@@ -96,14 +98,13 @@ def trained(model: Any, folder: Path, **options: Any) -> Any:
         per_device_train_batch_size=4,
         learning_rate=1e-2,
         report_to=[],
-        save_strategy="no",
         disable_tqdm=True,
         use_cpu=True,
-        **options,
+        **{"save_strategy": "no", **options},
     )
     trainer = Trainer(model, arguments, train_dataset=Text())
     trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -134,12 +135,26 @@ def test_three_trainer_steps(family: str, tmp_path: Path) -> None:
     assert trainer.state.global_step == 3
 
 
-def test_the_trainer_saves_and_resumes(tmp_path: Path) -> None:
+def test_the_trainer_saves(tmp_path: Path) -> None:
     model = calibrated("mixtral")
     trainer = trained(model, tmp_path)
     trainer.save_model(str(tmp_path / "saved"))
     loaded = type(model).from_pretrained(tmp_path / "saved")
     assert torch.equal(logits_of(loaded), logits_of(model))
+
+
+def test_the_trainer_resumes(tmp_path: Path) -> None:
+    """Bit for bit. Where checkpoints keep experts apart, stock models do not resume either."""
+    steps = {"save_strategy": "steps", "save_steps": 2}
+    whole, resumed = calibrated("gpt_oss"), airmoe.swap_routers(build("gpt_oss"), **SIZE)
+    trained(whole, tmp_path, **steps)
+    trained(resumed, tmp_path, resume=str(tmp_path / "checkpoint-2"), **steps)
+    ours, theirs = resumed.state_dict(), whole.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    with routed(resumed) as answers:
+        assert torch.equal(logits_of(resumed), logits_of(whole))
+    assert not answers[0][0].isfinite().all()  # the codebook came with the checkpoint
 
 
 def test_shortlists_follow_an_optimizer_that_leaves_no_trace() -> None:
@@ -157,6 +172,19 @@ def test_shortlists_follow_an_optimizer_that_leaves_no_trace() -> None:
     model.eval()
     with torch.no_grad():
         assert torch.equal(router.shortlists(), before)
+        router.weight.data.neg_()  # an average of weights, say, tried out in evaluation
+        model.eval()
+        assert not torch.equal(router.shortlists(), before)
+
+
+def test_shortlists_follow_a_bias_that_learns_alone() -> None:
+    model = calibrated("gpt_oss").train()
+    router = swapped_routers(model)[0]
+    router.weight.requires_grad_(False)
+    assert not torch.equal(router.shortlists(), router.bias.topk(8).indices.sort().values)
+    router.bias.data.mul_(1e4)
+    only_bias = router.bias.topk(8).indices.sort().values
+    assert torch.equal(router.shortlists(), only_bias.expand(4, -1))
 
 
 def test_lists_made_in_inference_mode_serve_in_training() -> None:
@@ -169,7 +197,7 @@ def test_lists_made_in_inference_mode_serve_in_training() -> None:
     router = swapped_routers(model)[0]
     cached = router._cached
     assert cached is not None
-    found = gradients(model.eval())
+    found = gradients(model)
     assert router._cached is cached
     router._forget()
     assert_same_gradients(gradients(model), found)

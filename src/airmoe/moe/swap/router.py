@@ -85,8 +85,9 @@ class ShortlistRouter(_Base):
         self._cached = self._cached_at = None
 
     def train(self, mode: bool = True) -> Any:
-        if mode != self.training:
-            self._forget()  # an optimizer that moves no version may have stepped meanwhile
+        # Also where the mode stays: whoever wrote weights past their version (a fused optimizer,
+        # `.data` of an average of weights) needs a way to say so, and `model.eval()` is it.
+        self._forget()
         return super().train(mode)
 
     # -- the family's own -------------------------------------------------------------------
@@ -139,8 +140,8 @@ class ShortlistRouter(_Base):
 
     def shortlists(self) -> Tensor:
         """[G, M] ascending expert ids."""
-        moving = self.weight.requires_grad and (self.training or torch.is_grad_enabled())
-        if moving:
+        learned = any(tensor.requires_grad for tensor in self.ranked_by())
+        if learned and (self.training or torch.is_grad_enabled()):
             self._forget()
             return self._build()
         moment = self._moment()
