@@ -256,6 +256,8 @@ def test_padding_teaches_nothing() -> None:
         ([torch.zeros(1, 4, dtype=torch.int64)], {}, "more than one per codeword"),
         ([torch.zeros(4, dtype=torch.int64)], {}, r"shape \[batch, length\]"),
         ([["text"]], {}, "id tensors or dicts"),
+        ({"input_ids": BATCHES[0]}, {}, r"got 'dict', must be a list .* pass \[batch\]"),
+        (None, {}, "got 'NoneType', must be a list"),
         (BATCHES, {"wanted_recall": 1.5}, "wanted_recall: got 1.5"),
         (BATCHES, {"wanted_recall": 0.0}, "wanted_recall: got 0.0"),
         (BATCHES, {"criterion": "recall"}, "criterion: got 'recall'"),

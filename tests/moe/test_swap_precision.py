@@ -53,6 +53,17 @@ def test_a_bfloat16_model_can_be_calibrated() -> None:
         assert ours.overlap == pytest.approx(theirs.overlap, abs=0.1)
 
 
+@pytest.mark.parametrize("family", BUILD)
+def test_a_float64_model(family: str) -> None:
+    model = build(family).double()
+    model.set_experts_implementation("eager")  # grouped products know no float64
+    airmoe.swap_routers(model, num_codewords=4, shortlist_size=8)
+    airmoe.calibrate(model, BATCHES, passes=3)
+    found, expected = logits_of(model), logits_of(calibrated(family))
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=1e-5)
+
+
 def test_triton_agrees() -> None:
     """The kernels, in Triton's interpreter where there is no GPU."""
     pytest.importorskip("triton")

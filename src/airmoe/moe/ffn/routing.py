@@ -43,15 +43,9 @@ class PatientAirRouter(AirRouter):
     def plan(self, tokens: Tokens) -> AirPlan:
         if self.config.shortlist_size == self.config.num_experts or self.codebook._has_started():
             return super().plan(tokens)
-        if not self._is_being_calibrated():
+        if not self.answered_for:
             self.notice.uncalibrated()
         return self._plan_of_all(tokens)
-
-    def _is_being_calibrated(self) -> bool:
-        """Then hooks of `airmoe.calibrate` watch, and there is nothing to be told."""
-        hooks = (*self._forward_hooks.values(), *self._forward_pre_hooks.values())
-        ours = "airmoe.moe.swap."
-        return any(getattr(hook, "__module__", "").startswith(ours) for hook in hooks)
 
     def _plan_of_all(self, tokens: Tokens) -> AirPlan:
         """One cell for all tokens, whose pool are all experts."""

@@ -54,6 +54,7 @@ def collect(
 
     Padding (0 in `attention_mask`) is left out, and so are states that are not finite.
     """
+    _check_iterable(batches)
     samples = [Sample(limit, seed + number) for number in range(len(layers))]
     padding = Padding()
     handles = []
@@ -76,9 +77,22 @@ def collect(
                 "calibrate.batches",
                 f"no token for {layer.name!r}",
                 "must show every router some tokens",
-                "Pass a list of id tensors [batch, length] or of dicts of the model's inputs.",
+                "Pass a list of id tensors [batch, length] or of dicts of the model's inputs. A "
+                "copy that the model does not use (PEFT keeps some) must be merged first.",
             )
     return [sample.rows() for sample in samples]
+
+
+def _check_iterable(batches: object) -> None:
+    """One batch is easily taken for many: a dict would give its keys."""
+    iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if isinstance(batches, Mapping | str) or not iterable:
+        raise ConfigError(
+            "calibrate.batches",
+            type(batches).__name__,
+            "must be a list (or other iterable) of batches",
+            "For a single batch pass [batch].",
+        )
 
 
 class Padding:

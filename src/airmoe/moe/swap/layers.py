@@ -115,7 +115,7 @@ class AirLayer:
         self.num_codewords, self.shortlist_size = config.num_codewords, config.shortlist_size
         self.least_size, self.probes = config.top_k, config.probes
         self.keeps_candidates = True
-        self._hook: Any = None
+        self._hook: Any = None  # in place while its answers are exact
 
     def new_codebook(self, num_codewords: int) -> Codebook:
         return Codebook(num_codewords, self.dim, self.config.codebook, decay=0.0)
@@ -146,6 +146,7 @@ class AirLayer:
         untaught = not bool(self.module.codebook.initialized)
         if exactly and untaught and self.config.gate != "expert_choice":
             self._hook = self.module.register_forward_hook(_exact_answer, with_kwargs=True)
+        self.module.answered_for = self._hook is not None
 
     def install(self, fitted: Codebook) -> None:
         _install(self.module.codebook, fitted)
@@ -166,6 +167,14 @@ def find_layers(model: nn.Module) -> list[Layer]:
             "must have routers with a codebook",
             "Call airmoe.swap_routers or airmoe.swap_ffn first.",
         )
+    for layer in found:
+        if any(tensor.is_meta for tensor in layer.module.state_dict().values()):
+            raise ConfigError(
+                "calibrate.model",
+                f"{layer.name!r} on the meta device",
+                "must have the weights of its routers in memory",
+                "Load the model without offloading it to CPU or disk, then calibrate.",
+            )
     return found
 
 
@@ -197,4 +206,6 @@ def _install(codebook: Codebook, fitted: Codebook) -> None:
 
 
 def _largest_norm(rows: Tensor) -> float:
-    return float(torch.linalg.vector_norm(full_tensor(rows), dim=1, dtype=torch.float32).max())
+    rows = full_tensor(rows)
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(rows, dim=1, dtype=dtype).max())

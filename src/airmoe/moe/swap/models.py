@@ -75,7 +75,8 @@ class SwappedModel(_Base):
 def family_of(config: Any) -> str | None:
     """The model type of a supported stock config; one of somebody's own class is not."""
     model_type = getattr(config, "model_type", None)
-    if model_type not in FAMILIES or type(config) is not _stock_class(CONFIGS[model_type]):
+    stock = getattr(type(config), "_stock", type(config))  # also where swap_ffn marked it
+    if model_type not in FAMILIES or stock is not _stock_class(CONFIGS[model_type]):
         return None
     return model_type
 
