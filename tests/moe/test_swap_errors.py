@@ -94,6 +94,8 @@ def test_more_experts_per_token_need_more_of_each_group() -> None:
     router = swapped_routers(model)[0]
     groups = router.shortlists() // 4
     assert all((groups == group).sum(-1).min() >= 3 for group in range(4))
+    # Five from two groups may be three and two, hence three of each as well.
+    refused(build("deepseek_v3", num_experts_per_tok=5), "must be >= 12: ", shortlist_size=11)
 
 
 def test_unknown_models_are_told_which_are_known() -> None:

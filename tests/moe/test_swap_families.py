@@ -144,6 +144,16 @@ def test_the_scale_of_a_codeword_decides_between_weights_and_bias() -> None:
     assert not torch.equal(router.shortlists(), before)
 
 
+def test_shortlists_follow_the_bias_that_balances_experts() -> None:
+    """Training moves it between batches, without gradients; experts of a group trade places."""
+    router = swapped_routers(calibrated("deepseek_v3"))[0]
+    with torch.no_grad():
+        before = router.shortlists()
+        router.e_score_correction_bias[::2] += 10
+        even = torch.arange(0, EXPERTS, 2).expand_as(before)
+        assert torch.equal(router.shortlists(), even) and not torch.equal(before, even)
+
+
 @pytest.mark.parametrize("family", BUILD)
 def test_an_uncalibrated_model_routes_exactly_and_says_so_once(family: str) -> None:
     stock = build(family)
