@@ -7,13 +7,14 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 CONSTRAINTS := constraints/cpu.txt
 
-.PHONY: help install check test test-browser test-gpu demo report bench
+.PHONY: help install check test test-oldest test-browser test-gpu demo report bench
 help:
 	@echo "make demo      train a tiny AIR model and its twins at equal budget, and compare them"
 	@echo "make report    five methods and four ablations at tiny size, then tables and figures"
 	@echo "make test      lint, type-check and test"
 	@echo "make check     lint and type-check only"
 	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make test-oldest  the tests of swapped models with the oldest transformers supported"
 	@echo "make test-browser  those of the report's page, in a headless Chromium"
 	@echo "make bench     speed and memory beside the paper's listing and PEER-pytorch, on the CPU"
 	@echo "make install   set up $(VENV) (all of the above do it by themselves)"
@@ -45,6 +46,16 @@ check: install
 
 test: check
 	$(RUN) -m pytest -n auto $(PYTEST_ARGS)
+
+# Everything else runs with the newest transformers that installs.
+test-oldest: $(VENV)-oldest/installed
+	$(VENV)-oldest/bin/python -m pytest -n auto tests/moe tests/docs/test_drop_in.py $(PYTEST_ARGS)
+
+$(VENV)-oldest/installed: pyproject.toml $(CONSTRAINTS) constraints/oldest.txt
+	$(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/python -m pip --disable-pip-version-check install -q -c $(CONSTRAINTS) \
+	  -c constraints/oldest.txt -e '.[dev]'
+	@touch $@
 
 # Needs a Chromium of the system (Debian: apt install chromium); playwright's own is not fetched.
 test-browser: $(VENV)/installed-browser

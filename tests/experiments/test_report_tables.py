@@ -25,6 +25,7 @@ from airmoe.experiments.report.tables import (
     main_table,
     recall_table,
 )
+from airmoe.files import read_json, write_json
 from airmoe.training import override
 from tests.experiments.report_toys import write_run, write_suite, write_usage
 
@@ -243,6 +244,23 @@ def test_recall_rows(tmp_path: Path) -> None:
     assert sum(column.startswith("FLOPs at minimum") for column in table.columns) == 2
     write_suite(tmp_path / "small", "recall", {"air": {"perplexity": 60.0}}, name="small")
     assert not beside_paper(only_group(tmp_path / "small"))  # its settings are not the paper's
+
+
+def test_time_is_without_the_first_step(tmp_path: Path) -> None:
+    """There compilers work: 40 s in one run and 5 in another that finds their work done."""
+    write_run(tmp_path / "run", preset("tiny"), perplexity=60.0)
+    result = read_json(tmp_path / "run" / "result.json")
+    lines = [line | {"training_seconds": 40.0 + line["step"]} for line in result["log"]]
+    begin = {"kind": "train", "step": 1, "tokens": 512, "loss": 7.0, "training_seconds": 41.0}
+    best = result["best"] | {"training_seconds": 40.0 + result["best"]["step"]}
+    changed = result | {"log": [begin, *lines], "best": best}
+    write_json(tmp_path / "run" / "result.json", changed)
+    (run,) = read_all([tmp_path]).runs
+    assert run.best["seconds"] == best["step"] - 1
+    assert run.evaluations["seconds"][-1] == best["step"] - 1
+    write_json(tmp_path / "run" / "result.json", changed | {"log": lines})  # not logged
+    (run,) = read_all([tmp_path]).runs
+    assert run.best["seconds"] == 40.0 + best["step"]
 
 
 def test_granularity_and_codebook_rows(tmp_path: Path) -> None:

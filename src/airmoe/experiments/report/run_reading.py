@@ -28,7 +28,9 @@ class Place:
 
 def finished_run(name: str, place: Place, about: dict[str, Any], result: dict[str, Any]) -> Run:
     """From run.json (`about`) and result.json; raises where they lack or garble something."""
-    lines, best = [_timed(line) for line in result["log"]], _timed(result["best"])
+    start = _start(result["log"])
+    lines = [_timed(line, start) for line in result["log"]]
+    best = _timed(result["best"], start)
     evaluations = [line for line in lines if line["kind"] == "eval"]
     training = [line for line in lines if line["kind"] == "train"]
     if number(best["perplexity"]) is None:
@@ -75,9 +77,18 @@ def _digest(about: dict[str, Any]) -> str | None:
     return value
 
 
-def _timed(line: dict[str, Any]) -> dict[str, Any]:
-    """Time without evaluations, which cost one method as much as another; older logs lack it."""
-    return line | {"seconds": line.get("training_seconds", line.get("seconds"))}
+def _start(log: list[dict[str, Any]]) -> float:
+    """Time of the first step, where it is logged: what a compiler takes, not the method."""
+    first = next((line for line in log if line["kind"] == "train"), {"step": None})
+    return number(first.get("training_seconds")) or 0.0 if first["step"] == 1 else 0.0
+
+
+def _timed(line: dict[str, Any], start: float) -> dict[str, Any]:
+    """Time without the start and without evaluations, which cost one method as much as another;
+    older logs lack it."""
+    if (seconds := number(line.get("training_seconds"))) is not None:
+        return line | {"seconds": seconds - start}
+    return line | {"seconds": line.get("seconds")}
 
 
 def _portable(config: dict[str, Any]) -> dict[str, Any]:
