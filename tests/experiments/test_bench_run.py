@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
+from airmoe import MoELayer
 from airmoe.experiments.bench import run as bench
 from airmoe.experiments.bench import step
 from airmoe.experiments.bench.entries import ENTRIES
@@ -171,6 +173,20 @@ def test_a_step_learns_and_one_that_does_not_gets_no_time(monkeypatch: pytest.Mo
     result = step.measure_step(step.WAYS["eager"], step.TOY, timer, Limits(repeats=1), seed=0)
     assert result.status == "wrong" and "nothing is learned" in result.reason
     assert not result.total_ms
+
+
+def test_the_dense_step_has_no_experts_and_promises_nothing() -> None:
+    timer = Timer(bench.best_device())
+    eager = replace(step.WAYS["dense"], prepare=lambda model: model, captured=False)
+    training = step.TrainingStep(step.TOY, eager, timer, seed=0)
+    assert not any(isinstance(part, MoELayer) for part in training.model.modules())
+    for number in range(12):
+        training(number)
+    assert training.losses[-1] < training.losses[0]
+    assert {name: way.role for name, way in step.WAYS.items()} == {
+        **dict.fromkeys(["eager", "compiled", "graph", "compiled-graph"], "air"),
+        "dense": "dense",
+    }
 
 
 def test_a_killed_run_keeps_what_it_measured(

@@ -58,11 +58,11 @@ class Numbers:
         return None if result is None else result["peak_bytes"]
 
     def tokens_per_second(self, wanted: str) -> float | None:
-        """Of the fastest way to run a step."""
+        """Of the fastest way to run a step with experts."""
         speeds = [
             median(result["work"]["tokens_per_second"])
             for (case, _), result in self.results.items()
-            if case == wanted
+            if case == wanted and result["role"] == "air"
         ]
         return max(speeds, default=None)
 

@@ -71,6 +71,11 @@ class Way:
     prepare: Callable[[AirMoeForCausalLM], Model]
     gpu_only: bool = False
     captured: bool = False  # in one CUDA graph
+    dense: bool = False  # the same model with a plain layer: what is left is the mixture's time
+
+    @property
+    def role(self) -> str:
+        return "dense" if self.dense else "air"
 
 
 def _as_it_is(model: AirMoeForCausalLM) -> Model:
@@ -90,6 +95,14 @@ WAYS = {
         Way("compiled", "layers compiled", _compiled, gpu_only=True),
         Way("graph", "one CUDA graph", _as_it_is, gpu_only=True, captured=True),
         Way("compiled-graph", "compiled, one CUDA graph", _compiled, gpu_only=True, captured=True),
+        Way(
+            "dense",
+            "the same without experts",
+            _compiled,
+            gpu_only=True,
+            captured=True,
+            dense=True,
+        ),
     )
 }
 
@@ -102,7 +115,10 @@ class TrainingStep:
     ) -> None:
         recipe = preset(shape.size).training
         torch.manual_seed(seed)
-        model = AirMoeForCausalLM(shape.config()).train()
+        config = shape.config()
+        if way.dense:
+            config.moe_layers = []
+        model = AirMoeForCausalLM(config).train()
         self.model = model.to(timer.device)  # pyright: ignore[reportArgumentType]
         self.timer, self.call, self.most = timer, way.prepare(self.model), recipe.max_grad_norm
         self.optimizer = torch.optim.AdamW(
@@ -114,7 +130,8 @@ class TrainingStep:
             fused=timer.on_gpu,
             capturable=way.captured,
         )
-        track_optimizer(self.model, self.optimizer)
+        if not way.dense:
+            track_optimizer(self.model, self.optimizer)
         batches = _random_batches(shape) if text is None else _text_batches(shape, text)
         self.batches = [batch.to(timer.device) for batch in batches]
         self.losses: list[Tensor] = []
@@ -209,7 +226,7 @@ def measure_step(
     activations: Path | None = None,
 ) -> Result:
     """Tokens per second of one way; a step that learns nothing gets no time."""
-    result = Result(way.key, way.name, "air")
+    result = Result(way.key, way.name, way.role)
     if way.gpu_only and not timer.on_gpu:
         result.status, result.reason = "skipped", "measured on a GPU only"
         return result
@@ -249,15 +266,16 @@ def _measure(
             "backward": [lap[1] for lap in laps],
             "clipping and optimizer": [lap[2] for lap in laps],
         }
-    layer = _moe_layer(step.model)
-    assert isinstance(layer.router, AirRouter)
     result.work = {
         "num_tokens": shape.num_tokens,
         "tokens_per_second": [1e3 * shape.num_tokens / ms for ms in result.total_ms],
         "first_loss": losses[0],
         "last_loss": losses[-1],
-        "codeword_perplexity": codeword_usage(layer.router.codebook.counts.cpu()).perplexity,
     }
+    for router in step.model.modules():
+        if isinstance(router, AirRouter):
+            usage = codeword_usage(router.codebook.counts.cpu())
+            result.work["codeword_perplexity"] = usage.perplexity
 
 
 def _moe_layer(model: AirMoeForCausalLM) -> MoELayer:
