@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from airmoe import AirRouter, track_optimizer
-from airmoe.metrics import codeword_usage, dead_experts, shortlist_staleness, usage_entropy
+from airmoe.metrics import (
+    codeword_usage,
+    dead_experts,
+    shortlist_staleness,
+    unlisted_experts,
+    usage_entropy,
+)
 from tests.metrics.routers import DIM, NUM_EXPERTS, build, trained_air
 
 # -- closed forms ---------------------------------------------------------------------------
@@ -42,6 +48,12 @@ def test_a_million_experts_lose_no_precision() -> None:
     # Two halves with three quarters and one quarter of the choices.
     expected = 19 * math.log(2) + 2 * math.log(2) - 0.75 * math.log(3)
     assert usage_entropy(counts).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_unlisted_experts() -> None:
+    lists = torch.tensor([[0, 3, 5], [1, 3, 5]])
+    assert unlisted_experts(lists, 8) == 0.5  # 2, 4, 6 and 7
+    assert unlisted_experts(torch.arange(8).view(2, 4), 8) == 0
 
 
 def test_nothing_counted_has_no_entropy_and_only_dead_experts() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,12 +59,12 @@ TRAIN_FIELDS = {
     *("kind", "step", "epoch", "tokens", "loss", "grad_norm", "learning_rate"),
     *("load_balance_loss", "entropy", "dead_experts", "load_imbalance", "overlap", "mass_recall"),
     *("mass_recall_bound", "codeword_perplexity", "staleness", "seconds", "tokens_per_second"),
-    *("training_seconds", "flops", "executed_flops"),
+    *("training_seconds", "flops", "executed_flops", "unlisted_experts"),
 }
 EVAL_FIELDS = {
     *("kind", "step", "epoch", "tokens", "loss", "perplexity", "entropy", "dead_experts"),
     *("load_imbalance", "overlap", "mass_recall", "mass_recall_bound", "codeword_perplexity"),
-    *("seconds", "training_seconds", "flops", "executed_flops"),
+    *("seconds", "training_seconds", "flops", "executed_flops", "unlisted_experts"),
 }
 
 
@@ -331,3 +332,25 @@ def test_a_copy_can_tell_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert git_state()["commit"] != "abc"
     monkeypatch.setenv("AIRMOE_COMMIT", "abc")
     assert git_state() == {"commit": "abc", "changed": None}
+
+
+@pytest.mark.parametrize(("option", "counted"), [({}, 10), ({"compile": True}, 2)])
+def test_time_in_which_compilers_start_is_nobody_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: dict[str, Any], counted: int
+) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    fake: Any = SimpleNamespace(
+        options=small_run(tmp_path, **option).training, training_seconds=0.0, seconds=lambda: 0.0
+    )
+    lines: list[dict[str, Any]] = []
+    recorder = Recorder(fake, tmp_path / "log.jsonl", 100, {}, [lines.append])
+    control = transformers.TrainerControl()
+    arguments: Any = None
+    state = transformers.TrainerState(global_step=10, is_world_process_zero=True)
+    recorder.on_train_begin()
+    for _ in range(10):  # of one second each
+        recorder.on_step_end(arguments, state, control)
+    recorder.on_log(arguments, state, control, logs={"loss": 1.0})
+    assert fake.training_seconds == counted
+    assert lines[0]["tokens_per_second"] == 100.0

@@ -13,6 +13,7 @@ from airmoe.metrics.usage import (
     codeword_usage,
     dead_experts,
     shortlist_staleness,
+    unlisted_experts,
     usage_entropy,
 )
 
@@ -28,5 +29,6 @@ __all__ = [
     "overlap",
     "routing_quality",
     "shortlist_staleness",
+    "unlisted_experts",
     "usage_entropy",
 ]

@@ -66,6 +66,13 @@ def shortlist_staleness(router: AirRouter) -> float:
     return float(replaced.to(torch.float64).mean())
 
 
+def unlisted_experts(shortlists: Tensor, num_experts: int) -> float:
+    """Fraction of experts that are in none of the shortlists [G, M]: no token can choose them."""
+    listed = torch.zeros(num_experts, dtype=torch.bool, device=shortlists.device)
+    listed[shortlists.flatten()] = True
+    return float((~listed).to(torch.float64).mean())
+
+
 def _check_counts(counts: Tensor) -> None:
     if counts.dim() != 1 or counts.numel() == 0:
         raise ValueError(

@@ -18,6 +18,8 @@ from airmoe.training.checkpoints import load_json
 from airmoe.training.trainer import AirMoeTrainer
 
 Line = dict[str, Any]
+# Of a process that compiles or captures: the first is watched, then compilers and graphs start.
+STARTING_STEPS = 8
 
 
 class Recorder(TrainerCallback):
@@ -38,6 +40,8 @@ class Recorder(TrainerCallback):
         sinks: list[Callable[[Line], None]],
     ) -> None:
         self._trainer, self._path, self._sinks = trainer, path, sinks
+        options = trainer.options
+        self._starting = STARTING_STEPS if options.compile or options.cuda_graph else 0
         self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
         self._mark = time.monotonic()
         self._seconds = 0.0  # of training since the last train line: evaluations are left out
@@ -53,12 +57,15 @@ class Recorder(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         watched = control.should_log or control.should_evaluate or control.should_save
-        if torch.cuda.is_available() and watched:
+        if torch.cuda.is_available() and (watched or self._starting == 1):
             torch.cuda.synchronize()  # else the device's work would count as somebody else's time
         now = time.monotonic()
-        self._seconds += now - self._mark
-        self._trainer.training_seconds += now - self._mark
-        self._steps += 1
+        if self._starting:  # no method's time, and different from one process to the next
+            self._starting -= 1
+        else:
+            self._seconds += now - self._mark
+            self._trainer.training_seconds += now - self._mark
+            self._steps += 1
         self._mark = now
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:

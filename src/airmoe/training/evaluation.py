@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from airmoe.config import check_count
 from airmoe.distributed import all_reduce_sum, rank, world_size
 from airmoe.training.config import Precision
-from airmoe.training.watch import RoutingWatch
+from airmoe.training.watch import RoutingWatch, looking
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def evaluate(
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, predicted tokens
     try:
-        with watch.on(), autocast or nullcontext():
+        with watch.on(), looking(), autocast or nullcontext():
             for batch, counts in _batches(blocks, batch_size):
                 if not counts:
                     watch.stop()  # such batches come last

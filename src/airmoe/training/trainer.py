@@ -27,7 +27,7 @@ from airmoe.training.optimizer_state import load_optimizer_state, optimizer_stat
 from airmoe.training.order import EpochOrder
 from airmoe.training.random_state import random_state, set_random_state
 from airmoe.training.sharding import shard
-from airmoe.training.watch import RoutingWatch
+from airmoe.training.watch import RoutingWatch, looking
 
 # Of the schedule's state, what is plain numbers; the rest are functions made anew.
 SCHEDULE_KEYS = ("last_epoch", "_step_count", "_last_lr", "base_lrs")
@@ -112,8 +112,10 @@ class AirMoeTrainer(Trainer):
         self, model: Any, inputs: Any, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Forward and backward of a micro-batch, where asked for as a graph."""
-        graph = self.options.cuda_graph and not self.watch.is_on
-        if not graph or self._plain_steps < PLAIN_STEPS:
+        if self.watch.is_on:
+            with looking():
+                return super().training_step(model, inputs, num_items_in_batch)
+        if not self.options.cuda_graph or self._plain_steps < PLAIN_STEPS:
             self._plain_steps += 1
             return super().training_step(model, inputs, num_items_in_batch)
         items = torch.as_tensor(num_items_in_batch, device=self.args.device)

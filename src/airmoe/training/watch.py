@@ -11,9 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from airmoe.distributed import is_distributed
-from airmoe.metrics import RoutingMeter, shortlist_staleness
+from airmoe.metrics import RoutingMeter, shortlist_staleness, unlisted_experts
 from airmoe.moe.replay import inside_backward
 from airmoe.routers import AirRouter, PeerRouter, Router, Routing
+
+
+def looking() -> Any:
+    """A block whose forwards are watched: compiled layers run as they are written.
+
+    Hooks come and go, and a compiler would compile once more for each of them.
+    """
+    return torch.compiler.set_stance("force_eager")
 
 
 class RoutingWatch:
@@ -95,6 +103,7 @@ class RoutingWatch:
                     "mass_recall": report.mass_recall,
                     "mass_recall_bound": report.mass_recall_bound,
                     "codeword_perplexity": report.codewords and report.codewords.perplexity,
+                    "unlisted_experts": _unlisted(router),
                     "staleness": _staleness(router),
                 }
             )
@@ -126,6 +135,14 @@ def _staleness(router: Router) -> float | None:
     if not (isinstance(router, AirRouter) and router.training) or router.built_at is None:
         return None
     return shortlist_staleness(router)
+
+
+def _unlisted(router: Router) -> float | None:
+    """Of the lists that the watched forwards used."""
+    if not isinstance(router, AirRouter) or (router.training and router.built_at is None):
+        return None
+    lists = router.training_lists if router.training else router.evaluation_lists
+    return unlisted_experts(lists.experts, router.config.num_experts)
 
 
 def _means(found: list[dict[str, float | None]]) -> dict[str, float]:

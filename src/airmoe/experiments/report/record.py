@@ -31,6 +31,7 @@ EVALUATION_FIELDS = (
     "dead_experts",
     "entropy",
     "codeword_perplexity",
+    "unlisted_experts",
 )
 TRAINING_FIELDS = (
     "step",
@@ -42,6 +43,7 @@ TRAINING_FIELDS = (
     "dead_experts",
     "entropy",
     "codeword_perplexity",
+    "unlisted_experts",
     "staleness",
 )
 

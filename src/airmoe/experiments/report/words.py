@@ -61,6 +61,11 @@ FIELDS = {
         write=lambda share: f"{100 * share:.1f} %",
         difference=lambda share: f"{100 * share:.1f} percentage points",
     ),
+    "unlisted_experts": Field(
+        read=lambda run: run.best.get("unlisted_experts"),
+        write=lambda share: f"{100 * share:.1f} %",
+        difference=lambda share: f"{100 * share:.1f} percentage points",
+    ),
     "overlap": _best("overlap", plain(2)),
     "mass_recall": _best("mass_recall", plain(2)),
     "entropy": _best("entropy", plain(2)),

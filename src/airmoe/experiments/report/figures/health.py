@@ -37,6 +37,13 @@ SHOWN = (
         factor=100.0,
     ),
     Health(
+        field="unlisted_experts",
+        source="evaluations",
+        label="unlisted experts (%)",
+        caption="Experts that no shortlist holds, in per cent: no token can choose them.",
+        factor=100.0,
+    ),
+    Health(
         field="codeword_perplexity",
         source="training",
         label="codewords in use",
