@@ -23,6 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "perplexity": 20.0,
             "test": 25.0,
             "dead_experts": 0.0125,
+            "unlisted_experts": 0.01,
             "overlap": 0.654,
             "flops": 1.7e12,
             "speed": 100.0,

@@ -103,7 +103,7 @@ def test_routers_report_what_they_have() -> None:
     assert names["peer"] == usage  # it has no exact routing to compare with
     assert names["topk"] == usage | {"overlap", "mass_recall"}
     assert names["hierarchical"] == names["topk"] | {"codeword_perplexity"}
-    assert names["air"] == names["hierarchical"] | {"mass_recall_bound"}
+    assert names["air"] == names["hierarchical"] | {"mass_recall_bound", "unlisted_experts"}
     exact = evaluate(build("topk"), blocks(2), batch_size=2, quality_tokens=4).routing
     assert exact["overlap"] == 1.0 and exact["mass_recall"] == pytest.approx(1.0)
 

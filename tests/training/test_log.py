@@ -142,6 +142,7 @@ def test_other_models_log_what_they_have(tmp_path: Path) -> None:
     routing = {
         *("load_balance_loss", "entropy", "dead_experts", "load_imbalance", "overlap"),
         *("mass_recall", "mass_recall_bound", "codeword_perplexity", "staleness"),
+        "unlisted_experts",
     }
     (line,) = lines_of(tmp_path / "dense", "train")
     assert line.keys() == TRAIN_FIELDS - routing
