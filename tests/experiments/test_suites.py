@@ -143,7 +143,7 @@ def test_recall_costs_what_air_does(preset: str) -> None:
         ledger = count_flops(run.config.model_config(128_256, 0), workload)
         routing = ("router coarse", "router refresh", "router fine")
         costs[run.variant] = sum(ledger.cost("algorithmic", part).total for part in routing)
-    wanted = ["air", "probes", "fewer_codewords", "lazy_longer", "lazy_finer", "exact"]
+    wanted = ["air", "probes", "fewer_codewords", "lazy_longer", "lazy_finer", "lazy_all", "exact"]
     assert list(costs) == wanted
     for variant, cost in costs.items():
         # Whole candidates, and what is no product: sorting, jitter.
@@ -167,6 +167,7 @@ def test_recall_at_the_paper_s_sizes() -> None:
         "fewer_codewords": (512, 3072, 1),
         "lazy_longer": (1024, 3072, 1),
         "lazy_finer": (2048, 2048, 1),
+        "lazy_all": (1024, 2048, 1),
     }
     lazy = {name for name, given in options.items() if given.get("refresh_every") == 4}
     assert lazy == {"lazy_longer", "lazy_finer"}

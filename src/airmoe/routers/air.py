@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from airmoe.config import check_choice, check_count, check_number, config
+from airmoe.config import check_choice, check_count, check_flag, check_number, config
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 from airmoe.kernels.cell_gates import cell_gates
@@ -64,11 +64,13 @@ class AirRouter(CentroidRouter):
         capacity_factor: float = 1.0  # of the expert-choice gate
         probes: int = 1
         refresh_every: int = 1  # optimizer steps between two buildings of the shortlists
+        list_all: bool = False  # in training every expert is in a shortlist, so that it can learn
 
         def check(self) -> None:
             super().check()
             for name in ("num_codewords", "shortlist_size", "probes", "refresh_every"):
                 check_count(f"air.{name}", getattr(self, name))
+            check_flag("air.list_all", self.list_all)
             check_number("air.codebook_decay", self.codebook_decay, below=1.0)
             check_number("air.dead_below", self.dead_below)
             check_number("air.capacity_factor", self.capacity_factor, strict=True)
@@ -198,9 +200,7 @@ class AirRouter(CentroidRouter):
         if not self.training:  # calibration: the training lists are not ours to touch
             return
         if self._outdated() or not self.tracked:
-            self.training_lists.rebuild(
-                self.codebook.codewords, self.centroids, self._shortlist_noise(self.micro_batches)
-            )
+            self._build(self.training_lists, self._shortlist_noise(self.micro_batches))
             self._built_at.copy_(self.micro_batches)
             self._was_built = True
             self._built_from = self.codebook.loads
@@ -245,8 +245,12 @@ class AirRouter(CentroidRouter):
         lists = self._new_cache()
         built_at = self.micro_batches if self.built_at is None else self.built_at
         noise = self._shortlist_noise(built_at)
-        lists.rebuild(self.codebook.codewords, self.centroids, noise)
+        self._build(lists, noise)
         return lists.experts
+
+    def _build(self, lists: ShortlistCache, noise: Noise | None) -> None:
+        list_all = self.training and self.config.list_all
+        lists.rebuild(self.codebook.codewords, self.centroids, noise, list_all=list_all)
 
     def _new_cache(self) -> ShortlistCache:
         config = self.config
@@ -275,7 +279,7 @@ class AirRouter(CentroidRouter):
             return self._fresh_lists()
         moment = self._moment()
         if self._evaluated_at != moment:
-            self.evaluation_lists.rebuild(self.codebook.codewords, self.centroids, None)
+            self._build(self.evaluation_lists, None)
             self._evaluated_at = moment
         return self.evaluation_lists
 
@@ -283,7 +287,7 @@ class AirRouter(CentroidRouter):
         """Lists of this moment that nobody keeps."""
         lists = self._new_cache()
         noise = self._shortlist_noise(self.micro_batches)
-        lists.rebuild(self.codebook.codewords, self.centroids, noise)
+        self._build(lists, noise)
         return lists
 
     def _moment(self) -> tuple[int, ...]:

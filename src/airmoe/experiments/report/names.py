@@ -23,6 +23,7 @@ TITLES = {
     "fewer_codewords": "Fewer codewords, longer lists",
     "lazy_longer": "Lazy refresh, longer lists",
     "lazy_finer": "Lazy refresh, more codewords",
+    "lazy_all": "Lazy refresh, all listed",
 }
 ORDER = tuple(TITLES)
 GRANULARITY = re.compile(r"q(\d+)")
@@ -71,6 +72,7 @@ SLOTS = {
     "fewer_codewords": 2,
     "lazy_longer": 3,
     "lazy_finer": 4,
+    "lazy_all": 5,
 }
 
 

@@ -5,6 +5,8 @@ of the refresh, and scores probes x M candidates, which have gradients: three pr
 them are of length D, so what one saves another may spend. With r = experts / tokens per step:
 
     products = G (2 + r / refresh_every) + 3 probes M
+
+With `list_all` a refresh compares twice: experts with codewords too, to find the nearest one.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ class Coarse:
     shortlist_size: int
     probes: int
     refresh_every: int
+    list_all: bool = False
 
     def products(self, refresh_share: float) -> float:
         """Per token; `refresh_share` is r above."""
@@ -34,7 +37,7 @@ class Coarse:
         return self.num_codewords * self.per_codeword(refresh_share) + PER_CANDIDATE * candidates
 
     def per_codeword(self, refresh_share: float) -> float:
-        return PER_CODEWORD + refresh_share / self.refresh_every
+        return PER_CODEWORD + refresh_share * (1 + self.list_all) / self.refresh_every
 
     def options(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -61,6 +64,7 @@ def equal_cost(router: AirRouter.Config, tokens_per_step: int) -> dict[str, dict
         ),
         "lazy_longer": _longer(lazy, budget, share),
         "lazy_finer": _finer(lazy, budget, share),
+        "lazy_all": replace(base, list_all=True, refresh_every=2),
     }
     return {
         name: one.options()

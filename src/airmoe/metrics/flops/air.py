@@ -102,6 +102,9 @@ def _refresh(config: AirRouter.Config, workload: Workload) -> Iterator[Term]:
         yield both(part, "jitter", add(pairs), times)
     best = top_k(experts, config.shortlist_size, lists=codewords)
     yield both(part, "shortlists", best, times)
+    if config.list_all:
+        nearest = no_gradient(pairs, dim, "airmoe::nearest_codeword")
+        yield both(part, "nearest codewords of experts", nearest, times)
     if config.normalize_centroids:
         # Alg. 3 projects in every micro-batch; ours keeps the norms until the next step.
         unit = normalize(dim, experts)
