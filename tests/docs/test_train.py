@@ -137,7 +137,7 @@ def test_the_check_finds_what_is_wrong(line: str) -> None:
 def commands_of(text: str) -> list[str]:
     """Command lines in blocks and between backticks."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    blocks += re.findall(r"^ {4}(?:airmoe|torchrun) .*$", text, re.MULTILINE)
+    blocks += re.findall(r"^ {4}(?:airmoe|torchrun) (?:.*\\\n)*.*$", text, re.MULTILINE)
     inline = re.findall(r"(?<!`)`(airmoe [^`]+)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.S))
     return [line for block in (*blocks, *inline) for line in command_lines(block)]
 
