@@ -65,11 +65,25 @@ def best_tokens(
 
 @own_precision
 def softmax_summary(
-    hidden: Tensor, experts: Tensor, token_weights: Tensor, noise: Noise | None = None
+    hidden: Tensor,
+    experts: Tensor,
+    token_weights: Tensor,
+    noise: Noise | None = None,
+    *,
+    normalize: bool = False,
 ) -> Summary:
     """log Z per token and the weighted mean of the softmax over experts, differentiable.
 
-    token_weights [T] sum to 1 over the tokens that count (0 for the others).
+    hidden [T, D], experts [E, D]; token_weights [T] sum to 1 over the tokens that count (0 for the
+    others, which may hold anything: they spoil no more than their own log Z). With `normalize`
+    logits are <h, w_e> / |w_e|, 0 for a zero row, and the gradient goes through the norm. Operands
+    may differ in dtype; results are float32 or wider, gradients in the dtype of their operand.
     """
-    log_z, mean_probs = reference.SoftmaxSummary.apply(hidden, experts, token_weights, noise)
-    return Summary(log_z, mean_probs)
+    if use_triton(hidden, experts):
+        from airmoe.kernels.dense import operator
+
+        keys, std = (None, 0.0) if noise is None else (noise.row_keys, noise.std)
+        found = operator.softmax_summary(hidden, experts, token_weights, keys, std, normalize)
+    else:
+        found = reference.softmax_summary(hidden, experts, token_weights, noise, normalize)
+    return Summary(*found)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.inverse_norms.reference import inverse_norms
+from airmoe.kernels.inverse_norms.reference import inverse_norms, unit_rows
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.precision import own_precision
 from airmoe.kernels.select.reference import top_positions
@@ -84,6 +84,15 @@ def best_tokens(
     return ids
 
 
+def softmax_summary(
+    hidden: Tensor, experts: Tensor, token_weights: Tensor, noise: Noise | None, normalize: bool
+) -> tuple[Tensor, Tensor]:
+    """log Z [T] and mean probabilities [E], in float32 or wider."""
+    work = torch.promote_types(torch.promote_types(hidden.dtype, experts.dtype), torch.float32)
+    rows = unit_rows(experts) if normalize else experts
+    return SoftmaxSummary.apply(hidden.to(work), rows.to(work), token_weights.to(work), noise)
+
+
 class SoftmaxSummary(torch.autograd.Function):
     """(log of the softmax denominator [T], mean probability [E]) over all experts."""
 
@@ -98,7 +107,9 @@ class SoftmaxSummary(torch.autograd.Function):
             logits = token_logits(hidden, experts, noise, rows)
             log_z[rows] = logits.logsumexp(-1)
             probs = logits.sub_(log_z[rows].unsqueeze(-1)).exp_()
-            mean_probs += probs.mul_(token_weights[rows].unsqueeze(-1)).sum(0)
+            weight = token_weights[rows].unsqueeze(-1)
+            # What does not count may hold anything, and 0 * NaN is NaN.
+            mean_probs += probs.mul_(weight).masked_fill_(weight == 0, 0).sum(0)
         ctx.noise = noise
         ctx.save_for_backward(hidden, experts, token_weights, log_z)
         return log_z, mean_probs.to(hidden.dtype)
@@ -110,6 +121,8 @@ class SoftmaxSummary(torch.autograd.Function):
         ctx: Any, grad_log_z: Tensor, grad_mean: Tensor
     ) -> tuple[Tensor, Tensor, None, None]:
         hidden, experts, token_weights, log_z = ctx.saved_tensors
+        idle = (token_weights == 0) & (grad_log_z == 0)
+        hidden, log_z = hidden.masked_fill(idle.unsqueeze(-1), 0), log_z.masked_fill(idle, 0)
         grad_hidden, grad_experts = torch.empty_like(hidden), torch.zeros_like(experts)
         for rows in token_chunks(hidden, experts):
             logits = token_logits(hidden, experts, ctx.noise, rows)

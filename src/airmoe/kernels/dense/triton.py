@@ -37,7 +37,9 @@ def _parts(table: Tensor) -> Tensor:
     return whole(table) if exact_as_bfloat16(table) else bfloat16_parts(table)
 
 
-def _tables(hidden: Tensor, experts: Tensor, noise: Noise | None, normalize: bool) -> Tables:
+def exact_tables(
+    hidden: Tensor, experts: Tensor, noise: Noise | None = None, normalize: bool = False
+) -> Tables:
     """Both as the matrix units take them, their products as exact as float32."""
     many = hidden.shape[0] >= NORM_TOKENS
     scales = inverse_norms_op(experts) if normalize and many else None
@@ -116,7 +118,7 @@ def best_experts_op(
     if ids.numel() == 0:
         return ids.long()
     noise = None if row_keys is None else Noise(row_keys, noise_std)
-    tables = _tables(hidden, experts, noise, normalize)
+    tables = exact_tables(hidden, experts, noise, normalize)
     best = _finder(tables, count)
     if not ordered:
         for rows in best.chunks():
