@@ -9,6 +9,7 @@ import torch
 
 from airmoe.config import check_number, config
 from airmoe.kernels.dense import best_tokens, softmax_summary
+from airmoe.kernels.inverse_norms import unit_rows
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.rows import gather_dot
 from airmoe.routers.base import Plan
@@ -16,7 +17,6 @@ from airmoe.routers.centroids import CentroidConfig, CentroidRouter
 from airmoe.routers.gating import capacity_of
 from airmoe.routers.routing import ExpertRouting, Lazy
 from airmoe.routers.tokens import Tokens
-from airmoe.routers.topk import exact_inputs
 
 
 class ExpertChoiceRouter(CentroidRouter):
@@ -43,9 +43,15 @@ class ExpertChoiceRouter(CentroidRouter):
 
     def route(self, tokens: Tokens, plan: Plan) -> ExpertRouting:
         config, num_tokens = self.config, tokens.hidden.shape[0]
-        hidden, experts = exact_inputs(tokens, self.centroids, config.normalize_centroids)
+        normalize = config.normalize_centroids
         noise = self.noise(plan, Stage.TOKEN, num_tokens)
-        summary = softmax_summary(hidden, experts, tokens.weights.to(hidden.dtype), noise)
+        summary = softmax_summary(
+            tokens.hidden, self.centroids, tokens.weights, noise, normalize=normalize
+        )
+        # Both in one full-precision dtype.
+        dtype = torch.promote_types(tokens.hidden.dtype, torch.float32)
+        hidden = tokens.hidden.to(dtype)
+        experts = (unit_rows(self.centroids) if normalize else self.centroids).to(dtype)
         log_z = summary.log_z  # [T]
         # The shape counts every token; with padding the last slots stay unused.
         share = num_tokens * config.top_k / config.num_experts * config.capacity_factor

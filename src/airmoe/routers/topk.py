@@ -10,7 +10,6 @@ from torch import Tensor
 from airmoe.config import check_choice, config
 from airmoe.kernels.chosen_logits import chosen_logits
 from airmoe.kernels.dense import Summary, best_experts, softmax_summary
-from airmoe.kernels.inverse_norms import unit_rows
 from airmoe.kernels.noise import Noise, Stage
 from airmoe.kernels.select import softmax_weights
 from airmoe.routers.base import Plan
@@ -56,8 +55,9 @@ class TopKRouter(CentroidRouter):
         expert_ids = best_experts(hidden, self.centroids, top_k, noise, normalize=normalize)
 
         def summarize() -> Summary:
-            wide, experts = exact_inputs(tokens, self.centroids, normalize)
-            return softmax_summary(wide, experts, tokens.weights.to(wide.dtype), noise)
+            return softmax_summary(
+                hidden, self.centroids, tokens.weights, noise, normalize=normalize
+            )
 
         summary = Lazy(hidden.device, summarize)
         if self.config.gate == "binary":
@@ -87,10 +87,3 @@ class TopKRouter(CentroidRouter):
             rows = torch.arange(hidden.shape[0], device=hidden.device).unsqueeze(-1)
             logits = logits + noise.pairs(rows, expert_ids)
         return logits
-
-
-def exact_inputs(tokens: Tokens, centroids: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Hidden states and expert rows in one full-precision dtype."""
-    dtype = torch.promote_types(tokens.hidden.dtype, torch.float32)
-    experts = unit_rows(centroids) if normalize else centroids
-    return tokens.hidden.to(dtype), experts.to(dtype)

@@ -26,6 +26,7 @@ OPERATOR_MODULES = (
     "cell_gates.statistics",
     "cell_scores.operator",
     "chosen_logits.operator",
+    "dense.operator",
     "dense.triton",
     "linear_cross_entropy.operator",
     "rows.operator",
@@ -132,6 +133,12 @@ def _all_pairs(left: str, right: str) -> Callable[[Arguments], int]:
     return count
 
 
+def _softmax_summary_backward(args: Arguments) -> int:
+    """All scores are computed once more."""
+    products = 1 + args["want_hidden"] + args["want_experts"]
+    return products * _all_pairs("hidden", "experts")(args)
+
+
 def _linear_cross_entropy(args: Arguments) -> int:
     return (1 + sum(args["wanted"])) * _all_pairs("hidden", "weight")(args)
 
@@ -153,6 +160,8 @@ FORMULAS: dict[str, Callable[[Arguments], int]] = {
     # Scores that were kept are read, not computed.
     "probs_per_entry": lambda args: 0 if math.prod(args["kept"]) else _cells(args),
     "scatter_total": lambda args: _lists(args, "ids", "rows"),
+    "softmax_summary": _all_pairs("hidden", "experts"),
+    "softmax_summary_backward": _softmax_summary_backward,
     "token_experts": _token_experts,
     "token_experts_backward": _token_experts_backward,
     "top_m": _all_pairs("codewords", "centroids"),

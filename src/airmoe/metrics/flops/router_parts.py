@@ -65,7 +65,7 @@ def no_gradient(rows: int, width: int, operator: str) -> Operation:
 
 def summary(experts: int, dim: int) -> Operation:
     """`kernels.dense.softmax_summary`: its backward scores all experts once more."""
-    return product(experts, dim, operator="aten.mm", gradients=3)
+    return product(experts, dim, operator="airmoe::softmax_summary", gradients=3)
 
 
 def slots_of(
