@@ -97,7 +97,7 @@ def scaled_grads(grads: Tensor, ids: Tensor, inverse: Tensor) -> Tensor:
 
 
 @triton.jit
-def store_projected(
+def _store_projected(
     total, table, out, row, columns, DIM: tl.constexpr, PROJECT: tl.constexpr
 ):  # fmt: skip
     """The gradient of a row from that of its products; of w / |w| only what is across it."""
@@ -151,7 +151,7 @@ def _table_grads_kernel(
                 target = program.to(tl.int64) * DIM + columns
                 tl.store(partial + target, summed, mask=columns < DIM)
             else:
-                store_projected(summed, table, out, row, columns, DIM, PROJECT)
+                _store_projected(summed, table, out, row, columns, DIM, PROJECT)
 
 
 @triton.jit
@@ -174,7 +174,7 @@ def _add_parts_kernel(
                     mask=(parts < last)[:, None] & (columns < DIM)[None, :],
                     other=0.0,
                 )
-            store_projected(tl.sum(total, axis=0), table, out, row, columns, DIM, PROJECT)
+            _store_projected(tl.sum(total, axis=0), table, out, row, columns, DIM, PROJECT)
 
 
 def table_grads(
