@@ -13,7 +13,14 @@ from airmoe.kernels.backend import use_backend
 from airmoe.kernels.dense import reference, softmax_summary
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.noise.reference import normal
-from tests.kernels.comparison import DEVICE, Found, assert_as_good, assert_no_worse, captured
+from tests.kernels.comparison import (
+    DEVICE,
+    Found,
+    assert_as_good,
+    assert_no_worse,
+    captured,
+    results_and_grads,
+)
 
 pytest.importorskip("triton")
 from airmoe.kernels.dense import operator
@@ -71,7 +78,7 @@ CASES = {
     "one expert": Case(tokens=3, experts=1, dim=16, normalize=False),
     "one token": Case(tokens=1, experts=130, dim=20, noise=0.1),
     "several depths": Case(tokens=9, experts=70, dim=200, noise=0.01, normalize=False),
-    "sharp": Case(tokens=18, experts=140, dim=24, noise=0.05, size=30),
+    "sharp": Case(tokens=40, experts=140, dim=24, noise=0.05, size=30),
     "no tokens": Case(tokens=0, experts=3, dim=16),
 }
 SMALL = Case(tokens=13, experts=70, dim=20, noise=0.05)
@@ -154,6 +161,19 @@ def test_values_and_gradients_are_those_of_the_formula(backend: str, normalize: 
     for value, right in zip((*results, *grads), (*wanted, *exact), strict=True):
         assert value.dtype == torch.float32
         assert (value - right).abs().max() <= 1e-5 * max(1, right.abs().max())
+
+
+def test_logits_whose_exponentials_overflow() -> None:
+    """A logit z is off by eps |z|, and its probability by as much of itself."""
+    case = Case(tokens=17, experts=100, dim=24, size=200)
+    inputs, summary = case.inputs(), case.function()
+    assert logits_of(inputs, None, True).max() > 300
+    with use_backend("reference"):
+        exact = results_and_grads(summary, {key: value.double() for key, value in inputs.items()})
+    with use_backend("triton"):
+        fast = results_and_grads(summary, inputs)
+    for name, wanted in exact.items():
+        assert (fast[name] - wanted).abs().max() <= 1e-3 * wanted.abs().max(), name
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
