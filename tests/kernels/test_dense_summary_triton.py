@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import use_backend
+from airmoe.kernels.backend import Backend, use_backend
 from airmoe.kernels.dense import reference, softmax_summary
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.noise.reference import normal
@@ -28,7 +28,17 @@ from airmoe.kernels.dense import triton as tables
 from airmoe.kernels.dense.summary_triton import Chunks
 
 SUMMARY = "airmoe.kernels.dense.summary_triton"
+RESULTS = ["log_z", "mean", "grad of hidden", "grad of experts"]
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def summarize(
+    given: Iterable[Tensor], weights: Tensor, noise: Noise | None = None, *, normalize: bool = True
+) -> list[Tensor]:
+    """log Z and means of (hidden, experts)."""
+    hidden, experts = given
+    found = softmax_summary(hidden, experts, weights, noise, normalize=normalize)
+    return [found.log_z, found.mean_probs]
 
 
 @dataclass(frozen=True)
@@ -64,10 +74,9 @@ class Case:
         weights, noise = self.weights(), self.jitter()
 
         def summary(given: Found) -> Found:
-            found = softmax_summary(
-                given["hidden"], given["experts"], weights, noise, normalize=self.normalize
-            )
-            return {"log_z": found.log_z, "mean": found.mean_probs}
+            both = given["hidden"], given["experts"]
+            log_z, mean = summarize(both, weights, noise, normalize=self.normalize)
+            return {"log_z": log_z, "mean": mean}
 
         return summary
 
@@ -106,8 +115,9 @@ def test_values_and_gradients_equal_the_reference(case: Case) -> None:
 @pytest.mark.usefixtures("_in_chunks")
 @pytest.mark.parametrize("case", [CASES["odd"], CASES["sharp"]], ids=["odd", "sharp"])
 def test_chunks(case: Case) -> None:
-    assert len(Chunks(*case.inputs().values(), None, normalize=False).slices()) > 1
-    assert_as_good(case.function(), case.inputs())
+    inputs = case.inputs()
+    assert len(Chunks(inputs["hidden"], inputs["experts"], None, normalize=False).slices()) > 1
+    assert_as_good(case.function(), inputs)
 
 
 def check_dtypes(hidden_dtype: torch.dtype, experts_dtype: torch.dtype) -> None:
@@ -144,7 +154,7 @@ def logits_of(given: Found, noise: Noise | None, normalize: bool) -> Tensor:
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("normalize", [True, False], ids=["unit", "plain"])
-def test_values_and_gradients_are_those_of_the_formula(backend: str, normalize: bool) -> None:
+def test_values_and_gradients_are_those_of_the_formula(backend: Backend, normalize: bool) -> None:
     """And of no formula without the jitter, the weights or the norms: those differ by far more."""
     case = Case(tokens=19, experts=40, dim=24, noise=0.2)
     inputs, weights, noise = case.inputs(), case.weights(), case.jitter()
@@ -153,8 +163,7 @@ def test_values_and_gradients_are_those_of_the_formula(backend: str, normalize: 
     logits = logits_of(leaves, noise, normalize)
     wanted = [logits.logsumexp(-1), (logits.softmax(-1) * weights.unsqueeze(-1)).sum(0)]
     with use_backend(backend):
-        found = softmax_summary(*leaves.values(), weights, noise, normalize=normalize)
-        results = [found.log_z, found.mean_probs]
+        results = summarize(leaves.values(), weights, noise, normalize=normalize)
         upstream = [torch.randn_like(value) for value in results]
         grads = torch.autograd.grad(results, list(leaves.values()), upstream)
     exact = torch.autograd.grad(wanted, list(leaves.values()), [each.double() for each in upstream])
@@ -178,7 +187,7 @@ def test_logits_whose_exponentials_overflow() -> None:
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_token_that_does_not_count_may_hold_anything(backend: str, value: float) -> None:
+def test_a_token_that_does_not_count_may_hold_anything(backend: Backend, value: float) -> None:
     case = Case(tokens=20, experts=30, dim=16, noise=0.1)
     inputs, noise = case.inputs(), case.jitter()
     weights = torch.full((20,), 1 / 18, device=DEVICE)
@@ -188,11 +197,11 @@ def test_a_token_that_does_not_count_may_hold_anything(backend: str, value: floa
     def results() -> list[Tensor]:
         leaves = [tensor.detach().requires_grad_() for tensor in inputs.values()]
         with use_backend(backend):
-            found = softmax_summary(*leaves, weights, noise, normalize=True)
-            loss = found.log_z[counted].square().sum() + found.mean_probs.square().sum()
+            log_z, mean = summarize(leaves, weights, noise)
+            loss = log_z[counted].square().sum() + mean.square().sum()
             grad_hidden, grad_experts = torch.autograd.grad(loss, leaves)
         assert (grad_hidden[~counted] == 0).all()
-        return [found.log_z[counted], found.mean_probs, grad_hidden, grad_experts]
+        return [log_z[counted], mean, grad_hidden, grad_experts]
 
     wanted = results()
     inputs["hidden"][4, 3], inputs["hidden"][19] = value, value
@@ -201,14 +210,14 @@ def test_a_token_that_does_not_count_may_hold_anything(backend: str, value: floa
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_a_nan_that_counts_shows(backend: str) -> None:
+def test_a_nan_that_counts_shows(backend: Backend) -> None:
     case = Case(tokens=5, experts=300, dim=16)
     inputs = case.inputs()
     weights = torch.full((5,), 0.2, device=DEVICE)
     inputs["experts"][290, 1] = torch.nan
     with use_backend(backend):
-        found = softmax_summary(*inputs.values(), weights, None, normalize=True)
-    assert found.log_z.isnan().all() and found.mean_probs.isnan().all()
+        found = summarize(inputs.values(), weights)
+    assert all(result.isnan().all() for result in found)
 
 
 def test_a_zero_row_has_no_gradient() -> None:
@@ -216,8 +225,8 @@ def test_a_zero_row_has_no_gradient() -> None:
     inputs = case.inputs()
     experts = inputs["experts"].requires_grad_()
     with use_backend("triton"):
-        found = softmax_summary(inputs["hidden"], experts, case.weights(), normalize=True)
-    (grad,) = torch.autograd.grad(found.log_z.sum(), experts)
+        log_z, _mean = summarize((inputs["hidden"], experts), case.weights())
+    (grad,) = torch.autograd.grad(log_z.sum(), experts)
     assert (grad[15] == 0).all() and (grad[:15] != 0).all()
 
 
@@ -226,8 +235,8 @@ def test_equal_gradients_of_all_means_move_nothing() -> None:
     case = Case(tokens=16, experts=100, dim=24)
     inputs = [tensor.requires_grad_() for tensor in case.inputs().values()]
     with use_backend("triton"):
-        found = softmax_summary(*inputs, case.weights(), normalize=True)
-        grads = torch.autograd.grad(1000 * found.mean_probs.sum(), inputs)
+        _log_z, mean = summarize(inputs, case.weights())
+        grads = torch.autograd.grad(1000 * mean.sum(), inputs)
     assert all((grad == 0).all() for grad in grads)
 
 
@@ -255,11 +264,10 @@ def test_strided_operands() -> None:
     case = SMALL
     inputs, weights, noise = case.inputs(), case.weights(), case.jitter()
     with use_backend("triton"):
-        wanted = softmax_summary(*inputs.values(), weights, noise, normalize=True)
+        wanted = summarize(inputs.values(), weights, noise)
         strided = [tensor.T.contiguous().T for tensor in inputs.values()]
-        found = softmax_summary(*strided, weights.repeat_interleave(2)[::2], noise, normalize=True)
-    assert torch.equal(found.log_z, wanted.log_z)
-    assert torch.equal(found.mean_probs, wanted.mean_probs)
+        found = summarize(strided, weights.repeat_interleave(2)[::2], noise)
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
 def test_the_operator_compiles_and_repeats_itself() -> None:
@@ -267,11 +275,10 @@ def test_the_operator_compiles_and_repeats_itself() -> None:
     floats = [tensor.requires_grad_() for tensor in case.inputs().values()]
     weights, noise = case.weights(), case.jitter()
 
-    def function(hidden: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-        found = softmax_summary(hidden, experts, weights, noise, normalize=True)
-        return found.log_z, found.mean_probs
+    def function(hidden: Tensor, experts: Tensor) -> list[Tensor]:
+        return summarize((hidden, experts), weights, noise)
 
-    def run(function: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+    def run(function: Callable[..., list[Tensor]]) -> list[Tensor]:
         with use_backend("triton"):
             log_z, mean = function(*floats)
             grads = torch.autograd.grad(log_z.sin().sum() + mean.cos().sum(), floats)
@@ -300,15 +307,14 @@ def in_float64(
     found: dict[str, Found] = {}
     for name, dtype in (("exact", torch.float64), ("plain", torch.float32)):
         leaves = [tensor.to(dtype).requires_grad_() for tensor in given.values()]
-        results = reference.softmax_summary(*leaves, weights, noise, True)
+        results = reference.softmax_summary(leaves[0], leaves[1], weights, noise, True)
         grads = torch.autograd.grad(results, leaves, [each.to(dtype) for each in upstream])
         if name == "plain":
             grads = [
                 grad.to(tensor.dtype) for grad, tensor in zip(grads, given.values(), strict=True)
             ]
-        keys = ("log_z", "mean", "grad of hidden", "grad of experts")
         values = (*(result.detach() for result in results), *grads)
-        found[name] = dict(zip(keys, values, strict=True))
+        found[name] = dict(zip(RESULTS, values, strict=True))
     return found
 
 
@@ -336,13 +342,11 @@ def test_large_shapes(case: Case, hidden_dtype: torch.dtype, experts_dtype: torc
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    summary = softmax_summary(*leaves, weights, noise, normalize=True)
-    results = [summary.log_z, summary.mean_probs]
+    results = summarize(leaves, weights, noise)
     upstream = [torch.randn_like(value) for value in results]
     grads = torch.autograd.grad(results, leaves, upstream)
     assert torch.cuda.max_memory_allocated() - before <= 1 << 30
-    keys = ("log_z", "mean", "grad of hidden", "grad of experts")
-    fast = dict(zip(keys, (*(value.detach() for value in results), *grads), strict=True))
+    fast: Found = dict(zip(RESULTS, (*(value.detach() for value in results), *grads), strict=True))
     judged = in_float64(given, weights, noise, upstream)
     assert_no_worse(fast, judged["plain"], judged["exact"])
 
@@ -354,8 +358,7 @@ def test_it_runs_in_a_cuda_graph() -> None:
     weights, noise = case.weights(), case.jitter()
 
     def step() -> list[Tensor]:
-        found = softmax_summary(*floats, weights, noise, normalize=True)
-        results = [found.log_z, found.mean_probs]
+        results = summarize(floats, weights, noise)
         return [
             *results,
             *torch.autograd.grad(results, floats, [each.detach() for each in results]),

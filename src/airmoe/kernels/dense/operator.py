@@ -56,7 +56,10 @@ def softmax_summary_backward(
 
 @softmax_summary.register_fake
 def _(hidden: Tensor, experts: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
-    return tuple(hidden.new_empty(each.shape[0], dtype=torch.float32) for each in (hidden, experts))
+    log_z, mean = (
+        hidden.new_empty(each.shape[0], dtype=torch.float32) for each in (hidden, experts)
+    )
+    return log_z, mean
 
 
 @softmax_summary_backward.register_fake

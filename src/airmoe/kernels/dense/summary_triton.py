@@ -13,7 +13,8 @@ again, a product as exact as float32 and jitter, costs more than writing and rea
 The gradient of a score exists in registers only. All sums have a fixed order.
 """
 
-# pyright: reportIndexIssue=none
+# pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
+# pyright: reportReturnType=none
 from __future__ import annotations
 
 from dataclasses import dataclass
