@@ -14,7 +14,6 @@ from pathlib import Path
 
 from airmoe.experiments.marked import with_part
 from airmoe.experiments.report.contents import INTRODUCTION, Report, make_report
-from airmoe.experiments.report.corpora import KNOWN
 from airmoe.experiments.report.document import Block, Heading, Paragraph
 from airmoe.experiments.report.markdown import markdown_blocks
 from airmoe.experiments.report.reading import NEVER_RUNS, read_all
@@ -41,8 +40,7 @@ class Section:
     @property
     def text(self) -> str:
         """Its Markdown; where the words begin with a heading, that is the section's."""
-        title = KNOWN[self.name].title if self.name in KNOWN else self.name.capitalize()
-        head = "" if self.words.startswith("#") else f"## {title}"
+        head = "" if self.words.startswith("#") else f"## {self.name.capitalize()}"
         blocks = [_lowered(block) for block in self.report.document.blocks]
         tables = markdown_blocks([one for one in blocks if one != Paragraph(INTRODUCTION)])
         figures = tables.replace("](figures/", f"](figures/results/{self.name}/")

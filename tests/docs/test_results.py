@@ -11,7 +11,7 @@ import pytest
 from airmoe.experiments.report.reading import read_everything
 from airmoe.experiments.report.records import plan_records, write_records
 from tests.docs.common import ROOT, load_script
-from tests.experiments.report_toys import write_suite
+from tests.experiments.report_toys import WIKIPEDIA_HASH, write_suite
 
 draw_results = load_script("docs/draw_results.py")
 
@@ -55,7 +55,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("root")
     changed = ["training.epochs=1", "data.folder=data/wikipedia", "data.corpus=data/text"]
     changed += ["training.precision=bf16"]
-    about = {"machine": {"device": "NVIDIA H200", "count": 1}}
+    about = {"machine": {"device": "NVIDIA H200", "count": 1}, "data_sha256": WIKIPEDIA_HASH}
     runs = {
         "air": {"perplexity": [31.0, 33.0], "test": [41.0, 41.0], "memory": 9.5, "about": about},
         "exact": {"perplexity": [30.0, 30.0], "test": [40.25, 40.25], "about": about},
@@ -82,10 +82,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_section_per_folder_and_its_words(root: Path) -> None:
     page = (root / "docs" / "results.md").read_text(encoding="utf-8")
     assert re.findall(r"^## .*", page, re.MULTILINE) == [
-        "## English Wikipedia 2015 extract",
+        "## Wikipedia",
         "## Other",
     ]
-    section = page.partition("## English Wikipedia 2015 extract\n\n")[2].partition("\n## ")[0]
+    section = page.partition("## Wikipedia\n\n")[2].partition("\n## ")[0]
     assert section.startswith("AIR is 1.00 above exact.\n\n### Main: small, English Wikipedia")
     assert "| AIR | 2 | 32.00 ± 1.41 | 41.00 |" in section
     assert "#### The paper beside ours" in section and "WikiText-103's validation split" in section

@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from airmoe.experiments import preset
+from airmoe.experiments.report.corpora import KNOWN
 from airmoe.experiments.report.fair import fair_groups
 from airmoe.experiments.report.groups import Grouped, group_runs
 from airmoe.experiments.report.record import Record
@@ -24,6 +25,7 @@ TOKENS_PER_STEP = 512  # of `tiny`
 VERSIONS = {"python": "3.11.7", "airmoe": "0.1.0", "torch": "2.13.0"}
 MACHINE = {"device": "x86_64", "count": 2}
 HASH = "ab" * 32
+WIKIPEDIA_HASH = next(iter(KNOWN))  # that of the text of results/wikipedia
 
 
 def write_run(

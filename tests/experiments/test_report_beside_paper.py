@@ -12,7 +12,7 @@ from airmoe.experiments.report.document import Bullets, Table
 from airmoe.experiments.report.groups import Group, group_runs
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.suites import SUITES
-from tests.experiments.report_toys import write_run, write_suite
+from tests.experiments.report_toys import WIKIPEDIA_HASH, write_run, write_suite
 
 
 def only_group(folder: Path) -> Group:
@@ -49,7 +49,11 @@ def test_the_paper_stands_beside_ours(tmp_path: Path) -> None:
 
 def test_runs_on_wikipedia_are_not_called_wikitext(tmp_path: Path) -> None:
     changed = ["training.epochs=1", "data.folder=data/wikipedia", "data.corpus=data/text"]
-    runs = {"air": {"perplexity": 30.0, "test": 40.0}, "coarse": {"perplexity": 33.0, "test": 44.5}}
+    text = {"about": {"data_sha256": WIKIPEDIA_HASH}}
+    runs = {
+        "air": {"perplexity": 30.0, "test": 40.0, **text},
+        "coarse": {"perplexity": 33.0, "test": 44.5, **text},
+    }
     write_suite(tmp_path / "s", "main", runs, name="small", overrides=changed)
     group = only_group(tmp_path)
     assert group.title == "Main: small, English Wikipedia 2015 extract, 1 epoch"
@@ -62,8 +66,15 @@ def test_runs_on_wikipedia_are_not_called_wikitext(tmp_path: Path) -> None:
     assert [cell.text for cell in table.rows[1][3:5]] == ["44.50", "23.84"]
     assert table.notes == ["Test text: WikiText-103's validation split."]
     assert differences.items[0] == (
-        "text: English Wikipedia 2015 extract (data hash abababababab); the paper's is wikitext103"
+        f"text: English Wikipedia 2015 extract (data hash {WIKIPEDIA_HASH[:12]}); "
+        "the paper's is wikitext103"
     )
+
+
+def test_somebody_else_s_folder_of_that_name(tmp_path: Path) -> None:
+    changed = ["data.folder=data/wikipedia", "data.corpus=data/text"]
+    write_suite(tmp_path / "s", "main", {"air": {"perplexity": 30.0}}, overrides=changed)
+    assert "text from wikipedia" in only_group(tmp_path).title
 
 
 def test_ablations_have_their_own_paper_numbers(tmp_path: Path) -> None:

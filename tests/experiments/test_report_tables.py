@@ -27,7 +27,7 @@ from airmoe.experiments.report.tables import (
 )
 from airmoe.files import read_json, write_json
 from airmoe.training import override
-from tests.experiments.report_toys import write_run, write_suite, write_usage
+from tests.experiments.report_toys import WIKIPEDIA_HASH, write_run, write_suite, write_usage
 
 BASELINE = {"overlap": None, "mass_recall": None, "mass_recall_bound": None}
 
@@ -125,6 +125,7 @@ def test_the_best_is_bold_and_the_reference_grey(main: Table) -> None:
 
 
 WIKIPEDIA = ["data.folder=data/wikipedia", "data.corpus=data/text"]
+TEXT = {"about": {"data_sha256": WIKIPEDIA_HASH}}
 
 
 @pytest.mark.parametrize(("suite", "table"), [("main", main_table), ("ablations", ablation_table)])
@@ -133,8 +134,8 @@ def test_test_text_and_memory_where_a_run_has_them(
 ) -> None:
     other = "peer" if suite == "main" else "expert_choice"
     runs = {
-        "air": {"perplexity": [61.0, 63.0], "test": [70.0, 74.0], "memory": 12.5},
-        other: {"perplexity": [64.0, 65.0], "test": [69.0, 69.0]},
+        "air": {"perplexity": [61.0, 63.0], "test": [70.0, 74.0], "memory": 12.5, **TEXT},
+        other: {"perplexity": [64.0, 65.0], "test": [69.0, 69.0], **TEXT},
     }
     write_suite(tmp_path / "s", suite, runs, seeds=(42, 43), overrides=WIKIPEDIA)
     group = only_group(tmp_path)

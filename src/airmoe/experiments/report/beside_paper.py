@@ -113,7 +113,7 @@ def _devices(run: Run) -> str | None:
 
 def _text_difference(run: Run, corpus: str) -> str:
     data = run.config["data"]
-    known = known_text(data)
+    known = known_text(run)
     keys = ("max_tokens",) if known else ("folder", "max_tokens")
     changed = [f"data.{key}={data[key]}" for key in keys if data.get(key)]
     if known is None and data["corpus"] == corpus and not changed:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from airmoe.experiments.report.record import Run
 
 
 @dataclass(frozen=True)
@@ -16,23 +17,29 @@ class Text:
 
 
 WIKIPEDIA = "English Wikipedia 2015 extract"
-# By the name of data.folder: data.corpus need not say where a prepared text came from.
+# By data_sha256: a folder may be called anything.
 KNOWN = {
-    "wikipedia": Text(WIKIPEDIA, "WikiText-103's validation split"),
-    "wikipedia-10m": Text(f"10 M tokens of the {WIKIPEDIA}"),
+    "856cb41b4eaa4891005e8543a2620936031621e258b6a8dddd4968c0ab345fc3": Text(
+        WIKIPEDIA, "WikiText-103's validation split"
+    ),
 }
+# Of the time before runs noted it; nobody else's folder has this name.
+WITHOUT_HASH = {"wikipedia-10m": Text(f"10 M tokens of the {WIKIPEDIA}")}
 
 
-def known_text(data: dict[str, Any]) -> Text | None:
-    """What is known of the text that these options of data name."""
-    folder = data.get("folder")
-    return KNOWN.get(Path(folder).name) if folder is not None else None
+def known_text(run: Run) -> Text | None:
+    """What is known of the text of a run."""
+    if run.data_sha256 is not None:
+        return KNOWN.get(run.data_sha256)
+    folder = run.config["data"].get("folder")
+    return WITHOUT_HASH.get(Path(folder).name) if folder is not None else None
 
 
-def corpus_title(data: dict[str, Any]) -> str:
+def corpus_title(run: Run) -> str:
     """The known name, or corpus and folder as they were given."""
-    if (text := known_text(data)) is not None:
+    if (text := known_text(run)) is not None:
         return text.title
+    data = run.config["data"]
     corpus = Path(data["corpus"]).name
     if data["folder"] is not None:  # its text need not have come from data.corpus
         corpus += f" from {Path(data['folder']).name}"

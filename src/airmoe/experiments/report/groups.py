@@ -104,7 +104,7 @@ def key_of(run: Run) -> Key:
     else:
         tokens = training["steps"] * training["batch_size"] * data["block_size"]
         budget = f"{tokens:,} tokens"
-    return Key(run.suite, run.config["preset"], corpus_title(data), budget)
+    return Key(run.suite, run.config["preset"], corpus_title(run), budget)
 
 
 def _without_repeats(runs: list[Run], left_out: list[str]) -> list[Run]:

@@ -79,7 +79,7 @@ def _with_paper(table: Table, group: Group) -> Table:
     at = 1 + max(
         table.columns.index(one.title) for one in PERPLEXITIES if one.title in table.columns
     )
-    text = known_text(group.runs[0].config["data"])
+    text = known_text(group.runs[0])
     test = f"perplexity, {text.test}" if text and text.test else metrics.TEST.title
     columns = [test if title == metrics.TEST.title else title for title in table.columns]
     rows = [

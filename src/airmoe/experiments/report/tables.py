@@ -123,7 +123,7 @@ def _filled(
 
 def note_on_test(runs: Sequence[Run]) -> list[str]:
     """What the test text is, where a run was measured on one of another origin."""
-    text = known_text(runs[0].config["data"])
+    text = known_text(runs[0])
     measured = summarize(metrics.TEST, runs) is not None
     return [f"Test text: {text.test}."] if measured and text and text.test else []
 
