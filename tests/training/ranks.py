@@ -10,19 +10,23 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from airmoe.data import open_prepared
 from airmoe.distributed import rank, world_size
 from airmoe.errors import ConfigError, RunError
 from airmoe.routers import Router
 from airmoe.training import RunConfig, checkpoints, evaluate
+from airmoe.training.held_out import measure_test
 from airmoe.training.load import load_trained
+from airmoe.training.run_folder import open_run
 from airmoe.training.trainer import AirMoeTrainer
 from tests.training import kills
-from tests.training.runs import resume_here, train_here
+from tests.training.runs import quiet, resume_here, train_here
 
 SEEN: list[AirMoeTrainer] = []
 
@@ -64,6 +68,15 @@ def evaluate_together(folder: Path, name: str) -> None:
         result = evaluate(trained.model, blocks, batch_size=4, quality_tokens=10_000)
         numbers[count] = {"tokens": result.tokens, **result.numbers()}
     (folder / f"evaluation-{rank()}.json").write_text(json.dumps(numbers))
+
+
+def measure(folder: Path, name: str) -> None:
+    """The end of the run just trained, as if its validation text were a test split."""
+    run, data = open_run(folder / name), open_prepared(folder / "tokens")
+    test: Any = SimpleNamespace(blocks=lambda _, size: data.blocks("validation", size))
+    measure_test(run, test, SEEN[-1].airmoe_model, quiet())
+    if rank() == 0:
+        run.test.rename(folder / f"{name}-test.json")
 
 
 def killed(folder: Path, name: str) -> None:
@@ -126,6 +139,7 @@ JOBS: dict[str, Callable[[Path, str], None]] = {
     "train": train_and_save_codebooks,
     "resume": lambda folder, name: resume_here(folder / name),
     "evaluate": evaluate_together,
+    "measure": measure,
     "killed": killed,
     "broken": broken,
     "copy": copy,

@@ -99,7 +99,8 @@ def start_processes(folder: Path) -> None:
     assert in_process(lambda: train_here(one, folder / "one")) == 0
     # The last job is the end of the processes; a finished run is resumed to see who writes results.
     jobs = [
-        *("train:ddp", "train:fsdp", "resume:fsdp", "evaluate:ddp", "fail:full", "refused:ddp"),
+        *("train:ddp", "measure:ddp", "train:fsdp", "measure:fsdp", "resume:fsdp"),
+        *("evaluate:ddp", "fail:full", "refused:ddp"),
         *("broken:fsdp-killed", "copy:fsdp-killed", "resume:fsdp-killed", "killed:ddp-killed"),
     ]
     first = torchrun("tests.training.ranks", folder, *jobs)
@@ -193,6 +194,18 @@ def test_a_killed_group_resumes_exactly(name: str, runs: Runs) -> None:
     ]
     assert not torch.equal(random[0]["running_loss"], torch.ones(1))
     assert random[0].keys() == random[1].keys()
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_two_processes_measure_the_best_checkpoint(name: str, runs: Runs) -> None:
+    """Also where each holds shards of the model, into which that checkpoint must get."""
+    found = json.loads((runs.folder / f"{name}-test.json").read_text())
+    trained = load_trained(runs.folder / name)
+    blocks = open_prepared(runs.folder / "tokens").blocks("validation", 32)
+    expected = evaluate(trained.model, blocks, batch_size=16, quality_tokens=16)
+    assert (found["step"], found["tokens"]) == (step_of(trained.checkpoint), expected.tokens)
+    assert found["loss"] == pytest.approx(expected.loss, rel=1e-6)  # a sum in another order
+    assert found["dead_experts"] == expected.routing["dead_experts"]
 
 
 def test_evaluation_on_two_ranks_is_that_of_one(runs: Runs) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from airmoe.errors import ConfigError, RunError
 from airmoe.files import read_json, sync_folder, sync_tree
@@ -129,10 +130,11 @@ def _damaged(path: Path, kind: str, error: Exception) -> ConfigError:
 
 
 def load_model(checkpoint: Path, model: nn.Module) -> None:
-    """Weights and routing state of a checkpoint into a model of the same shape."""
-    saved = load_tensors(checkpoint / "model.safetensors")
+    """Weights and routing state of a checkpoint into a model of the same shape, sharded or not."""
+    saved, own = load_tensors(checkpoint / "model.safetensors"), model.state_dict()
     try:
-        result = model.load_state_dict(saved, strict=False)
+        placed = {name: _placed(tensor, own.get(name)) for name, tensor in saved.items()}
+        result = model.load_state_dict(placed, strict=False)
     except RuntimeError as error:  # shapes differ
         raise _other_model(checkpoint, str(error).splitlines()[-1].strip()) from error
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
@@ -141,6 +143,13 @@ def load_model(checkpoint: Path, model: nn.Module) -> None:
         raise _other_model(checkpoint, f"it lacks {missing[0]}")
     if result.unexpected_keys:
         raise _other_model(checkpoint, f"the model has no {result.unexpected_keys[0]}")
+
+
+def _placed(tensor: Tensor, own: Tensor | None) -> Tensor:
+    """Cut into shards where the model's own is, because whole tensors cannot be copied there."""
+    if not isinstance(own, DTensor) or own.shape != tensor.shape:
+        return tensor
+    return distribute_tensor(tensor.to(own.device), own.device_mesh, own.placements)
 
 
 def _other_model(checkpoint: Path, difference: str) -> ConfigError:
