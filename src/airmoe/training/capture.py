@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from airmoe.routers.shortlists import Due, ShortlistCache
+from airmoe.routers import AirRouter
+from airmoe.routers.shortlists import Due
 
 Inputs = dict[str, Tensor]
 Step = Callable[[Inputs], Tensor]  # forward and backward of one micro-batch -> its loss
@@ -31,7 +32,8 @@ class CapturedSteps:
 
     def __init__(self, model: nn.Module, step: Step, example: Inputs) -> None:
         self._step = step
-        self._caches = [part for part in model.modules() if isinstance(part, ShortlistCache)]
+        # Those of evaluation change too, but no step reads them: more graphs would be their price.
+        self._caches = [one.training_lists for one in model.modules() if isinstance(one, AirRouter)]
         self._inputs = {name: tensor.clone() for name, tensor in example.items()}
         self._grads = {
             parameter: torch.zeros_like(parameter)
