@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,15 @@ def test_a_wrong_placeholder_is_named(
     assert f"'{{{placeholder}}}'" in str(error.value)
     for part in parts:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("sign", ["/", "%-"])
+def test_nothing_is_divided_by_nothing(runs: dict[str, Run], sign: str) -> None:
+    peer = runs["main/peer-seed42"]
+    none_dead = replace(peer, best={**peer.best, "dead_experts": 0.0})
+    words = f"{{main/air-seed42 dead_experts {sign} main/peer-seed42 dead_experts}}"
+    with pytest.raises(ConfigError, match="the second dead_experts is 0"):
+        filled(words, {**runs, "main/peer-seed42": none_dead})
 
 
 def test_runs_of_a_report_have_the_same_names(folder: Path, tmp_path: Path) -> None:

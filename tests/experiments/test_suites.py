@@ -178,8 +178,9 @@ def test_recall_leaves_out_what_cannot_be() -> None:
     assert "probes" not in models(make_plan("recall", "tiny", short))
     one = ["model.router_options.num_codewords=1"]
     assert not {"fewer_codewords", "probes"} & {*models(make_plan("recall", "tiny", one))}
-    with pytest.raises(ConfigError, match="starts from probes = 1"):
-        make_plan("recall", "tiny", ["model.router_options.probes=2"])
+    for option in ("probes=2", "refresh_every=2", "list_all=true"):
+        with pytest.raises(ConfigError, match="starts from probes = 1"):
+            make_plan("recall", "tiny", [f"model.router_options.{option}"])
 
 
 TOY = [

@@ -122,6 +122,8 @@ def _number(placeholder: str, runs: Mapping[str, Run]) -> str:
         raise _wrong(
             placeholder, f"must compare equal fields, not {first.field} and {second.field}"
         )
+    if operation["sign"] != "-" and second.number == 0:
+        raise _wrong(placeholder, f"cannot be written, because the second {second.field} is 0")
     return _combined(first, operation["sign"], second)
 
 

@@ -46,12 +46,12 @@ class Coarse:
 def equal_cost(router: AirRouter.Config, tokens_per_step: int) -> dict[str, dict[str, Any]]:
     """Options of AIR that cost what `router` does, by variant; `air` is the router itself."""
     base = Coarse(router.num_codewords, router.shortlist_size, router.probes, router.refresh_every)
-    if (base.probes, base.refresh_every) != (1, 1):
+    if (base.probes, base.refresh_every, router.list_all) != (1, 1, False):
         raise ConfigError(
             "suite",
             "recall",
-            "starts from probes = 1 and refresh_every = 1, and changes them",
-            "Leave both out.",
+            "starts from probes = 1, refresh_every = 1, list_all = false, and changes them",
+            "Leave them out.",
         )
     share = router.num_experts / tokens_per_step
     budget = base.products(share)
