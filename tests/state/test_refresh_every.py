@@ -73,10 +73,12 @@ def test_evaluation_sees_every_step() -> None:
 def test_loading_and_changes_by_hand_do_not_wait() -> None:
     layer = build_layer("air", jitter_std=0.0, refresh_every=100)
     router = air_of(layer)
-    airmoe.track_optimizer(layer, torch.optim.AdamW(layer.parameters()))
+    optimizer = torch.optim.AdamW(layer.parameters())  # a router forgets one that nobody keeps
+    airmoe.track_optimizer(layer, optimizer)
     layer(batch(0))
     other = build_layer("air", seed=1, jitter_std=0.0, refresh_every=100)
     other(batch(1))
+    assert router.tracked and router.training_lists.due == "nothing"
     layer.load_state_dict(other.state_dict())
     layer(batch(2))
     assert torch.equal(
