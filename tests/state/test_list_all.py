@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -34,11 +36,42 @@ def test_everybody_is_listed_by_the_nearest_codeword(seed: int) -> None:
         assert len(set(before) - set(after)) == len(new)
 
 
+def test_the_worst_make_room() -> None:
+    codewords, centroids = tables(12, 200)
+    lengths = torch.linspace(0.5, 2.0, 200)
+    scores = codewords @ centroids.T
+    lists = scores.topk(24).indices.sort(-1).values
+    found = cover(lists, codewords, centroids * lengths.unsqueeze(-1), 1 / lengths)
+    spared: Counter[int] = Counter()
+    for row, (before, after) in enumerate(zip(lists.tolist(), found.tolist(), strict=True)):
+        gone, stayed = set(before) - set(after), set(before) & set(after)
+        limit = max((float(scores[row, e]) for e in gone), default=-torch.inf)
+        spared.update(e for e in stayed if scores[row, e] < limit)
+    # Worse than one that made room: kept by one list, by no other.
+    assert spared and set(spared.values()) == {1}
+
+
+def test_nobody_falls_out_where_all_lists_make_room() -> None:
+    """Experts that all codewords like best are in all lists, and every list has newcomers."""
+    codewords = torch.nn.functional.normalize(tables(16, 1)[0] + 1.0, dim=-1)
+    centroids = torch.cat([codewords.mean(0).expand(4, -1), tables(1, 400)[1]])
+    lists = (codewords @ centroids.T).topk(40).indices.sort(-1).values
+    found = cover(lists, codewords, centroids)
+    assert ((lists < 4).sum(-1) == 4).all()  # the favourites
+    before, after = set(lists.flatten().tolist()), set(found.flatten().tolist())
+    assert before < after
+    assert int((found < 4).sum()) == 16 * 4  # none of them made room
+
+
 def test_where_there_is_no_room_the_rest_waits() -> None:
     codewords, centroids = tables(1, 100)
-    lists = torch.arange(16).unsqueeze(0)
-    found = cover(lists, codewords, centroids)
-    assert set(found[0].tolist()) - set(range(16)) == set(range(16, 16 + 16 // MOST_REPLACED))
+    alone = torch.arange(16).unsqueeze(0)  # nobody in it is listed elsewhere
+    assert torch.equal(cover(alone, codewords, centroids), alone)
+    twice = torch.arange(16).expand(2, -1)
+    found = cover(twice, codewords.expand(2, -1), centroids)  # the first is nearest to all
+    assert found[1].tolist() == list(range(16))
+    new = set(found[0].tolist()) - set(range(16))
+    assert new == set(range(16, 16 + 16 // MOST_REPLACED))
 
 
 def test_nobody_missing_nothing_changes() -> None:
@@ -50,7 +83,8 @@ def test_nobody_missing_nothing_changes() -> None:
 def test_training_lists_hold_all_and_those_of_evaluation_are_the_paper_s() -> None:
     layer = build_layer("air", jitter_std=0.0, list_all=True, num_experts=32, shortlist_size=12)
     router = air_of(layer)
-    airmoe.track_optimizer(layer, torch.optim.AdamW(layer.parameters()))
+    optimizer = torch.optim.AdamW(layer.parameters())  # a router forgets one that nobody keeps
+    airmoe.track_optimizer(layer, optimizer)
     layer(batch(0))
     plain = plain_shortlists(router, router.codebook.codewords)
     assert len(plain.unique()) < 32
@@ -63,7 +97,8 @@ def test_training_lists_hold_all_and_those_of_evaluation_are_the_paper_s() -> No
 def test_the_unlisted_learn_from_the_balance_loss(list_all: bool) -> None:
     layer = build_layer("air", jitter_std=0.0, list_all=list_all, num_experts=32, shortlist_size=12)
     router = air_of(layer)
-    airmoe.track_optimizer(layer, torch.optim.AdamW(layer.parameters()))
+    optimizer = torch.optim.AdamW(layer.parameters())  # a router forgets one that nobody keeps
+    airmoe.track_optimizer(layer, optimizer)
     output = layer.forward_with_routing(batch(0))
     load_balance_loss(output.routing).backward()
     plain = plain_shortlists(router, router.codebook.codewords)

@@ -81,7 +81,7 @@ class ShortlistCache(Float32State):
         size = self.experts.shape[1]
         top_m(codewords, centroids, size, inverse_norms=scale, noise=noise, out=self.experts)
         if list_all:
-            self.experts.copy_(cover(self.experts, codewords, centroids))
+            self.experts.copy_(cover(self.experts, codewords, centroids, scale))
         self._reversed = use_triton(codewords, centroids)
         if self._reversed:
             reverse = make_reverse(self.experts, self.inverse_norms.shape[0])

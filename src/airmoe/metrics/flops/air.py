@@ -105,6 +105,8 @@ def _refresh(config: AirRouter.Config, workload: Workload) -> Iterator[Term]:
     if config.list_all:
         nearest = no_gradient(pairs, dim, "airmoe::nearest_codeword")
         yield both(part, "nearest codewords of experts", nearest, times)
+        listed = no_gradient(codewords * config.shortlist_size, dim, "airmoe::gather_dot")
+        yield both(part, "scores of listed experts", listed, times)
     if config.normalize_centroids:
         # Alg. 3 projects in every micro-batch; ours keeps the norms until the next step.
         unit = normalize(dim, experts)
