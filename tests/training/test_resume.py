@@ -109,7 +109,7 @@ def test_killed_twice_and_with_a_torn_log_line(
 
 @pytest.mark.parametrize("moment", ["between windows", "in the second micro-batch"])
 def test_lists_that_live_several_steps(moment: str, tmp_path: Path) -> None:
-    """Steps 4 and 8 are saved, 3, 6, 9 would be the turns of the lists."""
+    """Steps 4 and 8 are saved; lists are built in 1, 4, 7 and 10."""
     model = small_model()
     model["router_options"] = {**model["router_options"], "refresh_every": 3}
     config = small_run(tmp_path, model)

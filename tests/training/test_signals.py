@@ -15,6 +15,7 @@ import pytest
 
 from airmoe.training import RunConfig, callbacks, evaluation
 from airmoe.training.checkpoints import checkpoints, step_of
+from airmoe.training.living_lists import LISTS
 from airmoe.training.trainer import AirMoeTrainer
 from tests.training import kills
 from tests.training.command import airmoe, started
@@ -22,6 +23,8 @@ from tests.training.runs import (
     assert_same_run,
     assignments,
     in_process,
+    resume_here,
+    small_model,
     small_run,
     train_here,
 )
@@ -111,6 +114,24 @@ def test_the_step_is_finished_and_saved(
     assert not (run / "result.json").exists()
     assert airmoe("train", "--resume", run).code == 0
     assert_same_run(run, reference)
+
+
+@pytest.mark.parametrize("step", [5, 6])  # one and two steps after lists were built
+def test_shortlists_that_live_several_steps(step: int, tmp_path: Path) -> None:
+    model = small_model()
+    model["router_options"] = {**model["router_options"], "refresh_every": 3}
+    config = small_run(tmp_path, model)
+    assert in_process(lambda: train_here(config, tmp_path / "reference")) == 0
+
+    def stopped() -> None:
+        before_step(signal.SIGTERM, step)()
+        train_here(config, tmp_path / "run")
+
+    assert in_process(stopped) == 0
+    last = checkpoints(tmp_path / "run")[-1]
+    assert step_of(last) == step and (last / LISTS).exists() == (step == 5)
+    assert in_process(lambda: resume_here(tmp_path / "run")) == 0
+    assert_same_run(tmp_path / "run", tmp_path / "reference")
 
 
 def test_a_signal_in_the_last_step_comes_too_late(

@@ -192,6 +192,18 @@ class AirRouter(CentroidRouter):
         """Stop the codebook (fine-tuning); shortlists still follow the centroids."""
         self.codebook.frozen = True
 
+    def lists_state(self) -> dict[str, Tensor]:
+        """Training lists that live several steps: they cannot be derived again in between."""
+        lists = self.training_lists.state()
+        return {**lists, "built_at": self._built_at} if lists else {}
+
+    @torch.no_grad()
+    def restore_lists(self, state: dict[str, Tensor]) -> None:
+        """What `lists_state` gave, after parameters and codebook have been loaded."""
+        self.training_lists.restore(state)
+        self._built_at.copy_(state["built_at"])
+        self._was_built, self._built_from = True, self.codebook.loads
+
     # -- gradient-free learning -------------------------------------------------------------
 
     def learn(self, tokens: Tokens) -> None:

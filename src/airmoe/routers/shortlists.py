@@ -82,12 +82,15 @@ class ShortlistCache(Float32State):
         top_m(codewords, centroids, size, inverse_norms=scale, noise=noise, out=self.experts)
         if list_all:
             self.experts.copy_(cover(self.experts, codewords, centroids, scale))
-        self._reversed = use_triton(codewords, centroids)
+        self._make_reverse()
+        self.settle()
+
+    def _make_reverse(self) -> None:
+        self._reversed = use_triton(self.experts, self.inverse_norms)
         if self._reversed:
             reverse = make_reverse(self.experts, self.inverse_norms.shape[0])
             self.entries.copy_(reverse.entries)
             self.starts.copy_(reverse.starts)
-        self.settle()
 
     @torch.no_grad()
     def renew_norms(self, centroids: Tensor) -> None:
@@ -98,6 +101,18 @@ class ShortlistCache(Float32State):
     def _renorm(self, centroids: Tensor) -> None:
         if self.normalize:
             self.inverse_norms.copy_(inverse_norms(centroids))
+
+    def state(self) -> dict[str, Tensor]:
+        """Lists that live on, for a run that is stopped now; nothing when they are due anyway."""
+        if self.stale:
+            return {}
+        return {"experts": self.experts.to(torch.int32), "age": torch.tensor(self._age)}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """The lists of `state` as they were after the optimizer's last step."""
+        self.experts.copy_(state["experts"])
+        self._make_reverse()
+        self._age, self.due = int(state["age"]), "norms"
 
     def reverse(self) -> ReverseIndex | None:
         """Expert -> its shortlists, where it was made."""

@@ -145,6 +145,7 @@ class Restore(TrainerCallback):
         length = 0
         if self._checkpoint is not None:
             self._trainer.restore_running_log(self._checkpoint)
+            self._trainer.restore_lists(self._checkpoint)
             length = load_json(self._checkpoint / "training.json")["log_bytes"]
         if state.is_world_process_zero and self._log.exists():
             os.truncate(self._log, length)

@@ -4,6 +4,7 @@ checkpoint-N/  model.safetensors, config.json  what `from_pretrained` reads
                tokenizer files                 of the data it was trained on
                optimizer.safetensors           by parameter name
                random-R.safetensors            random states and running loss of process R
+               shortlists.safetensors          of AIR, where they live several steps
                usage.safetensors               tokens of each expert and cell in the evaluation
                training.json                   schedule, scaler, counters
                trainer_state.json              the Trainer's own

@@ -23,6 +23,7 @@ from airmoe.training import checkpoints
 from airmoe.training.capture import CapturedSteps
 from airmoe.training.config import RunConfig
 from airmoe.training.evaluation import Evaluation, evaluate
+from airmoe.training.living_lists import LISTS, living_lists, restore_lists
 from airmoe.training.optimizer_state import load_optimizer_state, optimizer_state
 from airmoe.training.order import EpochOrder
 from airmoe.training.random_state import random_state, set_random_state
@@ -231,6 +232,8 @@ class AirMoeTrainer(Trainer):
             )
             self._save_tokenizer(partial)
             checkpoints.save_tensors(moments, partial / "optimizer.safetensors")
+            if lists := living_lists(self.airmoe_model):
+                checkpoints.save_tensors(lists, partial / LISTS)
             for place, tensors in enumerate(per_rank):
                 checkpoints.save_tensors(tensors, partial / f"random-{place}.safetensors")
             if usage := self._usage.get(step):
@@ -238,9 +241,6 @@ class AirMoeTrainer(Trainer):
             write_json(partial / "training.json", self._shared_state())
             self.state.save_to_json(str(partial / "trainer_state.json"))
 
-        for module in self.airmoe_model.modules():
-            if isinstance(module, Router):  # a resumed run derives caches anew: so must this one
-                module.on_parameters_changed()
         failure = None
         if rank() == 0:
             try:
@@ -304,6 +304,11 @@ class AirMoeTrainer(Trainer):
         own = self._own_file(Path(checkpoint))
         if own.exists():  # another number of processes: new ones start from the seed
             set_random_state(checkpoints.load_tensors(own))
+
+    def restore_lists(self, checkpoint: Path) -> None:
+        """Last of all: whatever else is loaded marks them as out of date."""
+        if (checkpoint / LISTS).exists():
+            restore_lists(self.airmoe_model, checkpoints.load_tensors(checkpoint / LISTS))
 
     def restore_running_log(self, checkpoint: Path) -> None:
         """The averages a log line is made of, as they stood; the Trainer itself forgets them."""
