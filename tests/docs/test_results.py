@@ -10,6 +10,7 @@ import pytest
 
 from airmoe.experiments.report.reading import read_everything
 from airmoe.experiments.report.records import plan_records, write_records
+from airmoe.files import read_json
 from tests.docs.common import ROOT, load_script
 from tests.experiments.report_toys import WIKIPEDIA_HASH, write_suite
 
@@ -77,6 +78,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     draw_results.main(root)
     return root
+
+
+def test_the_readme_says_how_long_air_takes(root: Path) -> None:
+    seconds = read_json(root / "runs" / "suite" / "air-seed42" / "result.json")["seconds"]
+    text = (root / "README.md").read_text(encoding="utf-8")
+    assert f"with compilers and evaluations, AIR took {seconds / 60:.1f} min." in text
 
 
 def test_a_section_per_folder_and_its_words(root: Path) -> None:

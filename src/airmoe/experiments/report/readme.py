@@ -48,7 +48,18 @@ def readme_block(results: Path) -> str:
 
 
 def _of_group(group: Group) -> list[Block]:
-    return [Paragraph(_about(group)), _with_paper(variant_table(group, COLUMNS, ""), group)]
+    table = _with_paper(variant_table(group, COLUMNS, ""), group)
+    return [Paragraph(_about(group)), table, *_whole_time(group)]
+
+
+def _whole_time(group: Group) -> list[Block]:
+    """What somebody has to wait who repeats the run with AIR."""
+    seconds = [run.whole_seconds for run in group.runs if run.variant == "air"]
+    known = [one for one in seconds if one is not None]
+    if not known:
+        return []
+    text = f"From start to end, with compilers and evaluations, AIR took {max(known) / 60:.1f} min."
+    return [Paragraph(text)]
 
 
 def _about(group: Group) -> str:

@@ -75,6 +75,7 @@ class Run:
     # Files older than these lack them.
     test: dict[str, float | None] | None = None  # the best checkpoint on the test split
     peak_memory_gib: float | None = None
+    whole_seconds: float | None = None  # from start to end: compilers and evaluations too
 
     @property
     def method(self) -> str:

@@ -57,6 +57,7 @@ def finished_run(name: str, place: Place, about: dict[str, Any], result: dict[st
         usage=None,
         test=_numbers(test) if (test := result.get("test")) is not None else None,
         peak_memory_gib=number(result.get("peak_memory_gib")),
+        whole_seconds=number(result.get("seconds")),
     )
 
 
