@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import airmoe
-from airmoe import ConfigError
+from airmoe import ConfigError, MoELayer
 from tests.state.common import air_of, batch, build_layer, build_router, plain_shortlists
 
 
@@ -34,16 +34,23 @@ def test_lists_wait_for_their_turn_and_norms_do_not(normalize: bool) -> None:
     assert rebuilt == [1, 7, 13]  # micro-batches of steps 0, 3 and 6
 
 
-def test_scores_are_exact_under_old_lists() -> None:
-    """A token's chosen experts are the best of its list, weighed by today's centroids."""
+def with_old_lists() -> tuple[MoELayer, torch.optim.Optimizer]:
+    """A layer whose centroids have moved away from its lists; the optimizer must be kept alive."""
     layer = build_layer("air", jitter_std=0.0, refresh_every=100)
-    router = air_of(layer)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.3)
     airmoe.track_optimizer(layer, optimizer)
     for step in range(3):
         layer(batch(step)).pow(3).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    return layer, optimizer
+
+
+def test_scores_are_exact_under_old_lists() -> None:
+    """A token's chosen experts are the best of its list, weighed by today's centroids."""
+    layer, optimizer = with_old_lists()
+    router = air_of(layer)
+    assert router.tracked, optimizer
     routing = layer.forward_with_routing(batch(9)).routing
     hidden = batch(9).flatten(0, -2)
     logits = router.full_logits(hidden)
@@ -57,13 +64,9 @@ def test_scores_are_exact_under_old_lists() -> None:
 
 
 def test_evaluation_sees_every_step() -> None:
-    layer = build_layer("air", jitter_std=0.0, refresh_every=100)
+    layer, optimizer = with_old_lists()
     router = air_of(layer)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.3)
-    airmoe.track_optimizer(layer, optimizer)
-    for step in range(2):
-        layer(batch(step)).pow(3).sum().backward()
-        optimizer.step()
+    assert router.tracked, optimizer
     layer.eval()
     expected = plain_shortlists(router, router.codebook.codewords)
     assert torch.equal(router.shortlists(), expected)

@@ -17,6 +17,15 @@ from airmoe.training import RunConfig
 FORMAT = 1
 MOST_POINTS = 200  # of a curve
 
+ROUTING_FIELDS = (
+    "overlap",
+    "mass_recall",
+    "mass_recall_bound",
+    "dead_experts",
+    "entropy",
+    "codeword_perplexity",
+    "unlisted_experts",
+)
 EVALUATION_FIELDS = (
     "step",
     "tokens",
@@ -25,27 +34,9 @@ EVALUATION_FIELDS = (
     "executed_flops",
     "loss",
     "perplexity",
-    "overlap",
-    "mass_recall",
-    "mass_recall_bound",
-    "dead_experts",
-    "entropy",
-    "codeword_perplexity",
-    "unlisted_experts",
+    *ROUTING_FIELDS,
 )
-TRAINING_FIELDS = (
-    "step",
-    "tokens",
-    "tokens_per_second",
-    "overlap",
-    "mass_recall",
-    "mass_recall_bound",
-    "dead_experts",
-    "entropy",
-    "codeword_perplexity",
-    "unlisted_experts",
-    "staleness",
-)
+TRAINING_FIELDS = ("step", "tokens", "tokens_per_second", *ROUTING_FIELDS, "staleness")
 
 # field -> values, None where a line lacks it; a field that no line has, or older files, is missing
 Curve = dict[str, list[float | None]]

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from airmoe.moe.ffn.routing import Notice, PatientAirRouter
+from airmoe.moe.ffn.routing import UNCALIBRATED, PatientAirRouter
 from airmoe.moe.layer import MoELayer
+from airmoe.moe.notice import Notice
 from airmoe.routers.planning import draw_ticket, traced_plan
 from airmoe.routers.routing import Routing
 
@@ -75,6 +76,7 @@ def connect(decoder: nn.Module) -> None:
     for layer in layers:
         layer.real_tokens = known[0]
     routers = [layer.router for layer in layers if isinstance(layer.router, PatientAirRouter)]
-    notice = next((router.notice for router in routers if router.notice.given), Notice())
+    given = (router.notice for router in routers if router.notice.given)
+    notice = next(given, Notice(UNCALIBRATED))
     for router in routers:
         router.notice = notice

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
 from airmoe.distributed import full_tensor
 from airmoe.kernels.inverse_norms import inverse_norms
+from airmoe.moe.notice import Notice
 from airmoe.routers.air import AirPlan, AirRouter
 from airmoe.routers.tokens import Tokens
 
-
-class Notice:
-    """One sentence per model, however many layers would say it."""
-
-    def __init__(self) -> None:
-        self.given = False
-
-    def uncalibrated(self) -> None:
-        if self.given:
-            return
-        self.given = True
-        warnings.warn(
-            "A swapped feed-forward network is not calibrated: every expert is scored, which "
-            "is exact but slow. Call airmoe.calibrate(model, batches), or train it.",
-            stacklevel=3,
-        )
+UNCALIBRATED = (
+    "A swapped feed-forward network is not calibrated: every expert is scored, which is exact but "
+    "slow. Call airmoe.calibrate(model, batches), or train it."
+)
 
 
 class PatientAirRouter(AirRouter):
@@ -38,13 +25,13 @@ class PatientAirRouter(AirRouter):
 
     def __init__(self, config: AirRouter.Config) -> None:
         super().__init__(config)
-        self.notice = Notice()
+        self.notice = Notice(UNCALIBRATED)
 
     def plan(self, tokens: Tokens) -> AirPlan:
         if self.config.shortlist_size == self.config.num_experts or self.codebook._has_started():
             return super().plan(tokens)
         if not self.answered_for:
-            self.notice.uncalibrated()
+            self.notice.give()
         return self._plan_of_all(tokens)
 
     def _plan_of_all(self, tokens: Tokens) -> AirPlan:

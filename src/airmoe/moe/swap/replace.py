@@ -12,8 +12,9 @@ from torch import nn
 
 from airmoe.config import check_count, config
 from airmoe.errors import ConfigError
+from airmoe.moe.notice import Notice
 from airmoe.moe.swap.codebook import ScaledCodebook, new_codebook
-from airmoe.moe.swap.router import Notice, ShortlistRouter
+from airmoe.moe.swap.router import UNCALIBRATED, ShortlistRouter
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 Model = TypeVar("Model", bound=nn.Module)
@@ -114,7 +115,7 @@ def exchange(routers: dict[str, nn.Module], settings: Settings) -> None:
 
     chosen = _choose(routers, settings.layers)
     _check_sizes(chosen, settings.shortlist_size)
-    notice = Notice()
+    notice = Notice(UNCALIBRATED)
     prepared: list[tuple[Any, type[ShortlistRouter], ScaledCodebook]] = []
     for router in chosen.values():
         weight: Any = router.weight

@@ -7,7 +7,6 @@ hooks and whoever holds the module stay as they are. The family's class adds how
 from __future__ import annotations
 
 import types
-import warnings
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,6 +16,7 @@ from airmoe.distributed import full_tensor
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import make_cells
 from airmoe.kernels.precision import own_precision
+from airmoe.moe.notice import Notice
 from airmoe.moe.swap.codebook import ScaledCodebook
 from airmoe.routers.base import run_eagerly
 from airmoe.routers.tokens import read_tokens
@@ -27,21 +27,10 @@ TAKEN = ("codebook", "shortlist_size", "scores_everything", "_notice", "_cached"
 _Base = nn.Module if TYPE_CHECKING else object
 
 
-class Notice:
-    """One sentence per swapped model, however many routers would say it."""
-
-    def __init__(self) -> None:
-        self.given = False
-
-    def uncalibrated(self) -> None:
-        if self.given:
-            return
-        self.given = True
-        warnings.warn(
-            "The swapped routers have no codebook yet, so they score every expert, as before the "
-            "swap. Call airmoe.calibrate(model, batches) with some of your text.",
-            stacklevel=2,
-        )
+UNCALIBRATED = (
+    "The swapped routers have no codebook yet, so they score every expert, as before the swap. "
+    "Call airmoe.calibrate(model, batches) with some of your text."
+)
 
 
 class ShortlistRouter(_Base):
@@ -184,7 +173,7 @@ class ShortlistRouter(_Base):
     @run_eagerly
     def _shortlist_logits(self, hidden_states: Tensor) -> Tensor | None:
         if not self.codebook.calibrated:
-            self._notice.uncalibrated()
+            self._notice.give()
             return None
         hidden = hidden_states.reshape(-1, self.hidden_dim)
         return self.shortlist_logits(hidden, self.shortlists())
