@@ -165,11 +165,11 @@ def test_recall_at_the_paper_s_sizes() -> None:
         "air": (1024, 2048, 1),
         "probes": (1024, 1024, 2),
         "fewer_codewords": (512, 3072, 1),
-        "lazy_longer": (1024, 3072, 1),
-        "lazy_finer": (2048, 2048, 1),
+        "lazy_longer": (1024, 3328, 1),
+        "lazy_finer": (2730, 2048, 1),
         "lazy_all": (1024, 2048, 1),
     }
-    lazy = {name for name, given in options.items() if given.get("refresh_every") == 4}
+    lazy = {name for name, given in options.items() if given.get("refresh_every") == 16}
     assert lazy == {"lazy_longer", "lazy_finer"}
 
 

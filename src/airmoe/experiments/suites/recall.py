@@ -17,7 +17,7 @@ from typing import Any
 from airmoe.errors import ConfigError
 from airmoe.routers import AirRouter
 
-LAZY_STEPS = 4  # of lists that live longer: three quarters of the refresh are saved
+LAZY_STEPS = 16  # of lists that live longer: nearly all of the refresh is saved
 PER_CODEWORD, PER_CANDIDATE = 2, 3
 
 
