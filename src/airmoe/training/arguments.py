@@ -53,6 +53,8 @@ def make_arguments(
         ddp_find_unused_parameters=False,
         dataloader_drop_last=True,
         dataloader_pin_memory=on_gpu,
+        # A copy that blocks makes the host wait for the step before, and then the GPU for the host.
+        accelerator_config={"non_blocking": on_gpu},
         remove_unused_columns=False,
         use_cpu=not on_gpu,
         disable_tqdm=True,
