@@ -178,6 +178,8 @@ def test_recall_leaves_out_what_cannot_be() -> None:
     assert "probes" not in models(make_plan("recall", "tiny", short))
     one = ["model.router_options.num_codewords=1"]
     assert not {"fewer_codewords", "probes"} & {*models(make_plan("recall", "tiny", one))}
+    few = ["model.router_options.num_codewords=16"]  # no place for every expert
+    assert "lazy_all" not in models(make_plan("recall", "tiny", few))
     for option in ("probes=2", "refresh_every=2", "list_all=true"):
         with pytest.raises(ConfigError, match="starts from probes = 1"):
             make_plan("recall", "tiny", [f"model.router_options.{option}"])

@@ -28,7 +28,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "air-expert-choice": ("air", {"gate": "expert_choice"}),
     "air-euclidean": ("air", {"codebook": "euclidean"}),
     "air-raw-centroids": ("air", {"normalize_centroids": False}),
-    "air-list-all": ("air", {"list_all": True, "refresh_every": 2}),
+    "air-list-all": (
+        "air",
+        {"list_all": True, "refresh_every": 2, "num_codewords": 5, "shortlist_size": 20},
+    ),
 }
 
 

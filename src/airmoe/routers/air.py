@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from airmoe.config import check_choice, check_count, check_flag, check_number, config
-from airmoe.errors import ConfigError
+from airmoe.config import config
 from airmoe.kernels.backend import use_triton
 from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
@@ -18,15 +16,15 @@ from airmoe.kernels.cells import Cells, make_cells
 from airmoe.kernels.cells.reverse import ReverseIndex, make_reverse
 from airmoe.kernels.inverse_norms import unit_rows
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
+from airmoe.routers.air_settings import AirSettings
 from airmoe.routers.base import Plan
-from airmoe.routers.centroids import CentroidConfig, CentroidRouter
-from airmoe.routers.codebook import Codebook, CodebookKind
+from airmoe.routers.centroids import CentroidRouter
+from airmoe.routers.codebook import Codebook
 from airmoe.routers.gating import ScoredCells, binary, capacity_of, expert_choice, token_choice
 from airmoe.routers.routing import CellRouting, Lazy
 from airmoe.routers.shortlists import ShortlistCache
 from airmoe.routers.tokens import Tokens
 
-Gate = Literal["token_choice", "expert_choice", "binary"]
 PLAN_BYTES = 256 * 2**20  # memory for the plans of forwards that wait for their backward
 
 
@@ -45,80 +43,8 @@ class AirRouter(CentroidRouter):
     """Adaptive inverted-index routing, executed in cells."""
 
     @config
-    class Config(CentroidConfig):
-        """Settings of AIR.
-
-        `gate`: with "token_choice" a token takes its K best and weighs them by softmax; "binary" is
-        the same choice, but each of the K weighs 1 and the centroids learn nothing from the output
-        (for experts taken from a dense network); with "expert_choice" experts take tokens.
-        """
-
-        label: ClassVar[str] = "air"
-
-        num_codewords: int
-        shortlist_size: int
-        codebook_decay: float = 0.95
-        dead_below: float = 1.0
-        codebook: CodebookKind = "spherical"
-        gate: Gate = "token_choice"
-        capacity_factor: float = 1.0  # of the expert-choice gate
-        probes: int = 1
-        refresh_every: int = 1  # optimizer steps between two buildings of the shortlists
-        list_all: bool = False  # in training every expert is in a shortlist, so that it can learn
-
-        def check(self) -> None:
-            super().check()
-            for name in ("num_codewords", "shortlist_size", "probes", "refresh_every"):
-                check_count(f"air.{name}", getattr(self, name))
-            check_flag("air.list_all", self.list_all)
-            check_number("air.codebook_decay", self.codebook_decay, below=1.0)
-            check_number("air.dead_below", self.dead_below)
-            check_number("air.capacity_factor", self.capacity_factor, strict=True)
-            check_choice("air.codebook", self.codebook, CodebookKind)
-            check_choice("air.gate", self.gate, Gate)
-            self._check_sizes()
-
-        def _check_sizes(self) -> None:
-            if self.shortlist_size < self.top_k:
-                raise ConfigError(
-                    "air.shortlist_size",
-                    self.shortlist_size,
-                    f"must be >= top_k = {self.top_k}, because the K active experts come from "
-                    "one shortlist",
-                    "Raise shortlist_size or lower top_k.",
-                )
-            if self.shortlist_size > self.num_experts:
-                raise ConfigError(
-                    "air.shortlist_size",
-                    self.shortlist_size,
-                    f"must be <= num_experts = {self.num_experts}",
-                    "Lower shortlist_size or raise num_experts.",
-                )
-            if self.probes > self.num_codewords:
-                raise ConfigError(
-                    "air.probes",
-                    self.probes,
-                    f"must be <= num_codewords = {self.num_codewords}",
-                    "Lower probes or raise num_codewords.",
-                )
-            if self.gate != "expert_choice" and self.capacity_factor != 1.0:
-                raise ConfigError(
-                    "air.capacity_factor",
-                    self.capacity_factor,
-                    'only has a meaning with gate = "expert_choice"',
-                    'Leave it at 1.0 or set gate="expert_choice".',
-                )
-
-        @classmethod
-        def for_budget(cls, *, dim: int, num_experts: int, top_k: int) -> AirRouter.Config:
-            """Shortlists of 4 K experts, and a codeword for every 64 experts, at most 1024."""
-            return cls(
-                dim=dim,
-                num_experts=num_experts,
-                top_k=top_k,
-                num_codewords=max(1, min(1024, num_experts // 64)),
-                shortlist_size=min(num_experts, 4 * top_k),
-            )
+    class Config(AirSettings):
+        """Settings of AIR."""
 
         def build(self) -> AirRouter:
             return AirRouter(self)

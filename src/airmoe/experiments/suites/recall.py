@@ -71,6 +71,7 @@ def equal_cost(router: AirRouter.Config, tokens_per_step: int) -> dict[str, dict
         for name, one in variants.items()
         if router.top_k <= one.shortlist_size <= router.num_experts
         and one.num_codewords >= one.probes
+        and (one.num_codewords * one.shortlist_size >= router.num_experts or not one.list_all)
     }
 
 

@@ -1,0 +1,98 @@
+"""Settings of AIR, and which of them go together."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from airmoe.config import check_choice, check_count, check_flag, check_number, config
+from airmoe.errors import ConfigError
+from airmoe.routers.centroids import CentroidConfig
+from airmoe.routers.codebook import CodebookKind
+
+Gate = Literal["token_choice", "expert_choice", "binary"]
+
+
+@config
+class AirSettings(CentroidConfig):
+    """All of `AirRouter.Config` but its router.
+
+    `gate`: with "token_choice" a token takes its K best and weighs them by softmax; "binary" is
+    the same choice, but each of the K weighs 1 and the centroids learn nothing from the output
+    (for experts taken from a dense network); with "expert_choice" experts take tokens.
+    """
+
+    label: ClassVar[str] = "air"
+
+    num_codewords: int
+    shortlist_size: int
+    codebook_decay: float = 0.95
+    dead_below: float = 1.0
+    codebook: CodebookKind = "spherical"
+    gate: Gate = "token_choice"
+    capacity_factor: float = 1.0  # of the expert-choice gate
+    probes: int = 1
+    refresh_every: int = 1  # optimizer steps between two buildings of the shortlists
+    list_all: bool = False  # in training every expert is in a shortlist, so that it can learn
+
+    def check(self) -> None:
+        super().check()
+        for name in ("num_codewords", "shortlist_size", "probes", "refresh_every"):
+            check_count(f"air.{name}", getattr(self, name))
+        check_flag("air.list_all", self.list_all)
+        check_number("air.codebook_decay", self.codebook_decay, below=1.0)
+        check_number("air.dead_below", self.dead_below)
+        check_number("air.capacity_factor", self.capacity_factor, strict=True)
+        check_choice("air.codebook", self.codebook, CodebookKind)
+        check_choice("air.gate", self.gate, Gate)
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        if self.shortlist_size < self.top_k:
+            raise ConfigError(
+                "air.shortlist_size",
+                self.shortlist_size,
+                f"must be >= top_k = {self.top_k}, because the K active experts come from "
+                "one shortlist",
+                "Raise shortlist_size or lower top_k.",
+            )
+        if self.shortlist_size > self.num_experts:
+            raise ConfigError(
+                "air.shortlist_size",
+                self.shortlist_size,
+                f"must be <= num_experts = {self.num_experts}",
+                "Lower shortlist_size or raise num_experts.",
+            )
+        if self.probes > self.num_codewords:
+            raise ConfigError(
+                "air.probes",
+                self.probes,
+                f"must be <= num_codewords = {self.num_codewords}",
+                "Lower probes or raise num_codewords.",
+            )
+        places = self.num_codewords * self.shortlist_size
+        if self.list_all and places < self.num_experts:
+            raise ConfigError(
+                "air.list_all",
+                True,
+                f"needs a place for each of the {self.num_experts} experts, but all shortlists "
+                f"together have {places}",
+                "Raise num_codewords or shortlist_size, or leave list_all out.",
+            )
+        if self.gate != "expert_choice" and self.capacity_factor != 1.0:
+            raise ConfigError(
+                "air.capacity_factor",
+                self.capacity_factor,
+                'only has a meaning with gate = "expert_choice"',
+                'Leave it at 1.0 or set gate="expert_choice".',
+            )
+
+    @classmethod
+    def for_budget(cls, *, dim: int, num_experts: int, top_k: int) -> Self:
+        """Shortlists of 4 K experts, and a codeword for every 64 experts, at most 1024."""
+        return cls(
+            dim=dim,
+            num_experts=num_experts,
+            top_k=top_k,
+            num_codewords=max(1, min(1024, num_experts // 64)),
+            shortlist_size=min(num_experts, 4 * top_k),
+        )
