@@ -283,6 +283,40 @@ def suite(
 
 
 @app.command()
+def recall(
+    run: Annotated[Path, typer.Argument(help="folder of a run with AIR")],
+    data: Annotated[
+        Path | None, typer.Option(help="prepared text; default: that of the run")
+    ] = None,
+    fit_tokens: Annotated[
+        int, typer.Option(help="of the training split, to fit codebooks to; fewer if it has fewer")
+    ] = 262_144,
+    tokens: Annotated[
+        int, typer.Option(help="of the validation split, to measure on; fewer if it has fewer")
+    ] = 16_384,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file to write; default: recall.json in the run")
+    ] = None,
+) -> None:
+    """Which share of exact routing's experts other codebooks and shortlists would find."""
+    from airmoe.experiments.recall_study.command import check_out, measure_run
+    from airmoe.experiments.recall_study.record import FILE
+    from airmoe.experiments.report.coarse_stages import show_study
+    from airmoe.files import write_json
+
+    file = out or run / FILE
+    check_out(file)
+    study = measure_run(
+        run, data, fit_tokens=fit_tokens, tokens=tokens, console=Console(stderr=True)
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, study.to_json())
+    console = _wide_console()
+    show_study(study, console)
+    _say(console, f"Written: {file}")
+
+
+@app.command()
 def report(
     runs: Annotated[
         list[Path],

@@ -35,7 +35,7 @@ class RoutingWatch:
         routers = {
             name: module for name, module in model.named_modules() if isinstance(module, Router)
         }
-        self._layers = [_layer_of(name) for name in routers]
+        self._layers = [layer_of(name) for name in routers]
         self._routers = list(routers.values())
         self._samples: dict[int, tuple[Tensor, Tensor]] = {}  # router -> hidden [n, D], valid [n]
         self._meters: list[RoutingMeter] = []
@@ -120,7 +120,7 @@ class RoutingWatch:
         }
 
 
-def _layer_of(name: str) -> str:
+def layer_of(name: str) -> str:
     """`model.layers.3.mlp.router` -> 3; the whole name where it has no number."""
     return next((part for part in name.split(".") if part.isdigit()), name)
 

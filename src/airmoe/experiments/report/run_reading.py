@@ -41,7 +41,7 @@ def finished_run(name: str, place: Place, about: dict[str, Any], result: dict[st
         suite=place.suite,
         variant=place.variant or method_of(about["config"]["model"]),
         seed=about["config"]["training"]["seed"],
-        config=_portable(about["config"]),
+        config=portable(about["config"]),
         data_sha256=_digest(about),
         versions=dict(result["versions"]),
         git=dict(result["git"]),
@@ -92,7 +92,7 @@ def _timed(line: dict[str, Any], start: float) -> dict[str, Any]:
     return line | {"seconds": line.get("seconds")}
 
 
-def _portable(config: dict[str, Any]) -> dict[str, Any]:
+def portable(config: dict[str, Any]) -> dict[str, Any]:
     """Without the folders of one machine: of an absolute path only the name stays."""
     data = {
         key: Path(value).name if key in PATHS and str(value).startswith("/") else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,16 +29,22 @@ class Quality:
 
 
 def fit(layer: Layer, hidden: Tensor, num_codewords: int, passes: int, seed: int) -> Codebook:
-    """k-means on hidden [T, D]: a new codebook, learned in whole passes."""
+    """A new codebook of the layer's kind, fitted to hidden [T, D]."""
+    codebook = k_means(lambda: layer.new_codebook(num_codewords), hidden, passes, seed)
+    if isinstance(codebook, ScaledCodebook):
+        codebook.measure_scales(hidden)
+    return codebook
+
+
+def k_means(new: Callable[[], Codebook], hidden: Tensor, passes: int, seed: int) -> Codebook:
+    """k-means on hidden [T, D]: what `new` makes, learned in whole passes."""
     with torch.random.fork_rng(devices=[]), torch.device(hidden.device):
         torch.manual_seed(seed)
-        codebook = layer.new_codebook(num_codewords)
+        codebook = new()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its advice is about micro-batches of training
         for _ in range(passes):
             codebook.update(hidden)
-    if isinstance(codebook, ScaledCodebook):
-        codebook.measure_scales(hidden)
     return codebook
 
 

@@ -1,0 +1,188 @@
+"""A run folder -> the study of its AIR routers: opens, checks, measures layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from airmoe.config import check_count
+from airmoe.data import Prepared, open_prepared
+from airmoe.data.blocks import BlockDataset
+from airmoe.errors import ConfigError
+from airmoe.experiments.recall_study.record import LayerRows, RecallStudy, Row, is_study
+from airmoe.experiments.recall_study.states import evenly, router_states
+from airmoe.experiments.recall_study.study import LEAST_TOKENS, LayerStudy
+from airmoe.experiments.report.run_reading import portable
+from airmoe.files import read_json
+from airmoe.routers import AirRouter, Router
+from airmoe.training.load import Trained, check_same_tokenizer, load_trained
+from airmoe.training.run_folder import data_sha256, git_state, machine, versions
+from airmoe.training.text import data_folder
+from airmoe.training.watch import layer_of
+
+FIT_TOKENS = 262_144
+TOKENS = 16_384
+
+
+@dataclass(frozen=True)
+class Text:
+    """Blocks of both splits, and how many tokens of them are read."""
+
+    prepared: Prepared
+    train: BlockDataset
+    validation: BlockDataset
+    fit_tokens: int
+    tokens: int
+
+
+def measure_run(
+    run: Path,
+    data: Path | None = None,
+    *,
+    fit_tokens: int = FIT_TOKENS,
+    tokens: int = TOKENS,
+    seed: int = 0,
+    console: Console | None = None,
+) -> RecallStudy:
+    """Measure every AIR router of a run's best checkpoint; the console gets a progress bar."""
+    check_count("recall.fit_tokens", fit_tokens)
+    check_count("recall.tokens", tokens)
+    trained = load_trained(run)
+    routers = _air_routers(trained)
+    text = _open_text(trained, data, fit_tokens, tokens)
+    for router in routers.values():
+        _check_router(router, text)
+    shown = console is not None and console.is_terminal
+    with Progress(console=console, disable=not shown) as progress:
+        layers = [
+            LayerRows(
+                layer=layer,
+                num_experts=router.config.num_experts,
+                top_k=router.config.top_k,
+                shortlist_size=router.config.shortlist_size,
+                rows=_measure(trained, router, layer, text, seed, progress),
+            )
+            for layer, router in routers.items()
+        ]
+    return RecallStudy(
+        run=run.resolve().name,
+        checkpoint=trained.checkpoint.name,
+        config=portable(trained.run.config.to_json()),
+        data_sha256=data_sha256(text.prepared),
+        versions=versions(),
+        git=git_state(),
+        machine=machine(),
+        seed=seed,
+        fit_tokens=text.fit_tokens,
+        tokens=text.tokens,
+        layers=layers,
+    )
+
+
+def check_out(path: Path) -> None:
+    """Raise before the long work where the answer could not be written, or would replace others."""
+    if not path.exists():
+        return
+    try:
+        mine = is_study(read_json(path))
+    except (OSError, ValueError):
+        mine = False
+    if not mine:
+        raise ConfigError(
+            "out",
+            str(path),
+            "must be a new file, or one that `airmoe recall` wrote",
+            "Choose another name with --out.",
+        )
+
+
+def _measure(
+    trained: Trained, router: AirRouter, layer: str, text: Text, seed: int, progress: Progress
+) -> list[Row]:
+    """One layer; its states are read anew, because those of all layers may not fit."""
+    options = trained.run.config
+    reading = progress.add_task(f"layer {layer}: text", total=text.fit_tokens + text.tokens)
+
+    def states(blocks: BlockDataset, count: int) -> Tensor:
+        return router_states(
+            trained, router, blocks, count, lambda read: progress.advance(reading, read)
+        )
+
+    study = LayerStudy(
+        router,
+        states(text.train, text.fit_tokens),
+        states(text.validation, text.tokens),
+        tokens_per_step=options.training.batch_size * options.data.block_size,
+        seed=seed,
+    )
+    stages = study.stages()
+    measuring = progress.add_task(f"layer {layer}: coarse stages", total=len(stages))
+    rows: list[Row] = []
+    for stage in stages:
+        rows += study.rows(stage)
+        progress.advance(measuring)
+    return rows
+
+
+def _air_routers(trained: Trained) -> dict[str, AirRouter]:
+    """By the number of their layer."""
+    named = trained.model.named_modules()
+    routers = {layer_of(name): one for name, one in named if isinstance(one, Router)}
+    found = {layer: one for layer, one in routers.items() if isinstance(one, AirRouter)}
+    if not found:
+        kinds = {type(one).__name__ for one in routers.values()} or {"no router at all"}
+        raise ConfigError(
+            "run",
+            str(trained.run.path),
+            f"must have AIR routers, not {', '.join(sorted(kinds))}: only they have a coarse stage "
+            "of codewords and shortlists",
+            "Give a run of the method air.",
+        )
+    return found
+
+
+def _open_text(trained: Trained, data: Path | None, fit_tokens: int, tokens: int) -> Text:
+    options = trained.run.config.data
+    prepared = open_prepared(data or data_folder(options))
+    check_same_tokenizer(trained.tokenizer, prepared)
+    for field, count in (("fit_tokens", fit_tokens), ("tokens", tokens)):
+        if count < options.block_size:
+            raise ConfigError(
+                f"recall.{field}",
+                count,
+                f"must be >= {options.block_size}, one block of the run's text",
+                f"Raise --{field.replace('_', '-')}.",
+            )
+    train, validation = (
+        prepared.blocks(split, options.block_size) for split in ("train", "validation")
+    )
+    return Text(
+        prepared,
+        train,
+        validation,
+        len(evenly(train, fit_tokens)) * options.block_size,
+        len(evenly(validation, tokens)) * options.block_size,
+    )
+
+
+def _check_router(router: AirRouter, text: Text) -> None:
+    if not router.codebook.initialized:
+        raise ConfigError(
+            "run",
+            "a codebook that has seen no token",
+            "must be trained: its codewords are still random directions",
+            "Train the run first.",
+        )
+    least = LEAST_TOKENS * router.config.num_codewords
+    if text.fit_tokens < least:
+        raise ConfigError(
+            "recall.fit_tokens",
+            text.fit_tokens,
+            f"must be >= {least}, {LEAST_TOKENS} for each of the run's "
+            f"{router.config.num_codewords} codewords",
+            "Raise --fit-tokens, or give a longer text with --data.",
+        )

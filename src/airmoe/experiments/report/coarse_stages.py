@@ -1,0 +1,114 @@
+"""Studies of `airmoe recall` as blocks of a report: a table per layer, a row per coarse stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table as ConsoleTable
+
+from airmoe.experiments.recall_study.record import LayerRows, RecallStudy, Row, Stage
+from airmoe.experiments.report.document import Block, Cell, Heading, Paragraph, Table
+from airmoe.experiments.report.metrics import DASH
+from airmoe.experiments.suites.recall import PER_CANDIDATE
+
+TITLES: dict[Stage, str] = {
+    "own": "own codebook",
+    "fitted": "fitted codebook",
+    "pooled_spread": "ranked by chance, pooled",
+    "cell_spread": "ranked by chance, per cell",
+    "used": "ranked by use",
+    "used_16": "ranked by use, 16 tokens",
+}
+NOTES = [
+    "Fitted: spherical k-means on training states; its lists are ranked by the codeword, as AIR's. "
+    "Other lists of the same cells are ranked by chance, that a token has the expert among its K "
+    "best if scores are normal around the cell's mean state, with one covariance for all cells "
+    "(pooled) or variances of each; or by use, how many training tokens of the cell (16: a sigmoid "
+    "over the first 16) have it there. On the tokens it is made from no other list per cell holds "
+    "more than the one by use: on other text it shows about the most that a ranking can give.",
+    "A dash in products: what building such lists would cost has not been worked out.",
+]
+
+
+def study_blocks(studies: Sequence[RecallStudy]) -> list[Block]:
+    """A section per study."""
+    blocks: list[Block] = []
+    for number, study in enumerate(studies, 1):
+        title = f"What other coarse stages would find: {study.run}"
+        blocks += [Heading(2, title, f"recall-{number}"), Paragraph(_about(study))]
+        for one in study.layers:
+            blocks.append(layer_table(one))
+    return blocks
+
+
+def _about(study: RecallStudy) -> str:
+    where = f"{study.machine.get('device')}, torch {study.versions.get('torch')}"
+    return (
+        f"Measured in the trained model ({study.checkpoint}, preset {study.config['preset']}): "
+        "other codebooks and lists in front of the same experts, none of them trained. Experts "
+        "would follow a router that is trained: this shows what is worth training, not its result. "
+        f"{study.tokens:,} tokens of the validation text, codebooks fitted to {study.fit_tokens:,} "
+        f"of the training text; {where}. "
+        f"Repeat with: airmoe recall RUN --fit-tokens {study.fit_tokens} --tokens {study.tokens}"
+    )
+
+
+def layer_table(one: LayerRows) -> Table:
+    """Sizes of shortlists as columns; everything else at the run's own."""
+    sizes = sorted({row.shortlist_size for row in one.rows})
+    per_probe = f"each candidate more costs {PER_CANDIDATE} per probe"
+    return Table(
+        caption=(
+            f"Layer {one.layer}: share of exact routing's {one.top_k:,} experts of "
+            f"{one.num_experts:,} that the lists hold (overlap), by length M of a list. The first "
+            f"row at M = {one.shortlist_size:,} is the router as it is. Behind it, at that M: "
+            "experts in no list, mean cosine of token and nearest codeword, and products of length "
+            f"D per training token with lists built every step or every 16 ({per_probe})."
+        ),
+        columns=[
+            *("coarse stage", "codewords", "probes"),
+            *(f"M = {size:,}" for size in sizes),
+            *("unlisted (%)", "cosine", "products", "every 16"),
+        ],
+        rows=[_cells(list(rows), one.shortlist_size) for _, rows in groupby(one.rows, _stage)],
+        notes=NOTES,
+    )
+
+
+def _stage(row: Row) -> tuple[Stage, int, int]:
+    return row.stage, row.num_codewords, row.probes
+
+
+def _cells(rows: list[Row], own_size: int) -> list[Cell]:
+    """The rows of one stage, by size, as one of a table."""
+    one = next(row for row in rows if row.shortlist_size == own_size)
+    return [
+        Cell(text=TITLES[one.stage]),
+        _number(one.num_codewords, "{:,}".format),
+        _number(one.probes, str),
+        *(_number(row.overlap, "{:.3f}".format) for row in rows),
+        _number(100 * one.unlisted_experts, "{:.1f}".format),
+        _number(one.cosine, "{:.3f}".format),
+        _number(one.products_every_step, "{:,.0f}".format),
+        _number(one.products_every_16_steps, "{:,.0f}".format),
+    ]
+
+
+def _number(value: float | None, write: Callable[[float], str]) -> Cell:
+    return Cell(text=DASH if value is None else write(value), value=value)
+
+
+def show_study(study: RecallStudy, console: Console) -> None:
+    """The same tables on a console."""
+    for one in study.layers:
+        table = layer_table(one)
+        shown = ConsoleTable(
+            caption=" ".join([table.caption, *table.notes]), caption_justify="left"
+        )
+        for place, title in enumerate(table.columns):
+            shown.add_column(title, justify="right" if place else "left", no_wrap=not place)
+        for row in table.rows:
+            shown.add_row(*(cell.text for cell in row))
+        console.print(shown)
