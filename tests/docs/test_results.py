@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from airmoe.experiments import preset
 from airmoe.experiments.report.reading import read_everything
 from airmoe.experiments.report.records import plan_records, write_records
 from airmoe.files import read_json
 from tests.docs.common import ROOT, load_script
-from tests.experiments.report_toys import WIKIPEDIA_HASH, write_suite
+from tests.experiments.report_toys import WIKIPEDIA_HASH, write_study, write_suite
 
 draw_results = load_script("docs/draw_results.py")
 
@@ -46,7 +47,7 @@ def test_every_result_file_is_read() -> None:
     record = read_everything([ROOT / "results"])
     assert record.problems == []
     files = [path for path in (ROOT / "results").rglob("*.json") if "report" not in path.parts]
-    assert len(record.runs) >= len(files) > 0
+    assert len(record.runs) + len(record.studies) >= len(files) > 0
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +66,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_suite(suite, "main", runs, seeds=(42, 43), name="small", overrides=changed)
     write_records(plan_records(read_everything([suite]).runs, root / "results" / "wikipedia"))
     (root / "results" / "wikipedia" / "words.md").write_text(
-        "AIR is {main/air-seed42 perplexity - main/exact-seed42 perplexity} above exact.\n",
+        "AIR is {main/air-seed42 perplexity - main/exact-seed42 perplexity} above exact.\n"
+        "Its lists hold {recall/own-g32-m128-p1 overlap}.\n",
         encoding="utf-8",
     )
+    write_study(root / "results" / "wikipedia" / "recall.json", "air-seed42", preset("small"))
     (root / "results" / "other").mkdir()
     shutil.copy(
         root / "results" / "wikipedia" / "main" / "air-seed42.json", root / "results" / "other"
@@ -93,7 +96,8 @@ def test_a_section_per_folder_and_its_words(root: Path) -> None:
         "## Other",
     ]
     section = page.partition("## Wikipedia\n\n")[2].partition("\n## ")[0]
-    assert section.startswith("AIR is 1.00 above exact.\n\n### Main: small, English Wikipedia")
+    words = "AIR is 1.00 above exact.\nIts lists hold 0.713.\n\n"
+    assert section.startswith(f"{words}### Main: small, English Wikipedia")
     assert "| AIR | 2 | 32.00 ± 1.41 | 41.00 |" in section
     assert "#### The paper beside ours" in section and "WikiText-103's validation split" in section
     assert page.count("Every number is taken at the evaluation") == 1
@@ -102,6 +106,18 @@ def test_a_section_per_folder_and_its_words(root: Path) -> None:
         "other",
         "wikipedia",
     }
+
+
+def test_a_study_stands_behind_the_tables_of_its_folder(root: Path) -> None:
+    page = (root / "docs" / "results.md").read_text(encoding="utf-8")
+    wikipedia, _, other = page.partition("\n## Other\n")
+    tables, title, study = wikipedia.partition(
+        "\n### What other coarse stages would find: air-seed42\n"
+    )
+    assert title and "| AIR | 2 |" in tables and "own codebook" not in tables + other
+    assert "airmoe recall RUN --fit-tokens 8192 --tokens 1024" in study
+    row = "| own codebook | 32 | 1 | 0.500 | 0.713 | 12.5 | 0.900 | 704 | 464 |"
+    assert row in study and row not in (root / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_the_readme(root: Path) -> None:

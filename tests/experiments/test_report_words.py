@@ -39,7 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, Run]:
-    return named_runs(folder / "records")
+    found = named_runs(folder / "records")
+    return {name: run for name, run in found.items() if isinstance(run, Run)}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a report says, in order: a section per group, then what was left out and why."""
+"""What a report says, in order: a section per group and study, then what was left out and why."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.report.beside_paper import beside_paper
+from airmoe.experiments.report.coarse_stages import study_blocks
 from airmoe.experiments.report.document import (
     Block,
     Bullets,
@@ -76,6 +77,7 @@ def make_report(record: Record) -> Report:
     contents = Contents([Paragraph(INTRODUCTION)])
     for group in grouped.groups:
         _group_section(group, contents)
+    contents.blocks += study_blocks(record.studies)
     left_out = [*record.problems, *grouped.left_out]
     _problem_section(left_out, grouped.notes, contents)
     document = Document(TITLE, contents.blocks)

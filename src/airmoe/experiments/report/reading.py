@@ -13,6 +13,8 @@ from safetensors import SafetensorError
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.fairness import Rule
+from airmoe.experiments.recall_study.record import FILE as STUDY
+from airmoe.experiments.recall_study.record import RecallStudy
 from airmoe.experiments.report.groups import key_of
 from airmoe.experiments.report.record import Record, Run, read_record
 from airmoe.experiments.report.records import one_map_each
@@ -35,10 +37,11 @@ WRONG_JSON = (ValueError, KeyError, TypeError, AttributeError)
 
 @dataclass
 class Reading:
-    """Collects runs and problems; a folder or file met twice counts once."""
+    """Collects runs, studies of them and problems; a folder or file met twice counts once."""
 
     runs: list[Run] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    studies: list[RecallStudy] = field(default_factory=list)
     seen: set[Path] = field(default_factory=set)
 
     def problem(self, name: str, text: str) -> None:
@@ -63,7 +66,7 @@ def read_everything(paths: Sequence[Path], ignored: Path | None = None) -> Recor
     reading = Reading(seen=set() if ignored is None else {ignored.resolve()})
     for path in paths:
         reading.attempt(str(path), lambda path=path: _read_path(path, reading))
-    if not reading.runs:
+    if not reading.runs and not reading.studies:
         found = f" ({'; '.join(reading.problems)})" if reading.problems else ""
         raise ConfigError(
             "runs",
@@ -71,7 +74,7 @@ def read_everything(paths: Sequence[Path], ignored: Path | None = None) -> Recor
             f"must hold at least one finished run{found}",
             "Give run folders, suite folders, or a report.json.",
         )
-    return Record(runs=reading.runs, problems=reading.problems)
+    return Record(runs=reading.runs, problems=reading.problems, studies=reading.studies)
 
 
 def _read_path(path: Path, reading: Reading) -> None:
@@ -84,7 +87,7 @@ def _read_path(path: Path, reading: Reading) -> None:
 
 
 def _read_report(path: Path, name: str, reading: Reading) -> None:
-    """A report.json, or the record of one run."""
+    """A report.json, the record of one run, or a study."""
     if path.resolve() in reading.seen:
         return
     reading.seen.add(path.resolve())
@@ -95,6 +98,7 @@ def _read_report(path: Path, name: str, reading: Reading) -> None:
         return
     reading.runs += record.runs
     reading.problems += record.problems
+    reading.studies += record.studies
 
 
 def _read_folder(path: Path, name: str, reading: Reading) -> None:
@@ -238,6 +242,8 @@ def _read_run(path: Path, name: str, place: Place, reading: Reading) -> None:
     except (ConfigError, *WRONG_JSON) as error:
         reading.problem(name, str(error).replace(str(path / "run.json"), "run.json"))
         return
+    if (path / STUDY).is_file():
+        _read_report(path / STUDY, f"{name}/{STUDY}", reading)
     if not (path / "result.json").is_file():
         reading.problem(name, f"is not finished: no result.json{_progress(path, config)}")
         return

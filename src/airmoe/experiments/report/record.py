@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from airmoe.errors import ConfigError
+from airmoe.experiments.recall_study.record import RecallStudy, is_study, study_from_json
 from airmoe.experiments.report.names import method_of
 from airmoe.experiments.report.usage import CellUsage, ExpertMap, Usage
 from airmoe.files import read_json, write_json
@@ -80,18 +81,20 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """All that was found: runs, and one line for everything that is not among them."""
+    """All that was found: runs, studies of runs, a line for everything that is not among them."""
 
     runs: list[Run]
     problems: list[str]
+    studies: list[RecallStudy] = field(default_factory=list)
 
 
 def write_record(record: Record, path: Path) -> None:
-    write_json(path, {"format": FORMAT, **asdict(record)})
+    studies = [study.to_json() for study in record.studies]
+    write_json(path, {"format": FORMAT, **asdict(replace(record, studies=[])), "studies": studies})
 
 
 def read_record(path: Path) -> Record:
-    """What `write_record` wrote; raises ConfigError where it is anything else."""
+    """What `write_record` or `airmoe recall` wrote; raises ConfigError where it is neither."""
     try:
         values = read_json(path)
         found = values["format"]
@@ -102,6 +105,8 @@ def read_record(path: Path) -> Record:
             f"must be a report.json of `airmoe report` ({error})",
             "Write it again from its runs.",
         ) from error
+    if is_study(values):
+        return Record(runs=[], problems=[], studies=[study_from_json(values)])
     if found != FORMAT:
         raise ConfigError(
             "report.format",
@@ -111,7 +116,10 @@ def read_record(path: Path) -> Record:
         )
     try:
         runs = [_run(run) for run in values["runs"]]
-        return Record(runs=runs, problems=[str(line) for line in values["problems"]])
+        # Files older than studies lack them.
+        studies = [study_from_json(study) for study in values.get("studies", [])]
+        problems = [str(line) for line in values["problems"]]
+        return Record(runs=runs, problems=problems, studies=studies)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             "report", path.name, f"lacks or misnames a field ({error})", "Write it again."

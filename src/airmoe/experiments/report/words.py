@@ -3,19 +3,22 @@
     AIR ends at {main/air-seed42 perplexity}, {main/air-seed42 perplexity %- main/peer-seed42
     perplexity} from PEER's.
 
-`{RUN FIELD}`: RUN is the file of the record below the folder of the words, without its ending. Two
-of them may be joined by ` - ` (difference), ` / ` (ratio) or ` %- ` (difference in per cent of the
-second).
+`{RUN FIELD}`: RUN is the file of the record below the folder of the words, without its ending. Rows
+of `airmoe recall` are named alike: `recall/own-g1024-m2048-p1`, of several layers with `-layer3`
+behind it. Two of them may be joined by ` - ` (difference), ` / ` (ratio) or ` %- ` (difference in
+per cent of the second).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from airmoe.errors import ConfigError
+from airmoe.experiments.recall_study.record import RecallStudy, Row
 from airmoe.experiments.report.metrics import Kind, Summary, unit_of, written
 from airmoe.experiments.report.reading import NEVER_RUNS
 from airmoe.experiments.report.record import Run, read_record
@@ -41,9 +44,9 @@ def scaled(kind: Kind, name: str = "") -> Callable[[float], str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """A number of a run that words may name."""
+    """A number of a run, or of a row of a study, that words may name."""
 
-    read: Callable[[Run], float | None]
+    read: Callable[[Any], float | None]
     write: Callable[[float], str]
     difference: Callable[[float], str] | None = None  # where it is written otherwise
 
@@ -77,58 +80,74 @@ FIELDS = {
     "flops": _best("flops", scaled("flops", "FLOPs")),
     "step": _best("step", plain(0)),
 }
+ROW_FIELDS = {
+    "overlap": Field(read=lambda row: row.overlap, write=plain(3)),
+    "unlisted_experts": replace(FIELDS["unlisted_experts"], read=lambda row: row.unlisted_experts),
+    "products_every_step": Field(read=lambda row: row.products_every_step, write=plain(0)),
+    "products_every_16_steps": Field(read=lambda row: row.products_every_16_steps, write=plain(0)),
+}
 COMPARABLE = ({"perplexity", "test perplexity"},)  # besides a field with itself
 
 
 @dataclass(frozen=True)
 class Value:
-    """A number with the name of its field."""
+    """A number with its field."""
 
-    field: str
+    name: str
+    field: Field
     number: float
 
 
-def named_runs(folder: Path) -> dict[str, Run]:
+def named_runs(folder: Path) -> dict[str, Run | Row]:
     """`main/air-seed42` -> that run; those of a report.json as if each had its file."""
-    found: dict[str, Run] = {}
+    found: dict[str, Run | Row] = {}
     for path in sorted(folder.rglob("*.json")):
         place = path.relative_to(folder)
         if any(part in NEVER_RUNS or part.startswith(".") for part in place.parts):
             continue
         try:
-            runs = read_record(path).runs
+            record = read_record(path)
         except ConfigError:
             continue  # a report says so
-        for run in runs:
-            alone = len(runs) == 1 and path.name != "report.json"
+        for study in record.studies:
+            found |= _named_rows(study, place.with_suffix("").as_posix())
+        for run in record.runs:
+            alone = len(record.runs) == 1 and path.name != "report.json"
             name = place if alone else place.parent / file_of(run)
             found.setdefault(name.with_suffix("").as_posix(), run)
     return found
 
 
-def filled(text: str, runs: Mapping[str, Run]) -> str:
+def _named_rows(study: RecallStudy, file: str) -> dict[str, Row]:
+    several = len(study.layers) > 1
+    return {
+        f"{file}/{row.name}" + (f"-layer{one.layer}" if several else ""): row
+        for one in study.layers
+        for row in one.rows
+    }
+
+
+def filled(text: str, runs: Mapping[str, Run | Row]) -> str:
     """The words with every placeholder replaced by its number."""
     return PLACEHOLDER.sub(lambda found: _number(" ".join(found[1].split()), runs), text)
 
 
-def _number(placeholder: str, runs: Mapping[str, Run]) -> str:
+def _number(placeholder: str, runs: Mapping[str, Run | Row]) -> str:
     operation = OPERATION.fullmatch(placeholder)
     if operation is None:
         value = _value(placeholder, placeholder, runs)
-        return FIELDS[value.field].write(value.number)
+        return value.field.write(value.number)
     first, second = (_value(operation[name], placeholder, runs) for name in ("first", "second"))
-    pair = {first.field, second.field}
+    pair = {first.name, second.name}
     if len(pair) > 1 and not any(pair <= fields for fields in COMPARABLE):
-        raise _wrong(
-            placeholder, f"must compare equal fields, not {first.field} and {second.field}"
-        )
+        raise _wrong(placeholder, f"must compare equal fields, not {first.name} and {second.name}")
     if operation["sign"] != "-" and second.number == 0:
-        raise _wrong(placeholder, f"cannot be written, because the second {second.field} is 0")
+        raise _wrong(placeholder, f"cannot be written, because the second {second.name} is 0")
     return _combined(first, operation["sign"], second)
 
 
 def _combined(first: Value, sign: str, second: Value) -> str:
-    difference, field = first.number - second.number, FIELDS[first.field]
+    difference, field = first.number - second.number, first.field
     if sign == "-":
         return (field.difference or field.write)(difference)
     if sign == "/":
@@ -136,18 +155,22 @@ def _combined(first: Value, sign: str, second: Value) -> str:
     return f"{100 * difference / second.number:.1f} %"
 
 
-def _value(operand: str, placeholder: str, runs: Mapping[str, Run]) -> Value:
+def _value(operand: str, placeholder: str, runs: Mapping[str, Run | Row]) -> Value:
     name, _, field = operand.partition(" ")
-    if field not in FIELDS:
-        raise _wrong(placeholder, f"must be RUN FIELD with a field of {', '.join(FIELDS)}")
+    if field not in FIELDS | ROW_FIELDS:
+        raise _wrong(
+            placeholder, f"must be RUN FIELD with a field of {', '.join(FIELDS | ROW_FIELDS)}"
+        )
     if name not in runs:
         raise _wrong(
             placeholder, f"must name one of the runs {', '.join(sorted(runs)) or '(none)'}"
         )
-    number = FIELDS[field].read(runs[name])
-    if number is None:
+    run = runs[name]
+    known = (ROW_FIELDS if isinstance(run, Row) else FIELDS).get(field)
+    number = None if known is None else known.read(run)
+    if known is None or number is None:
         raise _wrong(placeholder, f"cannot be written, because {name} has no {field}")
-    return Value(field, number)
+    return Value(field, known, number)
 
 
 def _wrong(placeholder: str, rule: str) -> ConfigError:

@@ -1,0 +1,253 @@
+"""`airmoe recall` as a user meets it: file, table, errors; and its file in reports and words."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from airmoe import ConfigError
+from airmoe.experiments.recall_study import command
+from airmoe.experiments.recall_study.command import measure_run
+from airmoe.experiments.recall_study.record import RecallStudy, study_from_json
+from airmoe.experiments.recall_study.states import evenly
+from airmoe.experiments.report import write_report
+from airmoe.experiments.report.reading import read_everything
+from airmoe.experiments.report.words import ROW_FIELDS, filled, named_runs
+from airmoe.files import read_json, write_json
+from airmoe.training.load import load_trained
+from airmoe.training.run_folder import open_run
+from tests.experiments.report_toys import write_run
+from tests.training.command import airmoe, assert_one_line
+from tests.training.runs import in_process, small_model, small_run, train_here
+
+SIZES = ("--fit-tokens", 2048, "--tokens", 512)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of AIR in one and in two layers, and of exact routing."""
+    folder = tmp_path_factory.mktemp("recall")
+    options = {"num_codewords": 16, "shortlist_size": 16, "probes": 2}
+    models = {
+        "air": small_model(),
+        "layers": small_model(moe_layers=[0, 1], router_options=options),
+        "exact": small_model(router="topk", router_options={}),
+    }
+
+    def train_all() -> None:
+        for name, model in models.items():
+            config = small_run(folder, model, steps=2, eval_every=2, eval_blocks=None)
+            train_here(config, folder / name)
+
+    assert in_process(train_all) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def study(folder: Path) -> RecallStudy:
+    return measure_run(folder / "air", fit_tokens=2048, tokens=512)
+
+
+def test_the_command_writes_and_shows_the_study(
+    folder: Path, study: RecallStudy, tmp_path: Path
+) -> None:
+    out = tmp_path / "new" / "recall.json"
+    outcome = airmoe("recall", folder / "air", *SIZES, "--out", out)
+    assert (outcome.code, outcome.err) == (0, "")
+    found = study_from_json(read_json(out))
+    assert found == study  # the same numbers, whoever asks
+    assert found == study_from_json(study.to_json())
+    assert (found.run, found.checkpoint, found.seed) == ("air", "checkpoint-2", 0)
+    assert (found.fit_tokens, found.tokens) == (2048, 512)
+    assert found.config["data"]["folder"] == "tokens"  # no path of this machine
+    (layer,) = found.layers
+    assert (layer.layer, layer.num_experts, layer.top_k, layer.shortlist_size) == ("1", 64, 4, 16)
+    lines = outcome.out.splitlines()
+    assert lines[-1] == f"Written: {out}"
+    own = next(line for line in lines if "own codebook" in line)
+    shares = [f"{row.overlap:.3f}" for row in layer.rows[:5]]
+    assert [cell.strip() for cell in own.split("│")[2:9]] == ["8", "1", *shares]
+    # 64 experts and steps of 256 tokens
+    assert layer.rows[1].products_every_step == 8 * (2 + 64 / 256) + 3 * 16
+
+
+def test_the_file_goes_into_the_run_and_is_replaced(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder / "air", run)
+    for tokens in (64, 96):
+        assert airmoe("recall", run, "--fit-tokens", 256, "--tokens", tokens).code == 0
+        assert read_json(run / "recall.json")["tokens"] == tokens
+    assert not list(run.glob("*.draft"))
+    record = read_everything([run])
+    assert [one.tokens for one in record.studies] == [96] and len(record.runs) == 1
+
+
+def test_a_terminal_gets_a_bar(folder: Path, tmp_path: Path) -> None:
+    outcome = airmoe(
+        *("recall", folder / "air", "--fit-tokens", 64, "--tokens", 32, "--out", tmp_path / "x"),
+        patch=lambda: os.environ.update({"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"}),
+    )
+    assert outcome.code == 0
+    assert "layer 1: text" in outcome.err and "layer 1: coarse stages" in outcome.err
+
+
+def test_states_are_those_the_router_sees_all_over_the_text(folder: Path) -> None:
+    trained = load_trained(folder / "air")
+    text = command._open_text(trained, None, 10**9, 512)
+    assert text.fit_tokens == len(text.train) * 32  # fewer where the text has fewer
+    numbers = evenly(text.validation, 512)
+    assert len(numbers) == 16 and numbers[0] == 0 and numbers == sorted(set(numbers))
+    assert numbers[-1] >= len(text.validation) * 15 // 16
+    router = command._air_routers(trained)["1"]
+    read: list[int] = []
+    states = command.router_states(trained, router, text.validation, 512, read.append)
+    assert sum(read) == 512 and states.shape == (512, 32) and states.dtype == torch.float32
+    seen: list[torch.Tensor] = []
+    hook = router.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
+    with torch.no_grad():
+        trained.model(input_ids=text.validation[numbers[3]]["input_ids"].unsqueeze(0))
+    hook.remove()
+    assert torch.allclose(states[96:128], seen[0], atol=1e-5)
+
+
+def test_every_layer_is_measured(folder: Path, tmp_path: Path) -> None:
+    found = measure_run(folder / "layers", fit_tokens=512, tokens=256)
+    first, second = found.layers
+    assert (first.layer, second.layer) == ("0", "1")
+    assert [row.name for row in first.rows] == [row.name for row in second.rows]
+    assert first.rows != second.rows
+    assert first.rows[0].probes == 2  # as the run has it
+    write_json(tmp_path / "recall.json", found.to_json())
+    names = named_runs(tmp_path)
+    assert filled("{recall/own-g16-m16-p2-layer1 overlap}", names) == (
+        f"{second.rows[1].overlap:.3f}"
+    )
+
+
+def untrained(run: Path) -> None:
+    (file,) = run.glob("checkpoint-2/model.safetensors")
+    tensors = load_file(file)
+    (name,) = (name for name in tensors if name.endswith("codebook.initialized"))
+    tensors[name] = torch.tensor(False)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("run", "arguments", "parts"),
+    [
+        ("exact", [], ["run: got ", "must have AIR routers, not TopKRouter", "method air"]),
+        ("nothere", [], ["must be a run folder"]),
+        ("untrained", [], ["codebook that has seen no token", "must be trained", "Train the run"]),
+        ("air", ["--data", "nothere"], ["data: got 'nothere', is not a folder"]),
+        ("air", ["--fit-tokens", 0], ["recall.fit_tokens: got 0, must be >= 1"]),
+        ("air", ["--tokens", 31], ["recall.tokens: got 31, must be >= 32, one block", "--tokens"]),
+        ("air", ["--fit-tokens", 5], ["recall.fit_tokens: got 5", "Raise --fit-tokens"]),
+        (
+            "layers",
+            ["--fit-tokens", 63],
+            ["recall.fit_tokens: got 32, must be >= 64, 4 for each of the run's 16 codewords"],
+        ),
+        ("air", ["--out", "."], ["out: got '.', must be a new file", "--out"]),
+        ("air", ["--out", "air/run.json"], ["out: got 'air/run.json'", "`airmoe recall` wrote"]),
+    ],
+)
+def test_errors_say_what_to_do(
+    folder: Path, tmp_path: Path, run: str, arguments: list[Any], parts: list[str]
+) -> None:
+    if run == "untrained":
+        shutil.copytree(folder / "air", tmp_path / "untrained")
+        untrained(tmp_path / "untrained")
+        run = str(tmp_path / "untrained")
+    before = (folder / "air" / "run.json").read_bytes()
+    outcome = airmoe("recall", run, *arguments, cwd=folder)
+    assert_one_line(outcome, 2, *parts)
+    assert (folder / "air" / "run.json").read_bytes() == before
+    assert not (folder / "air" / "recall.json").exists()
+
+
+@pytest.fixture
+def results(tmp_path: Path, folder: Path, study: RecallStudy) -> Path:
+    """A folder of results with a run and a study."""
+    write_run(tmp_path / "results" / "run", open_run(folder / "air").config, perplexity=60.0)
+    write_json(tmp_path / "results" / "recall.json", study.to_json())
+    return tmp_path / "results"
+
+
+def test_a_report_has_the_table(results: Path, study: RecallStudy, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    written = write_report([results], tmp_path / "out")
+    assert written.problems == []
+    text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    section = text.partition("## What other coarse stages would find: air\n")[2]
+    section = section.partition("\n## ")[0]
+    assert "airmoe recall RUN --fit-tokens 2048 --tokens 512" in section
+    rows = study.layers[0].rows
+    head = next(line for line in section.splitlines() if line.startswith("| coarse stage"))
+    assert [cell.strip() for cell in head.strip("|").split("|")][3:8] == [
+        *("M = 8", "M = 16", "M = 24", "M = 26", "M = 32")
+    ]
+    used = [row for row in rows if row.stage == "used"]
+    shares = " | ".join(f"{row.overlap:.3f}" for row in used)
+    unlisted = f"{100 * used[1].unlisted_experts:.1f}"
+    cosine = f"{used[1].cosine:.3f}"
+    assert f"| ranked by use | 8 | 1 | {shares} | {unlisted} | {cosine} | – | – |" in section
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert '<h2 id="recall-1">' in page and "ranked by use" in page
+    again = write_report([tmp_path / "out" / "report.json"], tmp_path / "again")
+    assert again.problems == []
+    assert (tmp_path / "again" / "report.md").read_text(encoding="utf-8") == text
+
+
+def test_a_study_alone_can_be_reported(results: Path, tmp_path: Path) -> None:
+    written = write_report([results / "recall.json"], tmp_path / "out")
+    assert (written.runs, written.problems) == (0, [])
+
+
+def renamed(values: dict[str, Any], stage: str) -> dict[str, Any]:
+    values["layers"][0]["rows"][0]["stage"] = stage
+    return values
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda values: values | {"format": 7}, "recall.format: got 7, must be 1"),
+        (lambda values: values | {"colour": "red"}, "lacks or misnames a field"),
+        (lambda values: {k: v for k, v in values.items() if k != "tokens"}, "'tokens'"),
+        (lambda values: renamed(values, "best"), "no stage 'best'"),
+    ],
+)
+def test_a_wrong_file_is_named(
+    results: Path, change: Callable[[dict[str, Any]], dict[str, Any]], part: str
+) -> None:
+    write_json(results / "recall.json", change(read_json(results / "recall.json")))
+    record = read_everything([results])
+    (line,) = record.problems
+    assert line.startswith("results/recall.json: ") and part in line
+    assert len(record.runs) == 1 and record.studies == []
+
+
+def test_words_quote_the_rows(results: Path, study: RecallStudy) -> None:
+    runs = named_runs(results)
+    own, *_ = (row for row in study.layers[0].rows if row.shortlist_size == 16)
+    used = next(row for row in study.layers[0].rows if row.name == "used-g8-m16-p1")
+    gain = used.overlap - own.overlap
+    words = (
+        "{recall/own-g8-m16-p1 overlap}, {recall/used-g8-m16-p1 overlap - recall/own-g8-m16-p1 "
+        "overlap}, {recall/own-g8-m16-p1 products_every_step}, "
+        "{recall/own-g8-m16-p1 unlisted_experts}"
+    )
+    unlisted = f"{100 * own.unlisted_experts:.1f} %"
+    assert filled(words, runs) == f"{own.overlap:.3f}, {gain:.3f}, 66, {unlisted}"
+    for wrong in ("own-g8-m16-p1 perplexity", "used-g8-m16-p1 products_every_step"):
+        with pytest.raises(ConfigError, match="has no p"):
+            filled(f"{{recall/{wrong}}}", runs)
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+    assert all(f"`{field}`" in page for field in ROW_FIELDS)
