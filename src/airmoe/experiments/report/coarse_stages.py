@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as ConsoleTable
 
@@ -105,10 +106,14 @@ def show_study(study: RecallStudy, console: Console) -> None:
     for one in study.layers:
         table = layer_table(one)
         shown = ConsoleTable(
-            caption=" ".join([table.caption, *table.notes]), caption_justify="left"
+            caption=" ".join([table.caption, *table.notes]),
+            caption_justify="left",
+            box=SIMPLE_HEAD,
+            padding=0,  # without a terminal whole headings have room
         )
         for place, title in enumerate(table.columns):
-            shown.add_column(title, justify="right" if place else "left", no_wrap=not place)
+            justify = "right" if place else "left"
+            shown.add_column(title, justify=justify, overflow="fold")  # narrow: no digit is lost
         for row in table.rows:
             shown.add_row(*(cell.text for cell in row))
         console.print(shown)
