@@ -44,7 +44,7 @@ class AirRouter(CentroidRouter):
 
     @config
     class Config(AirSettings):
-        """Settings of AIR."""
+        __doc__ = AirSettings.__doc__
 
         def build(self) -> AirRouter:
             return AirRouter(self)

@@ -14,7 +14,7 @@ Gate = Literal["token_choice", "expert_choice", "binary"]
 
 @config
 class AirSettings(CentroidConfig):
-    """All of `AirRouter.Config` but its router.
+    """Settings of AIR.
 
     `gate`: with "token_choice" a token takes its K best and weighs them by softmax; "binary" is
     the same choice, but each of the K weighs 1 and the centroids learn nothing from the output
