@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -118,11 +119,25 @@ def test_a_train_line_is_the_mean_since_the_line_before(tmp_path: Path) -> None:
 def test_the_first_line_is_the_loss_of_a_new_model(finished: tuple[RunConfig, Path]) -> None:
     """The model its seed draws, on the first blocks of its order, micro-batch by micro-batch."""
     config, run = finished
+    assert lines_of(run, "train")[0]["loss"] == pytest.approx(loss_of_a_new_model(config), rel=1e-5)
+
+
+def test_a_new_model_has_learned_nothing_yet(finished: tuple[RunConfig, Path]) -> None:
+    """But it leans to repeat its input: 0.9 above log 257, give or take 0.2 with a seed."""
+    config, _ = finished
+    seeds = [
+        dataclasses.replace(config, training=dataclasses.replace(config.training, seed=seed))
+        for seed in range(8)
+    ]
+    losses = [loss_of_a_new_model(one) for one in seeds]
+    assert 0.65 < sum(losses) / len(losses) - math.log(257) < 1.15
+
+
+def loss_of_a_new_model(config: RunConfig) -> float:
     assert config.data.folder is not None
     prepared = open_prepared(Path(config.data.folder))
     blocks = prepared.blocks("train", config.data.block_size)
     order = list(EpochOrder(len(blocks), config.training.batch_size, config.training.seed))[:8]
-    transformers.set_seed(config.training.seed)
     model = build_model(config, prepared).train()
     optimizer = torch.optim.SGD(model.parameters())
     airmoe.track_optimizer(model, optimizer)
@@ -130,10 +145,20 @@ def test_the_first_line_is_the_loss_of_a_new_model(finished: tuple[RunConfig, Pa
     for batch in (order[:4], order[4:]):
         input_ids = torch.stack([blocks[place]["input_ids"] for place in batch])
         losses.append(model(input_ids=input_ids, labels=input_ids).loss.item())
-    first = lines_of(run, "train")[0]
-    assert first["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
-    # Nothing is learned yet, but a new model leans to repeat its input.
-    assert 0 < first["loss"] - math.log(257) < 1
+    return sum(losses) / 2
+
+
+def test_methods_of_one_seed_start_from_one_body(tmp_path: Path) -> None:
+    air, exact = (
+        small_run(tmp_path),
+        small_run(tmp_path, small_model(router="topk", router_options={})),
+    )
+    assert air.data.folder is not None
+    prepared = open_prepared(Path(air.data.folder))
+    one, other = (dict(build_model(run, prepared).named_parameters()) for run in (air, exact))
+    assert one.keys() == other.keys()  # the centroids too
+    for name, weight in one.items():
+        assert torch.equal(weight, other[name]), name
 
 
 def test_other_models_log_what_they_have(tmp_path: Path) -> None:

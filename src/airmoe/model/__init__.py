@@ -8,6 +8,7 @@ from __future__ import annotations
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from airmoe.model.configuration import AirMoeConfig
+from airmoe.model.initialization import draw_weights
 from airmoe.model.methods import METHODS, with_method
 from airmoe.model.modeling import (
     AirMoeDecoderLayer,
@@ -31,6 +32,7 @@ __all__ = [
     "AirMoeModel",
     "AirMoeOutput",
     "ParameterCounts",
+    "draw_weights",
     "model_size",
     "parameter_counts",
     "with_method",

@@ -7,8 +7,11 @@ too, and what was loaded must keep them.
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from airmoe.model.configuration import AirMoeConfig
 from airmoe.moe import CoarseExperts, GranularExperts
@@ -52,3 +55,21 @@ def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
     for tensor, value in loaded:
         tensor.copy_(value)
     return True
+
+
+@torch.no_grad()
+def draw_weights(model: PreTrainedModel, seed: int) -> None:
+    """Starting values again, those of each module from the seed and its name alone.
+
+    Models that differ in one module, such as the router, then start equal in all others, and what
+    they learn can be compared in pairs.
+    """
+    tied = model.get_output_embeddings() if model.config.tie_word_embeddings else None
+    # Children first, as transformers does: a router has the last word on its parts.
+    for name, module in reversed(list(model.named_modules())):
+        if module is tied:
+            continue  # the embedding's values
+        key = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int.from_bytes(key[:7], "big"))
+            model._init_weights(module)

@@ -23,7 +23,7 @@ from airmoe.data import BlockDataset, Prepared
 from airmoe.distributed import rank
 from airmoe.errors import ConfigError
 from airmoe.files import read_json, write_bytes, write_json
-from airmoe.model import AirMoeConfig, AirMoeForCausalLM, parameter_counts
+from airmoe.model import AirMoeConfig, AirMoeForCausalLM, draw_weights, parameter_counts
 from airmoe.training.arguments import check_device, make_arguments, total_steps
 from airmoe.training.callbacks import LastStep, Recorder, Restore, StopOnSignal, WatchSteps
 from airmoe.training.checkpoints import (
@@ -197,6 +197,7 @@ def _model_config(config: RunConfig, prepared: Prepared) -> AirMoeConfig:
 def build_model(config: RunConfig, prepared: Prepared) -> AirMoeForCausalLM:
     """A freshly initialised model for the vocabulary of the data."""
     model = AirMoeForCausalLM(_model_config(config, prepared))
+    draw_weights(model, config.training.seed)
     if config.training.compile:
         for layer in model.model.layers:  # layer by layer: compiles once, keeps parameter names
             layer.compile()
