@@ -17,14 +17,16 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from airmoe.data import PrepareConfig, prepare
+from airmoe.data import PrepareConfig, open_prepared, prepare
 from airmoe.files import read_json
 from airmoe.model import AirMoeConfig
+from airmoe.routers import track_optimizer
 from airmoe.training import DataOptions, RunConfig, TrainingOptions, resume, train
 from airmoe.training.callbacks import Recorder
 from airmoe.training.checkpoints import checkpoints
 from airmoe.training.config import model_options
-from airmoe.training.run import read_log
+from airmoe.training.order import EpochOrder
+from airmoe.training.run import build_model, read_log
 
 WORDS = "the of a expert router token learns codebook follows shortlist picks and then again"
 
@@ -212,3 +214,20 @@ def assert_same_run(run: Path, reference: Path) -> None:
             for name in (*Recorder.TIME_FIELDS, "peak_memory_gib"):
                 line.pop(name, None)
     assert results[0] == results[1]
+
+
+def loss_of_a_new_model(config: RunConfig, micro_batches: int = 2) -> float:
+    """On the first blocks of its order, micro-batch by micro-batch."""
+    assert config.data.folder is not None
+    prepared = open_prepared(Path(config.data.folder))
+    blocks = prepared.blocks("train", config.data.block_size)
+    size, seed = config.training.batch_size, config.training.seed
+    order = list(EpochOrder(len(blocks), size, seed))[:size]
+    model = build_model(config, prepared).train()
+    optimizer = torch.optim.SGD(model.parameters())  # kept: a dead one would not be tracked
+    track_optimizer(model, optimizer)
+    input_ids = torch.stack([blocks[place]["input_ids"] for place in order])
+    losses = [
+        model(input_ids=ids, labels=ids).loss.item() for ids in input_ids.chunk(micro_batches)
+    ]
+    return sum(losses) / micro_batches

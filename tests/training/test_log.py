@@ -26,7 +26,6 @@ from airmoe.training import RunConfig, TrainingOptions, trainer
 from airmoe.training.callbacks import Recorder
 from airmoe.training.cost import flops_per_token
 from airmoe.training.load import load_trained
-from airmoe.training.order import EpochOrder
 from airmoe.training.run import build_model, read_log
 from airmoe.training.run_folder import git_state
 from tests.training import kills
@@ -35,6 +34,7 @@ from tests.training.command import assert_one_line
 from tests.training.runs import (
     assignments,
     in_process,
+    loss_of_a_new_model,
     resume_here,
     small_model,
     small_run,
@@ -131,21 +131,6 @@ def test_a_new_model_has_learned_nothing_yet(finished: tuple[RunConfig, Path]) -
     ]
     losses = [loss_of_a_new_model(one) for one in seeds]
     assert 0.65 < sum(losses) / len(losses) - math.log(257) < 1.15
-
-
-def loss_of_a_new_model(config: RunConfig) -> float:
-    assert config.data.folder is not None
-    prepared = open_prepared(Path(config.data.folder))
-    blocks = prepared.blocks("train", config.data.block_size)
-    order = list(EpochOrder(len(blocks), config.training.batch_size, config.training.seed))[:8]
-    model = build_model(config, prepared).train()
-    optimizer = torch.optim.SGD(model.parameters())
-    airmoe.track_optimizer(model, optimizer)
-    losses = []
-    for batch in (order[:4], order[4:]):
-        input_ids = torch.stack([blocks[place]["input_ids"] for place in batch])
-        losses.append(model(input_ids=input_ids, labels=input_ids).loss.item())
-    return sum(losses) / 2
 
 
 def test_methods_of_one_seed_start_from_one_body(tmp_path: Path) -> None:

@@ -63,15 +63,15 @@ def test_compiled_layers_train_the_same(tmp_path: Path) -> None:
     options = {"steps": 4, "log_every": 4, "eval_blocks": 4, "model": one_layer()}
     _, eager = run_of(tmp_path, "eager", **options)
     _, compiled = run_of(tmp_path, "compiled", **options, compile=True)
-    assert losses(compiled)[1:] != losses(eager)[1:]  # it really computes otherwise
+    one, other = (
+        load_file(run / "checkpoint-4" / "model.safetensors") for run in (eager, compiled)
+    )
+    assert one.keys() == other.keys()  # no "_orig_mod" in front
+    assert any(not torch.equal(one[name], other[name]) for name in one)  # it computes otherwise
     # Fused sums add in another order: a few roundings of 2^-24 in losses near 5.5, after one
     # optimizer step that makes them at most some thousand times larger (learning rate / epsilon).
     assert losses(compiled)[0] == pytest.approx(losses(eager)[0], rel=1e-6)
     assert losses(compiled) == pytest.approx(losses(eager), rel=1e-4)
-    names = [
-        set(load_file(run / "checkpoint-4" / "model.safetensors")) for run in (eager, compiled)
-    ]
-    assert names[0] == names[1]  # no "_orig_mod" in front
 
 
 @pytest.mark.gpu
