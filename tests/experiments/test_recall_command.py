@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from airmoe import ConfigError
 from airmoe.experiments.recall_study import command
 from airmoe.experiments.recall_study.command import measure_run
-from airmoe.experiments.recall_study.record import RecallStudy, study_from_json
+from airmoe.experiments.recall_study.reading import study_from_json
+from airmoe.experiments.recall_study.record import RecallStudy
 from airmoe.experiments.recall_study.states import evenly
 from airmoe.experiments.report import write_report
 from airmoe.experiments.report.reading import read_everything
@@ -208,30 +208,6 @@ def test_a_report_has_the_table(results: Path, study: RecallStudy, tmp_path: Pat
 def test_a_study_alone_can_be_reported(results: Path, tmp_path: Path) -> None:
     written = write_report([results / "recall.json"], tmp_path / "out")
     assert (written.runs, written.problems) == (0, [])
-
-
-def renamed(values: dict[str, Any], stage: str) -> dict[str, Any]:
-    values["layers"][0]["rows"][0]["stage"] = stage
-    return values
-
-
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        (lambda values: values | {"format": 7}, "recall.format: got 7, must be 1"),
-        (lambda values: values | {"colour": "red"}, "lacks or misnames a field"),
-        (lambda values: {k: v for k, v in values.items() if k != "tokens"}, "'tokens'"),
-        (lambda values: renamed(values, "best"), "no stage 'best'"),
-    ],
-)
-def test_a_wrong_file_is_named(
-    results: Path, change: Callable[[dict[str, Any]], dict[str, Any]], part: str
-) -> None:
-    write_json(results / "recall.json", change(read_json(results / "recall.json")))
-    record = read_everything([results])
-    (line,) = record.problems
-    assert line.startswith("results/recall.json: ") and part in line
-    assert len(record.runs) == 1 and record.studies == []
 
 
 def test_words_quote_the_rows(results: Path, study: RecallStudy) -> None:

@@ -13,7 +13,8 @@ from airmoe.config import check_count
 from airmoe.data import Prepared, open_prepared
 from airmoe.data.blocks import BlockDataset
 from airmoe.errors import ConfigError
-from airmoe.experiments.recall_study.record import LayerRows, RecallStudy, Row, is_study
+from airmoe.experiments.recall_study.reading import is_study
+from airmoe.experiments.recall_study.record import LayerRows, RecallStudy, Row
 from airmoe.experiments.recall_study.states import evenly, router_states
 from airmoe.experiments.recall_study.study import LEAST_TOKENS, LayerStudy
 from airmoe.experiments.report.run_reading import portable

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal
 
-from airmoe.errors import ConfigError
+from airmoe.training.config import RunConfig
 
 FORMAT = 1
 KIND = "recall"
@@ -29,10 +29,6 @@ class Row:
     products_every_step: float | None
     products_every_16_steps: float | None
 
-    def __post_init__(self) -> None:
-        if self.stage not in get_args(Stage):
-            raise TypeError(f"no stage {self.stage!r}")
-
     @property
     def name(self) -> str:
         """`own-g1024-m2048-p1`, for words about it."""
@@ -48,6 +44,18 @@ class LayerRows:
     top_k: int
     shortlist_size: int  # of the router as it is
     rows: list[Row]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Those of the shortlists, which all stages have."""
+        return sorted({row.shortlist_size for row in self.rows})
+
+    def stages(self) -> list[list[Row]]:
+        """The rows of each stage, with its number of codewords and probes."""
+        found: dict[tuple[Stage, int, int], list[Row]] = {}
+        for row in self.rows:
+            found.setdefault((row.stage, row.num_codewords, row.probes), []).append(row)
+        return list(found.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,35 +74,9 @@ class RecallStudy:
     tokens: int  # of the validation split
     layers: list[LayerRows]
 
+    @property
+    def settings(self) -> RunConfig:
+        return RunConfig.from_json(self.config)
+
     def to_json(self) -> dict[str, Any]:
         return {"kind": KIND, "format": FORMAT, **asdict(self)}
-
-
-def is_study(values: object) -> TypeGuard[dict[str, Any]]:
-    """Whether the JSON of a file is that of a study."""
-    return isinstance(values, dict) and values.get("kind") == KIND
-
-
-def study_from_json(values: dict[str, Any]) -> RecallStudy:
-    """What `to_json` gave; raises ConfigError where it is anything else."""
-    fields = {name: value for name, value in values.items() if name not in ("kind", "format")}
-    if values["format"] != FORMAT:
-        raise ConfigError(
-            "recall.format",
-            values["format"],
-            f"must be {FORMAT}, the format of this airmoe",
-            "Measure again: airmoe recall RUN.",
-        )
-    try:
-        layers = [
-            LayerRows(**{**one, "rows": [Row(**row) for row in one["rows"]]})
-            for one in fields["layers"]
-        ]
-        return RecallStudy(**{**fields, "layers": layers})
-    except (KeyError, TypeError) as error:
-        raise ConfigError(
-            "recall",
-            values.get("run"),
-            f"lacks or misnames a field ({error})",
-            "Measure again: airmoe recall RUN.",
-        ) from error

@@ -134,7 +134,8 @@ class LayerStudy:
 
     def _cosine(self, codebook: Codebook, codeword_ids: Tensor) -> float:
         nearest = directions(codebook.codewords)[codeword_ids[:, 0]]  # Euclidean ones have a length
-        return float((directions(self.held_out) * nearest).sum(1).mean())
+        found = float((directions(self.held_out) * nearest).sum(1).mean())
+        return max(-1.0, min(found, 1.0))  # rounding may lead beyond
 
     def _products(
         self, one: CoarseStage, num_codewords: int, size: int, refresh_every: int

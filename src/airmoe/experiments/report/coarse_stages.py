@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -47,7 +46,7 @@ def study_blocks(studies: Sequence[RecallStudy]) -> list[Block]:
 def _about(study: RecallStudy) -> str:
     where = f"{study.machine.get('device')}, torch {study.versions.get('torch')}"
     return (
-        f"Measured in the trained model ({study.checkpoint}, preset {study.config['preset']}): "
+        f"Measured in the trained model ({study.checkpoint}, preset {study.settings.preset}): "
         "other codebooks and lists in front of the same experts, none of them trained. Experts "
         "would follow a router that is trained: this shows what is worth training, not its result. "
         f"{study.tokens:,} tokens of the validation text, codebooks fitted to {study.fit_tokens:,} "
@@ -58,7 +57,6 @@ def _about(study: RecallStudy) -> str:
 
 def layer_table(one: LayerRows) -> Table:
     """Sizes of shortlists as columns; everything else at the run's own."""
-    sizes = sorted({row.shortlist_size for row in one.rows})
     per_probe = f"each candidate more costs {PER_CANDIDATE} per probe"
     return Table(
         caption=(
@@ -70,26 +68,23 @@ def layer_table(one: LayerRows) -> Table:
         ),
         columns=[
             *("coarse stage", "codewords", "probes"),
-            *(f"M = {size:,}" for size in sizes),
+            *(f"M = {size:,}" for size in one.sizes),
             *("unlisted (%)", "cosine", "products", "every 16"),
         ],
-        rows=[_cells(list(rows), one.shortlist_size) for _, rows in groupby(one.rows, _stage)],
+        rows=[_cells(rows, one) for rows in one.stages()],
         notes=NOTES,
     )
 
 
-def _stage(row: Row) -> tuple[Stage, int, int]:
-    return row.stage, row.num_codewords, row.probes
-
-
-def _cells(rows: list[Row], own_size: int) -> list[Cell]:
+def _cells(rows: list[Row], layer: LayerRows) -> list[Cell]:
     """The rows of one stage, by size, as one of a table."""
-    one = next(row for row in rows if row.shortlist_size == own_size)
+    by_size = {row.shortlist_size: row for row in rows}
+    one = by_size[layer.shortlist_size]
     return [
         Cell(text=TITLES[one.stage]),
         _number(one.num_codewords, "{:,}".format),
         _number(one.probes, str),
-        *(_number(row.overlap, "{:.3f}".format) for row in rows),
+        *(_number(by_size[size].overlap, "{:.3f}".format) for size in layer.sizes),
         _number(100 * one.unlisted_experts, "{:.1f}".format),
         _number(one.cosine, "{:.3f}".format),
         _number(one.products_every_step, "{:,.0f}".format),

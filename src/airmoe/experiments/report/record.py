@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from airmoe.errors import ConfigError
-from airmoe.experiments.recall_study.record import RecallStudy, is_study, study_from_json
+from airmoe.experiments.recall_study.reading import is_study, study_from_json
+from airmoe.experiments.recall_study.record import RecallStudy
 from airmoe.experiments.report.names import method_of
 from airmoe.experiments.report.usage import CellUsage, ExpertMap, Usage
 from airmoe.files import read_json, write_json
@@ -97,7 +98,7 @@ def read_record(path: Path) -> Record:
     """What `write_record` or `airmoe recall` wrote; raises ConfigError where it is neither."""
     try:
         values = read_json(path)
-        found = values["format"]
+        found = None if is_study(values) else values["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             "report",
