@@ -303,16 +303,18 @@ def recall(
     from airmoe.experiments.recall_study.record import FILE
     from airmoe.experiments.report.coarse_stages import show_study
     from airmoe.files import write_json
+    from airmoe.training.run_folder import open_run
 
+    open_run(run)  # what is no run is said before what is wrong with a file in it
     file = out or run / FILE
     check_out(file)
     study = measure_run(
         run, data, fit_tokens=fit_tokens, tokens=tokens, console=Console(stderr=True)
     )
+    console = _wide_console()
+    show_study(study, console)  # first: writing may still fail
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, study.to_json())
-    console = _wide_console()
-    show_study(study, console)
     _say(console, f"Written: {file}")
 
 

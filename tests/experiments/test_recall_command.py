@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from airmoe import ConfigError
+from airmoe import ConfigError, files
 from airmoe.experiments.recall_study import command
 from airmoe.experiments.recall_study.command import measure_run
 from airmoe.experiments.recall_study.reading import study_from_json
@@ -32,13 +33,14 @@ SIZES = ("--fit-tokens", 2048, "--tokens", 512)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of AIR in one and in two layers, and of exact routing."""
+    """Runs of AIR in one and in two layers, of exact routing, and of experts that take tokens."""
     folder = tmp_path_factory.mktemp("recall")
     options = {"num_codewords": 16, "shortlist_size": 16, "probes": 2}
     models = {
         "air": small_model(),
         "layers": small_model(moe_layers=[0, 1], router_options=options),
         "exact": small_model(router="topk", router_options={}),
+        "takers": small_model(router_options=options | {"gate": "expert_choice", "probes": 1}),
     }
 
     def train_all() -> None:
@@ -87,6 +89,31 @@ def test_the_file_goes_into_the_run_and_is_replaced(folder: Path, tmp_path: Path
     assert not list(run.glob("*.draft"))
     record = read_everything([run])
     assert [one.tokens for one in record.studies] == [96] and len(record.runs) == 1
+
+
+def test_a_table_is_shown_even_if_it_cannot_be_written(folder: Path, tmp_path: Path) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    outcome = airmoe(
+        *("recall", folder / "air", "--fit-tokens", 64, "--tokens", 32, "--out", tmp_path / "x"),
+        patch=lambda: setattr(files, "write_json", full),
+    )
+    assert_one_line(outcome, 1, "the disk is full")
+    assert "own codebook" in outcome.out and "Written" not in outcome.out
+
+
+def test_a_wrong_place_is_said_before_anything_is_measured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: object, **__: object) -> None:
+        raise AssertionError("began")
+
+    outcome = airmoe(
+        *("recall", folder / "air", "--out", "/proc/nothere/x"),
+        patch=lambda: monkeypatch.setattr(command, "measure_run", measured),
+    )
+    assert_one_line(outcome, 2, "out: got '/proc/nothere/x'")
 
 
 def test_a_terminal_gets_a_bar(folder: Path, tmp_path: Path) -> None:
@@ -155,6 +182,11 @@ def untrained(run: Path) -> None:
             ["recall.fit_tokens: got 32, must be >= 64, 4 for each of the run's 16 codewords"],
         ),
         ("air", ["--out", "."], ["out: got '.', must be a new file", "--out"]),
+        ("air", ["--out", "air/run.json/x/y"], ["'air/run.json/x/y', must be a file that can be"]),
+        ("air", ["--out", "/proc/nothere/x"], ["out: got '/proc/nothere/x', must be a file that"]),
+        ("air", ["--out", "x" * 300], ["must be a file that can be written (File name too long)"]),
+        ("air/run.json", [], ["run: got 'air/run.json', must be a run folder"]),
+        ("takers", [], ['gate = "expert_choice"', "must let tokens choose", "token_choice"]),
         ("air", ["--out", "air/run.json"], ["out: got 'air/run.json'", "`airmoe recall` wrote"]),
     ],
 )

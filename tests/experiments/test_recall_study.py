@@ -127,6 +127,14 @@ def test_costs_are_those_of_the_suite_where_they_are_known() -> None:
     assert all_listed.products_every_step == 8 * (2 + 2 * 0.5) + 3 * 12  # compares twice
 
 
+def test_a_static_codebook_does_not_claim_the_cost_of_one_that_moves() -> None:
+    for row in measured(study_of(trained_router(codebook="static"))):
+        if row.stage == "own":
+            assert row.products_every_step is None and row.products_every_16_steps is None
+        else:
+            assert (row.products_every_step is None) == (row.stage != "fitted")
+
+
 def test_more_candidates_and_probes_never_find_less() -> None:
     rows = measured(study_of(trained_router()))
     for first, second in pairwise(rows):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from rich.console import Console
 from rich.progress import Progress
@@ -86,7 +87,17 @@ def measure_run(
 
 def check_out(path: Path) -> None:
     """Raise before the long work where the answer could not be written, or would replace others."""
-    if not path.exists():
+    try:
+        _try_writing(path)
+        is_new = not path.exists()
+    except OSError as error:
+        raise ConfigError(
+            "out",
+            str(path),
+            f"must be a file that can be written ({error.strerror})",
+            "Choose another place with --out.",
+        ) from error
+    if is_new:
         return
     try:
         mine = is_study(read_json(path))
@@ -99,6 +110,13 @@ def check_out(path: Path) -> None:
             "must be a new file, or one that `airmoe recall` wrote",
             "Choose another name with --out.",
         )
+
+
+def _try_writing(path: Path) -> None:
+    """In the nearest folder that is there: those below it are made when there is an answer."""
+    nearest = next(folder for folder in path.absolute().parents if folder.exists())
+    with TemporaryFile(dir=nearest):
+        pass
 
 
 def _measure(
@@ -171,6 +189,14 @@ def _open_text(trained: Trained, data: Path | None, fit_tokens: int, tokens: int
 
 
 def _check_router(router: AirRouter, text: Text) -> None:
+    if router.config.gate == "expert_choice":
+        raise ConfigError(
+            "run",
+            'an AIR router with gate = "expert_choice"',
+            "must let tokens choose their experts: which experts a token's list holds says nothing "
+            "where experts take tokens",
+            'Give a run with gate = "token_choice".',
+        )
     if not router.codebook.initialized:
         raise ConfigError(
             "run",

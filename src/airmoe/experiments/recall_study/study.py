@@ -41,7 +41,7 @@ class CoarseStage:
     codebook: Callable[[], Codebook]
     lists: Callable[[], Tensor]  # [G, M] for the largest M, best first
     probes: int = 1
-    priced: bool = True  # whether its lists are built as AIR's, for which the cost is known
+    priced: bool = True  # whether codebook and lists are made as AIR's: of those the cost is known
 
 
 class LayerStudy:
@@ -75,7 +75,12 @@ class LayerStudy:
         """All of them, the router's own number of probes first."""
         count, mine = self.config.num_codewords, self.config.probes
         probes = [mine, *(one for one in PROBES if one != mine and one <= count)]
-        own = [CoarseStage("own", lambda: self.router.codebook, self._own, n) for n in probes]
+        # The known cost has an update of the codebook in it.
+        moves = self.config.codebook != "static"
+        own = [
+            CoarseStage("own", lambda: self.router.codebook, self._own, n, priced=moves)
+            for n in probes
+        ]
         codewords = {count * quarters // 4 for quarters in QUARTERS_OF_CODEWORDS} - {0}
         others = [n for n in sorted(codewords) if self.fit.shape[0] >= LEAST_TOKENS * n]
         fitted = []

@@ -28,7 +28,8 @@ NOTES = [
     "(pooled) or variances of each; or by use, how many training tokens of the cell (16: a sigmoid "
     "over the first 16) have it there. On the tokens it is made from no other list per cell holds "
     "more than the one by use: on other text it shows about the most that a ranking can give.",
-    "A dash in products: what building such lists would cost has not been worked out.",
+    "A dash in products: what building such lists would cost has not been worked out; or the own "
+    "codebook is static, which saves the update that these costs hold.",
 ]
 
 
