@@ -329,7 +329,7 @@ def report(
     ] = None,
     records: Annotated[
         Path | None,
-        typer.Option(help="folder that gets a JSON file per run, small enough to commit"),
+        typer.Option(help="folder that gets a JSON file per run and study, small enough to commit"),
     ] = None,
 ) -> None:
     """Tables and figures of finished runs: Markdown, LaTeX, one HTML page, and their data."""

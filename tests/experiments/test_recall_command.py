@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from airmoe.experiments.recall_study.record import RecallStudy
 from airmoe.experiments.recall_study.states import evenly
 from airmoe.experiments.report import write_report
 from airmoe.experiments.report.reading import read_everything
+from airmoe.experiments.report.study_records import plan_studies
 from airmoe.experiments.report.words import ROW_FIELDS, filled, named_runs
 from airmoe.files import read_json, write_json
 from airmoe.training.load import load_trained
@@ -207,7 +209,7 @@ def test_errors_say_what_to_do(
 @pytest.fixture
 def results(tmp_path: Path, folder: Path, study: RecallStudy) -> Path:
     """A folder of results with a run and a study."""
-    write_run(tmp_path / "results" / "run", open_run(folder / "air").config, perplexity=60.0)
+    write_run(tmp_path / "results" / "mine", open_run(folder / "air").config, perplexity=60.0)
     write_json(tmp_path / "results" / "recall.json", study.to_json())
     return tmp_path / "results"
 
@@ -235,6 +237,57 @@ def test_a_report_has_the_table(results: Path, study: RecallStudy, tmp_path: Pat
     again = write_report([tmp_path / "out" / "report.json"], tmp_path / "again")
     assert again.problems == []
     assert (tmp_path / "again" / "report.md").read_text(encoding="utf-8") == text
+
+
+def test_records_hold_the_study_too(results: Path, study: RecallStudy, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    records = tmp_path / "records"
+    for _ in range(2):  # the second time it is replaced
+        written = write_report([results], tmp_path / "out", records)
+        assert records / "air" / "recall.json" in written.records
+    again = read_everything([records])
+    assert (again.studies, len(again.runs), again.problems) == ([study], 1, [])
+
+
+def test_a_study_met_twice_counts_once(results: Path, study: RecallStudy) -> None:
+    (results / "again").mkdir()
+    write_json(results / "again" / "recall.json", study.to_json())
+    record = read_everything([results])
+    assert record.studies == [study]
+    assert record.problems == [
+        "results/again/recall.json: the same study of air as one before it: left out"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"tokens": 64}, None),  # measured again
+        ({"run": "other"}, "no study of that run"),
+        ({"data_sha256": "00"}, "no study of that run"),
+        ({"kind": "notes"}, "no study of that run"),
+    ],
+)
+def test_the_study_of_another_run_is_not_replaced(
+    study: RecallStudy, tmp_path: Path, change: dict[str, Any], rule: str | None
+) -> None:
+    (tmp_path / "air").mkdir()
+    write_json(tmp_path / "air" / "recall.json", study.to_json() | change)
+    if rule is None:
+        assert list(plan_studies([study], tmp_path)) == [tmp_path / "air" / "recall.json"]
+    else:
+        with pytest.raises(ConfigError, match=f"cannot take the study of air: .*{rule}"):
+            plan_studies([study], tmp_path)
+
+
+def test_two_studies_of_one_name_are_refused(study: RecallStudy, tmp_path: Path) -> None:
+    for other in (replace(study, tokens=64), replace(study, data_sha256="00")):
+        with pytest.raises(ConfigError, match="something else has that name too"):
+            plan_studies([study, other], tmp_path)
+    with pytest.raises(ConfigError, match="something else has that name too"):
+        plan_studies([study], tmp_path, [tmp_path / "air" / "recall.json"])  # that of a run
+    with pytest.raises(ConfigError, match="must be a name"):
+        plan_studies([replace(study, run="../air")], tmp_path)
 
 
 def test_a_study_alone_can_be_reported(results: Path, tmp_path: Path) -> None:

@@ -48,6 +48,13 @@ class Reading:
         """One line, whatever the message was."""
         self.problems.append(f"{name}: {' '.join(text.split())}")
 
+    def add_study(self, name: str, study: RecallStudy) -> None:
+        """One that is there already, in the run and among the records of it, counts once."""
+        if study in self.studies:
+            self.problem(name, f"the same study of {study.run} as one before it: left out")
+        else:
+            self.studies.append(study)
+
     def attempt(self, name: str, read: Callable[[], None]) -> None:
         """Read something that the system may refuse to show."""
         try:
@@ -98,7 +105,8 @@ def _read_report(path: Path, name: str, reading: Reading) -> None:
         return
     reading.runs += record.runs
     reading.problems += record.problems
-    reading.studies += record.studies
+    for study in record.studies:
+        reading.add_study(name, study)
 
 
 def _read_folder(path: Path, name: str, reading: Reading) -> None:

@@ -1,0 +1,65 @@
+"""One file per study, beside those of runs: FOLDER/<run>/recall.json."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+from airmoe.errors import ConfigError
+from airmoe.experiments.recall_study.reading import study_from_json
+from airmoe.experiments.recall_study.record import FILE, RecallStudy
+from airmoe.files import read_json, write_json
+
+
+def plan_studies(
+    studies: Sequence[RecallStudy], folder: Path, taken: Collection[Path] = ()
+) -> dict[Path, RecallStudy]:
+    """Where each study goes; raises where a file would hold something else than before, or two."""
+    planned: dict[Path, RecallStudy] = {}
+    for study in studies:
+        path = folder / _file_of(study)
+        if path in taken or planned.setdefault(path, study) != study:
+            raise _taken(path, study, "something else has that name too")
+        if path.exists() and not _holds(path, study):
+            raise _taken(path, study, "the file there is no study of that run")
+    return planned
+
+
+def write_studies(planned: Mapping[Path, RecallStudy]) -> None:
+    """The files of `plan_studies`; those of the same runs are replaced."""
+    for path, study in planned.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, study.to_json())
+
+
+def _file_of(study: RecallStudy) -> PurePosixPath:
+    if study.run == ".." or study.run != PurePosixPath(study.run).name:  # of a file from elsewhere
+        raise ConfigError(
+            "records",
+            study.run,
+            "must be a name, because its study gets a folder",
+            "Measure the run again: airmoe recall RUN.",
+        )
+    return PurePosixPath(study.run, FILE)
+
+
+def _holds(path: Path, study: RecallStudy) -> bool:
+    """Whether it is of the same run and text, however long that was read."""
+    try:
+        found = study_from_json(read_json(path))
+    except (OSError, ValueError):
+        return False
+    return (found.run, found.settings, found.data_sha256) == (
+        study.run,
+        study.settings,
+        study.data_sha256,
+    )
+
+
+def _taken(path: Path, study: RecallStudy, rule: str) -> ConfigError:
+    return ConfigError(
+        "records",
+        str(path),
+        f"cannot take the study of {study.run}: {rule}",
+        "Give the studies one by one, or another folder for the records.",
+    )
