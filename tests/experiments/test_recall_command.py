@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from airmoe import ConfigError, files
+from airmoe import ConfigError, cli, files
 from airmoe.experiments.recall_study import command
 from airmoe.experiments.recall_study.command import measure_run
 from airmoe.experiments.recall_study.reading import study_from_json
 from airmoe.experiments.recall_study.record import RecallStudy
-from airmoe.experiments.recall_study.states import evenly
 from airmoe.experiments.report import write_report
 from airmoe.experiments.report.reading import read_everything
 from airmoe.experiments.report.study_records import plan_studies
 from airmoe.experiments.report.words import ROW_FIELDS, filled, named_runs
 from airmoe.files import read_json, write_json
-from airmoe.training.load import load_trained
 from airmoe.training.run_folder import open_run
 from tests.experiments.report_toys import write_run
 from tests.training.command import airmoe, assert_one_line
@@ -93,6 +92,13 @@ def test_the_file_goes_into_the_run_and_is_replaced(folder: Path, tmp_path: Path
     assert [one.tokens for one in record.studies] == [96] and len(record.runs) == 1
 
 
+def test_the_command_measures_as_much_as_the_function() -> None:
+    """The command repeats these numbers: importing them would make --help slow."""
+    asked = signature(cli.recall).parameters
+    assert asked["fit_tokens"].default == command.FIT_TOKENS
+    assert asked["tokens"].default == command.TOKENS
+
+
 def test_a_table_is_shown_even_if_it_cannot_be_written(folder: Path, tmp_path: Path) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "full")
@@ -125,25 +131,6 @@ def test_a_terminal_gets_a_bar(folder: Path, tmp_path: Path) -> None:
     )
     assert outcome.code == 0
     assert "layer 1: text" in outcome.err and "layer 1: coarse stages" in outcome.err
-
-
-def test_states_are_those_the_router_sees_all_over_the_text(folder: Path) -> None:
-    trained = load_trained(folder / "air")
-    text = command._open_text(trained, None, 10**9, 512)
-    assert text.fit_tokens == len(text.train) * 32  # fewer where the text has fewer
-    numbers = evenly(text.validation, 512)
-    assert len(numbers) == 16 and numbers[0] == 0 and numbers == sorted(set(numbers))
-    assert numbers[-1] >= len(text.validation) * 15 // 16
-    router = command._air_routers(trained)["1"]
-    read: list[int] = []
-    states = command.router_states(trained, router, text.validation, 512, read.append)
-    assert sum(read) == 512 and states.shape == (512, 32) and states.dtype == torch.float32
-    seen: list[torch.Tensor] = []
-    hook = router.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
-    with torch.no_grad():
-        trained.model(input_ids=text.validation[numbers[3]]["input_ids"].unsqueeze(0))
-    hook.remove()
-    assert torch.allclose(states[96:128], seen[0], atol=1e-5)
 
 
 def test_every_layer_is_measured(folder: Path, tmp_path: Path) -> None:
