@@ -156,7 +156,7 @@ def write_study(file: Path, run: str, config: RunConfig) -> None:
         for size, share in ((64, 0.5), (128, 0.7125))
     ]
     layer = {"layer": "1", "num_experts": 4096, "top_k": 16, "shortlist_size": 128, "rows": rows}
-    about = {"data_sha256": HASH, "versions": VERSIONS, "git": {}, "machine": MACHINE}
+    about = {"data": None, "data_sha256": HASH, "versions": VERSIONS, "git": {}, "machine": MACHINE}
     numbers = {"seed": 0, "fit_tokens": 8192, "tokens": 1024, "layers": [layer]}
     head = {"kind": "recall", "format": 1, "run": run, "checkpoint": "checkpoint-360"}
     write_json(file, head | {"config": config.to_json()} | about | numbers)

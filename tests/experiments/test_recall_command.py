@@ -20,6 +20,8 @@ from airmoe.experiments.recall_study.command import measure_run
 from airmoe.experiments.recall_study.reading import study_from_json
 from airmoe.experiments.recall_study.record import RecallStudy
 from airmoe.experiments.report import write_report
+from airmoe.experiments.report.coarse_stages import study_blocks
+from airmoe.experiments.report.document import Paragraph
 from airmoe.experiments.report.reading import read_everything
 from airmoe.experiments.report.study_records import plan_studies
 from airmoe.experiments.report.words import ROW_FIELDS, filled, named_runs
@@ -133,6 +135,15 @@ def test_a_terminal_gets_a_bar(folder: Path, tmp_path: Path) -> None:
     assert "layer 1: text" in outcome.err and "layer 1: coarse stages" in outcome.err
 
 
+def test_another_text_is_named(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "tokens", tmp_path / "others")
+    found = measure_run(folder / "air", tmp_path / "others", fit_tokens=64, tokens=32)
+    assert found.data == "others"
+    about = next(block for block in study_blocks([found]) if isinstance(block, Paragraph))
+    assert f"of the training text: others, data hash {found.data_sha256[:12]}; " in about.text
+    assert about.text.endswith("airmoe recall RUN --data others --fit-tokens 64 --tokens 32")
+
+
 def test_every_layer_is_measured(folder: Path, tmp_path: Path) -> None:
     found = measure_run(folder / "layers", fit_tokens=512, tokens=256)
     first, second = found.layers
@@ -218,6 +229,9 @@ def test_a_report_has_the_table(results: Path, study: RecallStudy, tmp_path: Pat
     shares = " | ".join(f"{row.overlap:.3f}" for row in used)
     unlisted = f"{100 * used[1].unlisted_experts:.1f}"
     cosine = f"{used[1].cosine:.3f}"
+    assert "| ranked by use, one batch's tokens (32) | 8 | 1 |" in section  # steps of 256
+    assert "Training tokens per cell with 8 codewords: 256 on average." in section
+    assert f": text.txt from tokens, data hash {study.data_sha256[:12]}; " in section
     assert f"| ranked by use | 8 | 1 | {shares} | {unlisted} | {cosine} | – | – |" in section
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert '<h2 id="recall-1">' in page and "ranked by use" in page
@@ -297,5 +311,7 @@ def test_words_quote_the_rows(results: Path, study: RecallStudy) -> None:
     for wrong in ("own-g8-m16-p1 perplexity", "used-g8-m16-p1 products_every_step"):
         with pytest.raises(ConfigError, match="has no p"):
             filled(f"{{recall/{wrong}}}", runs)
+    with pytest.raises(ConfigError, match=f", .* and {len(runs) - 12} more. Correct"):
+        filled("{recall/own overlap}", runs)
     page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
     assert all(f"`{field}`" in page for field in ROW_FIELDS)

@@ -107,7 +107,7 @@ def test_which_stages_are_measured() -> None:
     assert [(r.stage, r.num_codewords, r.probes) for r in rows[::5]] == [
         *(("own", 8, 1), ("own", 8, 2), ("own", 8, 4)),
         *(("fitted", 2, 1), ("fitted", 4, 1), ("fitted", 8, 1)),
-        *(("pooled_spread", 8, 1), ("cell_spread", 8, 1), ("used", 8, 1), ("used_16", 8, 1)),
+        *(("pooled_spread", 8, 1), ("cell_spread", 8, 1), ("used", 8, 1), ("used_batch", 8, 1)),
         ("fitted", 16, 1),  # twice as many would have 2 tokens each to fit
     ]
     few = study_of(trained_router(num_codewords=3, shortlist_size=60, top_k=40))
@@ -121,7 +121,7 @@ def test_costs_are_those_of_the_suite_where_they_are_known() -> None:
     assert two.products_every_step == 8 * (2 + 0.5) + 3 * 2 * 24
     assert two.products_every_16_steps == 8 * (2 + 0.5 / 16) + 3 * 2 * 24
     assert rows["fitted-g32-m6-p1"].products_every_step == 32 * 2.5 + 3 * 6
-    for stage in ("pooled_spread", "cell_spread", "used", "used_16"):
+    for stage in ("pooled_spread", "cell_spread", "used", "used_batch"):
         row = rows[f"{stage}-g8-m12-p1"]
         assert row.products_every_step is None and row.products_every_16_steps is None
     all_listed = measured(study_of(trained_router(list_all=True), tokens_per_step=192))[1]
@@ -134,6 +134,23 @@ def test_a_static_codebook_does_not_claim_the_cost_of_one_that_moves() -> None:
             assert row.products_every_step is None and row.products_every_16_steps is None
         else:
             assert (row.products_every_step is None) == (row.stage != "fitted")
+
+
+def test_a_batch_has_as_many_tokens_per_cell_as_a_step_on_average(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def by_soft_use(cells: CellTokens, *_: object, tokens: int) -> Tensor:
+        asked.append(tokens)
+        return torch.arange(24).expand(cells.num_cells, 24)
+
+    monkeypatch.setattr(rankings, "by_soft_use", by_soft_use)
+    for step in (512, 8 * 3 + 7, 5):
+        study = study_of(trained_router(), tokens_per_step=step)
+        (stage,) = (one for one in study.stages() if one.stage == "used_batch")
+        study.rows(stage)
+    assert asked == [64, 3, 1]
 
 
 def test_more_candidates_and_probes_never_find_less() -> None:

@@ -42,9 +42,10 @@ class CellTokens:
 def cell_tokens(codebook: Codebook, hidden: Tensor) -> CellTokens:
     """hidden [T, D] by nearest codeword."""
     codeword_ids = codebook.assign(hidden)
-    sums, counts = _sums(hidden, codeword_ids, codebook.num_codewords)
+    found = _sums(hidden, codeword_ids, codebook.num_codewords)
+    counts = found.counts
     means = torch.where(
-        (counts > 0).unsqueeze(1), sums / counts.clamp_min(1).unsqueeze(1), codebook.codewords
+        (counts > 0).unsqueeze(1), found.sums / counts.clamp_min(1).unsqueeze(1), codebook.codewords
     )
     return CellTokens(
         hidden=hidden,
@@ -84,7 +85,7 @@ def cell_spread(cells: CellTokens, pooled: Spread) -> Spread:
     squares = torch.zeros_like(cells.means)
     for hidden, codeword_ids in _token_parts(cells):
         rest = (hidden - cells.means[codeword_ids]) @ pooled.basis
-        squares += _sums(rest.square(), codeword_ids, cells.num_cells)[0]
+        squares += _sums(rest.square(), codeword_ids, cells.num_cells).sums
     own = squares / cells.counts.clamp_min(1).unsqueeze(1)
     return Spread(pooled.basis, OWN_WEIGHT * own + (1 - OWN_WEIGHT) * pooled.variances)
 
@@ -97,8 +98,16 @@ def _token_parts(cells: CellTokens) -> zip[tuple[Tensor, Tensor]]:
     )
 
 
-def _sums(rows: Tensor, codeword_ids: Tensor, num_codewords: int) -> tuple[Tensor, Tensor]:
-    """Sums [G, D] and counts [G] by codeword, in an order that does not vary on a GPU."""
+@dataclass(frozen=True)
+class CellSums:
+    """Of rows, by codeword."""
+
+    sums: Tensor  # [G, D]
+    counts: Tensor  # [G]
+
+
+def _sums(rows: Tensor, codeword_ids: Tensor, num_codewords: int) -> CellSums:
+    """In an order that does not vary on a GPU."""
     valid = torch.ones_like(codeword_ids, dtype=torch.bool)
     summed = codeword_sums(rows, valid, codeword_ids, num_codewords, spherical=False)
-    return summed[:, :-1], summed[:, -1]
+    return CellSums(summed[:, :-1], summed[:, -1])

@@ -14,11 +14,16 @@ from airmoe.config import check_count
 from airmoe.data import Prepared, open_prepared
 from airmoe.data.blocks import BlockDataset
 from airmoe.errors import ConfigError
+from airmoe.experiments.portable import portable
 from airmoe.experiments.recall_study.reading import is_study
-from airmoe.experiments.recall_study.record import LayerRows, RecallStudy, Row
+from airmoe.experiments.recall_study.record import (
+    LayerRows,
+    RecallStudy,
+    Row,
+    step_tokens,
+)
 from airmoe.experiments.recall_study.states import evenly, router_states
 from airmoe.experiments.recall_study.study import LEAST_TOKENS, LayerStudy
-from airmoe.experiments.report.run_reading import portable
 from airmoe.files import read_json
 from airmoe.routers import AirRouter, Router
 from airmoe.training.load import Trained, check_same_tokenizer, load_trained
@@ -28,6 +33,7 @@ from airmoe.training.watch import layer_of
 
 FIT_TOKENS = 262_144
 TOKENS = 16_384
+SEED = 0  # of the fitted codebooks
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,6 @@ def measure_run(
     *,
     fit_tokens: int = FIT_TOKENS,
     tokens: int = TOKENS,
-    seed: int = 0,
     console: Console | None = None,
 ) -> RecallStudy:
     """Measure every AIR router of a run's best checkpoint; the console gets a progress bar."""
@@ -66,7 +71,7 @@ def measure_run(
                 num_experts=router.config.num_experts,
                 top_k=router.config.top_k,
                 shortlist_size=router.config.shortlist_size,
-                rows=_measure(trained, router, layer, text, seed, progress),
+                rows=_measure(trained, router, layer, text, progress),
             )
             for layer, router in routers.items()
         ]
@@ -74,11 +79,12 @@ def measure_run(
         run=run.resolve().name,
         checkpoint=trained.checkpoint.name,
         config=portable(trained.run.config.to_json()),
+        data=None if data is None else data.resolve().name,
         data_sha256=data_sha256(text.prepared),
         versions=versions(),
         git=git_state(),
         machine=machine(),
-        seed=seed,
+        seed=SEED,
         fit_tokens=text.fit_tokens,
         tokens=text.tokens,
         layers=layers,
@@ -120,10 +126,9 @@ def _try_writing(path: Path) -> None:
 
 
 def _measure(
-    trained: Trained, router: AirRouter, layer: str, text: Text, seed: int, progress: Progress
+    trained: Trained, router: AirRouter, layer: str, text: Text, progress: Progress
 ) -> list[Row]:
     """One layer; its states are read anew, because those of all layers may not fit."""
-    options = trained.run.config
     reading = progress.add_task(f"layer {layer}: text", total=text.fit_tokens + text.tokens)
 
     def states(blocks: BlockDataset, count: int) -> Tensor:
@@ -135,8 +140,8 @@ def _measure(
         router,
         states(text.train, text.fit_tokens),
         states(text.validation, text.tokens),
-        tokens_per_step=options.training.batch_size * options.data.block_size,
-        seed=seed,
+        tokens_per_step=step_tokens(trained.run.config),
+        seed=SEED,
     )
     stages = study.stages()
     measuring = progress.add_task(f"layer {layer}: coarse stages", total=len(stages))

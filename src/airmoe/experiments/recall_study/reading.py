@@ -147,6 +147,7 @@ STUDY: dict[str, Check] = {
     "run": _text,
     "checkpoint": _text,
     "config": _config,
+    "data": _or_none(_text),
     "data_sha256": _text,
     "versions": _object,
     "git": _object,

@@ -11,7 +11,16 @@ FORMAT = 1
 KIND = "recall"
 FILE = "recall.json"  # in the folder of a run, unless asked otherwise
 
-Stage = Literal["own", "fitted", "pooled_spread", "cell_spread", "used", "used_16"]
+Stage = Literal["own", "fitted", "pooled_spread", "cell_spread", "used", "used_batch"]
+
+
+def step_tokens(run: RunConfig) -> int:
+    return run.training.batch_size * run.data.block_size
+
+
+def batch_tokens(tokens_per_step: int, num_codewords: int) -> int:
+    """Of each cell in `used_batch`: as many as it has in one training step on average."""
+    return max(1, tokens_per_step // num_codewords)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +74,7 @@ class RecallStudy:
     run: str
     checkpoint: str
     config: dict[str, Any]
+    data: str | None  # name of the prepared text where it is not the run's own
     data_sha256: str
     versions: dict[str, str]
     git: dict[str, Any]
@@ -77,6 +87,10 @@ class RecallStudy:
     @property
     def settings(self) -> RunConfig:
         return RunConfig.from_json(self.config)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return step_tokens(self.settings)
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": KIND, "format": FORMAT, **asdict(self)}

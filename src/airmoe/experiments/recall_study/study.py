@@ -17,7 +17,7 @@ from airmoe.experiments.recall_study.cells import (
     pooled_spread,
 )
 from airmoe.experiments.recall_study.overlap import exact_choices, overlaps
-from airmoe.experiments.recall_study.record import Row, Stage
+from airmoe.experiments.recall_study.record import Row, Stage, batch_tokens
 from airmoe.experiments.suites.recall import Coarse
 from airmoe.kernels.codeword_sums import directions
 from airmoe.kernels.inverse_norms import unit_rows
@@ -29,7 +29,6 @@ EIGHTHS_OF_SIZE = (4, 8, 12, 13, 16)  # of the run's M
 PROBES = (1, 2, 4)
 QUARTERS_OF_CODEWORDS = (1, 2, 4, 8, 16, 32)  # of the run's G
 LEAST_TOKENS = 4  # per codeword of a fitted codebook
-BATCH_TOKENS = 16  # per codeword: about one training batch
 SELDOM = 16  # steps between two buildings of the lists, where they live long
 
 
@@ -59,6 +58,7 @@ class LayerStudy:
         config = router.config
         self.router, self.config, self.seed = router, config, seed
         self.fit, self.held_out = fit, held_out  # [T, D] each
+        self.tokens_per_step = tokens_per_step
         self.refresh_share = config.num_experts / tokens_per_step
         centroids = router.centroids.detach().float()
         self.experts = unit_rows(centroids) if config.normalize_centroids else centroids  # [E, D]
@@ -96,6 +96,7 @@ class LayerStudy:
         cells = cache(lambda: cell_tokens(codebook(), self.fit))
         pooled = cache(lambda: pooled_spread(cells()))
         asked = (self.experts, self.config.top_k, self.sizes[-1])
+        few = batch_tokens(self.tokens_per_step, self.config.num_codewords)
 
         def spread(of: Callable[[], Spread]) -> Callable[[], Tensor]:
             return lambda: rankings.by_spread(cells(), of(), *asked)
@@ -104,7 +105,7 @@ class LayerStudy:
             "pooled_spread": spread(pooled),
             "cell_spread": spread(lambda: cell_spread(cells(), pooled())),
             "used": lambda: rankings.by_use(cells(), *asked),
-            "used_16": lambda: rankings.by_soft_use(cells(), pooled(), *asked, tokens=BATCH_TOKENS),
+            "used_batch": lambda: rankings.by_soft_use(cells(), pooled(), *asked, tokens=few),
         }
         for stage, lists in makers.items():
             yield CoarseStage(stage, codebook, lists, priced=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from airmoe.experiments.recall_study.record import RecallStudy
 from airmoe.experiments.report.record import Run
 
 
@@ -27,7 +28,7 @@ KNOWN = {
 WITHOUT_HASH = {"wikipedia-10m": Text(f"10 M tokens of the {WIKIPEDIA}")}
 
 
-def known_text(run: Run) -> Text | None:
+def known_text(run: Run | RecallStudy) -> Text | None:
     """What is known of the text of a run."""
     if run.data_sha256 is not None:
         return KNOWN.get(run.data_sha256)
@@ -35,10 +36,12 @@ def known_text(run: Run) -> Text | None:
     return WITHOUT_HASH.get(Path(folder).name) if folder is not None else None
 
 
-def corpus_title(run: Run) -> str:
+def corpus_title(run: Run | RecallStudy) -> str:
     """The known name, or corpus and folder as they were given."""
     if (text := known_text(run)) is not None:
         return text.title
+    if isinstance(run, RecallStudy) and run.data is not None:
+        return run.data
     data = run.config["data"]
     corpus = Path(data["corpus"]).name
     if data["folder"] is not None:  # its text need not have come from data.corpus

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from airmoe.experiments.portable import portable
 from airmoe.experiments.report.names import method_of
 from airmoe.experiments.report.record import (
     EVALUATION_FIELDS,
@@ -14,8 +14,6 @@ from airmoe.experiments.report.record import (
     curve,
     number,
 )
-
-PATHS = ("corpus", "folder", "validation", "tokenizer")  # options of data that may be paths
 
 
 @dataclass(frozen=True)
@@ -90,12 +88,3 @@ def _timed(line: dict[str, Any], start: float) -> dict[str, Any]:
     if (seconds := number(line.get("training_seconds"))) is not None:
         return line | {"seconds": seconds - start}
     return line | {"seconds": line.get("seconds")}
-
-
-def portable(config: dict[str, Any]) -> dict[str, Any]:
-    """Without the folders of one machine: of an absolute path only the name stays."""
-    data = {
-        key: Path(value).name if key in PATHS and str(value).startswith("/") else value
-        for key, value in config["data"].items()
-    }
-    return config | {"data": data}

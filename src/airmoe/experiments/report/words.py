@@ -86,6 +86,7 @@ ROW_FIELDS = {
     "products_every_step": Field(read=lambda row: row.products_every_step, write=plain(0)),
     "products_every_16_steps": Field(read=lambda row: row.products_every_16_steps, write=plain(0)),
 }
+MOST_NAMES = 12
 COMPARABLE = ({"perplexity", "test perplexity"},)  # besides a field with itself
 
 
@@ -162,15 +163,20 @@ def _value(operand: str, placeholder: str, runs: Mapping[str, Run | Row]) -> Val
             placeholder, f"must be RUN FIELD with a field of {', '.join(FIELDS | ROW_FIELDS)}"
         )
     if name not in runs:
-        raise _wrong(
-            placeholder, f"must name one of the runs {', '.join(sorted(runs)) or '(none)'}"
-        )
+        raise _wrong(placeholder, f"must name one of the runs {_listed(sorted(runs)) or '(none)'}")
     run = runs[name]
     known = (ROW_FIELDS if isinstance(run, Row) else FIELDS).get(field)
     number = None if known is None else known.read(run)
     if known is None or number is None:
         raise _wrong(placeholder, f"cannot be written, because {name} has no {field}")
     return Value(field, known, number)
+
+
+def _listed(names: list[str]) -> str:
+    """A dozen at most: a study alone has a hundred rows."""
+    more = len(names) - MOST_NAMES
+    shown = ", ".join(names[:MOST_NAMES])
+    return shown if more <= 0 else f"{shown} and {more} more"
 
 
 def _wrong(placeholder: str, rule: str) -> ConfigError:
