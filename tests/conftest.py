@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import zlib
 from collections.abc import Iterator
 
@@ -15,6 +16,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Without a GPU Triton's interpreter runs the kernels; it must be told before Triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# A shell lets what it starts in the background ignore Ctrl-C, and processes of the tests would too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class TorchRandom:
