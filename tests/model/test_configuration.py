@@ -67,6 +67,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"experts": "huge"}, "model.experts"),
     ({"expert_activation": "sine"}, "model.expert_activation"),
     ({"moe_post_norm": None}, "model.moe_post_norm"),
+    ({"moe_post_norm_gain": 0.0}, "model.moe_post_norm_gain"),
     ({"moe_layers": [3]}, "model.moe_layers"),
     ({"moe_layers": [-1]}, "model.moe_layers"),
     ({"moe_layers": [1, 1]}, "model.moe_layers"),

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 import airmoe
-from airmoe.model import AirMoeForCausalLM, AirMoeModel
+from airmoe.model import AirMoeForCausalLM, AirMoeModel, draw_weights
 from tests.model.common import VARIANTS, batch, build, config_of, learn_a_little
 from tests.state.common import assert_same, snapshot
 
@@ -153,6 +153,22 @@ def test_initial_values() -> None:
         torch.testing.assert_close(weight.std(), torch.tensor(std), rtol=0.1, atol=0.0)
     torch.testing.assert_close(layer.router.keys.norm(dim=-1), torch.ones(2, 2, 20))
     assert (layer.post_norm.weight == 1).all() and (layer.post_norm.bias == 0).all()
+
+
+@pytest.mark.parametrize("post_norm", ["layernorm", "none"])
+def test_gain_of_the_post_norm(post_norm: str, tmp_path: Path) -> None:
+    model = build("air", moe_post_norm=post_norm, moe_post_norm_gain=0.25)
+    gain = "model.layers.1.mlp.post_norm.weight"
+    if post_norm == "none":
+        assert gain not in model.state_dict()
+        return
+    assert (model.get_parameter(gain) == 0.25).all()
+    torch.nn.init.constant_(model.get_parameter(gain), 0.5)  # as if learned
+    model.save_pretrained(tmp_path)
+    loaded: Any = AirMoeForCausalLM.from_pretrained(tmp_path)
+    assert (loaded.get_parameter(gain) == 0.5).all()
+    draw_weights(model, seed=1)
+    assert (model.get_parameter(gain) == 0.25).all()
 
 
 @pytest.mark.parametrize(

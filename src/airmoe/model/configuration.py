@@ -71,6 +71,7 @@ class AirMoeConfig(LlamaConfig):
     expert_activation: Activation = "swiglu"
     moe_layers: list[int] | None = None  # None: the middle layer; []: a dense model
     moe_post_norm: PostNorm = "layernorm"
+    moe_post_norm_gain: float = 1.0  # what its weights start with
     load_balance_weight: float = 5e-5
     shortlist_balance_weight: float = 0.0
     router_z_weight: float = 0.0
@@ -104,6 +105,7 @@ class AirMoeConfig(LlamaConfig):
             check_count(f"model.{name}", getattr(self, name))
         for name in ("load_balance_weight", "shortlist_balance_weight", "router_z_weight"):
             check_number(f"model.{name}", getattr(self, name))
+        check_number("model.moe_post_norm_gain", self.moe_post_norm_gain, strict=True)
         if self.num_attention_heads % (self.num_key_value_heads or 1):
             raise ConfigError(
                 "model.num_key_value_heads",

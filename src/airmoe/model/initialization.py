@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from airmoe.model.configuration import AirMoeConfig
@@ -21,7 +21,7 @@ from airmoe.routers.shortlists import ShortlistCache
 
 @torch.no_grad()
 def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
-    """Give a router, its parts, experts or an embedding their starting values; else False.
+    """Give what transformers does not know its starting values; else False.
 
     Experts start like the model's other matrices. A layer on its own prefers outputs of unit
     variance, but then the down rows are of size 1, which AdamW at 3e-4 cannot turn in thousands of
@@ -30,8 +30,14 @@ def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
     Embeddings start with rows of norm 1, because the first steps push the outputs of all layers in
     one common direction, which would drown rows of norm 0.3.
     """
+    if isinstance(module, nn.LayerNorm):  # the post-norm; the decoder's own norms are of RMS
+        if not _is_loaded(module.weight):
+            nn.init.constant_(module.weight, config.moe_post_norm_gain)
+        if not _is_loaded(module.bias):
+            nn.init.zeros_(module.bias)
+        return True
     if isinstance(module, nn.Embedding):
-        if not getattr(module.weight, "_is_hf_initialized", False):
+        if not _is_loaded(module.weight):
             nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
         return True
     if isinstance(module, ShortlistCache):
@@ -45,7 +51,7 @@ def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
     loaded = [
         (tensor, tensor.clone())
         for tensor in (*module.parameters(), *module.buffers())
-        if getattr(tensor, "_is_hf_initialized", False)
+        if _is_loaded(tensor)
     ]
     if experts:
         for weight in module.parameters():
@@ -55,6 +61,10 @@ def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
     for tensor, value in loaded:
         tensor.copy_(value)
     return True
+
+
+def _is_loaded(tensor: Tensor) -> bool:
+    return getattr(tensor, "_is_hf_initialized", False)
 
 
 @torch.no_grad()

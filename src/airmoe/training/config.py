@@ -36,6 +36,7 @@ MODEL_OPTIONS = (
     "expert_activation",
     "moe_layers",
     "moe_post_norm",
+    "moe_post_norm_gain",
     "load_balance_weight",
     "shortlist_balance_weight",
     "router_z_weight",
