@@ -106,6 +106,34 @@ def made_up_gpu_report() -> dict[str, Any]:
     }
 
 
+def made_up_steps(*ways: tuple[str, str, float]) -> dict[str, Any]:
+    return {
+        "shape": {"size": "small"},
+        "shape_text": "small, 64 x 256 tokens",
+        "results": [
+            {
+                "key": key, "name": key, "role": role, "status": "timed", "total_ms": [ms],
+                "work": {"tokens_per_second": [1000 / ms]},
+            }
+            for key, role, ms in ways
+        ],
+    }  # fmt: skip
+
+
+def test_gpu_block_says_what_the_mixture_takes_of_a_step(tmp_path: Path) -> None:
+    (tmp_path / "paper.json").write_text(json.dumps(made_up_gpu_report()), encoding="utf-8")
+    eager, graph = ("eager", "air", 50.0), ("compiled-graph", "air", 20.0)
+    dense = ("dense", "dense", 15.0)
+    for ways, end in (
+        ((eager, graph, dense), "Routing and experts are 25 % of such a step, 5.0 of 20.0 ms."),
+        ((eager, graph), "tokens per second: compiled-graph, 50; eager, 20."),
+    ):
+        step = json.dumps(made_up_steps(*ways))
+        (tmp_path / "step-text.json").write_text(step, encoding="utf-8")
+        found = draw_speed.block(tmp_path)
+        assert found.endswith(end) and "dense" not in found
+
+
 def test_gpu_block_names_the_fastest_baseline(tmp_path: Path) -> None:
     assert "Not measured yet" in draw_speed.block(tmp_path)
     report = made_up_gpu_report()

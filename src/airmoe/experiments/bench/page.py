@@ -118,11 +118,24 @@ def _apart(result: Content, what: str) -> str:
 
 
 def _step(content: Content) -> str:
-    ways = sorted(timed(content), key=_speed, reverse=True)
+    ways = sorted((way for way in timed(content) if way["role"] == "air"), key=_speed, reverse=True)
     speeds = "; ".join(f"{way['name']}, {_speed(way):,.0f}" for way in ways)
     return (
         f"Whole training steps of `{content['shape']['size']}` "
         f"({content['shape_text'].split(', ', 1)[1]}), tokens per second: {speeds}."
+        f"{_share_of_mixture(content)}"
+    )
+
+
+def _share_of_mixture(content: Content) -> str:
+    """What a captured step saves, where a plain layer takes the mixture's place."""
+    steps = [timed(content, key) for key in ("compiled-graph", "dense")]
+    if not all(steps):
+        return ""
+    with_experts, without = (median(step[0]["total_ms"]) for step in steps)
+    return (
+        f" Routing and experts are {100 * (1 - without / with_experts):.0f} % of such a step, "
+        f"{with_experts - without:.1f} of {with_experts:.1f} ms."
     )
 
 
