@@ -25,7 +25,7 @@ def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
 
     Experts start like the model's other matrices. A layer on its own prefers outputs of unit
     variance, but then the down rows are of size 1, which AdamW at 3e-4 cannot turn in thousands of
-    steps, and the post-norm makes their scale meaningless anyway.
+    steps.
 
     Embeddings start with rows of norm 1, because the first steps push the outputs of all layers in
     one common direction, which would drown rows of norm 0.3.
