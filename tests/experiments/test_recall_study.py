@@ -25,8 +25,8 @@ from airmoe.experiments.recall_study.overlap import exact_choices, overlaps
 from airmoe.experiments.recall_study.record import Row
 from airmoe.experiments.recall_study.study import LayerStudy
 from airmoe.metrics import routing_quality
-from airmoe.moe.swap.trials import k_means
 from airmoe.routers.codebook import Codebook
+from airmoe.routers.k_means import k_means
 
 EXPERTS, DIM, TOP_K, CODEWORDS, SIZE = 96, 16, 4, 8, 12
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.codeword_sums import codeword_sums
-from airmoe.moe.swap.trials import k_means
 from airmoe.routers.codebook import Codebook
+from airmoe.routers.k_means import k_means
 
 PASSES = 12
 TOKENS_AT_A_TIME = 1 << 16

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ from airmoe.moe.swap.codebook import ScaledCodebook
 from airmoe.moe.swap.layers import Layer
 from airmoe.moe.swap.report import Trial, products
 from airmoe.routers.codebook import Codebook
+from airmoe.routers.k_means import k_means
 
 CHUNK_ELEMENTS = 1 << 23  # of the exact logits held at a time
 FEW_EXPERTS = 64  # up to here every size of shortlist is tried
@@ -33,18 +33,6 @@ def fit(layer: Layer, hidden: Tensor, num_codewords: int, passes: int, seed: int
     codebook = k_means(lambda: layer.new_codebook(num_codewords), hidden, passes, seed)
     if isinstance(codebook, ScaledCodebook):
         codebook.measure_scales(hidden)
-    return codebook
-
-
-def k_means(new: Callable[[], Codebook], hidden: Tensor, passes: int, seed: int) -> Codebook:
-    """k-means on hidden [T, D]: what `new` makes, learned in whole passes."""
-    with torch.random.fork_rng(devices=[]), torch.device(hidden.device):
-        torch.manual_seed(seed)
-        codebook = new()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its advice is about micro-batches of training
-        for _ in range(passes):
-            codebook.update(hidden)
     return codebook
 
 
