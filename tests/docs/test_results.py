@@ -50,6 +50,15 @@ def test_every_result_file_is_read() -> None:
     assert len(record.runs) + len(record.studies) >= len(files) > 0
 
 
+def test_the_presets_are_those_of_the_records() -> None:
+    """Otherwise a new run would be another row than the same run before, and refused its file."""
+    runs = read_everything([ROOT / "results" / "wikipedia" / "main"]).runs
+    assert len(runs) >= 5
+    for run in runs:
+        assert run.variant is not None
+        assert run.settings.model == preset("small", run.variant).model, run.name
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results that are hoped for, at toy size, drawn by the script."""

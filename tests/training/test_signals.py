@@ -50,7 +50,12 @@ def renamed(run: Path) -> None:
 
 
 def send(
-    number: int, owner: Any, name: str, now: Callable[..., bool], times: int = 1
+    number: int,
+    owner: Any,
+    name: str,
+    now: Callable[..., bool],
+    times: int = 1,
+    pause: float = 0.01,
 ) -> Callable[[], None]:
     """Signal this process at a call of `owner.name`."""
 
@@ -61,7 +66,7 @@ def send(
             if now(*arguments, **named):
                 for _ in range(times):
                     os.kill(os.getpid(), number)
-                    time.sleep(0.01)
+                    time.sleep(pause)
             return original(*arguments, **named)
 
         setattr(owner, name, replaced)
@@ -96,6 +101,12 @@ def before_step(number: int, step: int) -> Callable[[], None]:
             TERMINATED,
             5,
             id="inside an evaluation",
+        ),
+        pytest.param(
+            send(signal.SIGTERM, AirMoeTrainer, "compute_loss", kills.nth(3), times=2),
+            TERMINATED,
+            2,
+            id="twice at once, as by timeout",
         ),
     ],
 )
@@ -149,7 +160,8 @@ def test_the_second_signal_does_not_wait(plain: tuple[RunConfig, Path], tmp_path
     config, _ = plain
     for number, code in ((signal.SIGINT, INTERRUPTED), (signal.SIGTERM, -signal.SIGTERM)):
         run = tmp_path / f"run-{number}"
-        patch = send(number, AirMoeTrainer, "compute_loss", kills.nth(3), times=2)
+        pause = 1.2 * callbacks.ECHO_SECONDS
+        patch = send(number, AirMoeTrainer, "compute_loss", kills.nth(3), times=2, pause=pause)
         outcome = airmoe("train", "tiny", *assignments(config), "--run", run, patch=patch)
         assert outcome.code == code
         assert checkpoints(run) == []

@@ -20,6 +20,8 @@ from airmoe.training.trainer import AirMoeTrainer
 Line = dict[str, Any]
 # Of a process that compiles or captures: the first is watched, then compilers and graphs start.
 STARTING_STEPS = 8
+# `timeout` and batch systems signal a process and its group, so that it hears one wish twice.
+ECHO_SECONDS = 0.5
 
 
 class Recorder(TrainerCallback):
@@ -152,13 +154,14 @@ class Restore(TrainerCallback):
 
 
 class StopOnSignal(TrainerCallback):
-    """Ctrl-C or a polite kill: finish the step, write a checkpoint, stop. A second one kills.
+    """Ctrl-C or a polite kill: finish the step, write a checkpoint, stop. A later one kills.
 
     One process only: several would have to agree on the step, and the checkpoint before is exact.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._received_at = 0.0
         self._before: dict[int, Any] = {}
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -166,8 +169,11 @@ class StopOnSignal(TrainerCallback):
             self._before[number] = signal.signal(number, self._receive)
 
     def _receive(self, number: int, _: FrameType | None) -> None:
-        self.received = number
-        self.restore()
+        if self.received is None:
+            self.received, self._received_at = number, time.monotonic()
+        elif time.monotonic() - self._received_at > ECHO_SECONDS:
+            self.restore()
+            signal.raise_signal(number)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

@@ -41,6 +41,9 @@ MODEL_OPTIONS = (
     "shortlist_balance_weight",
     "router_z_weight",
 )
+# Younger than the first committed records, and so named only where it is not the default: runs
+# without it stay the same runs.
+LATER_OPTIONS = ("moe_post_norm_gain",)
 
 LLAMA_COUNTS = (
     "hidden_size",
@@ -247,6 +250,9 @@ def model_options(config: AirMoeConfig) -> dict[str, Any]:
     options = {name: getattr(config, name) for name in MODEL_OPTIONS if name != "vocab_size"}
     if options["moe_layers"] == [config.num_hidden_layers // 2]:
         options["moe_layers"] = None  # the middle one, also when the depth is overridden
+    for name in LATER_OPTIONS:
+        if options[name] == getattr(AirMoeConfig, name):
+            del options[name]
     return options
 
 
