@@ -9,15 +9,18 @@ words.py of the report): a test compares. Figures need the extra `plot`.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from airmoe.experiments.marked import with_part
+from airmoe.experiments.recall_study.record import Row
 from airmoe.experiments.report.contents import INTRODUCTION, Report, make_report
 from airmoe.experiments.report.document import Block, Heading, Paragraph
 from airmoe.experiments.report.markdown import markdown_blocks
 from airmoe.experiments.report.reading import NEVER_RUNS, read_all
 from airmoe.experiments.report.readme import readme_block
+from airmoe.experiments.report.record import Run
 from airmoe.experiments.report.words import filled, named_runs
 
 ROOT = Path(__file__).parents[1]
@@ -56,17 +59,20 @@ def sections(root: Path = ROOT) -> list[Section]:
     """Everything committed."""
     folders = [path for path in (root / "results").iterdir() if path.is_dir()]
     folders = [path for path in folders if path.name not in NEVER_RUNS]
+    named = named_runs(root / "results")
     return [
-        _section(path)
+        _section(path, named)
         for path in sorted(folders, key=lambda one: (one.name not in FIRST, one.name))
     ]
 
 
-def _section(folder: Path) -> Section:
-    file = folder / "words.md"
+def _section(folder: Path, named: Mapping[str, Run | Row]) -> Section:
+    """Its words call its own runs main/..., those of other sections wikipedia/main/..."""
+    file, inside = folder / "words.md", f"{folder.name}/"
     words = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+    own = {name.removeprefix(inside): run for name, run in named.items() if name.startswith(inside)}
     report = make_report(read_all([folder]))
-    return Section(folder.name, filled(words, named_runs(folder)), report)
+    return Section(folder.name, filled(words, {**named, **own}), report)
 
 
 def page(made: list[Section]) -> str:
