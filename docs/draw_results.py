@@ -2,8 +2,8 @@
 `python docs/draw_results.py`.
 
 Reads everything under results/, a section per folder: what `airmoe report --records` wrote, and
-words.md, where people write about it. Numbers are never typed by hand, in words neither (see
-words.py of the report): a test compares. Figures need the extra `plot`.
+words.md, where people write about it. Numbers of records are not typed by hand, in words neither
+(see words.py of the report): a test compares. Figures need the extra `plot`.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         root / "results" / "wikipedia" / "main" / "air-seed42.json", root / "results" / "other"
     )
     (root / "results" / "other" / "words.md").write_text(
-        "Theirs is {wikipedia/main/air-seed42 perplexity %- air-seed42 perplexity} above ours.\n",
+        "Ours is {air-seed42 perplexity - wikipedia/main/exact-seed42 perplexity} above theirs.\n",
         encoding="utf-8",
     )
     (root / "docs").mkdir()
@@ -113,7 +113,7 @@ def test_a_section_per_folder_and_its_words(root: Path) -> None:
     assert section.startswith(f"{words}### Main: small, English Wikipedia")
     assert "| AIR | 2 | 32.00 ± 1.41 | 41.00 |" in section
     assert "#### The paper beside ours" in section and "WikiText-103's validation split" in section
-    assert "\n## Other\n\nTheirs is 0.0 % above ours.\n" in page  # names another section's run
+    assert "\n## Other\n\nOurs is 1.00 above theirs.\n" in page  # names another section's run
     assert page.count("Every number is taken at the evaluation") == 1
     links = set(re.findall(r"\]\(figures/results/([\w/-]+\.svg)\)", page))
     assert links == drawn_figures(root) and {link.partition("/")[0] for link in links} == {

@@ -3,10 +3,10 @@
     AIR ends at {main/air-seed42 perplexity}, {main/air-seed42 perplexity %- main/peer-seed42
     perplexity} from PEER's.
 
-`{RUN FIELD}`: RUN is the file of the record below the folder of the words, without its ending. Rows
-of `airmoe recall` are named alike: `recall/own-g1024-m2048-p1`, of several layers with `-layer3`
-behind it. Two of them may be joined by ` - ` (difference), ` / ` (ratio) or ` %- ` (difference in
-per cent of the second).
+`{RUN FIELD}`: RUN is the file of the record below the folder of the words, without its ending, or
+below the folder of all sections (`wikipedia/main/air-seed42`). Rows of `airmoe recall` are named
+alike: `recall/own-g1024-m2048-p1`, of several layers with `-layer3` behind it. Two of them may be
+joined by ` - ` (difference), ` / ` (ratio) or ` %- ` (difference in per cent of the second).
 """
 
 from __future__ import annotations
