@@ -140,7 +140,7 @@ def test_block_sizes_follow_the_mean_cell() -> None:
     assert [block_rows(n, 10) for n in (10, 160, 320, 330, 640, 9999)] == [32, 32, 32, 64, 64, 64]
 
 
-@pytest.mark.parametrize("part_bytes", [1, 300, 1 << 20])
+@pytest.mark.parametrize("part_bytes", [5, 300, 1 << 20])  # 5: more parts than entries
 def test_reverse_index_and_its_parts(part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pools = CASES["ragged"].cells().pools
     reverse = make_reverse(pools, 70)
@@ -153,16 +153,18 @@ def test_reverse_index_and_its_parts(part_bytes: int, monkeypatch: pytest.Monkey
         assert own == [place for place, owner in enumerate(flat) if owner == expert]
     monkeypatch.setattr(parts_triton, "PART_BYTES", part_bytes)
     parts = make_parts(reverse, pools, 100, 8)
-    experts = parts.experts.tolist()
+    experts, positions, shifts = (
+        table.tolist() for table in (parts.experts, parts.positions, parts.shifts)
+    )
     assert experts[0] == 0 and experts[-1] == 70 and experts == sorted(experts)
     for part in range(parts.count):
         first, last = experts[part], experts[part + 1]
         assert starts[last] - starts[first] <= parts.rows
         rows = []
         for cell, row in enumerate(pools.tolist()):
-            low, high = parts.positions[cell, part], parts.positions[cell, part + 1]
+            low, high = positions[cell][part], positions[cell][part + 1]
             assert row[low:high] == [expert for expert in row if first <= expert < last]
-            rows += [place + parts.shifts[cell, part].item() for place in range(low, high)]
+            rows += [place + shifts[cell][part] for place in range(low, high)]
         assert rows == list(range(starts[last] - starts[first]))
 
 

@@ -12,7 +12,7 @@ from airmoe.metrics.flops import Column, Workload, count_flops
 from airmoe.metrics.flops.counter import flop_counter
 from airmoe.model import METHODS, AirMoeConfig, AirMoeForCausalLM, with_method
 
-BATCH, LENGTH = 2, 8
+BATCH, LENGTH = 2, 4
 TOKENS = BATCH * LENGTH
 WORKLOAD = Workload(sequence_length=LENGTH, tokens_per_step=TOKENS, tokens_per_micro_batch=TOKENS)
 
