@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,19 @@ from airmoe.moe import CoarseExperts
 from airmoe.moe import experts as experts_module
 from tests.kernels.comparison import DEVICE, assert_no_worse
 
-DIM, EXPERTS = 32, 256
-LENGTHS = {"peer": 6}  # of sequences: its interpreted selection takes a second per token
+# As small as can be: interpreted kernels take their time for every expert and token.
+DIM, EXPERTS, TOP_K = 32, 64, 8
+OPTIONS: dict[str, dict[str, int]] = {
+    "air": {"num_codewords": 4, "shortlist_size": 32},
+    "peer": {"num_heads": 2},
+    "hierarchical": {"num_clusters": 4, "num_selected_clusters": 1},
+}
+LENGTHS = {"peer": 6}  # of sequences
 
 
 def make_layer(name: str) -> airmoe.MoELayer:
-    config = airmoe.ROUTERS[name].Config.for_budget(dim=DIM, num_experts=EXPERTS, top_k=16)
+    make_config: Any = airmoe.ROUTERS[name].Config
+    config = make_config(dim=DIM, num_experts=EXPERTS, top_k=TOP_K, **OPTIONS.get(name, {}))
     experts = airmoe.GranularExperts(EXPERTS, DIM)
     return airmoe.MoELayer(config.build(), experts).to(DEVICE)
 

@@ -65,7 +65,7 @@ def random_ids(num_tokens: int, num_cells: int, rows_per_token: int = 1) -> Tens
     return torch.randint(num_cells, (num_tokens, rows_per_token), device=DEVICE)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 8, 63, 1000])
+@pytest.mark.parametrize("num_tokens", [0, 1, 8, 63, 300])
 @pytest.mark.parametrize("num_cells", [1, 2, 7, 1024, 5000])
 def test_odd_shapes(num_tokens: int, num_cells: int) -> None:
     cells = check_cells(random_ids(num_tokens, num_cells), num_cells)
@@ -79,7 +79,7 @@ def test_several_rows_per_token(num_tokens: int, num_cells: int, rows_per_token:
     check_cells(random_ids(num_tokens, num_cells, rows_per_token), num_cells)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 65, 700])
+@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 65, 300])
 @pytest.mark.parametrize(("cell", "num_cells"), [(0, 1), (0, 40), (7, 40), (39, 40), (1500, 1501)])
 def test_all_tokens_in_one_cell(num_tokens: int, cell: int, num_cells: int) -> None:
     cells = check_cells(torch.full((num_tokens, 1), cell, device=DEVICE), num_cells)

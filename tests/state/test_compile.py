@@ -154,7 +154,7 @@ def inside(block: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("case", "order"), [("air", "checkpoint inside"), ("peer", "checkpoint outside")]
+    ("case", "order"), [("air", "checkpoint inside"), ("topk", "checkpoint outside")]
 )
 def test_recomputed_forwards_find_their_plan(
     case: str, order: str, monkeypatch: pytest.MonkeyPatch
@@ -201,7 +201,7 @@ def test_the_number_of_tokens_may_change() -> None:
 
 def test_a_watched_router_is_left_to_python() -> None:
     """Hooks run at every forward, also when they came after compilation."""
-    layer = build("peer")
+    layer = build("topk")
     compiled = torch.compile(layer, backend="aot_eager")
     counts: list[int] = []
     with torch.no_grad():
