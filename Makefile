@@ -21,15 +21,14 @@ help:
 
 install: $(VENV)/installed
 
-# The stamps: newer than what they were installed from, so nothing installs twice. Not compiled:
-# Python does that at the first import, and most of what torch brings is never imported.
+# The stamps: newer than what they were installed from, so nothing installs twice.
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "airmoe needs Python 3.11 or newer; '$(PYTHON) --version' says: $$($(PYTHON) --version 2>&1 | head -n 1)" >&2; \
 	  echo "Name one that is, for example: make $(or $(MAKECMDGOALS),install) PYTHON=python3.12" >&2; exit 1; }
 	@echo "Installing into $(VENV) (a few minutes the first time) ..."
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -q --no-compile -c $(CONSTRAINTS) -e '.[dev]'
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
 
 $(VENV)/installed-bench: $(VENV)/installed
