@@ -296,9 +296,9 @@ class AirRouter(CentroidRouter):
         config = self.config
         cells = make_cells(plan.codeword_ids, plan.shortlists, plan.reverse)
         noise = self.noise(plan, Stage.TOKEN, tokens.hidden.shape[0])
-        simple = config.probes == 1 and config.gate != "expert_choice"
-        if simple and use_triton(tokens.hidden, self.centroids):
-            return self._route_in_one(tokens, plan, cells, noise)
+        capacity = self._capacity(tokens)
+        if config.probes == 1 and use_triton(tokens.hidden, self.centroids):
+            return self._route_in_one(tokens, plan, cells, noise, capacity)
         scores = cell_scores(
             tokens.hidden, self.centroids, cells, inverse_norms=plan.inverse_norms, noise=noise
         )
@@ -306,20 +306,30 @@ class AirRouter(CentroidRouter):
             repeated = repeated_candidates(plan.codeword_ids, plan.shortlists)  # [T * probes, M]
             scores = scores.masked_fill(repeated[cells.order], -torch.inf)
         scored = ScoredCells(tokens, cells, scores, config.num_experts)
-        if config.gate != "expert_choice":
+        if capacity is None:
             gates, most = self._weighed(token_choice(scored, config.top_k)), config.top_k
         else:
-            factor = config.capacity_factor
-            capacity = capacity_of(tokens.valid, config.top_k, config.num_experts, factor)
             gates, most = expert_choice(scored, capacity), None
         return scored.routing(gates, most, lambda: codeword_probs(tokens, plan.codewords))
+
+    def _capacity(self, tokens: Tokens) -> Tensor | None:
+        """Tokens an expert takes, where experts choose."""
+        config = self.config
+        if config.gate != "expert_choice":
+            return None
+        return capacity_of(tokens.valid, config.top_k, config.num_experts, config.capacity_factor)
 
     def _weighed(self, gates: Tensor) -> Tensor:
         """[N, M] gates of token choice as `gate` wants them."""
         return binary(gates) if self.config.gate == "binary" else gates
 
     def _route_in_one(
-        self, tokens: Tokens, plan: AirPlan, cells: Cells, noise: Noise | None
+        self,
+        tokens: Tokens,
+        plan: AirPlan,
+        cells: Cells,
+        noise: Noise | None,
+        capacity: Tensor | None,
     ) -> CellRouting:
         """The same without keeping the scores."""
         config, device = self.config, tokens.hidden.device
@@ -329,6 +339,7 @@ class AirRouter(CentroidRouter):
             cells,
             tokens.valid,
             config.top_k,
+            capacity=capacity,
             inverse_norms=plan.inverse_norms,
             noise=noise,
         )
@@ -338,7 +349,7 @@ class AirRouter(CentroidRouter):
             valid=tokens.valid,
             cells=cells,
             gates=self._weighed(found.gates),
-            max_per_token=config.top_k,
+            max_per_token=config.top_k if capacity is None else None,
             lazy_expert_probs=Lazy(device, found.expert_probs),
             lazy_log_z=Lazy(device, lambda: found.log_z.index_select(0, cells.order.argsort())),
             lazy_cell_probs=Lazy(device, lambda: codeword_probs(tokens, plan.codewords)),

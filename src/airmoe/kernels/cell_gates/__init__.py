@@ -1,8 +1,8 @@
 """Gates of cells in one go: fine scores, the K best, their softmax (Alg. 1, line 10; Eq. 2).
 
-The same as `cell_scores` followed by `top_k_gates`, which is its definition, but scores are not
-kept unless the products are float32. For one row per token, on Triton only: on a CPU the two steps
-are the faster way.
+The same as `cell_scores` followed by `top_k_gates` or by `expert_choice`, which are its definition,
+but scores are not kept unless the products are float32. For one row per token, on Triton only: on
+a CPU the two steps are the faster way.
 """
 
 from __future__ import annotations
@@ -75,10 +75,14 @@ def cell_gates(
     valid: Tensor,
     top_k: int,
     *,
+    capacity: Tensor | None = None,
     inverse_norms: Tensor | None = None,
     noise: Noise | None = None,
 ) -> CellGates:
     """hidden [T, D], centroids [E, D], one cell per token; valid [T] bool.
+
+    With `capacity` (0-dim) experts choose: each takes so many of its most probable tokens, and
+    `top_k` says nothing. A gate is then the probability among all M candidates.
 
     Gates have the dtype of the products: the wider of hidden's and the centroids'.
     """
@@ -93,7 +97,7 @@ def cell_gates(
         hidden, centroids, inverse_norms,
         None if noise is None else noise.row_keys, 0.0 if noise is None else noise.std,
         tiles.cells, tiles.first_rows, tiles.rows, tiles.block, cells.offsets, cells.token_ids,
-        cells.pools, reverse.entries, reverse.starts, valid, top_k,
+        cells.pools, reverse.entries, reverse.starts, valid, top_k, capacity,
         torch.is_grad_enabled(),
     )  # fmt: skip
     operands = (hidden.detach(), centroids.detach(), inverse_norms, noise)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from airmoe.kernels.cell_gates.expert_choice_triton import gates_of_experts_choice
 from airmoe.kernels.cell_gates.triton import Scored, make_gates, score_grads
 from airmoe.kernels.cells import FEW_ROWS
 from airmoe.kernels.cells.parts_triton import make_parts
@@ -43,12 +44,17 @@ def _forward(
     starts: Tensor,
     valid: Tensor,
     top_k: int,
+    capacity: Tensor | None,
     carry_probs: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     noise = None if row_keys is None else Noise(row_keys, noise_std)
     tiles = RowTiles(tile_cells, tile_first, tile_rows, block)
     scored = Scored(hidden, centroids, inverse_norms, noise, tiles, offsets, token_ids, pools)
-    gates, log_z, scores = make_gates(scored, valid, top_k)
+    if capacity is None:
+        gates, log_z, scores = make_gates(scored, valid, top_k)
+    else:
+        reverse = ReverseIndex(entries, starts)
+        gates, log_z, scores = gates_of_experts_choice(scored, valid, capacity, reverse)
     probs = log_z.new_zeros(centroids.shape[0] if carry_probs else 0)
     return gates, log_z, probs, log_z.new_empty(0) if scores is None else scores
 
@@ -89,7 +95,7 @@ def _backward(
     gates: Tensor,
     log_z: Tensor,
     kept: Tensor,
-    top_k: int,
+    over_all: bool,
     want_hidden: bool,
     want_centroids: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -98,7 +104,7 @@ def _backward(
     scored = Scored(hidden, centroids, inverse_norms, noise, tiles, offsets, token_ids, pools)
     grads = score_grads(
         scored, gates, log_z, valid, kept if scored.keeps_scores else None,
-        grad_gates, grad_log_z, grad_probs, top_k=top_k,
+        grad_gates, grad_log_z, grad_probs, over_all=over_all,
     )  # fmt: skip
     grad_hidden = hidden.new_empty(0)
     if want_hidden:
@@ -143,9 +149,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
         starts,
         valid,
         top_k,
+        capacity,
         _carry,
     ) = rest
-    ctx.fixed = (noise_std, block, top_k)
+    over_all = top_k == 1 or capacity is not None  # gates are probabilities among all candidates
+    ctx.fixed = (noise_std, block, over_all)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
         hidden, centroids, inverse_norms, row_keys, cells, first, rows,
@@ -161,21 +169,21 @@ def _autograd(
     _grad_scores: None,
 ) -> tuple[Tensor | None, ...]:
     hidden, centroids, inverse_norms, row_keys, cells, first, rows, *rest = ctx.saved_tensors
-    noise_std, block, top_k = ctx.fixed
+    noise_std, block, over_all = ctx.fixed
     want_hidden, want_centroids = ctx.needs_input_grad[:2]
     upstream = [
         None if grad is None else grad.contiguous() for grad in (grad_gates, grad_log_z, grad_probs)
     ]
     if all(grad is None for grad in upstream):
-        return (None,) * 17
+        return (None,) * 18
     grad_hidden, grad_centroids = torch.ops.airmoe.cell_gates_backward(
         *upstream, hidden, centroids, inverse_norms, row_keys, noise_std,
-        cells, first, rows, block, *rest, top_k, want_hidden, want_centroids,
+        cells, first, rows, block, *rest, over_all, want_hidden, want_centroids,
     )  # fmt: skip
     return (
         grad_hidden if want_hidden else None,
         grad_centroids if want_centroids else None,
-        *(None,) * 15,
+        *(None,) * 16,
     )
 
 

@@ -109,7 +109,7 @@ def _score_grads_kernel(
     log_z, grad_log_z, valid, grad_probs, grad_scores, first_tile,
     POOL: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr,
     GATES: tl.constexpr, LOG_Z: tl.constexpr, PROBS: tl.constexpr,
-    SWITCH: tl.constexpr, NORMS: tl.constexpr, KEPT: tl.constexpr,
+    OVER_ALL: tl.constexpr, NORMS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # a few rows of one tile
     row = tl.load(rows + first_tile * BLOCK_T + places).to(tl.int64)
@@ -121,7 +121,7 @@ def _score_grads_kernel(
         mask = used[:, None] & column_mask[None, :]
         at = row[:, None] * POOL + columns[None, :]
         grad = tl.zeros((ROWS, WIDTH), tl.float32)
-        if SWITCH or LOG_Z or PROBS:
+        if OVER_ALL or LOG_Z or PROBS:
             if KEPT:
                 score = tl.load(scores + at, mask=mask, other=0.0)
             else:
@@ -133,7 +133,7 @@ def _score_grads_kernel(
             gate = tl.load(gates + at, mask=mask, other=0.0).to(tl.float32)
             weighted = gate * tl.load(grad_gates + at, mask=mask, other=0.0).to(tl.float32)
             total = tl.sum(weighted, axis=1)[:, None]
-            if SWITCH:
+            if OVER_ALL:
                 grad = weighted - probs * total
             else:
                 # Stored gates are rounded and do not add up to 1. Where one has nearly all, its
@@ -164,13 +164,16 @@ def score_grads(
     grad_log_z: Tensor | None,
     grad_probs: Tensor | None,
     *,
-    top_k: int,
+    over_all: bool,
 ) -> Tensor:
-    """Gradient of the scores, which may have been kept, times 1/|w|: [N, M] in hidden's dtype."""
+    """Gradient of the scores, which may have been kept, times 1/|w|: [N, M] in hidden's dtype.
+
+    `over_all`: gates are probabilities among all M candidates, not among those that were chosen.
+    """
     pool = scored.pools.shape[1]
     grads = torch.empty_like(gates)
-    switch = top_k == 1 and grad_gates is not None
-    needed = switch or grad_log_z is not None or grad_probs is not None
+    over_all = over_all and grad_gates is not None
+    needed = over_all or grad_log_z is not None or grad_probs is not None
     again = needed and kept is None
     buffer = scored.buffer() if again else grads if kept is None else kept
     width = triton.next_power_of_2(pool)
@@ -186,7 +189,7 @@ def score_grads(
             log_z if grad_probs is None else grad_probs, grads, part[0],
             POOL=pool, WIDTH=width, BLOCK_T=scored.tiles.block, ROWS=rows,
             GATES=grad_gates is not None, LOG_Z=grad_log_z is not None,
-            PROBS=grad_probs is not None, SWITCH=switch, NORMS=scored.inverse_norms is not None,
+            PROBS=grad_probs is not None, OVER_ALL=over_all, NORMS=scored.inverse_norms is not None,
             KEPT=not again, num_warps=8 if width * rows >= 4096 else 4,
         )  # fmt: skip
     return grads

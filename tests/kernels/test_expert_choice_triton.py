@@ -1,0 +1,197 @@
+"""Expert choice over cells in Triton: who is taken, gates and gradients equal the definition's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from airmoe import AirRouter
+from airmoe.kernels.backend import use_backend
+from airmoe.kernels.cell_gates import cell_gates, expert_choice_triton
+from airmoe.kernels.cell_scores import cell_scores
+from airmoe.kernels.cells import Cells, make_cells
+from airmoe.routers.gating import ScoredCells, expert_choice
+from airmoe.routers.routing import CellRouting
+from airmoe.routers.tokens import Tokens
+from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_no_worse, results_and_grads
+
+
+@dataclass(frozen=True)
+class Case:
+    """Cells of given sizes whose pools are drawn from `experts`."""
+
+    sizes: tuple[int, ...]
+    capacity: int
+    experts: int = 14
+    pool: int = 8
+    dim: int = 24
+
+    def cells(self) -> Cells:
+        cell_ids = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
+        cell_ids = cell_ids[torch.randperm(cell_ids.numel())].view(-1, 1)
+        pools = torch.rand(len(self.sizes), self.experts).argsort(-1)[:, : self.pool]
+        return make_cells(cell_ids.to(DEVICE), pools.sort(-1).values.to(DEVICE))
+
+    def inputs(self, dtype: torch.dtype) -> Found:
+        shapes = {"hidden": (sum(self.sizes), self.dim), "centroids": (self.experts, self.dim)}
+        return {k: torch.randn(shape, device=DEVICE).to(dtype) for k, shape in shapes.items()}
+
+
+CASES = {
+    "ragged": Case((3, 0, 7, 1, 12, 5, 0, 2, 6, 6), capacity=8),
+    "one token each": Case((9, 11, 4), capacity=1),
+    "more room than candidates": Case((9, 11, 4), capacity=50),
+    "no room": Case((4, 1, 4), capacity=0),
+    "experts in no pool": Case((10, 15), capacity=6, experts=30),
+    "everyone in every pool": Case((20, 0, 13), capacity=5, experts=8),
+    "several blocks of keys": Case((40, 1, 25), capacity=16, experts=9),
+    "several blocks of a row": Case((6, 5), capacity=4, experts=21, pool=19),
+}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that loops over blocks have more than one turn at sizes the interpreter can take."""
+    monkeypatch.setattr(expert_choice_triton, "KEY_BLOCK", 32)
+    monkeypatch.setattr(expert_choice_triton, "ROW_BLOCK", 16)
+
+
+def some_valid(case: Case) -> Tensor:
+    valid = torch.rand(sum(case.sizes), device=DEVICE) > 0.15
+    valid[0] = True
+    return valid
+
+
+def defined_gates(hidden: Tensor, centroids: Tensor, cells: Cells, valid: Tensor) -> ScoredCells:
+    hidden = hidden.masked_fill(~valid.unsqueeze(-1), 0)
+    scores = cell_scores(hidden, centroids, cells)
+    return ScoredCells(Tokens(hidden, valid), cells, scores, centroids.shape[0])
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(case, dtype, id=f"{name}-{dtype}".replace("torch.", ""))
+        for name, case in CASES.items()
+        for dtype in DTYPES
+        if DEVICE == "cuda" or dtype == torch.float32 or name == "ragged"
+    ],
+)
+def test_gates_and_gradients(case: Case, dtype: torch.dtype) -> None:
+    cells, inputs, valid = case.cells(), case.inputs(dtype), some_valid(case)
+    capacity = torch.tensor(case.capacity, device=DEVICE)
+
+    def fused(leaves: Found) -> Found:
+        hidden = leaves["hidden"].masked_fill(~valid.unsqueeze(-1), 0)
+        found = cell_gates(hidden, leaves["centroids"], cells, valid, 3, capacity=capacity)
+        return {"gates": found.gates, "log_z": found.log_z, "probs": found.expert_probs()}
+
+    with use_backend("triton"):
+        fast = results_and_grads(fused, inputs)
+    taken = fast["gates"] > 0
+    assert_best_are_taken(taken, inputs, cells, valid, case)
+
+    def plain(leaves: Found) -> Found:
+        """The definition with the choice given: dtypes must not change it."""
+        scored = defined_gates(leaves["hidden"], leaves["centroids"], cells, valid)
+        log_z = scored.log_z()
+        routing = scored.routing(scored.probs(log_z) * taken, None, lambda: log_z)
+        return {
+            "gates": routing.gates.to(leaves["hidden"].dtype),
+            "log_z": log_z[cells.token_ids],
+            "probs": routing.expert_probs,
+        }
+
+    with use_backend("reference"):
+        wide = {name: value.double() for name, value in inputs.items()}
+        exact, same = results_and_grads(plain, wide), results_and_grads(plain, inputs)
+    assert_no_worse(fast, same, exact)
+
+
+def assert_best_are_taken(
+    taken: Tensor, inputs: Found, cells: Cells, valid: Tensor, case: Case
+) -> None:
+    with use_backend("reference"):
+        wide = {name: value.double() for name, value in inputs.items()}
+        scored = defined_gates(**wide, cells=cells, valid=valid)
+        probs = scored.probs(scored.log_z())
+    usable = valid[cells.token_ids].unsqueeze(-1).expand_as(taken)
+    assert not (taken & ~usable).any(), "tokens that do not count are not taken"
+    owners = cells.pools[cells.cell_of_row()]
+    for expert in range(case.experts):
+        own = (owners == expert) & usable
+        assert (own & taken).sum() == min(case.capacity, int(own.sum())), expert
+        least = probs[own & taken].amin() if (own & taken).any() else torch.inf
+        missed = probs[own & ~taken].amax() if (own & ~taken).any() else 0.0
+        # With no room all are missed; else float32 sums may swap two that are as good as equal.
+        assert case.capacity == 0 or least >= missed * (1 - 1e-5), expert
+
+
+def test_choice_is_the_definitions() -> None:
+    case = CASES["ragged"]
+    cells, inputs, valid = case.cells(), case.inputs(torch.float32), some_valid(case)
+    capacity = torch.tensor(case.capacity, device=DEVICE)
+    hidden = inputs["hidden"].masked_fill(~valid.unsqueeze(-1), 0)
+    with use_backend("triton"):
+        found = cell_gates(hidden, inputs["centroids"], cells, valid, 3, capacity=capacity).gates
+    with use_backend("reference"):
+        wanted = expert_choice(defined_gates(**inputs, cells=cells, valid=valid), capacity)
+    assert torch.equal(found > 0, wanted > 0)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_ties_go_to_the_lowest_token() -> None:
+    """Equal tokens are no rarity: the first ones of two texts that begin alike are."""
+    cell_ids = torch.tensor([1, 0, 1, 0, 0, 1, 1], device=DEVICE).view(-1, 1)
+    pools = torch.arange(20, device=DEVICE).expand(2, 20).contiguous()
+    cells = make_cells(cell_ids, pools)
+    hidden, centroids = torch.ones(7, 16, device=DEVICE), torch.ones(20, 16, device=DEVICE)
+    valid = torch.tensor([True, True, False, True, True, True, True], device=DEVICE)
+    with use_backend("triton"):
+        capacity = torch.tensor(4, device=DEVICE)
+        gates = cell_gates(hidden, centroids, cells, valid, 1, capacity=capacity).gates
+    by_token = torch.zeros_like(gates).index_copy(0, cells.token_ids, gates)
+    wanted = torch.zeros(7, 20, device=DEVICE)
+    wanted[[0, 1, 3, 4]] = 1 / 20
+    torch.testing.assert_close(by_token, wanted)
+
+
+def test_nan_shows() -> None:
+    cells = CASES["one token each"].cells()
+    inputs = CASES["one token each"].inputs(torch.float32)
+    inputs["centroids"][int(cells.pools[0, 3])] = torch.nan
+    valid = torch.ones(inputs["hidden"].shape[0], dtype=torch.bool, device=DEVICE)
+    with use_backend("triton"):
+        capacity = torch.tensor(2, device=DEVICE)
+        gates = cell_gates(*inputs.values(), cells, valid, 1, capacity=capacity).gates
+    assert gates[: int(cells.offsets[1])].isnan().all()
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.4])
+def test_router_takes_this_way(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = AirRouter.Config(
+        dim=16, num_experts=24, top_k=4, num_codewords=5, shortlist_size=9, jitter_std=0.0,
+        gate="expert_choice", capacity_factor=factor,
+    )  # fmt: skip
+    router = config.build().to(DEVICE)
+    hidden = torch.randn(40, 16, device=DEVICE)
+    mask = torch.ones(40, dtype=torch.bool, device=DEVICE)
+    mask[35:] = False
+    with use_backend("reference"):
+        wanted = router(hidden, mask)
+
+    def never(*_: object) -> None:
+        raise AssertionError("sorted all candidates")
+
+    monkeypatch.setattr("airmoe.routers.air.expert_choice", never)
+    with use_backend("triton"):
+        found = router(hidden, mask)
+        counts = found.expert_counts
+    assert isinstance(found, CellRouting) and found.max_per_token is None
+    assert torch.equal(found.gates > 0, wanted.gates > 0)
+    torch.testing.assert_close(found.gates, wanted.gates)
+    assert torch.equal(counts, wanted.expert_counts)
