@@ -167,7 +167,8 @@ def test_nan_shows() -> None:
     valid = torch.ones(inputs["hidden"].shape[0], dtype=torch.bool, device=DEVICE)
     with use_backend("triton"):
         capacity = torch.tensor(2, device=DEVICE)
-        gates = cell_gates(*inputs.values(), cells, valid, 1, capacity=capacity).gates
+        operands = inputs["hidden"], inputs["centroids"]
+        gates = cell_gates(*operands, cells, valid, 1, capacity=capacity).gates
     assert gates[: int(cells.offsets[1])].isnan().all()
 
 
