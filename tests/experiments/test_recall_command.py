@@ -250,6 +250,14 @@ def test_records_hold_the_study_too(results: Path, study: RecallStudy, tmp_path:
     assert (again.studies, len(again.runs), again.problems) == ([study], 1, [])
 
 
+def test_a_study_among_the_records_stays_where_it_is(study: RecallStudy, tmp_path: Path) -> None:
+    (tmp_path / "by-hand").mkdir()
+    write_json(tmp_path / "by-hand" / "recall.json", study.to_json())
+    assert plan_studies([study], tmp_path) == {}
+    other = replace(study, tokens=study.tokens + 1)
+    assert list(plan_studies([other], tmp_path)) == [tmp_path / study.run / "recall.json"]
+
+
 def test_a_study_met_twice_counts_once(results: Path, study: RecallStudy) -> None:
     (results / "again").mkdir()
     write_json(results / "again" / "recall.json", study.to_json())

@@ -1,4 +1,7 @@
-"""One file per study, beside those of runs: FOLDER/<run>/recall.json."""
+"""One file per study, beside those of runs: FOLDER/<run>/recall.json.
+
+One that lies elsewhere in FOLDER already stays where it is.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,11 @@ def plan_studies(
 ) -> dict[Path, RecallStudy]:
     """Where each study goes; raises where a file would hold something else than before, or two."""
     planned: dict[Path, RecallStudy] = {}
+    there = {path: _study_of(path) for path in sorted(folder.rglob(FILE))}
     for study in studies:
         path = folder / _file_of(study)
+        if any(other != path and found == study for other, found in there.items()):
+            continue
         if path in taken or planned.setdefault(path, study) != study:
             raise _taken(path, study, "something else has that name too")
         if path.exists() and not _holds(path, study):
@@ -45,15 +51,19 @@ def _file_of(study: RecallStudy) -> PurePosixPath:
 
 def _holds(path: Path, study: RecallStudy) -> bool:
     """Whether it is of the same run and text, however long that was read."""
-    try:
-        found = study_from_json(read_json(path))
-    except (OSError, ValueError):
-        return False
-    return (found.run, found.settings, found.data_sha256) == (
+    found = _study_of(path)
+    return found is not None and (found.run, found.settings, found.data_sha256) == (
         study.run,
         study.settings,
         study.data_sha256,
     )
+
+
+def _study_of(path: Path) -> RecallStudy | None:
+    try:
+        return study_from_json(read_json(path))
+    except (OSError, ValueError):
+        return None
 
 
 def _taken(path: Path, study: RecallStudy, rule: str) -> ConfigError:
