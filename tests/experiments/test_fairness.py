@@ -192,6 +192,15 @@ def test_how_closely_a_run_is_watched_does_not_matter(runs: Runs) -> None:
     assert violations(runs) == []
 
 
+def test_experts_that_choose_need_no_balance_loss(runs: Runs) -> None:
+    runs["takers"] = changed(
+        runs["air"], "model.router_options.gate=expert_choice", "model.load_balance_weight=0.0"
+    )
+    assert violations(runs) == []
+    runs["exact"] = changed(runs["exact"], "model.load_balance_weight=0.0")
+    assert only(runs).what == "model.load_balance_weight"
+
+
 def test_defaults_are_filled_in(runs: Runs) -> None:
     """A setting that is left out equals the same setting spelled out."""
     left_out = {

@@ -58,7 +58,9 @@ def test_ablations_change_one_thing_each() -> None:
     assert found == {
         "no_projection": "model.router_options.normalize_centroids = nothing (now false)",
         "static": 'model.router_options.codebook = nothing (now "static")',
-        "expert_choice": 'model.router_options.gate = nothing (now "expert_choice")',
+        # The gate stands in the place of load balancing.
+        "expert_choice": "model.load_balance_weight = 5e-05 (now 0.0), "
+        'model.router_options.gate = nothing (now "expert_choice")',
         "euclidean": 'model.router_options.codebook = nothing (now "euclidean")',
     }
 

@@ -10,13 +10,21 @@ from torch import Tensor
 
 from airmoe import AirRouter
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.cell_gates import cell_gates, expert_choice_triton
+from airmoe.kernels.cell_gates import CellGates, cell_gates, expert_choice_triton
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import Cells, make_cells
+from airmoe.kernels.noise import Noise, Stage, make_noise
 from airmoe.routers.gating import ScoredCells, expert_choice
 from airmoe.routers.routing import CellRouting
 from airmoe.routers.tokens import Tokens
-from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_no_worse, results_and_grads
+from tests.kernels.comparison import (
+    DEVICE,
+    DTYPES,
+    Found,
+    assert_no_worse,
+    captured,
+    results_and_grads,
+)
 
 
 @dataclass(frozen=True)
@@ -65,10 +73,32 @@ def some_valid(case: Case) -> Tensor:
     return valid
 
 
-def defined_gates(hidden: Tensor, centroids: Tensor, cells: Cells, valid: Tensor) -> ScoredCells:
+def norms_of(centroids: Tensor) -> Tensor:
+    wide = torch.promote_types(centroids.dtype, torch.float32)
+    return 1 / centroids.detach().to(wide).norm(dim=-1)
+
+
+def jitter(num_tokens: int) -> Noise:
+    return make_noise(torch.tensor(5, device=DEVICE), Stage.TOKEN, num_tokens, 0.3)
+
+
+def defined(hidden: Tensor, centroids: Tensor, cells: Cells, valid: Tensor) -> ScoredCells:
+    """The candidates of the definition: unit-norm centroids, with jitter."""
     hidden = hidden.masked_fill(~valid.unsqueeze(-1), 0)
-    scores = cell_scores(hidden, centroids, cells)
+    scale, noise = norms_of(centroids), jitter(valid.shape[0])
+    scores = cell_scores(hidden, centroids, cells, inverse_norms=scale, noise=noise)
     return ScoredCells(Tokens(hidden, valid), cells, scores, centroids.shape[0])
+
+
+def taken_by_experts(
+    hidden: Tensor, centroids: Tensor, cells: Cells, valid: Tensor, capacity: int
+) -> CellGates:
+    hidden = hidden.masked_fill(~valid.unsqueeze(-1), 0)
+    room = torch.tensor(capacity, device=DEVICE)
+    scale, noise = norms_of(centroids), jitter(valid.shape[0])
+    return cell_gates(
+        hidden, centroids, cells, valid, None, capacity=room, inverse_norms=scale, noise=noise
+    )
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -83,11 +113,9 @@ def defined_gates(hidden: Tensor, centroids: Tensor, cells: Cells, valid: Tensor
 )
 def test_gates_and_gradients(case: Case, dtype: torch.dtype) -> None:
     cells, inputs, valid = case.cells(), case.inputs(dtype), some_valid(case)
-    capacity = torch.tensor(case.capacity, device=DEVICE)
 
     def fused(leaves: Found) -> Found:
-        hidden = leaves["hidden"].masked_fill(~valid.unsqueeze(-1), 0)
-        found = cell_gates(hidden, leaves["centroids"], cells, valid, 3, capacity=capacity)
+        found = taken_by_experts(**leaves, cells=cells, valid=valid, capacity=case.capacity)
         return {"gates": found.gates, "log_z": found.log_z, "probs": found.expert_probs()}
 
     with use_backend("triton"):
@@ -97,7 +125,7 @@ def test_gates_and_gradients(case: Case, dtype: torch.dtype) -> None:
 
     def plain(leaves: Found) -> Found:
         """The definition with the choice given: dtypes must not change it."""
-        scored = defined_gates(leaves["hidden"], leaves["centroids"], cells, valid)
+        scored = defined(**leaves, cells=cells, valid=valid)
         log_z = scored.log_z()
         routing = scored.routing(scored.probs(log_z) * taken, None, lambda: log_z)
         return {
@@ -117,7 +145,7 @@ def assert_best_are_taken(
 ) -> None:
     with use_backend("reference"):
         wide = {name: value.double() for name, value in inputs.items()}
-        scored = defined_gates(**wide, cells=cells, valid=valid)
+        scored = defined(**wide, cells=cells, valid=valid)
         probs = scored.probs(scored.log_z())
     usable = valid[cells.token_ids].unsqueeze(-1).expand_as(taken)
     assert not (taken & ~usable).any(), "tokens that do not count are not taken"
@@ -133,43 +161,72 @@ def assert_best_are_taken(
 
 def test_choice_is_the_definitions() -> None:
     case = CASES["ragged"]
-    cells, inputs, valid = case.cells(), case.inputs(torch.float32), some_valid(case)
-    capacity = torch.tensor(case.capacity, device=DEVICE)
-    hidden = inputs["hidden"].masked_fill(~valid.unsqueeze(-1), 0)
+    cells, inputs = case.cells(), case.inputs(torch.float32)
+    valid = torch.stack([some_valid(case)] * 2, dim=1)[:, 0]  # as a view that has gaps
     with use_backend("triton"):
-        found = cell_gates(hidden, inputs["centroids"], cells, valid, 3, capacity=capacity).gates
+        found = taken_by_experts(**inputs, cells=cells, valid=valid, capacity=case.capacity).gates
     with use_backend("reference"):
-        wanted = expert_choice(defined_gates(**inputs, cells=cells, valid=valid), capacity)
+        scored = defined(**inputs, cells=cells, valid=valid)
+        wanted = expert_choice(scored, torch.tensor(case.capacity, device=DEVICE))
     assert torch.equal(found > 0, wanted > 0)
     torch.testing.assert_close(found, wanted)
 
 
-def test_ties_go_to_the_lowest_token() -> None:
+@pytest.mark.parametrize(
+    ("capacity", "takes"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 3]), (4, [0, 1, 3, 4])]
+)
+def test_ties_go_to_the_lowest_token(capacity: int, takes: list[int]) -> None:
     """Equal tokens are no rarity: the first ones of two texts that begin alike are."""
     cell_ids = torch.tensor([1, 0, 1, 0, 0, 1, 1], device=DEVICE).view(-1, 1)
-    pools = torch.arange(20, device=DEVICE).expand(2, 20).contiguous()
+    pools = torch.arange(4, device=DEVICE).expand(2, 4).contiguous()
     cells = make_cells(cell_ids, pools)
-    hidden, centroids = torch.ones(7, 16, device=DEVICE), torch.ones(20, 16, device=DEVICE)
+    hidden, centroids = torch.ones(7, 16, device=DEVICE), torch.ones(4, 16, device=DEVICE)
     valid = torch.tensor([True, True, False, True, True, True, True], device=DEVICE)
     with use_backend("triton"):
-        capacity = torch.tensor(4, device=DEVICE)
-        gates = cell_gates(hidden, centroids, cells, valid, 1, capacity=capacity).gates
+        room = torch.tensor(capacity, device=DEVICE)
+        gates = cell_gates(hidden, centroids, cells, valid, None, capacity=room).gates
     by_token = torch.zeros_like(gates).index_copy(0, cells.token_ids, gates)
-    wanted = torch.zeros(7, 20, device=DEVICE)
-    wanted[[0, 1, 3, 4]] = 1 / 20
+    wanted = torch.zeros(7, 4, device=DEVICE)
+    wanted[takes] = 1 / 4
     torch.testing.assert_close(by_token, wanted)
 
 
-def test_nan_shows() -> None:
-    cells = CASES["one token each"].cells()
-    inputs = CASES["one token each"].inputs(torch.float32)
-    inputs["centroids"][int(cells.pools[0, 3])] = torch.nan
-    valid = torch.ones(inputs["hidden"].shape[0], dtype=torch.bool, device=DEVICE)
+def test_small_probabilities_stay_chosen_in_half_precision() -> None:
+    case = CASES["everyone in every pool"]
+    cells, inputs = case.cells(), case.inputs(torch.float16)
+    valid = torch.ones(sum(case.sizes), dtype=torch.bool, device=DEVICE)
+    inputs["hidden"] *= 6  # the least probable ones are below what float16 can hold
     with use_backend("triton"):
-        capacity = torch.tensor(2, device=DEVICE)
-        operands = inputs["hidden"], inputs["centroids"]
-        gates = cell_gates(*operands, cells, valid, 1, capacity=capacity).gates
+        gates = taken_by_experts(**inputs, cells=cells, valid=valid, capacity=sum(case.sizes)).gates
+    assert gates.dtype == torch.float16 and (gates.float() == 2.0**-24).any()
+    assert (gates > 0).all()
+
+
+def test_nan_shows() -> None:
+    case = CASES["one token each"]
+    cells, inputs = case.cells(), case.inputs(torch.float32)
+    inputs["centroids"][int(cells.pools[0, 3])] = torch.nan
+    valid = torch.ones(sum(case.sizes), dtype=torch.bool, device=DEVICE)
+    with use_backend("triton"):
+        gates = taken_by_experts(**inputs, cells=cells, valid=valid, capacity=2).gates
     assert gates[: int(cells.offsets[1])].isnan().all()
+
+
+@pytest.mark.gpu
+def test_a_graph_holds_it() -> None:
+    case = CASES["ragged"]
+    cells, inputs, valid = case.cells(), case.inputs(torch.bfloat16), some_valid(case)
+    hidden, centroids = (inputs[name].requires_grad_() for name in ("hidden", "centroids"))
+
+    def step() -> list[Tensor]:
+        found = taken_by_experts(hidden, centroids, cells, valid, case.capacity)
+        loss = found.gates.float().square().sum() + found.expert_probs().square().sum()
+        return [found.gates, *torch.autograd.grad(loss, [hidden, centroids])]
+
+    eager, graph, found = captured(step)
+    graph.replay()
+    for wanted, got in zip(eager, found, strict=True):
+        assert torch.equal(wanted, got)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.4])

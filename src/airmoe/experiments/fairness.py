@@ -219,11 +219,9 @@ def _unequal_rest(runs: Mapping[str, RunConfig], models: Models) -> Iterator[Vio
 
 def _shared_options(run: RunConfig, model: AirMoeConfig) -> dict[str, object]:
     """What must be equal, by the path under which a user sets it; defaults filled in."""
-    body = {
-        f"model.{name}": getattr(model, name)
-        for name in MODEL_OPTIONS
-        if name not in ROUTING_OPTIONS
-    }
+    # Where experts choose, their choice stands in the place of load balancing.
+    own = ROUTING_OPTIONS if model.routes_causally else {*ROUTING_OPTIONS, "load_balance_weight"}
+    body = {f"model.{name}": getattr(model, name) for name in MODEL_OPTIONS if name not in own}
     recipe = {
         f"training.{name}": value
         for name, value in dataclasses.asdict(run.training).items()

@@ -338,7 +338,7 @@ class AirRouter(CentroidRouter):
             self.centroids,
             cells,
             tokens.valid,
-            config.top_k,
+            config.top_k if capacity is None else None,
             capacity=capacity,
             inverse_norms=plan.inverse_norms,
             noise=noise,

@@ -32,7 +32,7 @@ class AirSettings(CentroidConfig):
     capacity_factor: float = 1.0  # of the expert-choice gate
     probes: int = 1
     refresh_every: int = 1  # optimizer steps between two buildings of the shortlists
-    list_all: bool = False  # in training every expert is in a shortlist, so that it can learn
+    list_all: bool = False  # in training experts in no shortlist join one, if it has room
 
     def check(self) -> None:
         super().check()

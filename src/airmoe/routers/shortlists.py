@@ -74,7 +74,7 @@ class ShortlistCache(Float32State):
     def rebuild(
         self, codewords: Tensor, centroids: Tensor, noise: Noise | None, *, list_all: bool
     ) -> None:
-        """Alg. 1, lines 4-7, into the cache; with `list_all` every expert gets into a list."""
+        """Alg. 1, lines 4-7, into the cache; with `list_all` nobody is left out who has room."""
         centroids = full_tensor(centroids.detach())
         self._renorm(centroids)
         scale = self.scale()

@@ -44,7 +44,8 @@ TITLE = "airmoe report"
 INTRODUCTION = (
     "Every number is taken at the evaluation with the lowest validation loss. FLOPs are counted "
     "twice: algorithmic, in the paper's convention, and executed, what the kernels compute. Bold: "
-    "the best of a column. Overlap: the share of chosen experts that exact routing chooses too."
+    "the best of a column. Overlap: how many of the experts that exact routing would choose were "
+    "chosen."
 )
 
 

@@ -20,13 +20,15 @@ from airmoe.training import RunConfig, model_options
 Variants = dict[str, RunConfig]
 
 MAIN = ("air", "peer", "hierarchical", "exact", "coarse")
-ABLATIONS: dict[str, dict[str, Any]] = {
+ABLATIONS: dict[str, dict[str, Any]] = {  # options of the router
     "air": {},
     "no_projection": {"normalize_centroids": False},
     "static": {"codebook": "static"},
     "expert_choice": {"gate": "expert_choice"},
     "euclidean": {"codebook": "euclidean"},
 }
+# Of the model. The paper's expert choice stands in the place of load balancing.
+ABLATED_MODELS: dict[str, dict[str, Any]] = {"expert_choice": {"load_balance_weight": 0.0}}
 # L(Q) = a / Q^b + c has three constants: fewer points than this would fit whatever they say.
 FEWEST_GRANULARITIES = 5
 
@@ -47,7 +49,10 @@ def main_variants(base: RunConfig) -> Variants:
 def ablation_variants(base: RunConfig) -> Variants:
     """AIR with one of its parts taken away or replaced."""
     model = model_of(base)
-    return {name: with_model(base, _routed(model, options)) for name, options in ABLATIONS.items()}
+    return {
+        name: with_model(base, _routed(model, options, **ABLATED_MODELS.get(name, {})))
+        for name, options in ABLATIONS.items()
+    }
 
 
 def granularity_variants(base: RunConfig) -> Variants:

@@ -1,7 +1,7 @@
 """Gates of cells in one go: fine scores, the K best, their softmax (Alg. 1, line 10; Eq. 2).
 
-The same as `cell_scores` followed by `top_k_gates` or by `expert_choice`, which are its definition,
-but scores are not kept unless the products are float32. For one row per token, on Triton only: on
+The definition is `cell_scores` followed by `top_k_gates`, or by `routers.gating.expert_choice`;
+here scores are not kept unless the products are float32. For one row per token, on Triton only: on
 a CPU the two steps are the faster way.
 """
 
@@ -73,7 +73,7 @@ def cell_gates(
     centroids: Tensor,
     cells: Cells,
     valid: Tensor,
-    top_k: int,
+    top_k: int | None,
     *,
     capacity: Tensor | None = None,
     inverse_norms: Tensor | None = None,
@@ -81,13 +81,15 @@ def cell_gates(
 ) -> CellGates:
     """hidden [T, D], centroids [E, D], one cell per token; valid [T] bool.
 
-    With `capacity` (0-dim) experts choose: each takes so many of its most probable tokens, and
-    `top_k` says nothing. A gate is then the probability among all M candidates.
+    Without `top_k` experts choose: each takes its `capacity` (0-dim) most probable tokens, and a
+    gate is the probability among all M candidates.
 
     Gates have the dtype of the products: the wider of hidden's and the centroids'.
     """
     import airmoe.kernels.cell_gates.operator  # noqa: F401 (registers the operator)
 
+    assert (top_k is None) != (capacity is None), "either tokens choose or experts do"
+    valid = valid.contiguous()
     work = torch.promote_types(hidden.dtype, centroids.dtype)
     if work != hidden.dtype or work != centroids.dtype:
         work = torch.promote_types(work, torch.float32)

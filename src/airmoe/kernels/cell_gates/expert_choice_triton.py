@@ -5,7 +5,8 @@
     bounds   an expert's last key that is taken, found bit by bit, counting the keys that reach it
     gates    probabilities of the pairs that reach their expert's bound
 
-`routers.gating.expert_choice` is the definition.
+`routers.gating.expert_choice` is the definition. An expert's candidates lie in many cells, so all
+scores [N, M] and as many 64-bit keys exist at a time: 1.5 GiB for 65,536 tokens and M = 2048.
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
@@ -21,10 +22,12 @@ from airmoe.kernels.cell_gates.triton import Scored
 from airmoe.kernels.cells.reverse import ReverseIndex
 from airmoe.kernels.select.triton import smallest_gate
 
-FLOAT_BITS = 31  # of a number that is not negative, in the order of the numbers
-ROW_BLOCK, KEY_BLOCK = 2048, 512
+FLOAT_BITS = 30  # of a probability: the sign and, below 2, the bit after it are not set
+ROW_BLOCK = 2048  # the paper's M: a row in one go
+KEY_BLOCK = 512  # candidates of the mean expert at the paper's shape, in one warp's registers
 INFINITY = tl.constexpr(float("inf"))
-LENGTHS = ["num_tokens", "token_bits", "steps"]
+# They change from batch to batch: none of them is worth a compilation of its own.
+CHANGING = ["num_tokens", "token_bits", "steps"]
 
 
 @triton.jit
@@ -36,6 +39,7 @@ def _key(prob, token, num_tokens, token_bits):
 
 @triton.jit
 def _log_z(scores, POOL: tl.constexpr, BLOCK: tl.constexpr):
+    """logsumexp of a row that may be longer than a block: every lane keeps its own maximum."""
     peaks = tl.full((BLOCK,), -INFINITY, tl.float32)
     totals = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, POOL, BLOCK):
@@ -50,7 +54,7 @@ def _log_z(scores, POOL: tl.constexpr, BLOCK: tl.constexpr):
     return peak + tl.log(tl.sum(totals * tl.exp(peaks - peak), axis=0))
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=CHANGING)
 def _keys_kernel(
     scores, rows, tile_cells, token_ids, valid, offsets, firsts, probs, log_z, keys,
     num_tokens, token_bits,
@@ -75,7 +79,7 @@ def _keys_kernel(
             tl.store(keys + first + place_in_cell, key, mask=inside)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=CHANGING)
 def _bounds_kernel(keys, starts, capacity, bounds, steps, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
     first = tl.load(starts + expert)
@@ -94,7 +98,7 @@ def _bounds_kernel(keys, starts, capacity, bounds, steps, BLOCK: tl.constexpr):
     tl.store(bounds + expert, tl.maximum(bound, 1))
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=CHANGING)
 def _gates_kernel(
     probs, rows, tile_cells, token_ids, pools, bounds, gates, num_tokens, token_bits, least,
     POOL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,

@@ -43,16 +43,17 @@ def _forward(
     entries: Tensor,
     starts: Tensor,
     valid: Tensor,
-    top_k: int,
+    top_k: int | None,
     capacity: Tensor | None,
     carry_probs: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     noise = None if row_keys is None else Noise(row_keys, noise_std)
     tiles = RowTiles(tile_cells, tile_first, tile_rows, block)
     scored = Scored(hidden, centroids, inverse_norms, noise, tiles, offsets, token_ids, pools)
-    if capacity is None:
+    if top_k is not None:
         gates, log_z, scores = make_gates(scored, valid, top_k)
     else:
+        assert capacity is not None
         reverse = ReverseIndex(entries, starts)
         gates, log_z, scores = gates_of_experts_choice(scored, valid, capacity, reverse)
     probs = log_z.new_zeros(centroids.shape[0] if carry_probs else 0)
@@ -149,10 +150,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
         starts,
         valid,
         top_k,
-        capacity,
+        _capacity,
         _carry,
     ) = rest
-    over_all = top_k == 1 or capacity is not None  # gates are probabilities among all candidates
+    over_all = top_k in (1, None)  # gates are probabilities among all candidates
     ctx.fixed = (noise_std, block, over_all)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(

@@ -1,9 +1,10 @@
 """Scores, selection and gates of cells without keeping the scores, and the backward of all of it.
 
-Scores are float32. Of products in lower precision they exist for a few tiles of rows at a time;
-what is kept are the gates and the softmax denominators, from which the backward goes on (it scores
-again where a statistic needs it). Scores of float32 products are kept: making them again costs far
-more than reading them, and they are no wider than the gates.
+Scores are float32. Of products in lower precision they exist for a few tiles of rows at a time (for
+all rows where experts choose, see `expert_choice_triton`); what is kept are the gates and the
+softmax denominators, from which the backward goes on (it scores again where a statistic needs it).
+Scores of float32 products are kept: making them again costs far more than reading them, and they
+are no wider than the gates.
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
