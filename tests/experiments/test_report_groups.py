@@ -57,13 +57,33 @@ def test_seeds_of_a_variant_share_their_settings(tmp_path: Path) -> None:
     write_suite(tmp_path / "s", "main", runs, seeds=(42, 43))
     change_config(tmp_path / "s" / "air-seed43", "model", num_experts_per_tok=32)
     found = grouped(read_all([tmp_path]))
-    (line,) = found.left_out
-    assert line.endswith(
-        "s/air-seed43: other settings than "
-        f"{tmp_path.name}/s/air-seed42 (model.num_experts_per_tok): left out"
-    )
+    first, other = found.groups
+    assert [(run.variant, run.seed) for run in first.runs] == [
+        ("air", 42),
+        ("peer", 42),
+        ("peer", 43),
+    ]
+    assert [(run.variant, run.seed) for run in other.runs] == [("air", 43)]
+    assert other.title == f"{first.title}, with model.num_experts_per_tok = 32"
     (note,) = found.notes
     assert note.endswith("not every variant has every seed (42 of air; 42, 43 of peer)")
+
+
+def test_a_suite_with_other_settings_is_a_table_of_its_own(suite: Path, tmp_path: Path) -> None:
+    """Whatever the two have in common: all of their runs are shown."""
+    shutil.copytree(suite, tmp_path / "warm")
+    for variant in ("air", "peer", "hierarchical", "coarse"):
+        change_config(tmp_path / "warm" / f"{variant}-seed42", "training", warmup=0.1)
+    change_config(tmp_path / "warm" / "coarse-seed42", "training", learning_rate=0.1)
+    found = grouped(read_all([suite, tmp_path / "warm"]))
+    first, warm, both = found.groups
+    assert list(first.variants) == ["air", "peer", "hierarchical", "coarse"]
+    assert list(warm.variants) == ["air", "peer", "hierarchical"]
+    assert warm.title == f"{first.title}, with training.warmup = 0.1"
+    assert list(both.variants) == ["coarse"]
+    assert both.title.endswith("with training.learning_rate = 0.1, training.warmup = 0.1")
+    assert len({group.slug for group in found.groups}) == 3
+    assert found.left_out == found.notes == []
 
 
 def test_the_same_run_in_two_folders_is_no_second_seed(suite: Path, tmp_path: Path) -> None:

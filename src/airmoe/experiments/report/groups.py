@@ -41,6 +41,7 @@ class Group:
     key: Key
     runs: list[Run]
     slug: str  # its name in files and anchors, unique in a report
+    changes: str = ""  # what is set otherwise than in the table before it
 
     @cached_property
     def variants(self) -> dict[str, list[Run]]:
@@ -53,7 +54,11 @@ class Group:
 
     @property
     def title(self) -> str:
-        return self.key.title
+        return _title(self.key, self.changes)
+
+
+def _title(key: Key, changes: str) -> str:
+    return f"{key.title}, with {changes}" if changes else key.title
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,10 @@ def group_runs(runs: Iterable[Run]) -> Grouped:
     for key in sorted(by_key, key=_place):
         kept = _without_repeats(by_key[key], grouped.left_out)
         kept = _of_one_text(kept, grouped.left_out)
-        kept = _of_one_setting(kept, grouped.left_out)
-        slug = _slug(key.title, {group.slug for group in grouped.groups})
-        grouped.groups.append(group := Group(key, kept, slug))
-        grouped.notes.extend(_differences(group))
+        for changes, runs_alike in _by_settings(kept).items():
+            slug = _slug(_title(key, changes), {group.slug for group in grouped.groups})
+            grouped.groups.append(group := Group(key, runs_alike, slug, changes))
+            grouped.notes.extend(_differences(group))
     return grouped
 
 
@@ -136,22 +141,27 @@ def _of_one_text(runs: list[Run], left_out: list[str]) -> list[Run]:
     return [run for run in runs if run.data_sha256 == common]
 
 
-def _of_one_setting(runs: list[Run], left_out: list[str]) -> list[Run]:
-    """The seeds of a variant share its settings; single runs that do not get a row of their own."""
+def _by_settings(runs: list[Run]) -> dict[str, list[Run]]:
+    """What is set otherwise than in the first run of a variant ("": nothing) -> runs.
+
+    The seeds of a variant share its settings. A suite that was run again with others is a table of
+    its own; a single run gets a row of its own.
+    """
     rows: dict[str, dict[str, list[Run]]] = {}  # variant -> settings -> its seeds
     for run in runs:
         rows.setdefault(run.variant, {}).setdefault(settings_of(run), []).append(run)
-    kept: list[Run] = []
+    tables: dict[str, list[Run]] = {"": []}
     for variant, of_settings in rows.items():
         first, *others = of_settings.values()
-        kept += first
+        tables[""] += first
         if first[0].suite is None:
             names = _row_names([first, *others])[1:]
             for row, name in zip(others, names, strict=True):
-                kept += [replace(run, variant=f"{variant} ({name})") for run in row]
+                tables[""] += [replace(run, variant=f"{variant} ({name})") for run in row]
         else:
-            left_out += [_other_settings(run, first[0]) for row in others for run in row]
-    return kept
+            for row in others:
+                tables.setdefault(_changes(first[0], row[0]), []).extend(row)
+    return tables
 
 
 def settings_of(run: Run) -> str:
@@ -176,17 +186,16 @@ def _row_names(rows: list[list[Run]]) -> list[str]:
     return taken
 
 
-def _other_settings(run: Run, first: Run) -> str:
-    differing = _changed(first, run)
-    named = ", ".join(differing[:MOST_NAMED])
-    more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
-    return f"{run.name}: other settings than {first.name} ({named}{more}): left out"
-
-
-def _changed(one: Run, other: Run) -> list[str]:
+def _changes(one: Run, other: Run) -> str:
+    """What `other` has set otherwise: `training.warmup = 0.1`."""
     mine, theirs = flat(one.config), flat(other.config)
-    keys = sorted(mine.keys() | theirs.keys())
-    return [key for key in keys if key != "training.seed" and mine.get(key) != theirs.get(key)]
+    found = [
+        f"{key} = {json.dumps(theirs.get(key))}"
+        for key in sorted(mine.keys() | theirs.keys())
+        if key != "training.seed" and mine.get(key) != theirs.get(key)
+    ]
+    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    return ", ".join(found[:MOST_NAMED]) + more
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
