@@ -99,6 +99,20 @@ def test_expert_choice_is_measured_by_what_tokens_got(name: str) -> None:
     assert overlap(router, hidden).tolist() == pytest.approx(shares, abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["expert_choice", "air"])
+def test_tokens_are_compared_as_they_were_routed_among_all(name: str) -> None:
+    options = {"gate": "expert_choice"} if name == "air" else {}
+    router, hidden = prepared(name, options | {"capacity_factor": 0.3}), torch.randn(96, DIM) * 2
+    mask = torch.rand(96) > 0.2
+    rows = slice(None, 80, 5)
+    whole, some = (routing_quality(router, hidden, mask, rows=part) for part in (slice(None), rows))
+    for field in ("overlap", "mass_recall", "valid"):
+        wanted, found = (getattr(quality, field) for quality in (whole, some))
+        torch.testing.assert_close(found, wanted[rows], equal_nan=True)
+    alone = routing_quality(router, hidden[rows], mask[rows])
+    assert alone.overlap.nanmean() > some.overlap.nanmean()  # fewer to vie with: the case tells
+
+
 def test_large_logits_do_not_lose_chosen_experts() -> None:
     """Weights of chosen experts get tiny, never 0, or they would count as not chosen."""
     router, hidden = trained_air(shortlist_size=NUM_EXPERTS), torch.randn(50, DIM) * 300

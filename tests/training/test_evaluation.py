@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from airmoe.errors import ConfigError
+from airmoe.metrics import routing_quality
 from airmoe.routers import Router
 from airmoe.training.evaluation import Evaluation, evaluate, num_batches
 from airmoe.training.watch import RoutingWatch
@@ -162,12 +163,27 @@ def test_the_sample_is_spread_over_all_sequences(wanted: int) -> None:
     with watch.on(), torch.no_grad():
         model(batch(0))
         model(batch(1))
-    sample, valid = watch._samples[0]
+    sample = watch._samples[0]
     stride = max(1, 36 // wanted)
-    assert torch.equal(sample, inputs[0][::stride][:wanted])
-    assert valid.all() and len(valid) == len(sample)
+    assert torch.equal(sample.hidden, inputs[0][::stride][:wanted])
+    assert sample.valid.all() and len(sample.valid) == len(sample.hidden)
     if 1 < wanted < 36:
-        assert stride * (len(sample) - 1) >= 24  # reaches the third sequence
+        assert stride * (len(sample.hidden) - 1) >= 24  # reaches the third sequence
+
+
+@pytest.mark.parametrize("variant", ["expert_choice", "air-expert-choice"])
+def test_where_experts_choose_the_sample_is_routed_among_the_whole_batch(variant: str) -> None:
+    model = build(variant).eval()
+    watch = RoutingWatch(model, 5)
+    (router,) = routers_of(model)
+    inputs: list[Tensor] = []
+    router.register_forward_hook(lambda _, given, __: inputs.append(given[0].detach().clone()))
+    with watch.on(), torch.no_grad():
+        model(batch(0))
+    rows = slice(None, 35, 7)
+    wanted = routing_quality(router, inputs[0], rows=rows)
+    assert wanted.valid.shape == (5,)
+    assert watch.numbers()["overlap"] == pytest.approx(float(wanted.overlap.mean()))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

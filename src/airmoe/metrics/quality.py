@@ -21,12 +21,13 @@ from airmoe.routers.base import Router
 from airmoe.routers.peer import PeerRouter
 from airmoe.routers.routing import Routing
 
+ALL = slice(None)
 CHUNK_BYTES = 256 * 2**20  # scratch memory for the exact logits of some tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingQuality:
-    """What the router kept of the exact routing, per token."""
+    """What the router kept of the exact routing, per token that was compared."""
 
     overlap: Tensor  # [T] float32
     mass_recall: Tensor  # [T] float32
@@ -51,8 +52,14 @@ def mass_recall(router: Router, hidden: Tensor, mask: Tensor | None = None) -> T
 
 
 @torch.no_grad()
-def routing_quality(router: Router, hidden: Tensor, mask: Tensor | None = None) -> RoutingQuality:
-    """Overlap and mass recall from one routing and one pass over the exact logits."""
+def routing_quality(
+    router: Router, hidden: Tensor, mask: Tensor | None = None, *, rows: slice = ALL
+) -> RoutingQuality:
+    """Overlap and mass recall from one routing and one pass over the exact logits.
+
+    All tokens are routed, and those of `rows` compared: where experts choose, who gets whom depends
+    on all of them.
+    """
     if isinstance(router, PeerRouter):
         raise ValueError(
             "overlap and mass recall: got a PeerRouter, need a router that approximates one list "
@@ -61,16 +68,18 @@ def routing_quality(router: Router, hidden: Tensor, mask: Tensor | None = None) 
         )
     with router_mode(router, training=False):
         routing = _route(router, hidden, mask)
-        valid, log_z = routing.valid, routing.log_z.detach()  # [T], [T]
+        valid, log_z = routing.valid[rows], routing.log_z.detach()[rows]  # [t], [t]
         chosen = routing.to_token_routing()
+        picked = torch.where(chosen.weights[rows] > 0, chosen.expert_ids[rows], -1)  # [t, n]
+        compared = hidden[rows]
         overlaps = torch.full_like(log_z, torch.nan)
         recalls = torch.full_like(log_z, torch.nan)
     with router_mode(router, training=False), _whole_parameters(router):
-        for rows in _chunks(valid.nonzero().squeeze(1), router):
-            logits = router.full_logits(hidden[rows])  # [t, E]
-            picked = torch.where(chosen.weights[rows] > 0, chosen.expert_ids[rows], -1)
-            overlaps[rows] = _overlap_with_exact(logits, picked, router.config.top_k).to(log_z)
-            recalls[rows] = (log_z[rows] - logits.logsumexp(dim=1)).exp()
+        for part in _chunks(valid.nonzero().squeeze(1), router):
+            logits = router.full_logits(compared[part])  # [part, E]
+            found = _overlap_with_exact(logits, picked[part], router.config.top_k)
+            overlaps[part] = found.to(log_z)
+            recalls[part] = (log_z[part] - logits.logsumexp(dim=1)).exp()
     return RoutingQuality(overlap=overlaps, mass_recall=recalls, valid=valid)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from airmoe.distributed import all_gather_rows, all_reduce_sum
-from airmoe.metrics.quality import mass_recall_bound, routing_quality
+from airmoe.metrics.quality import ALL, mass_recall_bound, routing_quality
 from airmoe.metrics.usage import CodewordUsage, codeword_usage, dead_experts, usage_entropy
 from airmoe.routers.air import AirRouter
 from airmoe.routers.base import Router
@@ -64,15 +64,18 @@ class RoutingMeter:
             self._cell_counts = _added("cells", self._cell_counts, routing.cell_counts)
 
     @torch.no_grad()
-    def update_quality(self, router: Router, hidden: Tensor, mask: Tensor | None = None) -> None:
-        """Compare one batch with exact routing; costs a pass over all experts."""
+    def update_quality(
+        self, router: Router, hidden: Tensor, mask: Tensor | None = None, *, rows: slice = ALL
+    ) -> None:
+        """Compare a batch, or some `rows` of it, with exact routing: a pass over all experts."""
         self._device = hidden.device
-        quality = routing_quality(router, hidden, mask)
+        quality = routing_quality(router, hidden, mask, rows=rows)
         measured = [quality.overlap, quality.mass_recall]  # each [T]
         num_valid = quality.valid.sum()
         self._quality_tokens = self._quality_tokens + num_valid
         if isinstance(router, AirRouter):
-            measured.append(mass_recall_bound(router, hidden, mask))
+            compared = None if mask is None else mask[rows]
+            measured.append(mass_recall_bound(router, hidden[rows], compared))
             self._bound_tokens = self._bound_tokens + num_valid
         sums = hidden.new_zeros(3, dtype=torch.float64)
         for place, values in enumerate(measured):

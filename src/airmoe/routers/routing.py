@@ -68,6 +68,11 @@ class Routing(ABC):
     def expert_counts(self) -> Tensor:
         """[E] int64: how often each expert was chosen."""
 
+    @property
+    def experts_choose(self) -> bool:
+        """Whether experts take tokens, so that a token's list depends on the other tokens."""
+        return False
+
     @abstractmethod
     def to_token_routing(self) -> TokenRouting:
         """The same answer as one list per token (best first; PEER: head by head, each best first).
@@ -113,6 +118,10 @@ class CellRouting(Routing):
     max_per_token: int | None  # K, or None where a token may get any number (expert choice)
     lazy_cell_probs: Callable[[], Tensor] = field(repr=False)
     _entry_counts: Tensor | None = field(default=None, init=False, repr=False)
+
+    @property
+    def experts_choose(self) -> bool:
+        return self.max_per_token is None
 
     @property
     def token_ids(self) -> Tensor:
@@ -182,6 +191,10 @@ class ExpertRouting(Routing):
 
     token_ids: Tensor  # [E, C]
     weights: Tensor  # [E, C], 0 marks an unused slot
+
+    @property
+    def experts_choose(self) -> bool:
+        return True
 
     @property
     def expert_counts(self) -> Tensor:

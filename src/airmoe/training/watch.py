@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from airmoe.distributed import is_distributed
 from airmoe.metrics import RoutingMeter, shortlist_staleness, unlisted_experts
+from airmoe.metrics.quality import ALL
 from airmoe.moe.replay import inside_backward
 from airmoe.routers import AirRouter, PeerRouter, Router, Routing
 
@@ -22,6 +24,15 @@ def looking() -> Any:
     Hooks come and go, and a compiler would compile once more for each of them.
     """
     return torch.compiler.set_stance("force_eager")
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Some tokens of a batch; where experts choose, all of them, because they vie."""
+
+    hidden: Tensor  # [n, D]
+    valid: Tensor  # [n]
+    compared: slice  # of these, with exact routing
 
 
 class RoutingWatch:
@@ -37,7 +48,7 @@ class RoutingWatch:
         }
         self._layers = [layer_of(name) for name in routers]
         self._routers = list(routers.values())
-        self._samples: dict[int, tuple[Tensor, Tensor]] = {}  # router -> hidden [n, D], valid [n]
+        self._samples: dict[int, _Sample] = {}  # by router
         self._meters: list[RoutingMeter] = []
         self._hooks: list[Any] = []
 
@@ -77,7 +88,9 @@ class RoutingWatch:
             if place not in self._samples:
                 stride = max(1, routing.num_tokens // self._sample_tokens)
                 rows = slice(None, stride * self._sample_tokens, stride)  # of all sequences
-                self._samples[place] = (inputs[0].detach()[rows].clone(), routing.valid[rows])
+                kept, compared = (ALL, rows) if routing.experts_choose else (rows, ALL)
+                hidden = inputs[0].detach()[kept].clone()
+                self._samples[place] = _Sample(hidden, routing.valid[kept], compared)
 
         return after_forward
 
@@ -92,7 +105,7 @@ class RoutingWatch:
             meter = self._meters[place]
             sample = self._samples.get(place, _no_tokens(router) if is_distributed() else None)
             if sample is not None and not isinstance(router, PeerRouter):
-                meter.update_quality(router, *sample)
+                meter.update_quality(router, sample.hidden, sample.valid, rows=sample.compared)
             report = meter.compute()
             found.append(
                 {
@@ -125,10 +138,11 @@ def layer_of(name: str) -> str:
     return next((part for part in name.split(".") if part.isdigit()), name)
 
 
-def _no_tokens(router: Router) -> tuple[Tensor, Tensor]:
+def _no_tokens(router: Router) -> _Sample:
     """The sample of a rank that saw no batch: it must still help to gather sharded parameters."""
     device = router.micro_batches.device
-    return torch.zeros(1, router.config.dim, device=device), torch.zeros(1, device=device).bool()
+    nothing = torch.zeros(1, router.config.dim, device=device)
+    return _Sample(nothing, torch.zeros(1, device=device).bool(), ALL)
 
 
 def _staleness(router: Router) -> float | None:
