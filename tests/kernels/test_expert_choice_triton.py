@@ -50,10 +50,8 @@ class Case:
 
 CASES = {
     "ragged": Case((3, 0, 7, 1, 12, 5, 0, 2, 6, 6), capacity=8),
-    "one token each": Case((9, 11, 4), capacity=1),
-    "more room than candidates": Case((9, 11, 4), capacity=50),
+    "more room than candidates, experts in no pool": Case((9, 11, 4), capacity=50, experts=30),
     "no room": Case((4, 1, 4), capacity=0),
-    "experts in no pool": Case((10, 15), capacity=6, experts=30),
     "everyone in every pool": Case((20, 0, 13), capacity=5, experts=8),
     "several blocks of keys": Case((40, 1, 25), capacity=16, experts=9),
     "several blocks of a row": Case((6, 5), capacity=4, experts=21, pool=19),
@@ -172,9 +170,7 @@ def test_choice_is_the_definitions() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize(
-    ("capacity", "takes"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 3]), (4, [0, 1, 3, 4])]
-)
+@pytest.mark.parametrize(("capacity", "takes"), [(1, [0]), (3, [0, 1, 3]), (4, [0, 1, 3, 4])])
 def test_ties_go_to_the_lowest_token(capacity: int, takes: list[int]) -> None:
     """Equal tokens are no rarity: the first ones of two texts that begin alike are."""
     cell_ids = torch.tensor([1, 0, 1, 0, 0, 1, 1], device=DEVICE).view(-1, 1)
@@ -203,7 +199,7 @@ def test_small_probabilities_stay_chosen_in_half_precision() -> None:
 
 
 def test_nan_shows() -> None:
-    case = CASES["one token each"]
+    case = CASES["no room"]
     cells, inputs = case.cells(), case.inputs(torch.float32)
     inputs["centroids"][int(cells.pools[0, 3])] = torch.nan
     valid = torch.ones(sum(case.sizes), dtype=torch.bool, device=DEVICE)
@@ -229,11 +225,10 @@ def test_a_graph_holds_it() -> None:
         assert torch.equal(wanted, got)
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.4])
-def test_router_takes_this_way(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_router_takes_this_way(monkeypatch: pytest.MonkeyPatch) -> None:
     config = AirRouter.Config(
         dim=16, num_experts=24, top_k=4, num_codewords=5, shortlist_size=9, jitter_std=0.0,
-        gate="expert_choice", capacity_factor=factor,
+        gate="expert_choice", capacity_factor=0.4,
     )  # fmt: skip
     router = config.build().to(DEVICE)
     hidden = torch.randn(40, 16, device=DEVICE)
