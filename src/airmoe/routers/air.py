@@ -333,12 +333,13 @@ class AirRouter(CentroidRouter):
     ) -> CellRouting:
         """The same without keeping the scores."""
         config, device = self.config, tokens.hidden.device
+        most = config.top_k if capacity is None else None
         found = cell_gates(
             tokens.hidden,
             self.centroids,
             cells,
             tokens.valid,
-            config.top_k if capacity is None else None,
+            most,
             capacity=capacity,
             inverse_norms=plan.inverse_norms,
             noise=noise,
@@ -349,7 +350,7 @@ class AirRouter(CentroidRouter):
             valid=tokens.valid,
             cells=cells,
             gates=self._weighed(found.gates),
-            max_per_token=config.top_k if capacity is None else None,
+            max_per_token=most,
             lazy_expert_probs=Lazy(device, found.expert_probs),
             lazy_log_z=Lazy(device, lambda: found.log_z.index_select(0, cells.order.argsort())),
             lazy_cell_probs=Lazy(device, lambda: codeword_probs(tokens, plan.codewords)),
