@@ -92,7 +92,7 @@ def taken_by_experts(
     hidden: Tensor, centroids: Tensor, cells: Cells, valid: Tensor, capacity: int
 ) -> CellGates:
     hidden = hidden.masked_fill(~valid.unsqueeze(-1), 0)
-    room = torch.tensor(capacity, device=DEVICE)
+    room = torch.full((), capacity, device=DEVICE)  # no copy: a graph may hold it
     scale, noise = norms_of(centroids), jitter(valid.shape[0])
     return cell_gates(
         hidden, centroids, cells, valid, None, capacity=room, inverse_norms=scale, noise=noise
