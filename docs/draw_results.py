@@ -24,7 +24,7 @@ from airmoe.experiments.report.record import Run
 from airmoe.experiments.report.words import filled, named_runs
 
 ROOT = Path(__file__).parents[1]
-FIRST = ("wikipedia",)  # then the other folders by name
+FIRST = ("wikipedia", "wikipedia-three")  # then the other folders by name
 PART = "quality"  # of the README
 ABOUT = (
     "Made by `docs/draw_results.py` from the files in `results/`; `airmoe report results/` makes "
