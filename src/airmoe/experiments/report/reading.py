@@ -15,9 +15,9 @@ from airmoe.errors import ConfigError
 from airmoe.experiments.fairness import Rule
 from airmoe.experiments.recall_study.record import FILE as STUDY
 from airmoe.experiments.recall_study.record import RecallStudy
+from airmoe.experiments.report.drawn_maps import one_map_each
 from airmoe.experiments.report.groups import key_of
 from airmoe.experiments.report.record import Record, Run, read_record
-from airmoe.experiments.report.records import one_map_each
 from airmoe.experiments.report.run_reading import Place, finished_run
 from airmoe.experiments.report.usage import Usage, read_usage
 from airmoe.experiments.suites.folder import FORMAT as SUITE_FORMAT

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from airmoe.errors import ConfigError
-from airmoe.experiments.report.groups import Key, key_of, settings_of
 from airmoe.experiments.report.record import Record, Run, read_record, write_record
 
 SINGLE = "single"
-
-
-def one_map_each(record: Record) -> Record:
-    """Maps are most of a report.json, and one seed of a row is drawn: keep the first."""
-    drawn: set[tuple[Key, str, str]] = set()
-    kept = []
-    for run in record.runs:
-        if run.usage is not None and run.usage.experts.levels is not None:
-            row = (key_of(run), run.variant, settings_of(run))
-            if row in drawn:
-                experts = replace(run.usage.experts, levels=None)
-                run = replace(run, usage=replace(run.usage, experts=experts))
-            drawn.add(row)
-        kept.append(run)
-    return replace(record, runs=kept)
 
 
 def plan_records(runs: Sequence[Run], folder: Path) -> dict[Path, Run]:
