@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.report.record import Record, Run, read_record, write_record
+from airmoe.experiments.report.record_files import cannot_take, check_name, write_files
 
 SINGLE = "single"
 
@@ -28,22 +29,14 @@ def plan_records(runs: Sequence[Run], folder: Path) -> dict[Path, Run]:
 
 
 def write_records(planned: Mapping[Path, Run]) -> None:
-    """The files of `plan_records`; those of the same runs are replaced."""
-    for path, run in planned.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_record(Record(runs=[run], problems=[]), path)
+    """The files of `plan_records`."""
+    write_files(planned, lambda run, path: write_record(Record(runs=[run], problems=[]), path))
 
 
 def file_of(run: Run) -> PurePosixPath:
     """`main/air-seed42.json`: a run may belong to two suites, and has a file in each."""
     suite, name = run.suite or SINGLE, PurePosixPath(run.name).name
-    if suite in ("", "..") or suite != PurePosixPath(suite).name:  # of a file from elsewhere
-        raise ConfigError(
-            "records",
-            suite,
-            "must be a name, because its records get a folder",
-            "Rename the suite.",
-        )
+    check_name(suite, "its records get a folder", "Rename the suite.")
     return PurePosixPath(suite, f"{name}.json")
 
 
@@ -66,9 +59,5 @@ def _holds(path: Path, run: Run) -> bool:
 
 
 def _taken(path: Path, run: Run, rule: str) -> ConfigError:
-    return ConfigError(
-        "records",
-        str(path),
-        f"cannot take {run.name}: {rule}",
-        "Rename one of the run folders, or give another folder for the records.",
-    )
+    remedy = "Rename one of the run folders, or give another folder for the records."
+    return cannot_take(path, run.name, rule, remedy)
