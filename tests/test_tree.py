@@ -31,6 +31,7 @@ ORDER = (
     "model",
     "training",
     "experiments",
+    "commands",
     "cli",
     "__main__",
 )

@@ -15,9 +15,10 @@ from airmoe.errors import ConfigError
 from airmoe.experiments.fairness import Rule
 from airmoe.experiments.recall_study.record import FILE as STUDY
 from airmoe.experiments.recall_study.record import RecallStudy
+from airmoe.experiments.report.drawn_maps import one_map_each
 from airmoe.experiments.report.groups import key_of
 from airmoe.experiments.report.record import Record, Run, read_record
-from airmoe.experiments.report.records import one_map_each
+from airmoe.experiments.report.record_files import is_name
 from airmoe.experiments.report.run_reading import Place, finished_run
 from airmoe.experiments.report.usage import Usage, read_usage
 from airmoe.experiments.suites.folder import FORMAT as SUITE_FORMAT
@@ -180,9 +181,7 @@ def _read_suite(path: Path, name: str, reading: Reading) -> None:
 
 def _is_new_name(folder: object, listed: set[str]) -> TypeGuard[str]:
     """Whether it can be a folder of the suite's, and no other run's."""
-    if not isinstance(folder, str) or folder in listed or folder in ("", ".."):
-        return False
-    return folder == Path(folder).name
+    return isinstance(folder, str) and folder not in listed and is_name(folder)
 
 
 def _of_one_length_and_corpus(suite: Reading) -> list[Run]:

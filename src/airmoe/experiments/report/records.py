@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from airmoe.errors import ConfigError
-from airmoe.experiments.report.groups import Key, key_of, settings_of
 from airmoe.experiments.report.record import Record, Run, read_record, write_record
+from airmoe.experiments.report.record_files import cannot_take, check_name, write_files
 
 SINGLE = "single"
-
-
-def one_map_each(record: Record) -> Record:
-    """Maps are most of a report.json, and one seed of a row is drawn: keep the first."""
-    drawn: set[tuple[Key, str, str]] = set()
-    kept = []
-    for run in record.runs:
-        if run.usage is not None and run.usage.experts.levels is not None:
-            row = (key_of(run), run.variant, settings_of(run))
-            if row in drawn:
-                experts = replace(run.usage.experts, levels=None)
-                run = replace(run, usage=replace(run.usage, experts=experts))
-            drawn.add(row)
-        kept.append(run)
-    return replace(record, runs=kept)
 
 
 def plan_records(runs: Sequence[Run], folder: Path) -> dict[Path, Run]:
@@ -45,22 +29,14 @@ def plan_records(runs: Sequence[Run], folder: Path) -> dict[Path, Run]:
 
 
 def write_records(planned: Mapping[Path, Run]) -> None:
-    """The files of `plan_records`; those of the same runs are replaced."""
-    for path, run in planned.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_record(Record(runs=[run], problems=[]), path)
+    """The files of `plan_records`."""
+    write_files(planned, lambda run, path: write_record(Record(runs=[run], problems=[]), path))
 
 
 def file_of(run: Run) -> PurePosixPath:
     """`main/air-seed42.json`: a run may belong to two suites, and has a file in each."""
     suite, name = run.suite or SINGLE, PurePosixPath(run.name).name
-    if suite in ("", "..") or suite != PurePosixPath(suite).name:  # of a file from elsewhere
-        raise ConfigError(
-            "records",
-            suite,
-            "must be a name, because its records get a folder",
-            "Rename the suite.",
-        )
+    check_name(suite, "its records get a folder", "Rename the suite.")
     return PurePosixPath(suite, f"{name}.json")
 
 
@@ -83,9 +59,5 @@ def _holds(path: Path, run: Run) -> bool:
 
 
 def _taken(path: Path, run: Run, rule: str) -> ConfigError:
-    return ConfigError(
-        "records",
-        str(path),
-        f"cannot take {run.name}: {rule}",
-        "Rename one of the run folders, or give another folder for the records.",
-    )
+    remedy = "Rename one of the run folders, or give another folder for the records."
+    return cannot_take(path, run.name, rule, remedy)

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from airmoe.errors import ConfigError
 from airmoe.experiments.recall_study.reading import study_from_json
 from airmoe.experiments.recall_study.record import FILE, RecallStudy
+from airmoe.experiments.report.record_files import cannot_take, check_name, write_files
 from airmoe.files import read_json, write_json
 
 
@@ -32,20 +33,13 @@ def plan_studies(
 
 
 def write_studies(planned: Mapping[Path, RecallStudy]) -> None:
-    """The files of `plan_studies`; those of the same runs are replaced."""
-    for path, study in planned.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, study.to_json())
+    """The files of `plan_studies`."""
+    write_files(planned, lambda study, path: write_json(path, study.to_json()))
 
 
 def _file_of(study: RecallStudy) -> PurePosixPath:
-    if study.run == ".." or study.run != PurePosixPath(study.run).name:  # of a file from elsewhere
-        raise ConfigError(
-            "records",
-            study.run,
-            "must be a name, because its study gets a folder",
-            "Measure the run again: airmoe recall RUN.",
-        )
+    remedy = "Measure the run again: airmoe recall RUN."
+    check_name(study.run, "its study gets a folder", remedy)
     return PurePosixPath(study.run, FILE)
 
 
@@ -67,9 +61,5 @@ def _study_of(path: Path) -> RecallStudy | None:
 
 
 def _taken(path: Path, study: RecallStudy, rule: str) -> ConfigError:
-    return ConfigError(
-        "records",
-        str(path),
-        f"cannot take the study of {study.run}: {rule}",
-        "Give the studies one by one, or another folder for the records.",
-    )
+    remedy = "Give the studies one by one, or another folder for the records."
+    return cannot_take(path, f"the study of {study.run}", rule, remedy)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from airmoe.experiments.report.contents import make_report
+from airmoe.experiments.report.drawn_maps import one_map_each
 from airmoe.experiments.report.html import html
 from airmoe.experiments.report.latex import latex
 from airmoe.experiments.report.markdown import markdown
 from airmoe.experiments.report.reading import read_everything
 from airmoe.experiments.report.record import write_record
-from airmoe.experiments.report.records import one_map_each, plan_records, write_records
+from airmoe.experiments.report.records import plan_records, write_records
 from airmoe.experiments.report.study_records import plan_studies, write_studies
 
 REPORT = "report.json"

@@ -1,0 +1,93 @@
+"""Runs beside each other: training them, what their routers miss, tables and figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from airmoe.commands.console import say, wide_console
+
+
+def suite(
+    name: Annotated[str, typer.Argument(help="main, ablations, granularity, codebook, recall")],
+    preset: Annotated[str, typer.Argument(help="tiny, small, medium, small-c5, ...")],
+    out: Annotated[Path, typer.Option(help="folder of the suite, new or begun")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key.path=value, for every run")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="runs of each variant: training.seed, + 1, ...")] = 1,
+    tokens: Annotated[int | None, typer.Option(help="length of every run")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="the same, in passes; default: the preset's own length")
+    ] = None,
+) -> None:
+    """Train what is to be compared, at equal budgets. Stopped, it goes on where it was."""
+    from airmoe.experiments.suites import Budget, make_plan, run_suite
+
+    budget = Budget(tokens=tokens, epochs=epochs)
+    plan = make_plan(name, preset, overrides or [], num_seeds=seeds, budget=budget)
+    if code := run_suite(plan, out, Console()):
+        raise typer.Exit(code)
+
+
+def recall(
+    run: Annotated[Path, typer.Argument(help="folder of a run with AIR")],
+    data: Annotated[
+        Path | None, typer.Option(help="prepared text; default: that of the run")
+    ] = None,
+    fit_tokens: Annotated[
+        int, typer.Option(help="of the training split, to fit codebooks to; fewer if it has fewer")
+    ] = 262_144,
+    tokens: Annotated[
+        int, typer.Option(help="of the validation split, to measure on; fewer if it has fewer")
+    ] = 16_384,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file to write; default: recall.json in the run")
+    ] = None,
+) -> None:
+    """Which share of exact routing's experts other codebooks and shortlists would find."""
+    from airmoe.experiments.recall_study.command import check_out, measure_run
+    from airmoe.experiments.recall_study.record import FILE
+    from airmoe.experiments.report.coarse_stages import show_study
+    from airmoe.files import write_json
+    from airmoe.training.run_folder import open_run
+
+    open_run(run)  # what is no run is said before what is wrong with a file in it
+    file = out or run / FILE
+    check_out(file)
+    study = measure_run(
+        run, data, fit_tokens=fit_tokens, tokens=tokens, console=Console(stderr=True)
+    )
+    console = wide_console()
+    show_study(study, console)  # first: writing may still fail
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, study.to_json())
+    say(console, f"Written: {file}")
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="suite folders, run folders, folders of them or of records"),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="folder to write; default: report/ in the first of RUNS")
+    ] = None,
+    records: Annotated[
+        Path | None,
+        typer.Option(help="folder that gets a JSON file per run and study, small enough to commit"),
+    ] = None,
+) -> None:
+    """Tables and figures of finished runs: Markdown, LaTeX, one HTML page, and their data."""
+    from airmoe.experiments.report import write_report
+
+    console = Console()
+    written = write_report(runs, out, records)
+    for line in written.problems:
+        say(console, line)
+    say(console, f"{written.runs} runs reported:")
+    for file in [*written.files, *written.records]:
+        say(console, f"  {file}")

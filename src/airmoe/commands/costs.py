@@ -1,0 +1,109 @@
+"""Time and FLOPs, and what this machine has for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from airmoe.commands.console import wide_console
+from airmoe.errors import ConfigError
+
+
+def bench(
+    cases: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="paper (the default), paper-16k, paper-768, paper-g256, paper-zipf, paper-captured"
+        ),
+    ] = None,
+    step: Annotated[
+        bool, typer.Option("--step", help="whole training steps of the small preset")
+    ] = False,
+    decode: Annotated[bool, typer.Option("--decode", help="batches of 1, 8 and 64 tokens")] = False,
+    scaling: Annotated[
+        bool, typer.Option("--scaling", help="from 4,096 to 1,048,576 experts")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="toy sizes, also on a CPU, to see that it runs")
+    ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="air-triton, exact, listing, ...; may be repeated")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="samples; fewer where they take too long")] = 20,
+    out: Annotated[Path, typer.Option(help="folder of the JSON files")] = Path(
+        "benchmarks/results"
+    ),
+    activations: Annotated[
+        Path | None, typer.Option(help="hidden states for paper-captured, .safetensors")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="with --step: train on what `prepare` wrote, then time")
+    ] = None,
+    capture: Annotated[
+        Path | None, typer.Option(help="with --step: write --activations of the model here")
+    ] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="draw here; without anything to measure: stored results")
+    ] = None,
+) -> None:
+    """Time AIR beside its alternatives on one GPU; no time for a wrong answer."""
+    from airmoe.experiments.bench.run import Bench, Options
+
+    options = Options(
+        cases=tuple(cases or ()),
+        step=step,
+        decode=decode,
+        scaling=scaling,
+        quick=quick,
+        only=tuple(only or ()),
+        repeats=repeats,
+        out=out,
+        activations=activations,
+        data=data,
+        capture=capture,
+        figure=figure,
+    )
+    if not Bench(options, wide_console()).run():
+        raise typer.Exit(1)
+
+
+def flops(
+    preset: Annotated[str, typer.Argument(help="tiny, small, medium, small-c5, ...")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key.path=value, e.g. model.load_balance_weight=0")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="air (default), exact, ... as train's")] = None,
+    every: Annotated[bool, typer.Option("--all", help="all methods side by side")] = False,
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="length of the run; default: the preset's, if in steps", min=1),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="that share a step; default: the paper's 4, or fewer", min=1)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="every term with its formula")] = False,
+) -> None:
+    """FLOPs of training, part by part: in the paper's convention, and as our kernels compute."""
+    import json
+
+    from airmoe.experiments.flop_count import count_preset
+    from airmoe.model import METHODS
+
+    if every and method is not None:
+        raise ConfigError("method", method, "cannot be given with --all", "Give one of them.")
+    methods = METHODS if every else (method or "air",)
+    count = count_preset(preset, methods, overrides or [], tokens=tokens, devices=devices)
+    if as_json:
+        print(json.dumps(count.to_json()))
+    else:
+        count.show(wide_console())
+
+
+def doctor() -> None:
+    """Versions, devices, kernels in use, and what is missing with the command that adds it."""
+    from airmoe.experiments.doctor import examine
+
+    examine().show(Console())
