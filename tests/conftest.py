@@ -11,11 +11,14 @@ import hypothesis
 import pytest
 import torch
 
+from tests import interpreter
+
 # cuBLAS is deterministic only with this, and it must be set before CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Without a GPU Triton's interpreter runs the kernels; it must be told before Triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    interpreter.spare_repeated_work()
 # Some virtual machines name AMX among their instructions and then refuse it, which kills a process
 # at its first bfloat16 product; oneDNN asks for this at its first use.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
