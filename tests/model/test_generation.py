@@ -40,6 +40,17 @@ def test_generation_with_a_static_cache() -> None:
     assert torch.equal(static.sequences, generate(model).sequences)
 
 
+def test_nothing_is_learned_from_what_it_writes() -> None:
+    """One token at a time would take the place of all codewords."""
+    model = learn_a_little(build("air")).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generate(model)
+    assert all(torch.equal(model.state_dict()[name], old) for name, old in before.items())
+    model(PROMPT, labels=PROMPT)  # a training batch goes on teaching
+    now = model.state_dict()
+    assert not all(torch.equal(now[name], old) for name, old in before.items())
+
+
 @pytest.mark.parametrize("variant", ["air", "peer"])
 def test_left_padding_does_not_show(variant: str) -> None:
     model = learn_a_little(build(variant)).eval()

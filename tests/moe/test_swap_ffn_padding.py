@@ -1,4 +1,5 @@
-"""Padding teaches the routers of swapped layers nothing, though layers are not handed the mask."""
+"""Padding, and what a model writes, teach the routers of swapped layers nothing, though layers are
+handed neither mask nor cache."""
 
 from __future__ import annotations
 
@@ -134,7 +135,7 @@ def test_a_layer_in_one_graph_learns_the_same() -> None:
         layer.train().requires_grad_(False)
         for _ in range(2):  # until the host knows that the codebook has started
             layer(torch.randn(2, 4, DIM))
-        tokens: Any = layer.real_tokens  # type: ignore[attr-defined]
+        tokens: Any = layer.reading  # type: ignore[attr-defined]
 
         def step(x: Tensor, mask: Tensor, layer: Any = layer, tokens: Any = tokens) -> Tensor:
             tokens._note(None, (), {"attention_mask": mask})
@@ -154,8 +155,8 @@ def test_a_layer_in_one_graph_learns_the_same() -> None:
 
 def test_masks_that_do_not_fit() -> None:
     model = swapped()
-    tokens = layer_of(model, 0).real_tokens
-    assert tokens is layer_of(model, 2).real_tokens
+    tokens = layer_of(model, 0).reading
+    assert tokens is layer_of(model, 2).reading
     decoder = model.get_decoder()
     hidden = torch.randn(6, DIM)
     for mask, expected in (
@@ -166,22 +167,31 @@ def test_masks_that_do_not_fit() -> None:
         (None, None),
     ):
         tokens._note(decoder, (), {"attention_mask": mask})
-        found = tokens.of(hidden)
+        found = tokens.real_tokens(hidden)
         assert (None if found is None else found.tolist()) == expected
         tokens._note(decoder, (None, mask), {})  # by position
-        found = tokens.of(hidden)
+        found = tokens.real_tokens(hidden)
         assert (None if found is None else found.tolist()) == expected
 
 
 def test_a_mask_is_forgotten_after_its_batch() -> None:
     model = swapped()
-    tokens = layer_of(model, 0).real_tokens
+    tokens = layer_of(model, 0).reading
     model(**batch())
-    assert tokens.of(torch.randn(72, DIM)) is None
+    assert tokens.real_tokens(torch.randn(72, DIM)) is None
     layer_of(model, 2).register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(**batch())
-    assert tokens.of(torch.randn(72, DIM)) is None
+    assert tokens.real_tokens(torch.randn(72, DIM)) is None
+
+
+def test_nothing_is_learned_from_what_a_model_writes() -> None:
+    model = swapped()
+    run(model, batch())
+    before = copy.deepcopy(model.state_dict())
+    written = model.generate(**batch(), max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert written.shape[1] > batch()["input_ids"].shape[1]
+    assert_same(model.state_dict(), before)
 
 
 def test_calibration_and_training_agree_on_padding() -> None:

@@ -198,14 +198,16 @@ def test_meta_construction_then_reset_gives_a_working_layer(case: str) -> None:
         assert bool(codebook.initialized) and int(codebook.updates) == 1
 
 
+@pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_meta_construction_then_load_equals_the_saved_model(case: str) -> None:
+def test_meta_construction_then_load_equals_the_saved_model(case: str, assign: bool) -> None:
     source = build_layer(case)
     source(batch(0))
     with torch.device("meta"):
         layer = build_layer(case, seed=8)
-    layer.to_empty(device="cpu")
-    layer.load_state_dict(source.state_dict(), strict=True)
+    if not assign:
+        layer.to_empty(device="cpu")
+    layer.load_state_dict(copy.deepcopy(source.state_dict()), strict=True, assign=assign)
     for model in (source, layer):
         torch.manual_seed(1)
         model(batch(1)).square().sum().backward()

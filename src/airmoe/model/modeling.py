@@ -74,7 +74,11 @@ class AirMoeDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, hidden_states: Tensor, token_mask: Tensor | None = None, **attention: Any
+        self,
+        hidden_states: Tensor,
+        token_mask: Tensor | None = None,
+        learn: bool = True,
+        **attention: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden [B, L, D] -> hidden, and in training the router losses [n] of an MoE layer.
 
@@ -86,20 +90,20 @@ class AirMoeDecoderLayer(GradientCheckpointingLayer):
         normed = self.post_attention_layernorm(hidden_states)
         if not isinstance(self.mlp, MoELayer):
             return hidden_states + self.mlp(normed), None
-        mixed, losses = self._mix(self.mlp, normed, token_mask)
+        mixed, losses = self._mix(self.mlp, normed, token_mask, learn)
         return hidden_states + mixed, losses
 
     def _mix(
-        self, layer: MoELayer, hidden: Tensor, token_mask: Tensor | None
+        self, layer: MoELayer, hidden: Tensor, token_mask: Tensor | None, learn: bool
     ) -> tuple[Tensor, Tensor | None]:
         if torch.compiler.is_compiling() and not layer.compiles(hidden):
-            return self._mix_eagerly(layer, hidden, token_mask)
-        return self._mix_with_losses(layer, hidden, token_mask)
+            return self._mix_eagerly(layer, hidden, token_mask, learn)
+        return self._mix_with_losses(layer, hidden, token_mask, learn)
 
     def _mix_with_losses(
-        self, layer: MoELayer, hidden: Tensor, token_mask: Tensor | None
+        self, layer: MoELayer, hidden: Tensor, token_mask: Tensor | None, learn: bool
     ) -> tuple[Tensor, Tensor | None]:
-        output = layer.forward_with_routing(hidden, token_mask)
+        output = layer.forward_with_routing(hidden, token_mask, learn=learn)
         losses = router_losses(self.config, output.routing) if self.training else None
         return output.hidden, losses
 
@@ -153,10 +157,12 @@ class AirMoeModel(AirMoePreTrainedModel):
         """Like `LlamaModel.forward`.
 
         A mask [B, past + L] of 0 and 1 also keeps padding out of routing statistics and codebooks.
+        Whoever gives a cache goes on from there: codebooks do not learn from that in training.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds, and not both.")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        learn = past_key_values is None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         # Plain causal attention needs no mask. To find out by itself, `create_causal_mask` reads
@@ -181,6 +187,7 @@ class AirMoeModel(AirMoePreTrainedModel):
             hidden, layer_losses = layer(
                 hidden,
                 token_mask=token_mask,
+                learn=learn,
                 attention_mask=causal_mask,
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,

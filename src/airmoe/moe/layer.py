@@ -85,22 +85,27 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.forward_with_routing(x, mask).hidden
 
-    def forward_with_routing(self, x: Tensor, mask: Tensor | None = None) -> MoEOutput:
+    def forward_with_routing(
+        self, x: Tensor, mask: Tensor | None = None, *, learn: bool = True
+    ) -> MoEOutput:
         """The same, with the routing, for losses and metrics.
 
-        Inside a checkpointed block compute the loss there too and return it as a tensor.
+        Inside a checkpointed block compute the loss there too and return it as a tensor. Without
+        `learn` the router does not observe the tokens even in training, as when a model that is
+        being trained writes one token at a time: a codebook would soon know nothing else.
         """
         if torch.compiler.is_compiling() and not self.compiles(x):
-            return self._forward_eagerly(x, mask)
-        return self._forward(x, mask)
+            return self._forward_eagerly(x, mask, learn)
+        return self._forward(x, mask, learn)
 
     def compiles(self, x: Tensor) -> bool:
         """True where a compiler takes in the layer as a whole, else it is a break in the graph."""
         return self.router.compiles(x) and use_triton(x, *self.experts._parameters.values())
 
-    def _forward(self, x: Tensor, mask: Tensor | None) -> MoEOutput:
+    def _forward(self, x: Tensor, mask: Tensor | None, learn: bool) -> MoEOutput:
         hidden, flat_mask = self._flatten(x, mask)
-        routing = self._route(hidden, flat_mask)
+        learning = learn and self.training and self.router.training
+        routing = self._route(hidden, flat_mask, learning)
         if flat_mask is not None:
             hidden = hidden.masked_fill(~flat_mask.unsqueeze(-1), 0)  # padding may hold anything
         output = self.experts(hidden, routing)
@@ -134,9 +139,8 @@ class MoELayer(nn.Module):
             )
         return hidden, mask.reshape(-1) != 0
 
-    def _route(self, hidden: Tensor, mask: Tensor | None) -> Routing:
+    def _route(self, hidden: Tensor, mask: Tensor | None, learning: bool) -> Routing:
         """Observe and plan a new micro-batch, or find the plan of a recomputed one, and route."""
-        learning = self.training and self.router.training
         if torch.compiler.is_compiling():
             mask, plan = traced_plan(self, self._handle, hidden, mask, observing=learning)
         else:

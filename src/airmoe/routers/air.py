@@ -22,6 +22,7 @@ from airmoe.routers.centroids import CentroidRouter
 from airmoe.routers.codebook import Codebook
 from airmoe.routers.gating import ScoredCells, binary, capacity_of, expert_choice, token_choice
 from airmoe.routers.routing import CellRouting, Lazy
+from airmoe.routers.seen import Seen
 from airmoe.routers.shortlists import ShortlistCache
 from airmoe.routers.tokens import Tokens
 
@@ -63,13 +64,14 @@ class AirRouter(CentroidRouter):
         )
         self.training_lists = self._new_cache()
         self.evaluation_lists = self._new_cache()
-        self._evaluated_at: tuple[int, ...] | None = None
+        self._evaluated_at: tuple[int, int, Seen, Seen] | None = None
         # The micro-batch of the training lists. Derived like them, hence never saved.
         built_at = torch.zeros((), dtype=torch.int64)
         self.register_buffer("_built_at", built_at, persistent=False)
         self._built_at: Tensor
         self._was_built = False
         self._built_from = -1
+        self._built_for: Seen | None = None  # the centroids, until an optimizer moves them
         self._fresh = False  # untracked only: the training lists belong to this very micro-batch
         self._untracked_batches = 0
         self._warned_rebuilding = False
@@ -83,18 +85,28 @@ class AirRouter(CentroidRouter):
 
     def on_parameters_changed(self) -> None:
         super().on_parameters_changed()
+        self._leave_meta_device()
         self.training_lists.expire()
-        self._evaluated_at = None
+        self._built_for = self._evaluated_at = None
+
+    def _leave_meta_device(self) -> None:
+        """Where `load_state_dict(assign=True)` has left all that is not saved."""
+        device = self.codebook.codewords.device
+        if self._built_at.is_meta and device.type != "meta":
+            for cache in (self.training_lists, self.evaluation_lists):
+                cache.to_empty(device=device)
+            self._built_at = torch.zeros_like(self._built_at, device=device)
 
     def on_optimizer_step(self) -> None:
         """Training lists may wait for their turn, norms and evaluation may not."""
         super().on_parameters_changed()
         self.training_lists.optimizer_stepped()
-        self._evaluated_at = None
+        self._built_for = self._evaluated_at = None
 
     def train(self, mode: bool = True) -> AirRouter:
-        if mode != self.training:
-            self._evaluated_at = None  # an optimizer nobody told us of may have stepped meanwhile
+        # Also where the mode stays: `eval()` is how somebody says that weights were written past
+        # their version (an optimizer nobody told us of, an average of weights through `.data`).
+        self._evaluated_at = None
         super().train(mode)
         return self
 
@@ -146,6 +158,7 @@ class AirRouter(CentroidRouter):
             self._note_untracked()
         elif self.training_lists.due == "norms":
             self.training_lists.renew_norms(self.centroids)
+        self._built_for = Seen(self.centroids)
 
     def _note_untracked(self) -> None:
         if self.tracked:
@@ -228,24 +241,20 @@ class AirRouter(CentroidRouter):
         self._build(lists, noise)
         return lists
 
-    def _moment(self) -> tuple[int, ...]:
+    def _moment(self) -> tuple[int, int, Seen, Seen]:
         """Changes when the evaluation lists must be rebuilt.
 
-        The hook counts; tensor versions only add edits made by hand (optimizers may not move
-        them).
+        The hook counts; what was seen only adds edits made by hand, and other tensors.
         """
-        return (
-            self.parameter_changes,
-            self.codebook.changes,
-            *(
-                0 if tensor.is_inference() else tensor._version
-                for tensor in (self.codebook.codewords, self.centroids)
-            ),
-        )
+        codewords, centroids = Seen(self.codebook.codewords), Seen(self.centroids)
+        return self.parameter_changes, self.codebook.changes, codewords, centroids
 
     def _outdated(self) -> bool:
-        """True when the training lists must be rebuilt: a step, or another codebook, came since."""
-        return self.training_lists.stale or self._built_from != self.codebook.loads
+        """True when the training lists must be rebuilt: a step, or another codebook, came since,
+        or between two steps other centroids."""
+        if self.training_lists.stale or self._built_from != self.codebook.loads:
+            return True
+        return self._built_for is not None and self._built_for != Seen(self.centroids)
 
     def plan(self, tokens: Tokens) -> AirPlan:
         lists = self._lists()

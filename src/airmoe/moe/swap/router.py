@@ -19,6 +19,7 @@ from airmoe.kernels.precision import own_precision
 from airmoe.moe.notice import Notice
 from airmoe.moe.swap.codebook import ScaledCodebook
 from airmoe.routers.base import run_eagerly
+from airmoe.routers.seen import Seen
 from airmoe.routers.tokens import read_tokens
 
 # What a swapped router has beyond the stock module.
@@ -149,10 +150,7 @@ class ShortlistRouter(_Base):
         return (
             self.codebook.changes,
             self.codebook.codewords.device,
-            *(
-                (0 if tensor.is_inference() else tensor._version, _address(tensor))
-                for tensor in (self.codebook.codewords, self.codebook.scales, *self.ranked_by())
-            ),
+            *map(Seen, (self.codebook.codewords, self.codebook.scales, *self.ranked_by())),
         )
 
     # -- fine stage -------------------------------------------------------------------------
@@ -221,7 +219,3 @@ def _rebind_forward(module: nn.Module) -> None:
     """Accelerate keeps the forward it wraps on the instance: make it that of the present class."""
     if "_old_forward" in vars(module):
         module._old_forward = types.MethodType(type(module).forward, module)  # pyright: ignore
-
-
-def _address(tensor: Tensor) -> int:
-    return 0 if hasattr(tensor, "full_tensor") else tensor.data_ptr()  # a shard's says nothing

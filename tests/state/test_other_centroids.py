@@ -1,0 +1,136 @@
+"""Lists and norms belong to the centroids they were made of, whoever puts others in their place."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import airmoe
+from tests.state.common import DIM, EXPERTS, air_of, batch, build_layer, plain_shortlists
+
+
+def other_centroids(seed: int) -> Tensor:
+    """Of other lengths too: a norm that is kept too long shows."""
+    return 3 * torch.randn(EXPERTS, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def right_answer(layer: Any, centroids: Tensor) -> Tensor:
+    """Of a layer that never had other centroids."""
+    fresh = build_layer(jitter_std=0.0)
+    fresh.load_state_dict(layer.state_dict() | {"router.centroids": centroids})
+    fresh.router.freeze_codebook()
+    with torch.no_grad():
+        return fresh.train(layer.training)(batch(1))
+
+
+def evaluated() -> Any:
+    """A layer in evaluation whose lists are made."""
+    layer = build_layer(jitter_std=0.0)
+    with torch.no_grad():
+        layer(batch(0))
+        layer.eval()(batch(1))
+    return layer
+
+
+@torch.no_grad()
+def test_functional_call_in_evaluation() -> None:
+    layer = evaluated()
+    before = layer(batch(1))
+    for seed in range(4):  # each takes the memory that the one before has left
+        centroids = other_centroids(seed)
+        expected = right_answer(layer, centroids)
+        found = functional_call(layer, {"router.centroids": centroids}, (batch(1),))
+        assert torch.equal(found, expected)
+    assert torch.equal(layer(batch(1)), before)
+
+
+def edit(router: Any, centroids: Tensor) -> None:
+    router.centroids.copy_(centroids)
+
+
+def set_data(router: Any, centroids: Tensor) -> None:
+    router.centroids.data = centroids.clone()
+
+
+def set_parameter(router: Any, centroids: Tensor) -> None:
+    router.centroids = nn.Parameter(centroids.clone())
+
+
+def swap(router: Any, centroids: Tensor) -> None:
+    torch.utils.swap_tensors(router.centroids, nn.Parameter(centroids.clone()))
+
+
+def write_data(router: Any, centroids: Tensor) -> None:
+    router.centroids.data.copy_(centroids)  # leaves no trace, but
+    router.eval()  # says so
+
+
+@pytest.mark.parametrize("put", [edit, set_data, set_parameter, swap, write_data])
+@torch.no_grad()
+def test_other_weights_in_evaluation(put: Callable[[Any, Tensor], None]) -> None:
+    layer = evaluated()
+    put(layer.router, other_centroids(0))
+    assert torch.equal(layer(batch(1)), right_answer(layer, other_centroids(0)))
+
+
+def tracked(**options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """A layer in training, its lists made, its codebook at rest."""
+    layer = build_layer(jitter_std=0.0, **options)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.3)
+    airmoe.track_optimizer(layer, optimizer)
+    layer(batch(0)).square().sum().backward()
+    layer.router.freeze_codebook()
+    return layer, optimizer
+
+
+@pytest.mark.parametrize("put", [edit, set_data, set_parameter])
+def test_other_weights_between_two_steps(put: Callable[[Any, Tensor], None]) -> None:
+    """Sharpness-aware training, noise on weights."""
+    layer, _ = tracked(refresh_every=3)
+    with torch.no_grad():
+        put(layer.router, other_centroids(0))
+    assert torch.equal(layer(batch(1)), right_answer(layer, other_centroids(0)))
+    assert torch.equal(layer.router.shortlists(), plain_shortlists(layer.router))
+
+
+def test_functional_call_in_training() -> None:
+    layer, _ = tracked()
+    before = layer(batch(1))
+    centroids = other_centroids(0)
+    found = functional_call(layer, {"router.centroids": centroids}, (batch(1),))
+    assert torch.equal(found, right_answer(layer, centroids))
+    assert torch.equal(layer(batch(1)), before)
+
+
+def test_a_step_is_no_edit() -> None:
+    """Plain optimizers move the version; lists live on all the same, and norms are renewed."""
+    layer, optimizer = tracked(refresh_every=3)
+    router = air_of(layer)
+    lists, version = router.shortlists().clone(), router.centroids._version
+    optimizer.step()
+    assert router.centroids._version > version
+    for index in (1, 2):
+        layer(batch(index))
+        assert torch.equal(router.shortlists(), lists)
+        assert not torch.equal(plain_shortlists(router), lists)
+        norms = router.centroids.detach().norm(dim=-1)
+        torch.testing.assert_close(router.training_lists.inverse_norms, 1 / norms)
+
+
+def test_copies_derive_their_own() -> None:
+    layer = evaluated()
+    saved = io.BytesIO()
+    torch.save(layer, saved)
+    saved.seek(0)
+    for fork in (copy.deepcopy(layer), torch.load(saved, weights_only=False)):
+        with torch.no_grad():
+            assert torch.equal(fork(batch(1)), layer(batch(1)))
+            fork.router.centroids.copy_(other_centroids(0))
+            assert torch.equal(fork(batch(1)), right_answer(fork, other_centroids(0)))
