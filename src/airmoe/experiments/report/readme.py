@@ -58,7 +58,9 @@ def _whole_time(group: Group) -> list[Block]:
     known = [one for one in seconds if one is not None]
     if not known:
         return []
-    text = f"From start to end, with compilers and evaluations, AIR took {max(known) / 60:.1f} min."
+    slowest = " at most" if len(known) > 1 else ""
+    minutes = f"{max(known) / 60:.1f} min"
+    text = f"From start to end, with compilers and evaluations, AIR took{slowest} {minutes}."
     return [Paragraph(text)]
 
 
