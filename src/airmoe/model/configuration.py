@@ -20,6 +20,7 @@ from airmoe.routers import (
     Routing,
     TokenRouting,
 )
+from airmoe.routers.registry import ADD_YOURS
 
 ExpertsKind = Literal["granular", "coarse"]
 KINDS = (CellRouting, TokenRouting, ExpertRouting)
@@ -126,8 +127,7 @@ class AirMoeConfig(LlamaConfig):
         check_choice("model.moe_post_norm", self.moe_post_norm, PostNorm)
         self._check_moe_layers()
         self.router_config()
-        layout = self._layout()
-        if self.shortlist_balance_weight > 0 and not issubclass(layout, CellRouting):
+        if not self.has_shortlists and self.shortlist_balance_weight > 0:
             raise ConfigError(
                 "model.shortlist_balance_weight",
                 self.shortlist_balance_weight,
@@ -142,7 +142,7 @@ class AirMoeConfig(LlamaConfig):
                 "model.router",
                 self.router,
                 f"must be one of {', '.join(ROUTERS)}",
-                "Choose one of these.",
+                ADD_YOURS,
             )
         budget = {
             "dim": self.hidden_size,
@@ -172,6 +172,11 @@ class AirMoeConfig(LlamaConfig):
         if issubclass(self._layout(), ExpertRouting):
             return False
         return getattr(self.router_config(), "gate", None) != "expert_choice"
+
+    @property
+    def has_shortlists(self) -> bool:
+        """True where tokens share cells, whose use can be balanced."""
+        return issubclass(self._layout(), CellRouting)
 
     def _layout(self) -> type[Routing]:
         """The kind of routing this model's router declares to return."""
