@@ -67,7 +67,7 @@ def test_more_methods(monkeypatch: pytest.MonkeyPatch) -> None:
         make_plan("main", "tiny", also=["dense"])
     with pytest.raises(ConfigError, match="also: got 'peer', is in this suite already"):
         make_plan("main", "tiny", also=["peer"])
-    with pytest.raises(ConfigError, match="got 'other', must be one of air, .*, own"):
+    with pytest.raises(ConfigError, match=r"got 'other', must be one of air, .*, own"):
         make_plan("main", "tiny", also=["other"])
 
 
