@@ -105,6 +105,12 @@ def test_what_a_kill_left_of_a_first_file_goes(tmp_path: Path) -> None:
         open_suite(tmp_path, plan)
 
 
+def test_a_single_run_is_no_suite(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"out: .* holds a single run\. Give another --out"):
+        open_suite(tmp_path, make_plan("main", "tiny"))
+
+
 @pytest.mark.parametrize(
     ("text", "part"), [("{", "must be the plan"), ("[]", "must be"), ('{"format": 1}', "'suite'")]
 )

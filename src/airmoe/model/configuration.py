@@ -90,6 +90,13 @@ class AirMoeConfig(LlamaConfig):
         # Before Llama divides by them.
         for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
             check_count(f"model.{name}", getattr(self, name))
+        if self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                "model.hidden_size",
+                self.hidden_size,
+                f"must be a multiple of num_attention_heads = {self.num_attention_heads}",
+                "Change one of them.",
+            )
         if self.moe_layers is None:
             self.moe_layers = [self.num_hidden_layers // 2]
         # Not the caller's own, which may go on to change.

@@ -55,6 +55,13 @@ class SuiteFolder:
 
 def check_suite(suite: SuiteFolder, plan: Plan) -> None:
     """Raise unless a plan may begin or go on in this folder."""
+    if (suite.path / "run.json").exists():
+        raise ConfigError(
+            "out",
+            str(suite.path),
+            "must be the folder of a suite, but holds a single run",
+            "Give another --out.",
+        )
     if suite.file.exists():
         _check_same_suite(suite, plan)
     for run in plan.runs:
