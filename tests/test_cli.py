@@ -158,6 +158,40 @@ def test_generate(run: Path) -> None:
     assert model.tokenizer.identity.kind == "bytes"
 
 
+OWN_ROUTER = """
+import airmoe
+
+class Own(airmoe.TopKRouter):
+    def route(self, tokens, plan) -> airmoe.TokenRouting:
+        return super().route(tokens, plan)
+
+airmoe.ROUTERS["own"] = Own
+"""
+
+
+def test_a_router_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "own_router.py").write_text(OWN_ROUTER)
+    settings = assignments(small_run(tmp_path, documents=60, steps=1, eval_every=1))
+    settings = [words for words in settings if not words.startswith("model.router")]
+    train = ("train", "tiny", *settings, "--method", "own")
+    ours = ("--import", "own_router")
+    assert_one_line(airmoe(*train, cwd=tmp_path), 2, "method: got 'own'", "airmoe --import MODULE")
+    assert airmoe(*ours, *train, cwd=tmp_path).code == 0
+    run = tmp_path / "runs" / "tiny-own"
+    assert json.loads((run / "result.json").read_text())["last"]["overlap"] == 1  # it is exact
+    # What a run says makes nothing be imported.
+    outcome = airmoe("eval", run, cwd=tmp_path)
+    assert_one_line(outcome, 2, "model.router: got 'own'", "airmoe --import MODULE")
+
+
+@pytest.mark.parametrize(
+    ("module", "part"),
+    [("no_such_module", "that Python finds"), ("a/b", "without folder"), ("own.py", "and .py")],
+)
+def test_modules_that_cannot_be_imported(module: str, part: str) -> None:
+    assert_one_line(airmoe("--import", module, "doctor"), 2, f"import: got '{module}'", part)
+
+
 def test_doctor() -> None:
     outcome = airmoe("doctor")
     assert (outcome.code, outcome.err) == (0, "")

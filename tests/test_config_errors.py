@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,14 @@ from airmoe import (
     ConfigError,
     GranularExperts,
     MoELayer,
+    calibrate,
+    load_balance_loss,
+    restore_routers,
+    router_z_loss,
+    swap_ffn,
+    swap_routers,
 )
+from airmoe.metrics import mass_recall, overlap
 
 GOOD: dict[str, dict[str, Any]] = {
     "air": {"dim": 8, "num_experts": 36, "top_k": 4, "num_codewords": 3, "shortlist_size": 9},
@@ -387,6 +394,35 @@ def test_layers_refuse_additive_masks(dtype: torch.dtype) -> None:
     additive[:, 3:] = -torch.inf
     with pytest.raises(ConfigError, match=r"MoELayer\.mask: got .*bool.*\. \w+"):
         layer(torch.randn(2, 5, 8), additive)
+
+
+def test_one_thing_given_for_another() -> None:
+    """Slips that are easily made get an answer, not an AttributeError."""
+    router, experts = build("air"), GranularExperts(36, 8)
+    wrongs: list[Any] = [router.config, experts, None]
+    for wrong in wrongs:
+        with pytest.raises(ConfigError) as caught:
+            MoELayer(wrong, experts)
+        name = type(wrong).__qualname__
+        assert_explains(caught.value, "MoELayer.router", name, "must be a router", ".build()")
+    layer = MoELayer(router, experts).eval()
+    output: Any = layer.forward_with_routing(torch.randn(2, 5, 8))
+    for loss in (load_balance_loss, router_z_loss):
+        with pytest.raises(ConfigError) as caught:
+            loss(output)
+        field = f"{loss.__name__}.routing"
+        assert_explains(caught.value, field, "MoEOutput", "must be a routing", ".routing")
+    for metric in (overlap, mass_recall):
+        with pytest.raises(ConfigError, match=r"got 'MoELayer', must be a router.* layer\.router"):
+            metric(cast(Any, layer), torch.randn(5, 8))
+    for change in (
+        lambda model: swap_routers(model, num_codewords=4, shortlist_size=8),
+        lambda model: swap_ffn(model, layers=[0]),
+        lambda model: calibrate(model, []),
+        restore_routers,
+    ):
+        with pytest.raises(ConfigError, match=r"\.model: got 'qwen', must be a model\. Load it"):
+            change(cast(Any, "qwen"))
 
 
 @pytest.mark.parametrize("experts", [GranularExperts(36, 8), CoarseExperts(36, 8, 2)])

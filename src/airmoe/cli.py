@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import sys
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -32,6 +33,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+@app.callback()
+def before(
+    context: typer.Context,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import", metavar="MODULE", help="yours, with routers of your own; may be repeated"
+        ),
+    ] = None,
+) -> None:
+    context.obj = tuple(modules or ())
+    if context.obj:
+        from airmoe.routers.registry import import_modules
+
+        import_modules(context.obj)
+
 
 app.command()(prepare)
 app.command()(train)

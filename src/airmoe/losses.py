@@ -11,6 +11,9 @@ every loss divides a sum over this rank's valid tokens by a token count of the w
   micro-batches again (Alg. 3 writes L/A, which is the same when all of them are equally long).
 
 Invalid tokens (masked or non-finite) enter neither value nor gradient; no valid token gives 0.
+
+In a process group each of these is a collective, in training and evaluation alike: every rank must
+call it, or those that do wait for ever.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 
 from airmoe.distributed import all_reduce_sum, is_distributed, world_size
+from airmoe.errors import ConfigError
 from airmoe.routers.routing import CellRouting, Routing
 
 
@@ -26,8 +30,10 @@ def load_balance_loss(routing: Routing, *, total_tokens: Tensor | int | None = N
     """Switch load balancing E * sum_e f_e P_e: 1 at perfect balance, E when one expert has all.
 
     f_e is the share of choices expert e got over all ranks (no gradient), P_e the mean probability
-    of e under the softmax over each token's candidates (for AIR: its shortlist).
+    of e under the softmax over each token's candidates (for AIR: its shortlist). Every rank of a
+    process group must call it, also in evaluation.
     """
+    _check_routing("load_balance_loss", routing)
     return _balance(routing.expert_counts, routing.expert_probs, routing.valid, total_tokens)
 
 
@@ -45,11 +51,22 @@ def shortlist_balance_loss(
 
 def router_z_loss(routing: Routing, *, total_tokens: Tensor | int | None = None) -> Tensor:
     """Mean squared log partition function of the candidates (ST-MoE): keeps logits small."""
+    _check_routing("router_z_loss", routing)
     tokens = routing.valid.sum()
     tokens_everywhere = all_reduce_sum(tokens)
     # `where` before the square: an invalid token's value must not reach the backward pass.
     log_z = torch.where(routing.valid, routing.log_z, 0.0)  # [T]
     return log_z.square().sum() * _per_token(tokens_everywhere, total_tokens)
+
+
+def _check_routing(name: str, routing: object) -> None:
+    if not isinstance(routing, Routing):
+        raise ConfigError(
+            f"{name}.routing",
+            type(routing).__name__,
+            "must be a routing",
+            "Give layer.forward_with_routing(x).routing, or router(hidden).",
+        )
 
 
 def _balance(

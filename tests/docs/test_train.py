@@ -151,9 +151,10 @@ def understood(line: str) -> str:
         words = options.training_script_args
     else:
         assert program == "airmoe", line
-    name, *words = words
+    known = words[0] != "--import"  # else there are names that only that module knows
+    name, *words = words if known else words[2:]
     parsed: dict[str, Any] = group().commands[name].make_context(name, list(words)).params
-    if name == "train" and parsed["resume"] is None:
+    if known and name == "train" and parsed["resume"] is None:
         override(preset(parsed["preset"], parsed["method"] or "air"), parsed["overrides"] or [])
     return name
 

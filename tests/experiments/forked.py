@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
 from airmoe.experiments.suites import PlannedRun, child, execution
@@ -18,14 +18,16 @@ from airmoe.experiments.suites.folder import SuiteFolder
 class Fork:
     """What `subprocess.Popen` is to the suite: a process that runs `child.main`."""
 
-    def __init__(self, suite: SuiteFolder, run: PlannedRun, output: BinaryIO) -> None:
+    def __init__(
+        self, suite: SuiteFolder, run: PlannedRun, output: BinaryIO, modules: Sequence[str]
+    ) -> None:
         self.run = run
         self._ended, self._kept_open = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            self._become([str(suite.path), run.folder], output)
+            self._become([str(suite.path), run.folder, *modules], output)
         os.close(self._ended)
 
     def _become(self, arguments: list[str], output: BinaryIO) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ import transformers
 from rich.console import Console
 
 import airmoe.kernels
-from airmoe.experiments import doctor
+from airmoe import ConfigError
+from airmoe.experiments import doctor, preset
 from airmoe.experiments.doctor import OPTIONAL, examine
+from airmoe.training import bfloat16, override
+from airmoe.training.arguments import check_device
+from airmoe.training.evaluation import autocast_of
 
 
 def shown() -> str:
@@ -68,6 +73,33 @@ def test_nothing_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
     text = shown()
     assert "Nothing is missing." in text and "missing:" not in text
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_cpu_that_refuses_its_own_instructions(
+    killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some virtual machines do; the product is tried, in a process of its own."""
+    monkeypatch.delenv(bfloat16.VARIABLE, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    end = "os.kill(os.getpid(), signal.SIGILL)" if killed else "pass"
+    monkeypatch.setattr(bfloat16, "PRODUCT", f"import os, signal; {end}")
+    bfloat16.product_kills.cache_clear()
+    try:
+        assert ("Set the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16." in shown()) == (
+            killed
+        )
+        with pytest.raises(ConfigError, match="names AMX") if killed else nullcontext():
+            check_device(override(preset("tiny"), ["training.precision=bf16"]), 1)
+        with pytest.raises(ConfigError, match="or use fp32") if killed else nullcontext():
+            autocast_of("bf16", torch.device("cpu"))
+        bfloat16.check_bfloat16("precision", "cuda")
+    finally:
+        bfloat16.product_kills.cache_clear()
+
+
+def test_the_product_that_is_tried() -> None:
+    exec(bfloat16.PRODUCT, {})
 
 
 def test_the_extras_named_exist() -> None:

@@ -52,10 +52,14 @@ def test_the_folder_holds_the_plan(tmp_path: Path) -> None:
         read_config(suite, "nothing")
 
 
-def test_seeds_may_be_added_and_nothing_else(tmp_path: Path) -> None:
+def test_seeds_and_methods_may_be_added_and_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "out"
     open_suite(out, make_plan("main", "tiny"))
     open_suite(out, make_plan("main", "tiny", num_seeds=2))
+    more = open_suite(tmp_path / "more", make_plan("main", "tiny"))
+    open_suite(more.path, make_plan("main", "tiny", also=["expert_choice"]))
+    with pytest.raises(ConfigError, match="holds another suite"):
+        open_suite(more.path, make_plan("main", "tiny"))
     before = (out / "suite.json").read_bytes()
     assert json.loads(before)["seeds"] == [42, 43]
     others = {
@@ -103,6 +107,12 @@ def test_what_a_kill_left_of_a_first_file_goes(tmp_path: Path) -> None:
     (run / "mine.txt").write_text("somebody's")
     with pytest.raises(ConfigError, match="must be a new or empty folder"):
         open_suite(tmp_path, plan)
+
+
+def test_a_single_run_is_no_suite(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"out: .* holds a single run\. Give another --out"):
+        open_suite(tmp_path, make_plan("main", "tiny"))
 
 
 @pytest.mark.parametrize(

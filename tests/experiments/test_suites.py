@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from airmoe import ROUTERS, TopKRouter
 from airmoe.errors import ConfigError
-from airmoe.experiments.suites import Budget, Plan, make_plan
-from airmoe.experiments.suites.folder import differences
+from airmoe.experiments.suites import Budget, Plan, child, make_plan
+from airmoe.experiments.suites.execution import start_process
+from airmoe.experiments.suites.folder import SuiteFolder, differences, write_plan
 from airmoe.metrics.flops import Workload, count_flops
 from airmoe.model import AirMoeForCausalLM
 from tests.training.command import airmoe, assert_one_line
@@ -48,6 +53,39 @@ def test_main() -> None:
         "num_selected_clusters": 32,
     }
     assert [run.folder for run in plan.runs][:2] == ["air-seed42", "peer-seed42"]
+
+
+def test_more_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROUTERS, "own", TopKRouter)
+    plan = make_plan("main", "tiny", also=["expert_choice", "own"])
+    assert [run.variant for run in plan.runs][-3:] == ["coarse", "expert_choice", "own"]
+    assert [models(plan)[name]["router"] for name in ("expert_choice", "own")] == [
+        "expert_choice",
+        "own",
+    ]
+    with pytest.raises(ConfigError, match="must be a fair comparison"):
+        make_plan("main", "tiny", also=["dense"])
+    with pytest.raises(ConfigError, match="also: got 'peer', is in this suite already"):
+        make_plan("main", "tiny", also=["peer"])
+    with pytest.raises(ConfigError, match=r"got 'other', must be one of air, .*, own"):
+        make_plan("main", "tiny", also=["other"])
+
+
+def test_runs_import_the_modules_of_their_suite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan("main", "tiny")
+    suite = SuiteFolder(tmp_path)
+    write_plan(suite, plan)
+    started: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **_: started.append(words))
+    start_process(suite, plan.runs[0], BytesIO(), ["no_such_module"])
+    assert started[0][3:] == [str(tmp_path), plan.runs[0].folder, "no_such_module"]
+    monkeypatch.setattr(child, "end_with_parent", lambda: None)
+    monkeypatch.setattr(sys, "argv", started[0][2:])
+    with pytest.raises(SystemExit) as stop:
+        child.main()
+    assert stop.value.code == 2 and "import: got 'no_such_module'" in capfd.readouterr().err
 
 
 def test_ablations_change_one_thing_each() -> None:

@@ -227,7 +227,7 @@ def test_models(build: Callable[[], nn.Module], field: str, words: str) -> None:
 
 
 def test_no_model_at_all() -> None:
-    with pytest.raises(ConfigError, match=r"got .NoneType., must be a torch\.nn\.Module"):
+    with pytest.raises(ConfigError, match=r"got .NoneType., must be a model\. Load it"):
         swap_ffn(None, **DENSE)  # type: ignore[arg-type]
 
 

@@ -88,7 +88,10 @@ def assert_no_run(folder: Path) -> None:
         (["tiny", "training.precision=fp16"], ["training.precision: got 'fp16'", "needs a GPU"]),
         (["tiny", "training.sharding=fsdp2"], ["training.sharding", "torchrun"]),
         (["tiny", "model.hidden_size=100.5"], ["model.hidden_size: got 100.5"]),
-        (["tiny", "model.num_attention_heads=3"], ["hidden size (128)", "heads (3)"]),
+        (
+            ["tiny", "model.num_attention_heads=3"],
+            ["model.hidden_size: got 128", "num_attention_heads = 3"],
+        ),
         (["tiny", "model.vocab_size=many"], ["model.vocab_size: got 'many'"]),
         (["tiny", "model.max_position_embeddings=64"], ["data.block_size: got 128", "64"]),
     ],

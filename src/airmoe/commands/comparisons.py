@@ -12,6 +12,7 @@ from airmoe.commands.console import say, wide_console
 
 
 def suite(
+    context: typer.Context,
     name: Annotated[str, typer.Argument(help="main, ablations, granularity, codebook, recall")],
     preset: Annotated[str, typer.Argument(help="tiny, small, medium, small-c5, ...")],
     out: Annotated[Path, typer.Option(help="folder of the suite, new or begun")],
@@ -23,13 +24,16 @@ def suite(
     epochs: Annotated[
         int | None, typer.Option(help="the same, in passes; default: the preset's own length")
     ] = None,
+    also: Annotated[
+        list[str] | None, typer.Option(help="one more method, as train's; may be repeated")
+    ] = None,
 ) -> None:
     """Train what is to be compared, at equal budgets. Stopped, it goes on where it was."""
     from airmoe.experiments.suites import Budget, make_plan, run_suite
 
     budget = Budget(tokens=tokens, epochs=epochs)
-    plan = make_plan(name, preset, overrides or [], num_seeds=seeds, budget=budget)
-    if code := run_suite(plan, out, Console()):
+    plan = make_plan(name, preset, overrides or [], num_seeds=seeds, budget=budget, also=also or [])
+    if code := run_suite(plan, out, Console(), modules=context.obj or ()):
         raise typer.Exit(code)
 
 

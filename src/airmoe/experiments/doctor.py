@@ -13,6 +13,7 @@ from rich.table import Table
 
 import airmoe.kernels
 from airmoe.kernels.backend import backend_for
+from airmoe.training.bfloat16 import FAULT, REMEDY, product_kills
 from airmoe.training.run_folder import versions
 
 # What needs which package, and the extra that brings it.
@@ -35,6 +36,7 @@ class Examination:
     devices: list[str]
     kernels: dict[str, str]  # operation -> implementation in use
     missing: dict[str, tuple[str, str]]  # package -> (what for, command)
+    faults: list[str]  # what would fail, and the remedy
 
     def show(self, console: Console) -> None:
         for title, rows in (
@@ -50,12 +52,18 @@ class Examination:
             console.print("Nothing is missing.")
         for package, (purpose, command) in self.missing.items():
             console.print(f"missing: {package}, for {purpose}. Add it: {command}", markup=False)
+        for fault in self.faults:
+            console.print(fault, markup=False, highlight=False, soft_wrap=True)
 
 
 def examine() -> Examination:
-    """Look at this installation; starts nothing and changes nothing."""
+    """Look at this installation; changes nothing."""
     return Examination(
-        versions=versions(), devices=_devices(), kernels=_kernels(), missing=_missing()
+        versions=versions(),
+        devices=_devices(),
+        kernels=_kernels(),
+        missing=_missing(),
+        faults=_faults(),
     )
 
 
@@ -82,6 +90,12 @@ def _kernels() -> dict[str, str]:
 def _has_kernel(operation: str) -> bool:
     """Whether an operation has a kernel beside its reference; looked up, not imported."""
     return importlib.util.find_spec(f"airmoe.kernels.{operation}.triton") is not None
+
+
+def _faults() -> list[str]:
+    if not product_kills():
+        return []
+    return [f"bf16 on the CPU kills the process, because {FAULT}. {REMEDY}."]
 
 
 def _missing() -> dict[str, tuple[str, str]]:

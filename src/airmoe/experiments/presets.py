@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from airmoe.errors import ConfigError
-from airmoe.model import METHODS, model_size, with_method
+from airmoe.model import model_size, with_method
+from airmoe.model.methods import check_method
 from airmoe.training import DataOptions, RunConfig, TrainingOptions, model_options
 
 # Steps of the paper's runs on the two web corpora. Small: from its FLOP table. Medium and large:
@@ -31,10 +32,7 @@ def preset(name: str, method: str = "air") -> RunConfig:
         raise ConfigError(
             "preset", name, f"must be one of {', '.join(PRESETS)}", "Choose one of these."
         )
-    if method not in METHODS:
-        raise ConfigError(
-            "method", method, f"must be one of {', '.join(METHODS)}", "Choose one of these."
-        )
+    check_method("method", method)
     size = name.partition("-")[0]
     data, training = _recipe("large-openwebtext2" if name == "large" else name, size)
     return RunConfig(

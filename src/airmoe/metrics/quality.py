@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from airmoe.distributed import full_tensor
+from airmoe.errors import ConfigError
 from airmoe.routers.air import AirRouter
 from airmoe.routers.base import Router
 from airmoe.routers.peer import PeerRouter
@@ -60,6 +61,13 @@ def routing_quality(
     All tokens are routed, and those of `rows` compared: where experts choose, who gets whom depends
     on all of them.
     """
+    if not isinstance(router, Router):
+        raise ConfigError(
+            "overlap and mass recall: router",
+            type(router).__name__,
+            "must be a router, with the hidden states it gets",
+            "Of a layer give layer.router and x.flatten(0, -2).",
+        )
     if isinstance(router, PeerRouter):
         raise ValueError(
             "overlap and mass recall: got a PeerRouter, need a router that approximates one list "

@@ -12,9 +12,18 @@ from airmoe.config import check_choice, check_count, check_number
 from airmoe.errors import ConfigError
 from airmoe.kernels.cell_experts import Activation
 from airmoe.moe.layer import PostNorm
-from airmoe.routers import ROUTERS, CellRouting, ExpertRouting, RouterConfig, Routing
+from airmoe.routers import (
+    ROUTERS,
+    CellRouting,
+    ExpertRouting,
+    RouterConfig,
+    Routing,
+    TokenRouting,
+)
+from airmoe.routers.registry import ADD_YOURS
 
 ExpertsKind = Literal["granular", "coarse"]
+KINDS = (CellRouting, TokenRouting, ExpertRouting)
 
 # What transformers gives a config besides its fields: written by `to_dict`, or taken by
 # `PreTrainedConfig`. Names with a leading underscore are its own as well.
@@ -62,7 +71,7 @@ class AirMoeConfig(LlamaConfig):
     tie_word_embeddings: bool = True
 
     router: str = "air"
-    # Fields of that router's Config; the others come from its `for_budget`.
+    # Fields of that router's Config; the others come from its `for_budget` or their defaults.
     router_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     num_experts: int = 65_536
     num_experts_per_tok: int = 512
@@ -81,6 +90,13 @@ class AirMoeConfig(LlamaConfig):
         # Before Llama divides by them.
         for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
             check_count(f"model.{name}", getattr(self, name))
+        if self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                "model.hidden_size",
+                self.hidden_size,
+                f"must be a multiple of num_attention_heads = {self.num_attention_heads}",
+                "Change one of them.",
+            )
         if self.moe_layers is None:
             self.moe_layers = [self.num_hidden_layers // 2]
         # Not the caller's own, which may go on to change.
@@ -118,7 +134,7 @@ class AirMoeConfig(LlamaConfig):
         check_choice("model.moe_post_norm", self.moe_post_norm, PostNorm)
         self._check_moe_layers()
         self.router_config()
-        if self.shortlist_balance_weight > 0 and not issubclass(self._layout(), CellRouting):
+        if not self.has_shortlists and self.shortlist_balance_weight > 0:
             raise ConfigError(
                 "model.shortlist_balance_weight",
                 self.shortlist_balance_weight,
@@ -133,7 +149,7 @@ class AirMoeConfig(LlamaConfig):
                 "model.router",
                 self.router,
                 f"must be one of {', '.join(ROUTERS)}",
-                "Choose one of these.",
+                ADD_YOURS,
             )
         budget = {
             "dim": self.hidden_size,
@@ -152,8 +168,7 @@ class AirMoeConfig(LlamaConfig):
                 "is set by the model",
                 "Set hidden_size, num_experts or num_experts_per_tok instead.",
             )
-        start = ROUTERS[self.router].Config.for_budget(**budget)
-        return dataclasses.replace(start, **options)
+        return ROUTERS[self.router].Config.with_options(options, **budget)
 
     @property
     def routes_causally(self) -> bool:
@@ -165,9 +180,27 @@ class AirMoeConfig(LlamaConfig):
             return False
         return getattr(self.router_config(), "gate", None) != "expert_choice"
 
+    @property
+    def has_shortlists(self) -> bool:
+        """True where tokens share cells, whose use can be balanced."""
+        return issubclass(self._layout(), CellRouting)
+
     def _layout(self) -> type[Routing]:
         """The kind of routing this model's router declares to return."""
-        return get_type_hints(ROUTERS[self.router].route)["return"]
+        route = ROUTERS[self.router].route
+        try:
+            declared = get_type_hints(route).get("return")
+        except NameError:  # an annotation that only type checkers can read
+            declared = route.__annotations__.get("return")
+        if not isinstance(declared, type) or not issubclass(declared, KINDS):
+            raise ConfigError(
+                "model.router",
+                self.router,
+                f"must say what its `route` returns, but the annotation is {declared!r}: experts "
+                "that choose tokens see the future, and only cells have shortlists",
+                f"Write `-> {' or `-> '.join(f'{kind.__name__}`' for kind in KINDS)}.",
+            )
+        return declared
 
     def _check_moe_layers(self) -> None:
         layers, last = self.moe_layers, self.num_hidden_layers - 1

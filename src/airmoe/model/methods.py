@@ -14,6 +14,7 @@ from typing import Any
 from airmoe.errors import ConfigError
 from airmoe.model.configuration import AirMoeConfig
 from airmoe.routers import ROUTERS, AirRouter
+from airmoe.routers.registry import ADD_YOURS
 
 METHODS = ("air", "exact", "peer", "hierarchical", "expert_choice", "coarse", "dense")
 PEER_HEADS = 8  # the paper's P
@@ -22,12 +23,10 @@ PEER_HEADS = 8  # the paper's P
 def with_method(config: AirMoeConfig, name: str) -> AirMoeConfig:
     """The same model with another way of routing; `config` itself must use AIR.
 
-    "exact" scores all experts, "coarse" has few large experts, "dense" has none.
+    "exact" scores all experts, "coarse" has few large experts, "dense" has none. A router that was
+    added to `ROUTERS` is a method too, with the settings of its `for_budget`.
     """
-    if name not in METHODS:
-        raise ConfigError(
-            "with_method.name", name, f"must be one of {', '.join(METHODS)}", "Choose one of these."
-        )
+    check_method("with_method.name", name)
     if config.router != "air":
         raise ConfigError(
             "with_method.config.router",
@@ -45,8 +44,8 @@ def with_method(config: AirMoeConfig, name: str) -> AirMoeConfig:
         return _routed(config, "peer", num_heads=PEER_HEADS)
     if name == "hierarchical":
         return _routed(config, "hierarchical", **_cluster_options(config))
-    if name == "expert_choice":
-        return _routed(config, "expert_choice")
+    if name == "expert_choice" or name not in METHODS:
+        return _routed(config, name)
     active = config.num_experts_per_tok
     return _changed(
         _routed(config, "topk"),
@@ -57,14 +56,28 @@ def with_method(config: AirMoeConfig, name: str) -> AirMoeConfig:
     )
 
 
+def check_method(field: str, name: str) -> None:
+    """One of `METHODS`, or a router that was added to `ROUTERS`."""
+    # The library's own routers have their methods: that of "topk" is "exact".
+    added = [router for router in ROUTERS if router not in (*METHODS, "topk")]
+    known = (*METHODS, *added)
+    if name not in known:
+        raise ConfigError(field, name, f"must be one of {', '.join(known)}", ADD_YOURS)
+
+
 def _routed(config: AirMoeConfig, router: str, **options: Any) -> AirMoeConfig:
     """Another router; of AIR's options those stay that the new one has too (such as jitter_std)."""
     known = {field.name for field in dataclasses.fields(ROUTERS[router].Config)}
     kept = {name: value for name, value in config.router_options.items() if name in known}
-    changed = {"router": router, "router_options": {**kept, **options}}
-    if router != "hierarchical":  # the others have no shortlists to balance
-        changed["shortlist_balance_weight"] = 0.0
-    return _changed(config, **changed)
+    changed = _changed(
+        config,
+        router=router,
+        router_options={**kept, **options},
+        shortlist_balance_weight=0.0,
+    )
+    if changed.has_shortlists:
+        return _changed(changed, shortlist_balance_weight=config.shortlist_balance_weight)
+    return changed
 
 
 def _cluster_options(config: AirMoeConfig) -> dict[str, int]:

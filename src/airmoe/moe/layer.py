@@ -13,7 +13,7 @@ from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 from airmoe.moe.experts import CoarseExperts, GranularExperts
 from airmoe.moe.replay import PlanLog, inside_backward
-from airmoe.routers.base import Plan, Router, run_eagerly
+from airmoe.routers.base import Plan, Router, RouterConfig, run_eagerly
 from airmoe.routers.planning import draw_ticket, new_handle, traced_plan
 from airmoe.routers.routing import Routing
 
@@ -59,6 +59,13 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("MoELayer.post_norm", post_norm, PostNorm)
+        if not isinstance(getattr(router, "config", None), RouterConfig):
+            raise ConfigError(
+                "MoELayer.router",
+                type(router).__qualname__,
+                "must be a router, the first of the two",
+                "Build it from its settings: MoELayer(config.build(), experts).",
+            )
         for name in ("dim", "num_experts"):
             if getattr(router.config, name) != getattr(experts, name):
                 raise ConfigError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
@@ -62,6 +64,30 @@ class RouterConfig:
     def for_budget(cls, *, dim: int, num_experts: int, top_k: int) -> Self:
         """Settings from the three numbers all routers share: equal budgets in one line."""
         return cls(dim=dim, num_experts=num_experts, top_k=top_k)
+
+    @classmethod
+    def with_options(
+        cls, options: Mapping[str, Any], *, dim: int, num_experts: int, top_k: int
+    ) -> Self:
+        """Those of `for_budget`, except for `options`.
+
+        A class without a `for_budget` of its own has nothing to derive settings from: those that
+        have no default must be among the options.
+        """
+        budget = {"dim": dim, "num_experts": num_experts, "top_k": top_k}
+        if cls.for_budget.__func__ is not RouterConfig.for_budget.__func__:
+            return dataclasses.replace(cls.for_budget(**budget), **options)
+        for field in dataclasses.fields(cls):
+            has_default = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
+            if not has_default and field.name not in {**budget, **options}:
+                raise ConfigError(
+                    f"{cls.label}.{field.name}",
+                    None,
+                    "must be given",
+                    "Give it among the router's options (model.router_options), or let "
+                    f"{cls.__qualname__}.for_budget derive it.",
+                )
+        return cls(**budget, **options)
 
     def build(self) -> Router:
         raise TypeError(f"{type(self).__qualname__} belongs to no router")

@@ -8,6 +8,7 @@ import torch
 from transformers import TrainingArguments
 
 from airmoe.errors import ConfigError
+from airmoe.training.bfloat16 import check_bfloat16
 from airmoe.training.config import RunConfig
 
 
@@ -80,6 +81,8 @@ def check_device(run: RunConfig, num_processes: int) -> None:
             "needs a GPU, because its loss scaling does",
             "Use training.precision=bf16 or fp32 here.",
         )
+    if options.precision == "bf16":
+        check_bfloat16("training.precision", "cuda" if torch.cuda.is_available() else "cpu")
     if options.cuda_graph:
         _check_cuda_graph(run, num_processes)
     if options.sharding == "fsdp2" and num_processes == 1:

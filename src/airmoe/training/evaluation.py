@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from airmoe.config import check_count
 from airmoe.distributed import all_reduce_sum, rank, world_size
+from airmoe.training.bfloat16 import check_bfloat16
 from airmoe.training.config import Precision
 from airmoe.training.watch import RoutingWatch, looking
 
@@ -73,6 +74,8 @@ def autocast_of(precision: Precision, device: torch.device) -> AbstractContextMa
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     if precision not in dtypes:
         return nullcontext()
+    if precision == "bf16":
+        check_bfloat16("training.precision", device.type)
     return torch.autocast(device.type, dtype=dtypes[precision])
 
 

@@ -63,8 +63,9 @@ class Finished:
     step: int
 
 
-def train(config: RunConfig, folder: Path, console: Console) -> Finished:
-    """Start a new run in a new folder."""
+def train(config: RunConfig, folder: Path | str, console: Console | None = None) -> Finished:
+    """Start a new run in a new folder; it prints to `console`, by default standard output."""
+    folder, console = Path(folder), console or Console()
     _start_processes(config)
     check_free(folder, config)  # before the hours that preparing may take
     prepared = _data_on_every_process(config, console)
@@ -78,8 +79,9 @@ def train(config: RunConfig, folder: Path, console: Console) -> Finished:
         return _go(run, prepared, console, checkpoint=None)
 
 
-def resume(folder: Path, console: Console) -> Finished:
+def resume(folder: Path | str, console: Console | None = None) -> Finished:
     """Go on from the newest whole checkpoint, or from the start if there is none yet."""
+    folder, console = Path(folder), console or Console()
     run = open_run(folder)
     _start_processes(run.config)
     _check_folder_there(run.config)

@@ -1,5 +1,6 @@
-"""One run of a suite in a process of its own: python -m airmoe.experiments.suites.child OUT FOLDER.
+"""One run of a suite in a process of its own.
 
+python -m airmoe.experiments.suites.child OUT FOLDER [MODULE ...], modules with routers to import.
 Its peak memory and a hard crash are its own. It ends when its standard input does, which the
 suite's process holds open: a killed suite leaves nothing behind that goes on training.
 """
@@ -18,6 +19,7 @@ from rich.console import Console
 from airmoe.errors import ConfigError, RunError
 from airmoe.experiments.suites.execution import train_or_resume
 from airmoe.experiments.suites.folder import SuiteFolder, read_config
+from airmoe.routers.registry import import_modules
 
 
 def end_with_parent() -> None:
@@ -37,8 +39,9 @@ def main() -> None:
     end_with_parent()
     suite, folder = SuiteFolder(Path(sys.argv[1])), sys.argv[2]
     begun = suite.state(folder) != "new"
-    config = read_config(suite, folder)
     try:
+        import_modules(sys.argv[3:])
+        config = read_config(suite, folder)
         finished = train_or_resume(suite.run(folder), config, Console(), begun=begun)
     except ConfigError as error:
         print(f"airmoe: {error}", file=sys.stderr)

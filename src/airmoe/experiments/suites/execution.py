@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -55,7 +55,8 @@ class Execution(Protocol):
 class OwnProcesses:
     """One process per run; Ctrl-C and SIGTERM are handed on, and end the suite after it."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str] = ()) -> None:
+        self._modules = tuple(modules)
         self._process: subprocess.Popen[bytes] | None = None
         self._received: int | None = None
         self._before: dict[int, Any] = {}
@@ -80,7 +81,7 @@ class OwnProcesses:
         printed = suite.printed(run.folder)
         with printed.open("ab") as output:
             start = output.tell()
-            with start_process(suite, run, output) as self._process:
+            with start_process(suite, run, output, self._modules) as self._process:
                 if self._received is not None:  # it came while the process was being made
                     self._process.send_signal(self._received)
                 code = self._process.wait()
@@ -90,11 +91,13 @@ class OwnProcesses:
         return Outcome(code, _last_words(printed, start, code) if code else "")
 
 
-def start_process(suite: SuiteFolder, run: PlannedRun, output: BinaryIO) -> subprocess.Popen[bytes]:
+def start_process(
+    suite: SuiteFolder, run: PlannedRun, output: BinaryIO, modules: Sequence[str]
+) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "airmoe.experiments.suites.child"),
-            *(str(suite.path), run.folder),
+            *(str(suite.path), run.folder, *modules),
         ],
         stdin=subprocess.PIPE,  # never written to: its end tells the run of ours
         stdout=output,

@@ -55,6 +55,13 @@ class SuiteFolder:
 
 def check_suite(suite: SuiteFolder, plan: Plan) -> None:
     """Raise unless a plan may begin or go on in this folder."""
+    if (suite.path / "run.json").exists():
+        raise ConfigError(
+            "out",
+            str(suite.path),
+            "must be the folder of a suite, but holds a single run",
+            "Give another --out.",
+        )
     if suite.file.exists():
         _check_same_suite(suite, plan)
     for run in plan.runs:
@@ -147,7 +154,7 @@ def _read(suite: SuiteFolder) -> dict[str, Any]:
 
 
 def _check_same_suite(suite: SuiteFolder, plan: Plan) -> None:
-    """Seeds may be added; everything else must be what it was."""
+    """Seeds and methods may be added; everything else must be what it was."""
     before, now = _read(suite), _to_json(plan)
     names = ("suite", "preset", "budget")
     different = differences(*({name: plans[name] for name in names} for plans in (before, now)))
@@ -163,7 +170,8 @@ def _check_same_suite(suite: SuiteFolder, plan: Plan) -> None:
             "out",
             str(suite.path),
             f"holds another suite: {different}",
-            "Give the settings of its first start (seeds may only be added), or another --out.",
+            "Give the settings of its first start (seeds and --also may only be added), or another "
+            "--out.",
         )
 
 

@@ -12,7 +12,7 @@ from airmoe.config import check_count
 from airmoe.errors import ConfigError
 from airmoe.experiments.fairness import check_fair
 from airmoe.experiments.presets import preset as named_run
-from airmoe.experiments.suites.variants import SUITES
+from airmoe.experiments.suites.variants import SUITES, Variants, method_variant
 from airmoe.training import RunConfig, TrainingOptions, override
 
 LENGTHS = ("training.steps", "training.epochs")
@@ -65,11 +65,13 @@ def make_plan(
     *,
     num_seeds: int = 1,
     budget: Budget | None = None,
+    also: Sequence[str] = (),
 ) -> Plan:
     """The runs of a suite, checked: settings, budget against warm-up, fairness.
 
-    `overrides` change the run with AIR from which the variants are made. All variants of a seed
-    come before the next seed, so that a suite that is stopped has whole comparisons.
+    `overrides` change the run with AIR from which the variants are made, `also` names methods
+    beside the suite's own. All variants of a seed come before the next seed, so that a suite that
+    is stopped has whole comparisons.
     """
     if suite not in SUITES:
         raise ConfigError(
@@ -80,7 +82,7 @@ def make_plan(
     base = _with_budget(override(named_run(preset), overrides), budget, overrides)
     if base.training.steps is not None:
         check_warmup(base.training, base.training.steps)
-    variants = SUITES[suite].variants(base)
+    variants = _with_more(SUITES[suite].variants(base), base, also)
     seeds = tuple(range(base.training.seed, base.training.seed + num_seeds))
     runs = tuple(
         PlannedRun(f"{variant}-seed{seed}", variant, seed, _with_seed(config, seed))
@@ -89,6 +91,13 @@ def make_plan(
     )
     check_fair({run.folder: run.config for run in runs}, SUITES[suite].rules)
     return Plan(suite, preset, budget, seeds, tuple(overrides), runs)
+
+
+def _with_more(variants: Variants, base: RunConfig, also: Sequence[str]) -> Variants:
+    more = {name: method_variant(base, name) for name in also}
+    for name in more.keys() & variants.keys():
+        raise ConfigError("also", name, "is in this suite already", "Leave it out.")
+    return {**variants, **more}
 
 
 def check_warmup(training: TrainingOptions, steps: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
@@ -28,8 +29,11 @@ from airmoe.training.display import PrepareDisplay
 from airmoe.training.text import check_blocks, prepared_data
 
 
-def run_suite(plan: Plan, out: Path, console: Console) -> int:
-    """Run what is left of a plan; the exit code: 1 where a run failed, 128 + n after a signal n."""
+def run_suite(plan: Plan, out: Path, console: Console, modules: Sequence[str] = ()) -> int:
+    """Run what is left of a plan; the exit code: 1 where a run failed, 128 + n after a signal n.
+
+    Runs are processes of their own: `modules` are those that they import to know your routers.
+    """
     under_torchrun = "LOCAL_RANK" in os.environ
     if under_torchrun:
         PartialState(cpu=not torch.cuda.is_available())
@@ -50,7 +54,7 @@ def run_suite(plan: Plan, out: Path, console: Console) -> int:
         # Only now: settings that were refused must not bind those of the next attempt.
         on_first_rank(lambda: write_plan(suite, plan))
         board = Board(suite, plan.runs, steps, console if rank() == 0 else Console(quiet=True))
-        execution = stack.enter_context(InThisGroup() if under_torchrun else OwnProcesses())
+        execution = stack.enter_context(InThisGroup() if under_torchrun else OwnProcesses(modules))
         return _run_all(plan, suite, left, board, execution)
 
 

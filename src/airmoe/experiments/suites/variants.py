@@ -43,7 +43,12 @@ class Suite:
 
 def main_variants(base: RunConfig) -> Variants:
     """AIR and its rivals at equal budgets."""
-    return {name: with_model(base, with_method(model_of(base), name)) for name in MAIN}
+    return {name: method_variant(base, name) for name in MAIN}
+
+
+def method_variant(base: RunConfig, method: str) -> RunConfig:
+    """The same run with another way of routing."""
+    return with_model(base, with_method(model_of(base), method))
 
 
 def ablation_variants(base: RunConfig) -> Variants:

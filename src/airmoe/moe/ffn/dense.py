@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from airmoe.errors import ConfigError
 from airmoe.kernels.cell_experts import Activation, activate
 from airmoe.moe.layer import MoELayer
+from airmoe.moe.model_check import check_model
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PARTS = ("act_fn", "down_proj", "gate_proj", "up_proj")
@@ -159,10 +160,7 @@ def check_untied(model: nn.Module, found: Sequence[DenseFfn]) -> None:
 
 
 def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            "swap_ffn.model", type(model).__name__, "must be a torch.nn.Module", "Load the model."
-        )
+    check_model("swap_ffn.model", model)
     if any(weight.device.type == "meta" for weight in model.parameters()):
         raise ConfigError(
             "swap_ffn.model",

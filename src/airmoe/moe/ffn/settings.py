@@ -17,6 +17,7 @@ from airmoe.moe.ffn.routing import PatientAirRouter
 from airmoe.moe.layer import PostNorm
 from airmoe.routers import ROUTERS, AirRouter, Router, RouterConfig
 from airmoe.routers.centroids import CentroidRouter
+from airmoe.routers.registry import ADD_YOURS
 
 
 @config
@@ -84,4 +85,4 @@ def router_name(router: object) -> str:
 
 def check_choice_of(field: str, value: object, options: list[str]) -> None:
     if value not in options:
-        raise ConfigError(field, value, f"must be one of {', '.join(options)}", "Register it.")
+        raise ConfigError(field, value, f"must be one of {', '.join(options)}", ADD_YOURS)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from airmoe.config import check_choice, check_count, check_number
 from airmoe.distributed import all_reduce_sum
 from airmoe.errors import ConfigError
+from airmoe.moe.model_check import check_model
 from airmoe.moe.swap.activations import Batch, collect
 from airmoe.moe.swap.layers import Layer, find_layers
 from airmoe.moe.swap.report import CalibrationReport, Criterion, LayerReport, Trial
@@ -50,6 +51,7 @@ def calibrate(
     touched, and an error leaves the codebooks as they were. In a process group every rank must
     call it, with text of its own: they learn from the tokens of all and get the same report.
     """
+    check_model("calibrate.model", model)
     check_number("calibrate.wanted_recall", wanted_recall, strict=True)
     if wanted_recall > 1:
         raise ConfigError(

@@ -12,6 +12,7 @@ from torch import nn
 
 from airmoe.config import check_count, config
 from airmoe.errors import ConfigError
+from airmoe.moe.model_check import check_model
 from airmoe.moe.notice import Notice
 from airmoe.moe.swap.codebook import ScaledCodebook, new_codebook
 from airmoe.moe.swap.router import UNCALIBRATED, ShortlistRouter
@@ -57,6 +58,7 @@ def swap_routers(
     """
     from airmoe.moe.swap.models import family_of, set_config, swapped_classes, swapped_config
 
+    check_model("swap_routers.model", model)
     settings = Settings(
         num_codewords=num_codewords,
         shortlist_size=shortlist_size,
@@ -85,6 +87,7 @@ def restore_routers(model: Model) -> Model:
     from airmoe.moe.swap.families import stock_router_of
     from airmoe.moe.swap.models import give_class_back, set_config, stock_configs, swapped_models
 
+    check_model("restore_routers.model", model)
     swapped = [module for module in model.modules() if isinstance(module, ShortlistRouter)]
     if not swapped and not swapped_models(model):
         raise ConfigError(
