@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import airmoe
 from airmoe import AirRouter, ConfigError, GranularExperts, MoELayer, shortlist_balance_loss
 from airmoe.metrics import shortlist_staleness
+from airmoe.routers.tokens import read_tokens
 
 DIM, EXPERTS = 8, 64
 
@@ -132,6 +133,18 @@ def test_huge_tokens_are_left_out(kind: str, dtype: torch.dtype, value: float) -
     routing = router(hidden)
     assert not routing.valid[3] and int(routing.valid.sum()) == 39
     assert bool(routing.expert_probs.isfinite().all())
+
+
+def test_states_are_copied_only_to_leave_some_out() -> None:
+    """On a CPU, where a copy of all takes longer than routing them."""
+    hidden, none = torch.randn(5, 3), torch.zeros(3)
+    tokens = read_tokens("router", 3, hidden, None)
+    assert tokens.hidden is hidden and tokens.valid.all()
+    padded = read_tokens("router", 3, hidden, torch.arange(5) < 4)
+    hidden[1, 2] = torch.nan
+    spoiled = read_tokens("router", 3, hidden, None)
+    assert torch.equal(padded.hidden[4], none) and torch.equal(spoiled.hidden[1], none)
+    assert torch.equal(spoiled.hidden[2:], hidden[2:])
 
 
 def test_frozen_weights_get_no_gradient_and_the_rest_the_same() -> None:
