@@ -158,6 +158,18 @@ def test_frozen_weights_get_no_gradient_and_the_rest_the_same() -> None:
     assert all(weight.grad is None for weight in layer.experts.parameters())
 
 
+def test_what_is_not_supported_raises() -> None:
+    """Second derivatives and torch.func: an error, and not a wrong number."""
+    layer, x = build_layer().eval(), torch.randn(1, 6, DIM, requires_grad=True)
+    (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
+    with torch.no_grad():
+        layer(x)  # builds the lists
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda tokens: layer(tokens).sum())(x.detach())
+
+
 def test_a_router_in_evaluation_mode_does_not_learn() -> None:
     layer = build_layer()
     layer.router.eval()
