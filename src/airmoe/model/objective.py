@@ -84,8 +84,8 @@ def model_losses(
 def _cross_entropy(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
     """Summed over hidden [T, D] and targets [T], never with the logits of all tokens.
 
-    A head that does more than one product (an adapter's, a quantised one) has to be called: a few
-    tokens at a time too, and once more in backward.
+    A head that does more than one product (one with an adapter) has to be called: a few tokens at a
+    time too, and once more in backward.
     """
     if type(head) is nn.Linear:
         return linear_cross_entropy(hidden, head.weight, targets)
