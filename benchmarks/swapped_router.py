@@ -39,7 +39,6 @@ def routers(case: Case) -> tuple[nn.Module, nn.Module]:
         hidden_size=case.dim,
         num_hidden_layers=1,
         num_attention_heads=4,
-        head_dim=32,
         num_key_value_heads=2,
         moe_intermediate_size=16,
         num_experts=case.num_experts,
