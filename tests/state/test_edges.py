@@ -136,10 +136,13 @@ def test_huge_tokens_are_left_out(kind: str, dtype: torch.dtype, value: float) -
 
 
 def test_states_are_copied_only_to_leave_some_out() -> None:
-    """On a CPU, where a copy of all takes longer than routing them."""
+    """On a CPU, where a copy of all takes longer than routing them, and never at the cost of bits:
+    gradients are added up as before."""
     hidden, none = torch.randn(5, 3), torch.zeros(3)
     tokens = read_tokens("router", 3, hidden, None)
     assert tokens.hidden is hidden and tokens.valid.all()
+    recorded = hidden.clone().requires_grad_()
+    assert read_tokens("router", 3, recorded, None).hidden is not recorded
     padded = read_tokens("router", 3, hidden, torch.arange(5) < 4)
     hidden[1, 2] = torch.nan
     spoiled = read_tokens("router", 3, hidden, None)
