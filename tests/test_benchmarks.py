@@ -14,7 +14,7 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks import peer_pytorch
+from benchmarks import peer_pytorch, swapped_router
 from benchmarks.contenders import AirLayer, Answer, Contender, Listing, PeerPackage
 from benchmarks.cpu import FULL, QUICK, main
 from benchmarks.inputs import Shape, TokenSource
@@ -203,3 +203,13 @@ def test_ratios_say_which_way_they_go() -> None:
     assert growth.value == pytest.approx(10 / 2)
     assert not growth.met
     assert "missed" in str(growth)
+
+
+def test_a_swapped_router_is_measured_beside_its_stock_twin(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    swapped_router.main((swapped_router.Case(32, 16, 4, 4, 8),), (8,))
+    *_, row = capsys.readouterr().out.splitlines()
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[:5] == ["16", "32", "4", "8", "8"]
+    assert float(cells[7]) == pytest.approx(float(cells[6]) / float(cells[5]), rel=0.1)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import airmoe
 from airmoe import AirRouter, ConfigError, GranularExperts, MoELayer, shortlist_balance_loss
 from airmoe.metrics import shortlist_staleness
+from airmoe.routers.tokens import read_tokens
 
 DIM, EXPERTS = 8, 64
 
@@ -134,6 +135,21 @@ def test_huge_tokens_are_left_out(kind: str, dtype: torch.dtype, value: float) -
     assert bool(routing.expert_probs.isfinite().all())
 
 
+def test_states_are_copied_only_to_leave_some_out() -> None:
+    """On a CPU, where a copy of all takes longer than routing them, and never at the cost of bits:
+    gradients are added up as before."""
+    hidden, none = torch.randn(5, 3), torch.zeros(3)
+    tokens = read_tokens("router", 3, hidden, None)
+    assert tokens.hidden is hidden and tokens.valid.all()
+    recorded = hidden.clone().requires_grad_()
+    assert read_tokens("router", 3, recorded, None).hidden is not recorded
+    padded = read_tokens("router", 3, hidden, torch.arange(5) < 4)
+    hidden[1, 2] = torch.nan
+    spoiled = read_tokens("router", 3, hidden, None)
+    assert torch.equal(padded.hidden[4], none) and torch.equal(spoiled.hidden[1], none)
+    assert torch.equal(spoiled.hidden[2:], hidden[2:])
+
+
 def test_frozen_weights_get_no_gradient_and_the_rest_the_same() -> None:
     layer, x = build_layer().eval(), torch.randn(1, 40, DIM)
     layer(x).square().sum().backward()
@@ -143,6 +159,18 @@ def test_frozen_weights_get_no_gradient_and_the_rest_the_same() -> None:
     layer(x).square().sum().backward()
     assert torch.equal(layer.router.centroids.grad, expected)  # type: ignore[arg-type]
     assert all(weight.grad is None for weight in layer.experts.parameters())
+
+
+def test_what_is_not_supported_raises() -> None:
+    """Second derivatives and torch.func: an error, and not a wrong number."""
+    layer, x = build_layer().eval(), torch.randn(1, 6, DIM, requires_grad=True)
+    (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
+    with torch.no_grad():
+        layer(x)  # builds the lists
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda tokens: layer(tokens).sum())(x.detach())
 
 
 def test_a_router_in_evaluation_mode_does_not_learn() -> None:

@@ -269,7 +269,7 @@ class AirMoeForCausalLM(AirMoePreTrainedModel, GenerationMixin):
             losses = model_losses(
                 self.config,
                 hidden,
-                self.lm_head.weight,
+                self.lm_head,
                 labels,
                 outputs.router_losses,
                 num_items_in_batch,

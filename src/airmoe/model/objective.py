@@ -11,13 +11,16 @@ ranks and summed over micro-batches. With that number given, the sum over all of
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from airmoe.distributed import all_reduce_sum, world_size
 from airmoe.kernels.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
+from airmoe.kernels.linear_cross_entropy.reference import token_chunks
 from airmoe.losses import load_balance_loss, router_z_loss, shortlist_balance_loss
 from airmoe.model.configuration import AirMoeConfig
 from airmoe.routers.base import run_eagerly
@@ -47,14 +50,14 @@ def router_losses(config: AirMoeConfig, routing: Routing) -> Tensor | None:
 def model_losses(
     config: AirMoeConfig,
     hidden: Tensor,
-    output_weight: Tensor,
+    head: nn.Linear,
     labels: Tensor,
     layer_losses: Tensor | None,
     num_items_in_batch: Tensor | int | None,
 ) -> dict[str, Tensor]:
     """Losses by their name in the model's output; all but `loss` are detached.
 
-    hidden [B, L, D], output_weight [V, D], labels [B, L], layer_losses [MoE layers, n]. The router
+    hidden [B, L, D], head from D to V, labels [B, L], layer_losses [MoE layers, n]. The router
     losses are summed over layers in `loss` (a layer's pull must not depend on how many there are)
     and averaged by name, for logs.
     """
@@ -63,7 +66,7 @@ def model_losses(
     num_targets = (targets != IGNORE_INDEX).sum()
     window = num_targets if num_items_in_batch is None else num_items_in_batch
     window = window.clamp(min=1) if isinstance(window, Tensor) else max(window, 1)
-    summed = linear_cross_entropy(hidden.flatten(0, 1), output_weight, targets)
+    summed = _cross_entropy(hidden.flatten(0, 1), head, targets)
     loss = language = summed / window
     named: dict[str, Tensor] = {}
     if layer_losses is not None:
@@ -76,3 +79,24 @@ def model_losses(
             named[name] = layer_losses[:, column].detach().mean()
     # A copy: the Trainer scales `loss` in place.
     return {"loss": loss, "language_loss": language.detach().clone(), **named}
+
+
+def _cross_entropy(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
+    """Summed over hidden [T, D] and targets [T], never with the logits of all tokens.
+
+    A head that does more than one product (one with an adapter) has to be called: a few tokens at a
+    time too, and once more in backward.
+    """
+    if type(head) is nn.Linear:
+        return linear_cross_entropy(hidden, head.weight, targets)
+
+    def of(states: Tensor, labels: Tensor) -> Tensor:
+        logits = head(states.masked_fill((labels == IGNORE_INDEX).unsqueeze(-1), 0))
+        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(exact, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+
+    summed = torch.zeros((), device=hidden.device)
+    for chunk in token_chunks(hidden, head.weight):
+        part: Any = checkpoint(of, hidden[chunk], targets[chunk], use_reentrant=False)
+        summed = summed + part
+    return summed

@@ -12,12 +12,19 @@ from airmoe.config import check_choice
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 from airmoe.moe.experts import CoarseExperts, GranularExperts
+from airmoe.moe.notice import Notice
 from airmoe.moe.replay import PlanLog, inside_backward
 from airmoe.routers.base import Plan, Router, RouterConfig, run_eagerly
+from airmoe.routers.codebook import Codebook
 from airmoe.routers.planning import draw_ticket, new_handle, traced_plan
 from airmoe.routers.routing import Routing
 
 PostNorm = Literal["layernorm", "none"]
+FROZEN = (
+    "None of this MoELayer's parameters is trained, but its codebook goes on learning and so its "
+    "routing changes. A file of only what is trained (an adapter's) does not hold that: call "
+    "router.freeze_codebook() before training, or save the whole model."
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,7 @@ class MoELayer(nn.Module):
         self.router, self.experts = router, experts
         self.post_norm = nn.LayerNorm(experts.dim) if post_norm == "layernorm" else None
         self._plans = PlanLog()
+        self._notice = Notice(FROZEN)
         self._handle = new_handle(self)
 
     def train(self, mode: bool = True) -> MoELayer:
@@ -167,7 +175,22 @@ class MoELayer(nn.Module):
                 return plan
         elif ticket is not None:
             router.observe(hidden, mask)
+            self._note_frozen()
         plan = router.plan(router.read(hidden.detach(), mask))
         if ticket is not None and not recomputed:
             self._plans.keep(ticket, hidden, plan, router.parameter_changes, router.kept_plans)
         return plan
+
+    def _note_frozen(self) -> None:
+        """Say once that a layer without a trained parameter changes, in a step that trains others.
+
+        Not while a codebook starts, which somebody must let it do.
+        """
+        codebook = getattr(self.router, "codebook", None)
+        if (
+            isinstance(codebook, Codebook)
+            and codebook.learning
+            and torch.is_grad_enabled()
+            and not any(weight.requires_grad for weight in self.parameters())
+        ):
+            self._notice.give()

@@ -109,6 +109,11 @@ class Codebook(Float32State):
     def euclidean(self) -> bool:
         return self.kind == "euclidean"
 
+    @property
+    def learning(self) -> bool:
+        """Whether updates move it further, as far as the host knows that it has started."""
+        return self._seen_first_batch and not self.frozen and self.kind != "static"
+
     def assign(self, hidden: Tensor) -> Tensor:
         """Nearest codeword of each token: [T, D] -> [T] (Alg. 1, line 3)."""
         return self.nearest(read_tokens("codebook", self.dim, hidden, None).hidden, 1).squeeze(-1)

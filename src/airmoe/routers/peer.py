@@ -19,6 +19,18 @@ from airmoe.routers.routing import Lazy, TokenRouting
 from airmoe.routers.tokens import Tokens
 
 
+class Queries(nn.Linear):
+    """A product in float32 or wider, whatever dtype the weights have: selection needs it.
+
+    The router calls it and reads no weight, so that whatever wraps it (an adapter, a hook, another
+    kind of layer) takes part.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        return input.to(dtype) @ self.weight.to(dtype).T
+
+
 class PeerRouter(Router):
     """Heads with their own keys; each takes exactly the best K / P of the Cartesian product."""
 
@@ -73,7 +85,7 @@ class PeerRouter(Router):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         heads, half, side = config.num_heads, config.dim // 2, math.isqrt(config.num_experts)
-        self.query = nn.Linear(config.dim, heads * config.dim, bias=False)
+        self.query = Queries(config.dim, heads * config.dim, bias=False)
         self.keys = nn.Parameter(torch.empty(heads, 2, side, half))
         self.reset_parameters()
 
@@ -114,7 +126,7 @@ class PeerRouter(Router):
     def _sub_scores(self, hidden: Tensor, plan: Plan) -> Tensor:
         """Scores of both query halves against their keys: [T, P, 2, side], jitter included."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        queries = hidden.to(dtype) @ self.query.weight.to(dtype).T
+        queries = self.query(hidden).to(dtype)
         queries = queries.view(-1, self.config.num_heads, 2, self.keys.shape[-1])
         scores = torch.einsum("tphd,phsd->tphs", queries, self.keys.to(dtype))
         noise = self.noise(plan, Stage.SUBKEY, hidden.shape[0])

@@ -52,4 +52,17 @@ def read_tokens(label: str, dim: int, hidden: Tensor, mask: Tensor | None) -> To
                 "Give True for real tokens and False for padding.",
             )
         valid = valid & mask
+    if _asks(hidden) and bool(valid.all()):
+        return Tokens(hidden, valid)
     return Tokens(torch.where(valid.unsqueeze(-1), hidden, 0), valid)
+
+
+def _asks(hidden: Tensor) -> bool:
+    """Whether to find out first if there is anything to set to 0.
+
+    Copying all states takes longer on a CPU than scoring them does; a GPU would have to wait for
+    the answer. Where gradients are recorded the copy is one node of the graph, and without it they
+    would add up in another order than in a compiled layer.
+    """
+    recorded = torch.is_grad_enabled() and hidden.requires_grad
+    return hidden.device.type == "cpu" and not recorded and not torch.compiler.is_compiling()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
 def finite_rows(hidden: Tensor) -> Tensor:
-    return hidden.float().square().sum(-1).isfinite()
+    # Squares summed without a tensor of them. Of a single entry the norm squares nothing, so it is
+    # squared again: the rule is that of the sum.
+    return torch.linalg.vector_norm(hidden.float(), dim=-1).square().isfinite()
