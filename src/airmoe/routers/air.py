@@ -137,7 +137,8 @@ class AirRouter(CentroidRouter):
 
     @torch.no_grad()
     def restore_lists(self, state: dict[str, Tensor]) -> None:
-        """What `lists_state` gave, after parameters and codebook have been loaded."""
+        """What `lists_state` gave, after parameters and codebook were loaded and the optimizer is
+        tracked, which both make the lists due."""
         self.training_lists.restore(state)
         self._built_at.copy_(state["built_at"])
         self._was_built, self._built_from = True, self.codebook.loads
