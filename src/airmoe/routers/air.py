@@ -104,9 +104,8 @@ class AirRouter(CentroidRouter):
         self._built_for = self._evaluated_at = None
 
     def train(self, mode: bool = True) -> AirRouter:
-        # Also where the mode stays: `eval()` is how somebody says that weights were written past
-        # their version (an optimizer nobody told us of, an average of weights through `.data`).
-        self._evaluated_at = None
+        if mode != self.training:
+            self._evaluated_at = None  # an optimizer nobody told us of may have stepped meanwhile
         super().train(mode)
         return self
 
