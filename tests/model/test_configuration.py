@@ -96,6 +96,15 @@ def test_a_router_must_say_what_it_returns(declared: Any, monkeypatch: pytest.Mo
         config_of("topk", router="vague")
 
 
+def test_only_what_it_returns_must_be_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Typed(TopKRouter):
+        def route(self, tokens: OnlyForTypeCheckers, plan: Any) -> TokenRouting:  # noqa: F821 # pyright: ignore
+            return super().route(tokens, plan)
+
+    monkeypatch.setitem(ROUTERS, "typed", Typed)
+    assert config_of("topk", router="typed").routes_causally
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"router": "random"}, "model.router"),
     ({"router_options": {"num_code_words": 3}}, "air.num_code_words"),

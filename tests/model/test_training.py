@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
@@ -185,3 +186,26 @@ def test_sharded_training_is_that_of_one_process(ranks: dict[str, list[Any]]) ->
             continue
         assert torch.equal(first[name], second[name]), name
         torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("change", ["bias", "hook", "two layers"])
+def test_a_head_of_more_than_one_product_is_called(change: str) -> None:
+    model = build("air").train()
+    width, words = model.config.hidden_size, model.config.vocab_size
+    torch.manual_seed(1)
+    if change == "bias":
+        model.lm_head = torch.nn.Linear(width, words)
+        torch.nn.init.normal_(model.lm_head.bias, std=3)
+    elif change == "hook":
+        model.lm_head.register_forward_hook(lambda _module, _given, logits: 3 * logits)
+    else:
+        model.lm_head = torch.nn.Sequential(
+            torch.nn.Linear(width, width), torch.nn.Linear(width, words)
+        )
+    ids = batch(3)
+    output = model(ids, labels=ids, return_logits=True)
+    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(output.language_loss, expected.detach())
+    output.loss.backward()
+    for weight in model.lm_head.parameters():
+        assert weight.grad is not None and weight.grad.abs().sum() > 0

@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -330,3 +331,30 @@ def test_a_forward_under_no_grad_is_a_micro_batch_of_its_own() -> None:
     layer(batch(1)).sum().backward()
     assert int(layer.router.micro_batches) == 2
     assert int(layer.router.codebook.updates) == 2
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_forwards_that_teach_nothing_are_known_again(use_reentrant: bool) -> None:
+    """Others observe before their backward comes."""
+
+    def run(checkpointed: bool) -> dict[str, Tensor]:
+        layer = build_layer("air")
+        layer(batch(9))
+
+        def forward(x: Tensor, learn: bool) -> Tensor:
+            return layer.forward_with_routing(x, learn=learn).hidden
+
+        torch.manual_seed(0)
+        total = torch.zeros(())
+        for index, learn in enumerate((True, False, True)):
+            x = batch(index).requires_grad_()
+            if checkpointed:
+                output: Any = checkpoint(forward, x, learn, use_reentrant=use_reentrant)
+            else:
+                output = forward(x, learn)
+            total = total + output.pow(3).sum()
+        total.backward()
+        assert int(layer.router.micro_batches) == 3
+        return snapshot(layer)
+
+    assert_same(run(True), run(False))

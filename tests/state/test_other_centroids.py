@@ -109,6 +109,43 @@ def test_functional_call_in_training() -> None:
     assert torch.equal(layer(batch(1)), before)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_two_sets_of_weights_before_one_backward(training: bool) -> None:
+    """Lists are rewritten in place, but not while a backward wants them."""
+    layer, _ = tracked()
+    layer.train(training)
+
+    def gradients(together: bool) -> list[Tensor]:
+        given = [other_centroids(seed).requires_grad_() for seed in (0, 1)]
+        losses = []
+        for centroids in given:
+            output = functional_call(layer, {"router.centroids": centroids}, (batch(1),))
+            losses.append(output.pow(3).sum())
+            if not together:
+                losses[-1].backward()
+        if together:
+            (losses[0] + losses[1]).backward()
+        return [centroids.grad for centroids in given if centroids.grad is not None]
+
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        assert expected.abs().sum() > 0
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_forward_that_nobody_observes_leaves_no_norms() -> None:
+    layer, optimizer = tracked(refresh_every=3)
+    optimizer.step()
+    router, hidden = layer.router, batch(1, 22)
+    functional_call(router, {"centroids": other_centroids(0)}, (hidden,))
+    layer.forward_with_routing(batch(1), learn=False)
+    with torch.no_grad():
+        router.centroids.mul_(2)  # by hand, before anybody has observed
+    layer(batch(1))
+    torch.testing.assert_close(
+        router.training_lists.inverse_norms, 1 / router.centroids.detach().norm(dim=-1)
+    )
+
+
 def test_a_step_is_no_edit() -> None:
     """Plain optimizers move the version; lists live on all the same, and norms are renewed."""
     layer, optimizer = tracked(refresh_every=3)

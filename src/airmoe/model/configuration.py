@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, get_type_hints
 
 from transformers import LlamaConfig
@@ -188,10 +190,11 @@ class AirMoeConfig(LlamaConfig):
     def _layout(self) -> type[Routing]:
         """The kind of routing this model's router declares to return."""
         route = ROUTERS[self.router].route
-        try:
-            declared = get_type_hints(route).get("return")
-        except NameError:  # an annotation that only type checkers can read
-            declared = route.__annotations__.get("return")
+        declared = route.__annotations__.get("return")
+        if isinstance(declared, str):  # alone: others may be names that only type checkers know
+            alone = SimpleNamespace(__annotations__={"return": declared})
+            with suppress(NameError):
+                declared = get_type_hints(alone, route.__globals__)["return"]
         if not isinstance(declared, type) or not issubclass(declared, KINDS):
             raise ConfigError(
                 "model.router",

@@ -50,7 +50,7 @@ def router_losses(config: AirMoeConfig, routing: Routing) -> Tensor | None:
 def model_losses(
     config: AirMoeConfig,
     hidden: Tensor,
-    head: nn.Linear,
+    head: nn.Module,
     labels: Tensor,
     layer_losses: Tensor | None,
     num_items_in_batch: Tensor | int | None,
@@ -66,7 +66,7 @@ def model_losses(
     num_targets = (targets != IGNORE_INDEX).sum()
     window = num_targets if num_items_in_batch is None else num_items_in_batch
     window = window.clamp(min=1) if isinstance(window, Tensor) else max(window, 1)
-    summed = _cross_entropy(hidden.flatten(0, 1), head, targets)
+    summed = _cross_entropy(hidden.flatten(0, 1), head, config.vocab_size, targets)
     loss = language = summed / window
     named: dict[str, Tensor] = {}
     if layer_losses is not None:
@@ -81,13 +81,14 @@ def model_losses(
     return {"loss": loss, "language_loss": language.detach().clone(), **named}
 
 
-def _cross_entropy(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
+def _cross_entropy(hidden: Tensor, head: nn.Module, num_words: int, targets: Tensor) -> Tensor:
     """Summed over hidden [T, D] and targets [T], never with the logits of all tokens.
 
     A head that does more than one product (one with an adapter) has to be called: a few tokens at a
     time too, and once more in backward.
     """
-    if type(head) is nn.Linear:
+    hooked = head._forward_hooks or head._forward_pre_hooks
+    if type(head) is nn.Linear and head.bias is None and not hooked:
         return linear_cross_entropy(hidden, head.weight, targets)
 
     def of(states: Tensor, labels: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ def _cross_entropy(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
         return F.cross_entropy(exact, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
     summed = torch.zeros((), device=hidden.device)
-    for chunk in token_chunks(hidden, head.weight):
+    for chunk in token_chunks(hidden, num_words):
         part: Any = checkpoint(of, hidden[chunk], targets[chunk], use_reentrant=False)
         summed = summed + part
     return summed

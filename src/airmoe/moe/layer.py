@@ -119,8 +119,7 @@ class MoELayer(nn.Module):
 
     def _forward(self, x: Tensor, mask: Tensor | None, learn: bool) -> MoEOutput:
         hidden, flat_mask = self._flatten(x, mask)
-        learning = learn and self.training and self.router.training
-        routing = self._route(hidden, flat_mask, learning)
+        routing = self._route(hidden, flat_mask, learn)
         if flat_mask is not None:
             hidden = hidden.masked_fill(~flat_mask.unsqueeze(-1), 0)  # padding may hold anything
         output = self.experts(hidden, routing)
@@ -154,28 +153,39 @@ class MoELayer(nn.Module):
             )
         return hidden, mask.reshape(-1) != 0
 
-    def _route(self, hidden: Tensor, mask: Tensor | None, learning: bool) -> Routing:
+    @property
+    def plans(self) -> bool:
+        """Whether a forward is one of training: it may be recomputed, and the router learns."""
+        return self.training and self.router.training
+
+    def _route(self, hidden: Tensor, mask: Tensor | None, learn: bool) -> Routing:
         """Observe and plan a new micro-batch, or find the plan of a recomputed one, and route."""
         if torch.compiler.is_compiling():
-            mask, plan = traced_plan(self, self._handle, hidden, mask, observing=learning)
+            training = self.plans
+            mask, plan = traced_plan(
+                self, self._handle, hidden, mask, training=training, learn=learn
+            )
         else:
-            plan = self.make_plan(hidden, mask, draw_ticket()) if learning else None
+            plan = self.make_plan(hidden, mask, draw_ticket(), learn) if self.plans else None
         return self.router(hidden, mask, plan)
 
     @property
     def planning_router(self) -> Router:
         return self.router
 
-    def make_plan(self, hidden: Tensor, mask: Tensor | None, ticket: int | None) -> Plan:
+    def make_plan(
+        self, hidden: Tensor, mask: Tensor | None, ticket: int | None, learn: bool
+    ) -> Plan:
         """The plan of a training forward that drew `ticket`; without one, as things are now."""
         router, recomputed = self.router, inside_backward()
+        if ticket is not None and learn:
+            self._note_frozen()
         if ticket is not None and recomputed:
             plan = self._plans.find(ticket, hidden)
             if plan is not None:
                 return plan
-        elif ticket is not None:
+        elif ticket is not None and learn:
             router.observe(hidden, mask)
-            self._note_frozen()
         plan = router.plan(router.read(hidden.detach(), mask))
         if ticket is not None and not recomputed:
             self._plans.keep(ticket, hidden, plan, router.parameter_changes, router.kept_plans)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import dataclass
 
@@ -149,7 +150,7 @@ class AirRouter(CentroidRouter):
         self.codebook.update(tokens.hidden, tokens.valid)
         if not self.training:  # calibration: the training lists are not ours to touch
             return
-        if self._outdated() or not self.tracked:
+        if self._due() or not self.tracked:
             self._build(self.training_lists, self._shortlist_noise(self.micro_batches))
             self._built_at.copy_(self.micro_batches)
             self._was_built = True
@@ -158,6 +159,8 @@ class AirRouter(CentroidRouter):
             self._note_untracked()
         elif self.training_lists.due == "norms":
             self.training_lists.renew_norms(self.centroids)
+        elif self._built_for is not None:
+            return
         self._built_for = Seen(self.centroids)
 
     def _note_untracked(self) -> None:
@@ -216,13 +219,16 @@ class AirRouter(CentroidRouter):
 
     def _lists(self) -> ShortlistCache:
         if self.training:
-            if not self._outdated() and (self.tracked or self._fresh):
-                if self.training_lists.due == "norms":  # a training forward nobody observed
-                    self.training_lists.renew_norms(self.centroids)
-                return self.training_lists
-            # A training forward nobody observed: right for now, but not kept, because the next
-            # observe builds from the codebook as it will be then (Alg. 3's order).
-            return self._fresh_lists()
+            if self._due() or self._edited() or not (self.tracked or self._fresh):
+                # Nobody observed this forward, or other centroids have come between two steps:
+                # right for now, but not kept, because the next observe builds from the codebook
+                # as it will be then (Alg. 3's order), and backwards may want those that are there.
+                return self._fresh_lists()
+            if self.training_lists.due == "norms":  # nobody observed this forward
+                lists = copy.deepcopy(self.training_lists)
+                lists.renew_norms(self.centroids)
+                return lists
+            return self.training_lists
         if torch.is_grad_enabled() and self.centroids.requires_grad and not self.tracked:
             # Somebody may be training a model in evaluation mode.
             self._evaluated_at = None
@@ -230,6 +236,9 @@ class AirRouter(CentroidRouter):
             return self._fresh_lists()
         moment = self._moment()
         if self._evaluated_at != moment:
+            before = self._evaluated_at
+            if before is not None and before[:2] == moment[:2] and torch.is_grad_enabled():
+                return self._fresh_lists()  # a backward may want those of the other centroids
             self._build(self.evaluation_lists, None)
             self._evaluated_at = moment
         return self.evaluation_lists
@@ -249,11 +258,12 @@ class AirRouter(CentroidRouter):
         codewords, centroids = Seen(self.codebook.codewords), Seen(self.centroids)
         return self.parameter_changes, self.codebook.changes, codewords, centroids
 
-    def _outdated(self) -> bool:
-        """True when the training lists must be rebuilt: a step, or another codebook, came since,
-        or between two steps other centroids."""
-        if self.training_lists.stale or self._built_from != self.codebook.loads:
-            return True
+    def _due(self) -> bool:
+        """True when the training lists must be rebuilt: a step, or another codebook, came since."""
+        return self.training_lists.stale or self._built_from != self.codebook.loads
+
+    def _edited(self) -> bool:
+        """True when other centroids than those of the training lists came between two steps."""
         return self._built_for is not None and self._built_for != Seen(self.centroids)
 
     def plan(self, tokens: Tokens) -> AirPlan:

@@ -164,7 +164,7 @@ class Router(nn.Module, ABC):
         if not self.compiles(hidden):
             return self._forward_eagerly(hidden, mask, plan)
         if plan is None:
-            mask, plan = traced_plan(self, self._handle, hidden, mask, observing=False)
+            mask, plan = traced_plan(self, self._handle, hidden, mask, training=False)
         return self._forward(hidden, mask, plan)
 
     def _forward(self, hidden: Tensor, mask: Tensor | None, plan: Plan | None) -> Routing:
@@ -268,7 +268,9 @@ class Router(nn.Module, ABC):
     def planning_router(self) -> Router:
         return self
 
-    def make_plan(self, hidden: Tensor, mask: Tensor | None, ticket: int | None) -> Plan:
+    def make_plan(
+        self, hidden: Tensor, mask: Tensor | None, ticket: int | None, learn: bool
+    ) -> Plan:
         """A plan as things are now, for the operator `airmoe::plan`."""
         return self.plan(self.read(hidden, mask))
 

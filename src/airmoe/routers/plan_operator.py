@@ -39,6 +39,7 @@ def _plan(
     handle: Tensor,
     layout: str,
     gradients: bool,
+    learn: bool,
 ) -> list[Tensor]:
     """The tokens that count, and the tensors of a plan, all described by `layout`.
 
@@ -49,7 +50,7 @@ def _plan(
     planner = planner_of(handle)
     router = planner.planning_router
     with torch.set_grad_enabled(gradients):
-        plan = planner.make_plan(hidden, mask, None if ticket is None else int(ticket))
+        plan = planner.make_plan(hidden, mask, None if ticket is None else int(ticket), learn)
     tensors = [router.read(hidden, mask).valid, *router.pack_plan(plan)]
     return [tensor.clone() for tensor in tensors]
 
@@ -62,6 +63,7 @@ def _(
     handle: Tensor,
     layout: str,
     gradients: bool,
+    learn: bool,
 ) -> list[Tensor]:
     found = []
     for part in filter(None, layout.split(";")):

@@ -27,8 +27,11 @@ class Planner(Protocol):
     @property
     def planning_router(self) -> Router: ...
 
-    def make_plan(self, hidden: Tensor, mask: Tensor | None, ticket: int | None) -> Plan:
-        """Observe and plan; a training forward has a ticket, by which it is known again."""
+    def make_plan(
+        self, hidden: Tensor, mask: Tensor | None, ticket: int | None, learn: bool
+    ) -> Plan:
+        """Observe, if it is to learn, and plan; a training forward has a ticket, by which it is
+        known again."""
         ...
 
 
@@ -61,18 +64,24 @@ def draw_ticket() -> int:
 
 
 def traced_plan(
-    planner: Planner, handle: Tensor, hidden: Tensor, mask: Tensor | None, observing: bool
+    planner: Planner,
+    handle: Tensor,
+    hidden: Tensor,
+    mask: Tensor | None,
+    *,
+    training: bool,
+    learn: bool = True,
 ) -> tuple[Tensor | None, Plan]:
     """(mask of the tokens that count [T] bool or None, plan), while a compiler traces."""
     import airmoe.routers.plan_operator  # noqa: F401 (registers the operators)
 
     router = planner.planning_router
     layout = router.plan_layout()
-    if not observing and not layout:
+    if not training and not layout:
         return mask, router.unpack_plan([])
-    ticket = torch.ops.airmoe.draw_ticket(handle, _call_number()) if observing else None
+    ticket = torch.ops.airmoe.draw_ticket(handle, _call_number()) if training else None
     valid, *tensors = torch.ops.airmoe.plan(
-        hidden.detach(), mask, ticket, handle, f"bool:T;{layout}", torch.is_grad_enabled()
+        hidden.detach(), mask, ticket, handle, f"bool:T;{layout}", torch.is_grad_enabled(), learn
     )
     return valid, router.unpack_plan(tensors)
 

@@ -25,11 +25,15 @@ class Tokens:
         return valid / valid.sum().clamp_min(1)
 
 
-def read_tokens(label: str, dim: int, hidden: Tensor, mask: Tensor | None) -> Tokens:
+def read_tokens(
+    label: str, dim: int, hidden: Tensor, mask: Tensor | None, *, own: bool = True
+) -> Tokens:
     """Check hidden [T, dim] and mask [T], and find the tokens that count.
 
     Masked tokens do not, nor do those whose squared norm is no finite float32: NaN, infinity and
-    values beyond 1e19 would spoil sums that others share.
+    values beyond 1e19 would spoil sums that others share. Whoever is done with them at once, and
+    records no gradient, needs no states of its `own`: copying them takes longer on a CPU than
+    scoring them does. (A GPU would have to wait for the answer whether there is anything to set.)
     """
     if hidden.ndim != 2 or hidden.shape[1] != dim:
         raise ConfigError(
@@ -52,17 +56,7 @@ def read_tokens(label: str, dim: int, hidden: Tensor, mask: Tensor | None) -> To
                 "Give True for real tokens and False for padding.",
             )
         valid = valid & mask
-    if _asks(hidden) and bool(valid.all()):
+    asks = not own and hidden.device.type == "cpu" and not torch.compiler.is_compiling()
+    if asks and bool(valid.all()):
         return Tokens(hidden, valid)
     return Tokens(torch.where(valid.unsqueeze(-1), hidden, 0), valid)
-
-
-def _asks(hidden: Tensor) -> bool:
-    """Whether to find out first if there is anything to set to 0.
-
-    Copying all states takes longer on a CPU than scoring them does; a GPU would have to wait for
-    the answer. Where gradients are recorded the copy is one node of the graph, and without it they
-    would add up in another order than in a compiled layer.
-    """
-    recorded = torch.is_grad_enabled() and hidden.requires_grad
-    return hidden.device.type == "cpu" and not recorded and not torch.compiler.is_compiling()

@@ -44,7 +44,7 @@ def loss_and_gradients(
     losses = torch.empty(hidden.shape[0], dtype=exact, device=hidden.device)  # [T]
     grad_hidden = torch.empty_like(hidden, dtype=gradient_dtype) if needs_hidden else None
     grad_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
-    for chunk in token_chunks(hidden, weight):
+    for chunk in token_chunks(hidden, weight.shape[0]):
         skipped = (labels[chunk] == ignore_index).unsqueeze(-1)  # [n, 1]
         # A token that does not count may hold anything; as 0 it spoils nothing that all share.
         states = hidden[chunk].masked_fill(skipped, 0).to(dtype)
@@ -62,9 +62,9 @@ def loss_and_gradients(
     return LossAndGradients(losses.sum(), grad_hidden, grad_weight)
 
 
-def token_chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+def token_chunks(hidden: Tensor, num_words: int) -> list[slice]:
     """Runs of tokens whose logits fit the budget: two float32 copies, one of lower precision."""
-    step = max(1, chunk_bytes(hidden.device) // (BYTES_PER_LOGIT * max(1, weight.shape[0])))
+    step = max(1, chunk_bytes(hidden.device) // (BYTES_PER_LOGIT * max(1, num_words)))
     return [slice(start, start + step) for start in range(0, hidden.shape[0], step)]
 
 

@@ -58,16 +58,16 @@ class SwappedFfn(MoELayer):
 
     reading: Reading | None = None
 
-    def _route(self, hidden: Tensor, mask: Tensor | None, learning: bool) -> Routing:
+    def _route(self, hidden: Tensor, mask: Tensor | None, learn: bool) -> Routing:
         reading = self.reading or Reading()
-        learning = learning and not reading.goes_on
-        real = reading.real_tokens(hidden) if learning else None
+        learn = learn and not reading.goes_on
+        real = reading.real_tokens(hidden) if learn and self.plans else None
         if real is None or mask is not None:
-            return super()._route(hidden, mask, learning)
+            return super()._route(hidden, mask, learn)
         if torch.compiler.is_compiling():
-            valid, plan = traced_plan(self, self._handle, hidden, real, observing=True)
+            valid, plan = traced_plan(self, self._handle, hidden, real, training=True)
             return self.router(hidden, None if valid is None else valid | ~real, plan)
-        return self.router(hidden, None, self.make_plan(hidden, real, draw_ticket()))
+        return self.router(hidden, None, self.make_plan(hidden, real, draw_ticket(), learn))
 
 
 def connect(decoder: nn.Module) -> None:
