@@ -135,19 +135,26 @@ def test_huge_tokens_are_left_out(kind: str, dtype: torch.dtype, value: float) -
     assert bool(routing.expert_probs.isfinite().all())
 
 
-def test_states_are_copied_only_to_leave_some_out() -> None:
-    """On a CPU, where a copy of all takes longer than routing them, and never at the cost of bits:
-    gradients are added up as before."""
+def test_states_are_copied_unless_somebody_is_done_with_them_at_once() -> None:
+    """On a CPU, where a copy of all takes longer than scoring them."""
     hidden, none = torch.randn(5, 3), torch.zeros(3)
-    tokens = read_tokens("router", 3, hidden, None)
+    assert read_tokens("router", 3, hidden, None).hidden is not hidden
+    tokens = read_tokens("router", 3, hidden, None, own=False)
     assert tokens.hidden is hidden and tokens.valid.all()
-    recorded = hidden.clone().requires_grad_()
-    assert read_tokens("router", 3, recorded, None).hidden is not recorded
-    padded = read_tokens("router", 3, hidden, torch.arange(5) < 4)
+    padded = read_tokens("router", 3, hidden, torch.arange(5) < 4, own=False)
     hidden[1, 2] = torch.nan
-    spoiled = read_tokens("router", 3, hidden, None)
+    spoiled = read_tokens("router", 3, hidden, None, own=False)
     assert torch.equal(padded.hidden[4], none) and torch.equal(spoiled.hidden[1], none)
     assert torch.equal(spoiled.hidden[2:], hidden[2:])
+
+
+@torch.no_grad()
+def test_a_routing_does_not_change_with_the_states_it_was_made_of() -> None:
+    layer, hidden = build_layer().eval(), torch.randn(40, DIM)
+    expected, found = layer.router(hidden.clone()), layer.router(hidden)
+    hidden.zero_()
+    for name in ("cell_probs", "expert_probs", "log_z"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
 def test_frozen_weights_get_no_gradient_and_the_rest_the_same() -> None:
