@@ -154,19 +154,18 @@ class MoELayer(nn.Module):
         return hidden, mask.reshape(-1) != 0
 
     @property
-    def plans(self) -> bool:
+    def in_training(self) -> bool:
         """Whether a forward is one of training: it may be recomputed, and the router learns."""
         return self.training and self.router.training
 
     def _route(self, hidden: Tensor, mask: Tensor | None, learn: bool) -> Routing:
         """Observe and plan a new micro-batch, or find the plan of a recomputed one, and route."""
         if torch.compiler.is_compiling():
-            training = self.plans
             mask, plan = traced_plan(
-                self, self._handle, hidden, mask, training=training, learn=learn
+                self, self._handle, hidden, mask, training=self.in_training, learn=learn
             )
         else:
-            plan = self.make_plan(hidden, mask, draw_ticket(), learn) if self.plans else None
+            plan = self.make_plan(hidden, mask, draw_ticket(), learn) if self.in_training else None
         return self.router(hidden, mask, plan)
 
     @property

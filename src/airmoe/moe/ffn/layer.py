@@ -61,7 +61,7 @@ class SwappedFfn(MoELayer):
     def _route(self, hidden: Tensor, mask: Tensor | None, learn: bool) -> Routing:
         reading = self.reading or Reading()
         learn = learn and not reading.goes_on
-        real = reading.real_tokens(hidden) if learn and self.plans else None
+        real = reading.real_tokens(hidden) if learn and self.in_training else None
         if real is None or mask is not None:
             return super()._route(hidden, mask, learn)
         if torch.compiler.is_compiling():
