@@ -24,7 +24,8 @@ from airmoe.experiments.report.record import Run
 from airmoe.experiments.report.words import filled, named_runs
 
 ROOT = Path(__file__).parents[1]
-FIRST = ("wikipedia", "wikipedia-three")  # then the other folders by name
+# Then the other folders by name.
+FIRST = ("wikipedia", "wikipedia-three", "wikipedia-three-quiet", "wikipedia-quiet")
 PART = "quality"  # of the README
 ABOUT = (
     "Made by `docs/draw_results.py` from the files in `results/`; `airmoe report results/` makes "
@@ -60,10 +61,11 @@ def sections(root: Path = ROOT) -> list[Section]:
     folders = [path for path in (root / "results").iterdir() if path.is_dir()]
     folders = [path for path in folders if path.name not in NEVER_RUNS]
     named = named_runs(root / "results")
-    return [
-        _section(path, named)
-        for path in sorted(folders, key=lambda one: (one.name not in FIRST, one.name))
-    ]
+    return [_section(path, named) for path in sorted(folders, key=lambda one: _place(one.name))]
+
+
+def _place(name: str) -> tuple[int, str]:
+    return FIRST.index(name) if name in FIRST else len(FIRST), name
 
 
 def _section(folder: Path, named: Mapping[str, Run | Row]) -> Section:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -24,12 +25,13 @@ from airmoe.experiments.report.document import (
     Pictures,
     Table,
 )
-from airmoe.experiments.report.figures.curves import Series, reduction, series
+from airmoe.experiments.report.figures.curves import reduction, series
 from airmoe.experiments.report.groups import group_runs
 from airmoe.experiments.report.html import html
 from airmoe.experiments.report.latex import SETTABLE, latex
 from airmoe.experiments.report.markdown import markdown
 from airmoe.experiments.report.reading import read_all
+from airmoe.experiments.report.record import Run
 from airmoe.files import read_json
 from airmoe.training import override
 from tests.experiments.report_toys import write_run, write_suite, write_usage
@@ -247,13 +249,34 @@ def test_curves_are_means_over_seeds(folder: Path) -> None:
     assert len(air.x) == 6
 
 
-def test_reduction_against_peer() -> None:
-    peer = Series("peer", [1.0, 2.0, 3.0], [100.0, 80.0, 50.0], [0.0] * 3)
-    ours = Series("air", [2.0, 3.0, 4.0], [72.0, 55.0, 1.0], [8.0, 0.0, 0.0])
-    found = reduction(ours, peer)
-    assert found.x == [2.0, 3.0]  # where both were evaluated
+def evaluated(run: Run, seed: int, perplexities: dict[float, float]) -> Run:
+    tokens = list(perplexities)
+    curve = {"step": tokens, "tokens": tokens, "perplexity": list(perplexities.values())}
+    return replace(run, seed=seed, evaluations=curve)
+
+
+def test_reduction_against_peer(folder: Path) -> None:
+    run = read_all([folder / "main"]).runs[0]
+    peer = [evaluated(run, 1, {1: 100, 2: 80, 3: 50}), evaluated(run, 2, {2: 90, 3: 60})]
+    ours = [evaluated(run, 1, {2: 72, 3: 55, 4: 1}), evaluated(run, 3, {2: 1, 3: 1})]
+    found = reduction("air", ours, peer)
+    assert found is not None
+    assert found.x == [2, 3]  # where both were evaluated, of the seed that both have
     assert found.y == pytest.approx([10.0, -10.0])
-    assert found.spread == pytest.approx([10.0, 0.0])
+    assert found.spread == [0.0, 0.0]
+
+
+def test_reduction_of_pairs(folder: Path) -> None:
+    """Each seed against its twin: what both have more of does not spread."""
+    run = read_all([folder / "main"]).runs[0]
+    peer = [evaluated(run, 1, {2: 80}), evaluated(run, 2, {2: 160})]
+    ours = [evaluated(run, 2, {2: 144}), evaluated(run, 1, {2: 64})]
+    found = reduction("air", ours, peer)
+    assert found is not None
+    assert found.y == pytest.approx([15.0])
+    assert found.spread == pytest.approx([50**0.5])
+    assert reduction("air", [evaluated(run, 3, {2: 1})], peer) is None
+    assert reduction("air", ours, []) is None
 
 
 def test_the_command(folder: Path) -> None:

@@ -152,7 +152,7 @@ def test_test_text_and_memory_where_a_run_has_them(
     ]
     cells = list(column(made, "peak memory (GiB)").values())
     assert [cell.text for cell in cells] == ["12.50", "–"]
-    assert made.notes[0] == "Test text: WikiText-103's validation split."
+    assert made.notes[0].startswith("Test text: WikiText-103's validation split in its tokenised")
 
 
 def test_no_column_for_what_no_run_has(tmp_path: Path) -> None:
@@ -167,8 +167,16 @@ def test_a_row_with_one_seed_has_no_spread(tmp_path: Path) -> None:
     write_suite(tmp_path / "t", "main", {"peer": {"perplexity": 65.0}})
     table = main_table(only_group(tmp_path))
     assert column(table, "perplexity")["PEER"].text == "65.00"
-    (note,) = table.notes
-    assert note.endswith("without it there is one, or all agree.")
+    spread, seeds = table.notes
+    assert spread.endswith("without it there is one, or all agree.")
+    assert seeds == "With seed 42 alone, which every row has: perplexity AIR 61.00."
+
+
+def test_rows_that_share_no_seed(tmp_path: Path) -> None:
+    write_suite(tmp_path / "s", "main", {"air": {"perplexity": [61.0, 63.0]}}, seeds=(42, 43))
+    write_suite(tmp_path / "t", "main", {"peer": {"perplexity": 65.0}}, seeds=(44,))
+    (spread,) = main_table(only_group(tmp_path)).notes
+    assert spread.endswith("without it there is one, or all agree.")
 
 
 def test_the_reference_is_known_by_its_method(tmp_path: Path) -> None:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from airmoe.experiments.presets import preset
 from airmoe.experiments.report import metrics
 from airmoe.experiments.report.corpora import known_text
 from airmoe.experiments.report.document import Block, Bullets, Cell, Paragraph, Table
 from airmoe.experiments.report.groups import Group, flat
-from airmoe.experiments.report.metrics import Metric, Summary, summarize, summary, unit_of, written
+from airmoe.experiments.report.metrics import Metric, Summary, Unit, summarize, unit_of, written
 from airmoe.experiments.report.names import title_of
 from airmoe.experiments.report.paper import DEVICES, PRECISION, RUNS, paper_cell
 from airmoe.experiments.report.record import Run
 from airmoe.experiments.report.tables import note_on_test
 from airmoe.experiments.suites import SUITES
 
-# Field of the paper's cell, our column. The test text may be nearer to the paper's than ours is.
-COMPARED: tuple[tuple[str, Metric], ...] = (
-    ("perplexity", metrics.PERPLEXITY),
-    ("perplexity", metrics.TEST),
-    ("flops", metrics.FLOPS),
-    ("dead_experts", metrics.DEAD),
-    ("entropy", metrics.ENTROPY),
-    ("overlap", metrics.OVERLAP),
+# Field of the paper's cell, our columns. The test text may be nearer to the paper's than ours is.
+COMPARED: tuple[tuple[str, tuple[Metric, ...]], ...] = (
+    ("perplexity", (metrics.PERPLEXITY, metrics.TEST)),
+    ("flops", (metrics.FLOPS,)),
+    ("dead_experts", (metrics.DEAD,)),
+    ("entropy", (metrics.ENTROPY,)),
+    ("overlap", (metrics.OVERLAP,)),
 )
 # Said in words of their own, or of no influence on the result.
 SAID = ("data.corpus", "data.folder", "data.max_tokens", "training.steps", "training.epochs")
@@ -44,21 +42,25 @@ def beside_paper(group: Group) -> list[Block]:
         return []
     columns = ["method"]
     rows = [[Cell(text=title_of(variant))] for variant in cells]
-    for name, metric in COMPARED:
-        pairs = [
-            _Pair(summarize(metric, group.variants[variant]), getattr(cell, name))
-            for variant, cell in cells.items()
-        ]
-        unknown = metric.optional and all(pair.ours is None for pair in pairs)
-        if unknown or all(pair.paper is None for pair in pairs):
+    for name, compared in COMPARED:
+        papers = [_only(getattr(cell, name)) for cell in cells.values()]
+        if not any(papers):
             continue
-        unit = unit_of(metric.kind, [value for pair in pairs for value in pair.values])
-        title = "FLOPs" if metric is metrics.FLOPS else metric.title
-        columns += [f"{title} ({unit.name}): ours" if unit.name else f"{title}: ours", "paper"]
-        for row, pair in zip(rows, pairs, strict=True):
-            for one in (pair.ours, summary([] if pair.paper is None else [pair.paper])):
+        ours = {
+            metric: found
+            for metric in compared
+            if any(found := [summarize(metric, group.variants[variant]) for variant in cells])
+            or not metric.optional
+        }
+        kind = compared[0].kind
+        values = [one.mean for found in (*ours.values(), papers) for one in found if one]
+        unit = unit_of(kind, values)
+        titled = [(_title(metric, unit), found) for metric, found in ours.items()]
+        for title, found in [*titled, ("paper", papers)]:
+            columns.append(title)
+            for row, one in zip(rows, found, strict=True):
                 value = None if one is None else one.mean
-                row.append(Cell(text=written(one, metric.kind, unit), value=value))
+                row.append(Cell(text=written(one, kind, unit), value=value))
     caption = "Ours and the paper's, where it ran the same method and preset."
     runs = [run for variant in cells for run in group.variants[variant]]
     blocks: list[Block] = [
@@ -70,15 +72,13 @@ def beside_paper(group: Group) -> list[Block]:
     return blocks
 
 
-@dataclass(frozen=True)
-class _Pair:
-    ours: Summary | None
-    paper: float | None
+def _only(value: float | None) -> Summary | None:
+    return None if value is None else Summary(value, None, 1)
 
-    @property
-    def values(self) -> list[float]:
-        ours = None if self.ours is None else self.ours.mean
-        return [value for value in (ours, self.paper) if value is not None]
+
+def _title(metric: Metric, unit: Unit) -> str:
+    title = "FLOPs" if metric is metrics.FLOPS else metric.title
+    return f"{title} ({unit.name}): ours" if unit.name else f"{title}: ours"
 
 
 def _differences(runs: Sequence[Run]) -> list[str]:

@@ -21,7 +21,9 @@ WIKIPEDIA = "English Wikipedia 2015 extract"
 # By data_sha256: a folder may be called anything.
 KNOWN = {
     "856cb41b4eaa4891005e8543a2620936031621e258b6a8dddd4968c0ab345fc3": Text(
-        WIKIPEDIA, "WikiText-103's validation split"
+        WIKIPEDIA,
+        "WikiText-103's validation split in its tokenised form, while training and validation text "
+        "are plain",
     ),
 }
 # Of the time before runs noted it; nobody else's folder has this name.

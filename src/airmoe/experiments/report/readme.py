@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from airmoe.experiments.report import metrics
-from airmoe.experiments.report.corpora import known_text
 from airmoe.experiments.report.document import Block, Cell, Paragraph, Table
 from airmoe.experiments.report.fair import fair_groups
 from airmoe.experiments.report.groups import Group, group_runs
@@ -14,7 +13,7 @@ from airmoe.experiments.report.markdown import markdown_blocks
 from airmoe.experiments.report.metrics import DASH
 from airmoe.experiments.report.paper import RUNS, paper_cell
 from airmoe.experiments.report.reading import read_all
-from airmoe.experiments.report.tables import PERPLEXITIES, note_on_test, variant_table
+from airmoe.experiments.report.tables import PERPLEXITIES, variant_table
 
 RUNS_FOLDER = Path("wikipedia", "main")
 NOTHING = (
@@ -60,7 +59,10 @@ def _whole_time(group: Group) -> list[Block]:
         return []
     slowest = " at most" if len(known) > 1 else ""
     minutes = f"{max(known) / 60:.1f} min"
-    text = f"From start to end, with compilers and evaluations, AIR took{slowest} {minutes}."
+    text = (
+        "From start to end, with compilers and evaluations but without preparing the text, AIR "
+        f"took{slowest} {minutes}."
+    )
     return [Paragraph(text)]
 
 
@@ -88,20 +90,16 @@ def _about(group: Group) -> str:
 
 
 def _with_paper(table: Table, group: Group) -> Table:
-    """With the paper's perplexity behind ours, and the test text by its name."""
+    """With the paper's perplexity behind ours."""
     at = 1 + max(
         table.columns.index(one.title) for one in PERPLEXITIES if one.title in table.columns
     )
-    text = known_text(group.runs[0])
-    test = f"perplexity, {text.test}" if text and text.test else metrics.TEST.title
-    columns = [test if title == metrics.TEST.title else title for title in table.columns]
     rows = [
         [*row[:at], _paper_cell(group, variant, grey=row[0].grey), *row[at:]]
         for variant, row in zip(group.variants, table.rows, strict=True)
     ]
-    notes = [note for note in table.notes if note not in note_on_test(group.runs)]  # said above
-    columns = [*columns[:at], "the paper's", *columns[at:]]
-    return replace(table, columns=columns, rows=rows, notes=notes)
+    columns = [*table.columns[:at], "the paper's", *table.columns[at:]]
+    return replace(table, columns=columns, rows=rows)
 
 
 def _paper_cell(group: Group, variant: str, *, grey: bool) -> Cell:

@@ -38,7 +38,7 @@ EVALUATION_FIELDS = (
     "perplexity",
     *ROUTING_FIELDS,
 )
-TRAINING_FIELDS = ("step", "tokens", "tokens_per_second", *ROUTING_FIELDS, "staleness")
+TRAINING_FIELDS = ("step", "tokens", "tokens_per_second", "loss", *ROUTING_FIELDS, "staleness")
 
 # field -> values, None where a line lacks it; a field that no line has, or older files, is missing
 Curve = dict[str, list[float | None]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from airmoe.experiments.report import metrics
@@ -116,6 +116,7 @@ def _filled(
             row.append(cell)
     notes = note_on_test(every) if metrics.TEST in shown else []
     notes += [SPREAD_NOTE] if any(len(runs) > 1 for runs in group.variants.values()) else []
+    notes += note_on_seeds(group, [metric for metric in shown if metric in PERPLEXITIES])
     notes += [FUTURE_NOTE] if any(sees_future(run) for run in every) else []
     notes += [REFERENCE_NOTE] if any(is_reference(run) for run in every) else []
     return Table(caption=caption, columns=titles, rows=rows, notes=notes)
@@ -126,6 +127,30 @@ def note_on_test(runs: Sequence[Run]) -> list[str]:
     text = known_text(runs[0])
     measured = summarize(metrics.TEST, runs) is not None
     return [f"Test text: {text.test}."] if measured and text and text.test else []
+
+
+def note_on_seeds(group: Group, shown: Sequence[Metric]) -> list[str]:
+    """Where rows have different seeds: the perplexities of those with the seeds of every row."""
+    seeds = {variant: {run.seed for run in runs} for variant, runs in group.variants.items()}
+    shared = set.intersection(*seeds.values()) if seeds else set()
+    more = {
+        variant: [run for run in runs if run.seed in shared]
+        for variant, runs in group.variants.items()
+        if seeds[variant] != shared
+    }
+    if not shared or not more or not shown:
+        return []
+    named = f"seed{'' if len(shared) == 1 else 's'} {', '.join(map(str, sorted(shared)))}"
+    found = "; ".join(f"{metric.title} {_listed(metric, more)}" for metric in shown)
+    return [f"With {named} alone, which every row has: {found}."]
+
+
+def _listed(metric: Metric, variants: Mapping[str, Sequence[Run]]) -> str:
+    found = {variant: summarize(metric, runs) for variant, runs in variants.items()}
+    unit = unit_of(metric.kind, [one.mean for one in found.values() if one is not None])
+    return ", ".join(
+        f"{title_of(variant)} {written(one, metric.kind, unit)}" for variant, one in found.items()
+    )
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,8 @@ FIELDS = {
     ),
     "flops": _best("flops", scaled("flops", "FLOPs")),
     "step": _best("step", plain(0)),
+    "parameters": Field(read=lambda run: run.parameters["total"], write=scaled("count")),
+    "active parameters": Field(read=lambda run: run.parameters["active"], write=scaled("count")),
 }
 ROW_FIELDS = {
     "overlap": Field(read=lambda row: row.overlap, write=plain(3)),

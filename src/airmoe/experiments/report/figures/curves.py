@@ -61,16 +61,16 @@ def series(group: Group, x: str, y: str, source: Source = "evaluations") -> list
         points = [_points(run, x, y, source) for run in runs]
         steps = sorted(set.intersection(*(set(of_run) for of_run in points)))
         if steps:
+            across = [fmean(of_run[step][0] for of_run in points) for step in steps]
             values = [[of_run[step][1] for of_run in points] for step in steps]
-            found.append(
-                Series(
-                    variant,
-                    [fmean(of_run[step][0] for of_run in points) for step in steps],
-                    [fmean(at_step) for at_step in values],
-                    [stdev(at_step) if len(at_step) > 1 else 0.0 for at_step in values],
-                )
-            )
+            found.append(_over_seeds(variant, across, values))
     return found
+
+
+def _over_seeds(variant: str, x: list[float], values: list[list[float]]) -> Series:
+    """`values` are those of all seeds, for every x."""
+    spreads = [stdev(at_x) if len(at_x) > 1 else 0.0 for at_x in values]
+    return Series(variant, x, [fmean(at_x) for at_x in values], spreads)
 
 
 def _points(run: Run, x: str, y: str, source: Source) -> dict[float, tuple[float, float]]:
@@ -104,26 +104,41 @@ def reduction_figure(group: Group) -> Drawing | None:
 
     At equal FLOPs the runs would stand at different points of their learning-rate schedules.
     """
-    curves = series(group, TOKENS.field, "perplexity")
-    baseline = next((one for one in curves if one.variant == BASELINE), None)
-    if baseline is None:
-        return None
-    found = [cut for one in curves if one is not baseline and (cut := reduction(one, baseline)).x]
+    variants = dict(group.variants)
+    baseline = variants.pop(BASELINE, [])
+    cuts = (reduction(variant, runs, baseline) for variant, runs in variants.items())
+    found = [cut for cut in cuts if cut is not None]
     if not found:
         return None
-    caption = "Perplexity below PEER's after as many tokens, in per cent (larger is better)."
+    caption = (
+        "Perplexity below PEER's with the same seed after as many tokens, in per cent "
+        "(larger is better)."
+    )
     picture = Picture(name=f"{group.slug}-reduction", caption=caption, alt=alt_text(caption, found))
     return line_figure(picture, found, TOKENS, "reduction against PEER (%)", zero=True)
 
 
-def reduction(one: Series, baseline: Series) -> Series:
-    """100 (1 - ours / PEER's), where both were evaluated after as many tokens."""
-    theirs = dict(zip(baseline.x, baseline.y, strict=True))
-    shared = [index for index, tokens in enumerate(one.x) if tokens in theirs]
-    tokens = [one.x[index] for index in shared]
-    cuts = [100 * (1 - one.y[index] / theirs[one.x[index]]) for index in shared]
-    spreads = [100 * one.spread[index] / theirs[one.x[index]] for index in shared]
-    return Series(one.variant, tokens, cuts, spreads)
+def reduction(variant: str, runs: Sequence[Run], baseline: Sequence[Run]) -> Series | None:
+    """100 (1 - ours / PEER's) of the seeds that both have, where both were evaluated.
+
+    Runs with one seed are pairs (they start and read alike): means over other seeds are not.
+    """
+    theirs = {run.seed: run for run in baseline}
+    pairs = [_cuts(run, theirs[run.seed]) for run in runs if run.seed in theirs]
+    shared = sorted(set.intersection(*map(set, pairs))) if pairs else []
+    values = [[of_pair[tokens] for of_pair in pairs] for tokens in shared]
+    return _over_seeds(variant, shared, values) if shared else None
+
+
+def _cuts(ours: Run, theirs: Run) -> dict[float, float]:
+    """Tokens -> per cent."""
+    mine, others = (
+        dict(_points(run, TOKENS.field, "perplexity", "evaluations").values())
+        for run in (ours, theirs)
+    )
+    return {
+        tokens: 100 * (1 - mine[tokens] / others[tokens]) for tokens in mine if tokens in others
+    }
 
 
 def quality_figures(group: Group) -> list[Drawing]:

@@ -54,7 +54,8 @@ SHOWN = (
         field="staleness",
         source="training",
         label="stale shortlist entries (%)",
-        caption="Entries of the shortlists that a rebuild would replace, in per cent.",
+        caption="Entries of the shortlists that a rebuild would replace, in per cent. Lists that "
+        "live several steps are of different age at the steps shown.",
         factor=100.0,
     ),
 )
