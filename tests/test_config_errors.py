@@ -91,6 +91,15 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str, object, str, str]] = [
     ("air", {"gate": "tokens"}, "gate", "tokens", "'expert_choice'", "Choose"),
     ("air", {"normalize_centroids": 1}, "normalize_centroids", 1, "True or False", "bool"),
     ("air", {"centroid_init": "he"}, "centroid_init", "he", "'xavier'", "Choose"),
+    ("air", {"centroid_norm": 0.0}, "centroid_norm", 0.0, "> 0", "range"),
+    (
+        "air",
+        {"centroid_init": "xavier", "centroid_norm": 3.0},
+        "centroid_norm",
+        3.0,
+        "no effect",
+        "Leave it at 1",
+    ),
     ("air", {"capacity_factor": 2.0}, "capacity_factor", 2.0, "expert_choice", "gate"),
     (
         "air",
