@@ -169,7 +169,21 @@ def test_a_row_with_one_seed_has_no_spread(tmp_path: Path) -> None:
     assert column(table, "perplexity")["PEER"].text == "65.00"
     spread, seeds = table.notes
     assert spread.endswith("without it there is one, or all agree.")
-    assert seeds == "With seed 42 alone, which every row has: perplexity AIR 61.00."
+    assert seeds == "With seed 42 alone, which every row has: perplexity 61.00 (AIR)."
+
+
+def test_what_rows_with_more_seeds_have_with_the_shared_one(tmp_path: Path) -> None:
+    runs = {
+        "air": {"perplexity": [61.0, 63.0], "test": 72.0},
+        "expert_choice": {"perplexity": [50.0, 52.0]},
+    }
+    write_suite(tmp_path / "s", "ablations", runs, seeds=(42, 43))
+    write_suite(tmp_path / "t", "ablations", {"static": {"perplexity": 65.0}}, seeds=(43,))
+    found = (
+        "With seed 43 alone, which every row has: perplexity 63.00 (AIR), 52.00 (Expert choice†); "
+        "perplexity, test text 72.00 (AIR)."
+    )
+    assert found in ablation_table(only_group(tmp_path)).notes
 
 
 def test_rows_that_share_no_seed(tmp_path: Path) -> None:

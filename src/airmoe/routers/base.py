@@ -321,7 +321,7 @@ def init_centroids(centroids: Tensor, kind: CentroidInit, norm: float = 1.0) -> 
             nn.init.xavier_uniform_(centroids)
         else:
             nn.init.normal_(centroids)
-            centroids *= norm / centroids.norm(dim=-1, keepdim=True)
+            centroids /= centroids.norm(dim=-1, keepdim=True) / norm
 
 
 @own_precision

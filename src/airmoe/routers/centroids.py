@@ -16,13 +16,15 @@ class CentroidConfig(RouterConfig):
 
     normalize_centroids: bool = True
     centroid_init: CentroidInit = "unit"
-    centroid_norm: float = 1.0  # of the first ones: the longer, the slower an optimizer turns them
+    # Of the first ones. Projected, they turn the slower the longer they are; unprojected, it
+    # scales their scores.
+    centroid_norm: float = 1.0
 
     def check(self) -> None:
         super().check()
         check_flag(f"{self.label}.normalize_centroids", self.normalize_centroids)
         check_choice(f"{self.label}.centroid_init", self.centroid_init, CentroidInit)
-        check_number(f"{self.label}.centroid_norm", self.centroid_norm, strict=True)
+        check_number(f"{self.label}.centroid_norm", self.centroid_norm, strict=True, below=1e6)
         if self.centroid_init == "xavier" and self.centroid_norm != 1.0:
             raise ConfigError(
                 f"{self.label}.centroid_norm",

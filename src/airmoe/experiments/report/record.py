@@ -38,6 +38,7 @@ EVALUATION_FIELDS = (
     "perplexity",
     *ROUTING_FIELDS,
 )
+# The loss is drawn nowhere: it is for those who ask of a record whether training was smooth.
 TRAINING_FIELDS = ("step", "tokens", "tokens_per_second", "loss", *ROUTING_FIELDS, "staleness")
 
 # field -> values, None where a line lacks it; a field that no line has, or older files, is missing

@@ -141,16 +141,27 @@ def note_on_seeds(group: Group, shown: Sequence[Metric]) -> list[str]:
     if not shared or not more or not shown:
         return []
     named = f"seed{'' if len(shared) == 1 else 's'} {', '.join(map(str, sorted(shared)))}"
-    found = "; ".join(f"{metric.title} {_listed(metric, more)}" for metric in shown)
-    return [f"With {named} alone, which every row has: {found}."]
+    found = [text for metric in shown if (text := _listed(metric, more))]
+    return [f"With {named} alone, which every row has: {'; '.join(found)}."] if found else []
 
 
 def _listed(metric: Metric, variants: Mapping[str, Sequence[Run]]) -> str:
-    found = {variant: summarize(metric, runs) for variant, runs in variants.items()}
-    unit = unit_of(metric.kind, [one.mean for one in found.values() if one is not None])
-    return ", ".join(
-        f"{title_of(variant)} {written(one, metric.kind, unit)}" for variant, one in found.items()
-    )
+    """Its value for each variant that has one; "" where none has."""
+    found = {
+        variant: one
+        for variant, runs in variants.items()
+        if (one := summarize(metric, runs)) is not None
+    }
+    unit = unit_of(metric.kind, [one.mean for one in found.values()])
+    values = [
+        f"{written(one, metric.kind, unit)} ({_marked(variant, variants[variant])})"
+        for variant, one in found.items()
+    ]
+    return f"{metric.title} {', '.join(values)}" if values else ""
+
+
+def _marked(variant: str, runs: Sequence[Run]) -> str:
+    return f"{title_of(variant)}{FUTURE_MARK if sees_future(runs[0]) else ''}"
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def scaled(kind: Kind, name: str = "") -> Callable[[float], str]:
 
     def write(value: float) -> str:
         unit = unit_of(kind, [value])
-        return f"{written(Summary(value, None, 1), kind, unit)} {unit.name}{name}"
+        return f"{written(Summary(value, None, 1), kind, unit)} {unit.name}{name}".rstrip()
 
     return write
 
@@ -79,8 +79,10 @@ FIELDS = {
     ),
     "flops": _best("flops", scaled("flops", "FLOPs")),
     "step": _best("step", plain(0)),
-    "parameters": Field(read=lambda run: run.parameters["total"], write=scaled("count")),
-    "active parameters": Field(read=lambda run: run.parameters["active"], write=scaled("count")),
+    "parameters": Field(read=lambda run: run.parameters.get("total"), write=scaled("count")),
+    "active parameters": Field(
+        read=lambda run: run.parameters.get("active"), write=scaled("count")
+    ),
 }
 ROW_FIELDS = {
     "overlap": Field(read=lambda row: row.overlap, write=plain(3)),

@@ -121,10 +121,11 @@ def reduction_figure(group: Group) -> Drawing | None:
 def reduction(variant: str, runs: Sequence[Run], baseline: Sequence[Run]) -> Series | None:
     """100 (1 - ours / PEER's) of the seeds that both have, where both were evaluated.
 
-    Runs with one seed are pairs (they start and read alike): means over other seeds are not.
+    Runs with the same seed are pairs (they start and read alike), means over different ones not.
     """
     theirs = {run.seed: run for run in baseline}
-    pairs = [_cuts(run, theirs[run.seed]) for run in runs if run.seed in theirs]
+    found = (_cuts(run, theirs[run.seed]) for run in runs if run.seed in theirs)
+    pairs = [cuts for cuts in found if cuts]
     shared = sorted(set.intersection(*map(set, pairs))) if pairs else []
     values = [[of_pair[tokens] for of_pair in pairs] for tokens in shared]
     return _over_seeds(variant, shared, values) if shared else None
