@@ -106,7 +106,7 @@ def show_table(twins: list[Twin], console: Console) -> None:
     console.print(table)
     console.print(
         "weights: parameters in all. perplexity: on held-out text, lower is better. overlap: share "
-        "of the exact top-K that was found. dead: experts no held-out token used; they come to "
+        "of the exact top-K that was found. dead: experts no held-out token used; most come to "
         "life with longer training. entropy of their use: nats, of those equal use would have. So "
         "short a run does not rank methods: see docs/decisions.md, 'How loud the mixture starts'.",
         highlight=False,
