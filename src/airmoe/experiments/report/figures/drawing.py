@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.report.document import Picture
+from airmoe.experiments.report.figures.palettes import with_palettes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,7 +57,7 @@ class Drawing:
         svg = svg.replace(f"'{MEASURED}'", FONTS)
         for before in (' id="', "url(#", 'href="#'):
             svg = svg.replace(before, f"{before}{self.picture.name}-")
-        return svg
+        return with_palettes(svg)
 
     @cached_property
     def pdf(self) -> bytes:
