@@ -77,7 +77,8 @@ def norms_of(centroids: Tensor) -> Tensor:
 
 
 def jitter(num_tokens: int) -> Noise:
-    return make_noise(torch.tensor(5, device=DEVICE), Stage.TOKEN, num_tokens, 0.3)
+    seed = torch.full((), 5, device=DEVICE)  # no copy: a graph may hold it
+    return make_noise(seed, Stage.TOKEN, num_tokens, 0.3)
 
 
 def defined(hidden: Tensor, centroids: Tensor, cells: Cells, valid: Tensor) -> ScoredCells:
