@@ -183,8 +183,10 @@ def test_recall_costs_what_air_does(preset: str) -> None:
         ledger = count_flops(run.config.model_config(128_256, 0), workload)
         routing = ("router coarse", "router refresh", "router fine")
         costs[run.variant] = sum(ledger.cost("algorithmic", part).total for part in routing)
-    wanted = ["air", "probes", "fewer_codewords", "lazy_longer", "lazy_finer", "lazy_all", "exact"]
-    assert list(costs) == wanted
+    assert list(costs) == [
+        *("air", "probes", "fewer_codewords", "lazy_longer", "lazy_finer", "lazy_all", "centered"),
+        "exact",
+    ]
     for variant, cost in costs.items():
         # Whole candidates, and what is no product: sorting, jitter.
         equal = cost == pytest.approx(costs["air"], rel=0.01)
@@ -208,7 +210,9 @@ def test_recall_at_the_paper_s_sizes() -> None:
         "lazy_longer": (1024, 3328, 1),
         "lazy_finer": (2730, 2048, 1),
         "lazy_all": (1024, 2048, 1),
+        "centered": (1024, 2048, 1),
     }
+    assert [name for name, given in options.items() if given.get("center_tokens")] == ["centered"]
     lazy = {name for name, given in options.items() if given.get("refresh_every") == 16}
     assert lazy == {"lazy_longer", "lazy_finer"}
 
@@ -220,7 +224,7 @@ def test_recall_leaves_out_what_cannot_be() -> None:
     assert not {"fewer_codewords", "probes"} & {*models(make_plan("recall", "tiny", one))}
     few = ["model.router_options.num_codewords=16"]  # no place for every expert
     assert "lazy_all" not in models(make_plan("recall", "tiny", few))
-    for option in ("probes=2", "refresh_every=2", "list_all=true"):
+    for option in ("probes=2", "refresh_every=2", "list_all=true", "center_tokens=true"):
         with pytest.raises(ConfigError, match="starts from probes = 1"):
             make_plan("recall", "tiny", [f"model.router_options.{option}"])
 

@@ -231,3 +231,27 @@ def test_peer_in_a_single_layer() -> None:
     }
     check(config, workload, "algorithmic", expected)
     check(config, workload, "executed", expected)  # lists of tokens: nothing else is computed
+
+
+def test_tokens_without_their_mean() -> None:
+    """What `center_tokens` adds to a layer of AIR, for each of its 60 tokens in a micro-batch."""
+    sizes = {"num_codewords": 7, "shortlist_size": 30}
+    counted = []
+    for options in (sizes, {**sizes, "center_tokens": True}):
+        config = AirMoeConfig(
+            vocab_size=1000, hidden_size=48, intermediate_size=100, num_hidden_layers=2,
+            num_attention_heads=6, num_key_value_heads=2, num_experts=300,
+            num_experts_per_tok=10, router_options=options, bos_token_id=None, eos_token_id=1,
+        )  # fmt: skip
+        workload = Workload(sequence_length=60, tokens_per_step=60, tokens_per_micro_batch=60)
+        counted.append({(t.part, t.name): t for t in count_flops(config, workload).terms})
+    plain, centered = counted
+    added = [centered[key] for key in centered.keys() - plain.keys()]
+    assert plain.keys() < centered.keys()
+    # Sum and count of 48 numbers; both decayed, weighed and added once; one subtraction, or three.
+    for column, subtractions in (("algorithmic", 1), ("executed", 3)):
+        costs = [one.cost(column) for one in added]
+        assert sum(cost.forward for cost in costs) == pytest.approx(
+            49 + 3 * 49 / 60 + subtractions * 48
+        )
+        assert not any(cost.backward for cost in costs)

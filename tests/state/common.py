@@ -28,6 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "air-expert-choice": ("air", {"gate": "expert_choice"}),
     "air-euclidean": ("air", {"codebook": "euclidean"}),
     "air-raw-centroids": ("air", {"normalize_centroids": False}),
+    "air-centered": ("air", {"center_tokens": True}),
     "air-list-all": (
         "air",
         {"list_all": True, "refresh_every": 2, "num_codewords": 5, "shortlist_size": 20},

@@ -112,9 +112,10 @@ Step = Callable[[], None]
 
 def build(name: str, **options: Any) -> Any:
     torch.manual_seed(0)
+    name, more = CASES[name]
     router_class: Any = airmoe.ROUTERS[name]
     config = router_class.Config.for_budget(dim=DIM, num_experts=EXPERTS, top_k=TOP_K)
-    config = type(config)(**{**vars(config), **options})
+    config = type(config)(**{**vars(config), **more, **options})
     return airmoe.MoELayer(config.build(), airmoe.GranularExperts(EXPERTS, DIM)).cuda()
 
 
@@ -164,7 +165,7 @@ def aside(action: Callable[[], None]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["air", "peer", "hierarchical", "topk"])
+@pytest.mark.parametrize("name", ["air", "air-centered", "peer", "hierarchical", "topk"])
 def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
     layer, x = build(name), torch.empty(*SHAPE, DIM, device="cuda")
     step = training(layer, adamw(layer), x)
@@ -181,7 +182,7 @@ def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["air", "peer", "hierarchical", "topk"])
+@pytest.mark.parametrize("name", ["air", "air-centered", "peer", "hierarchical", "topk"])
 def test_replayed_steps_equal_eager_ones(name: str) -> None:
     """Weights, codebook, counters and shortlists, which are rebuilt inside of the graph."""
     layer = build(name)

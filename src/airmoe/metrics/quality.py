@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from airmoe.distributed import full_tensor
 from airmoe.errors import ConfigError
 from airmoe.routers.air import AirRouter
-from airmoe.routers.base import Router
+from airmoe.routers.base import Router, exact_logits
 from airmoe.routers.peer import PeerRouter
 from airmoe.routers.routing import Routing
 
@@ -108,7 +108,7 @@ def mass_recall_bound(router: AirRouter, hidden: Tensor, mask: Tensor | None = N
     with router_mode(router, training=False), _whole_parameters(router):
         valid = router.read(hidden, mask).valid  # [T]
         work = torch.promote_types(hidden.dtype, torch.float32)
-        tokens = hidden[valid].to(work)  # [t, D]
+        tokens = router.centered(hidden[valid].to(work))  # [t, D]
         used, codeword_ids = router.codebook.assign(tokens).unique(return_inverse=True)
         codewords = router.codebook.codewords[used]  # [g, D]
         captured = _shortlist_mass(router, codewords, router.shortlists()[used])  # [g]
@@ -175,8 +175,9 @@ def _overlap_with_exact(logits: Tensor, picked: Tensor, num_active: int) -> Tens
 def _shortlist_mass(router: AirRouter, codewords: Tensor, shortlists: Tensor) -> Tensor:
     """rho_M(c): share of a codeword's own routing distribution on its shortlist, [g]."""
     mass = torch.empty(codewords.shape[0], device=codewords.device)
+    normalize = router.config.normalize_centroids
     for rows in _chunks(torch.arange(codewords.shape[0], device=codewords.device), router):
-        logits = router.full_logits(codewords[rows])  # [g, E]
+        logits = exact_logits(codewords[rows], router.centroids, normalize)  # [g, E]
         inside = logits.gather(1, shortlists[rows]).logsumexp(dim=1)
         mass[rows] = (inside - logits.logsumexp(dim=1)).exp()
     return mass

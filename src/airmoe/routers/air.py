@@ -25,6 +25,7 @@ from airmoe.routers.gating import ScoredCells, binary, capacity_of, expert_choic
 from airmoe.routers.routing import CellRouting, Lazy
 from airmoe.routers.seen import Seen
 from airmoe.routers.shortlists import ShortlistCache
+from airmoe.routers.token_mean import TokenMean, less, without_mean
 from airmoe.routers.tokens import Tokens
 
 PLAN_BYTES = 256 * 2**20  # memory for the plans of forwards that wait for their backward
@@ -39,6 +40,7 @@ class AirPlan(Plan):
     inverse_norms: Tensor | None  # [E]
     reverse: ReverseIndex | None  # of the shortlists
     codewords: Tensor  # [G, D]
+    mean: Tensor | None  # [D], taken off the tokens
 
 
 class AirRouter(CentroidRouter):
@@ -63,6 +65,8 @@ class AirRouter(CentroidRouter):
             config.codebook_decay,
             config.dead_below,
         )
+        mean = TokenMean(config.dim, config.codebook_decay) if config.center_tokens else None
+        self.token_mean = mean
         self.training_lists = self._new_cache()
         self.evaluation_lists = self._new_cache()
         self._evaluated_at: tuple[int, int, Seen, Seen] | None = None
@@ -83,6 +87,8 @@ class AirRouter(CentroidRouter):
         super().reset_parameters()
         self._built_at.zero_()
         self.codebook.reset_parameters()
+        if self.token_mean is not None:
+            self.token_mean.reset_parameters()
 
     def on_parameters_changed(self) -> None:
         super().on_parameters_changed()
@@ -127,7 +133,7 @@ class AirRouter(CentroidRouter):
         return [self.centroids]
 
     def freeze_codebook(self) -> None:
-        """Stop the codebook (fine-tuning); shortlists still follow the centroids."""
+        """Stop the codebook (fine-tuning) and the mean; shortlists still follow the centroids."""
         self.codebook.frozen = True
 
     def lists_state(self) -> dict[str, Tensor]:
@@ -147,6 +153,9 @@ class AirRouter(CentroidRouter):
 
     def learn(self, tokens: Tokens) -> None:
         """Alg. 3: move the codebook, then rebuild the shortlists if parameters have changed."""
+        if self.token_mean is not None and not self.codebook.frozen:
+            self.token_mean.update(tokens)
+        tokens = without_mean(tokens, self._mean())
         self.codebook.update(tokens.hidden, tokens.valid)
         if not self.training:  # calibration: the training lists are not ours to touch
             return
@@ -162,6 +171,18 @@ class AirRouter(CentroidRouter):
         elif self._built_for is not None:
             return
         self._built_for = Seen(self.centroids)
+
+    def _mean(self) -> Tensor | None:
+        """[D] what is taken off every token now."""
+        return None if self.token_mean is None else self.token_mean.value
+
+    def centered(self, hidden: Tensor) -> Tensor:
+        """[T, D] as codebook and centroids see them now."""
+        mean = self._mean()
+        return hidden if mean is None else less(hidden, mean)
+
+    def full_logits(self, hidden: Tensor) -> Tensor:
+        return super().full_logits(self.centered(hidden))
 
     def _note_untracked(self) -> None:
         if self.tracked:
@@ -276,12 +297,14 @@ class AirRouter(CentroidRouter):
             if reverse is not None:
                 reverse = ReverseIndex(reverse.entries.clone(), reverse.starts.clone())
             self._fresh = False
-        codeword_ids = self.codebook.nearest(tokens.hidden, self.config.probes)
+        mean = self._mean()
+        hidden = without_mean(tokens, mean).hidden
+        codeword_ids = self.codebook.nearest(hidden, self.config.probes)
         codewords = self.codebook.codewords
         if self.training:  # the next micro-batch moves them, maybe before somebody reads this one
             codewords = codewords.clone()
         key = self.current_noise_key()
-        return AirPlan(key, codeword_ids, shortlists, scale, reverse, codewords)
+        return AirPlan(key, codeword_ids, shortlists, scale, reverse, codewords, mean)
 
     def plan_layout(self) -> str:
         config = self.config
@@ -292,27 +315,29 @@ class AirRouter(CentroidRouter):
             f"int32:{config.num_experts + 1}",
             f"float32:{config.num_codewords},{config.dim}",
             *([f"float32:{config.num_experts}"] if config.normalize_centroids else []),
+            *([f"float32:{config.dim}"] if config.center_tokens else []),
         ]
         return ";".join([*fields, super().plan_layout()])
 
     def pack_plan(self, plan: AirPlan) -> list[Tensor]:
         reverse = plan.reverse or make_reverse(plan.shortlists, self.config.num_experts)
         index = [plan.codeword_ids, plan.shortlists, reverse.entries, reverse.starts]
-        scale = [] if plan.inverse_norms is None else [plan.inverse_norms]
-        return [*index, plan.codewords, *scale, *super().pack_plan(plan)]
+        maybe = [one for one in (plan.inverse_norms, plan.mean) if one is not None]
+        return [*index, plan.codewords, *maybe, *super().pack_plan(plan)]
 
     def unpack_plan(self, tensors: list[Tensor]) -> AirPlan:
-        codeword_ids, shortlists, entries, starts, codewords = tensors[:5]
-        normalized = self.config.normalize_centroids
-        scale = tensors[5] if normalized else None
-        key = tensors[-1] if len(tensors) > 5 + normalized else None
+        codeword_ids, shortlists, entries, starts, codewords, *maybe = tensors
+        scale = maybe.pop(0) if self.config.normalize_centroids else None
+        mean = maybe.pop(0) if self.config.center_tokens else None
+        key = maybe.pop(0) if maybe else None
         reverse = ReverseIndex(entries, starts)
-        return AirPlan(key, codeword_ids, shortlists, scale, reverse, codewords)
+        return AirPlan(key, codeword_ids, shortlists, scale, reverse, codewords, mean)
 
     # -- fine stage -------------------------------------------------------------------------
 
     def route(self, tokens: Tokens, plan: AirPlan) -> CellRouting:
         config = self.config
+        tokens = without_mean(tokens, plan.mean)
         cells = make_cells(plan.codeword_ids, plan.shortlists, plan.reverse)
         noise = self.noise(plan, Stage.TOKEN, tokens.hidden.shape[0])
         capacity = self._capacity(tokens)

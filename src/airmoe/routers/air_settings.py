@@ -33,12 +33,14 @@ class AirSettings(CentroidConfig):
     probes: int = 1
     refresh_every: int = 1  # optimizer steps between two buildings of the shortlists
     list_all: bool = False  # in training experts in no shortlist join one, if it has room
+    center_tokens: bool = False  # tokens are routed without their running mean
 
     def check(self) -> None:
         super().check()
         for name in ("num_codewords", "shortlist_size", "probes", "refresh_every"):
             check_count(f"air.{name}", getattr(self, name))
-        check_flag("air.list_all", self.list_all)
+        for name in ("list_all", "center_tokens"):
+            check_flag(f"air.{name}", getattr(self, name))
         check_number("air.codebook_decay", self.codebook_decay, below=1.0)
         check_number("air.dead_below", self.dead_below)
         check_number("air.capacity_factor", self.capacity_factor, strict=True)

@@ -235,7 +235,4 @@ class Codebook(Float32State):
 
 def _after_load(module: torch.nn.Module, _incompatible: object) -> None:
     assert isinstance(module, Codebook)
-    for name, buffer in module.named_buffers():
-        if buffer.is_floating_point():  # load_state_dict(assign=True) takes any dtype
-            setattr(module, name, buffer.float())
     module._forget()

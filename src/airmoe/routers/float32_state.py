@@ -16,6 +16,10 @@ class Float32State(nn.Module):
     a whole number.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(_widen)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         exact = {
             name: buffer
@@ -28,3 +32,10 @@ class Float32State(nn.Module):
             if after is not None and after.dtype != torch.float32:
                 self._buffers[name] = before.to(device=after.device, dtype=torch.float32)
         return result
+
+
+def _widen(module: nn.Module, _incompatible: object) -> None:
+    """`load_state_dict(assign=True)` takes any dtype."""
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.is_floating_point():
+            setattr(module, name, buffer.float())

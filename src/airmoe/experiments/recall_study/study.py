@@ -57,7 +57,7 @@ class LayerStudy:
     ) -> None:
         config = router.config
         self.router, self.config, self.seed = router, config, seed
-        self.fit, self.held_out = fit, held_out  # [T, D] each
+        self.fit, self.held_out = router.centered(fit), router.centered(held_out)  # [T, D] each
         self.tokens_per_step = tokens_per_step
         self.refresh_share = config.num_experts / tokens_per_step
         centroids = router.centroids.detach().float()

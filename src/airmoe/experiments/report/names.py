@@ -24,6 +24,7 @@ TITLES = {
     "lazy_longer": "Lazy refresh, longer lists",
     "lazy_finer": "Lazy refresh, more codewords",
     "lazy_all": "Lazy refresh, all listed",
+    "centered": "Centred tokens",
 }
 ORDER = tuple(TITLES)
 GRANULARITY = re.compile(r"q(\d+)")
@@ -73,6 +74,7 @@ SLOTS = {
     "lazy_longer": 3,
     "lazy_finer": 4,
     "lazy_all": 5,
+    "centered": 6,
 }
 
 

@@ -7,6 +7,7 @@ them are of length D, so what one saves another may spend. With r = experts / to
     products = G (2 + r / refresh_every) + 3 probes M
 
 With `list_all` a refresh compares twice: experts with codewords too, to find the nearest one.
+`center_tokens` costs no product.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Coarse:
     probes: int
     refresh_every: int
     list_all: bool = False
+    center_tokens: bool = False
 
     def products(self, refresh_share: float) -> float:
         """Per token; `refresh_share` is r above."""
@@ -46,11 +48,13 @@ class Coarse:
 def equal_cost(router: AirRouter.Config, tokens_per_step: int) -> dict[str, dict[str, Any]]:
     """Options of AIR that cost what `router` does, by variant; `air` is the router itself."""
     base = Coarse(router.num_codewords, router.shortlist_size, router.probes, router.refresh_every)
-    if (base.probes, base.refresh_every, router.list_all) != (1, 1, False):
+    extended = router.list_all or router.center_tokens
+    if (base.probes, base.refresh_every, extended) != (1, 1, False):
         raise ConfigError(
             "suite",
             "recall",
-            "starts from probes = 1, refresh_every = 1, list_all = false, and changes them",
+            "starts from probes = 1, refresh_every = 1, list_all = center_tokens = false, and "
+            "changes them",
             "Leave them out.",
         )
     share = router.num_experts / tokens_per_step
@@ -65,6 +69,7 @@ def equal_cost(router: AirRouter.Config, tokens_per_step: int) -> dict[str, dict
         "lazy_longer": _longer(lazy, budget, share),
         "lazy_finer": _finer(lazy, budget, share),
         "lazy_all": replace(base, list_all=True, refresh_every=2),
+        "centered": replace(base, center_tokens=True),
     }
     return {
         name: one.options()

@@ -43,6 +43,7 @@ def count_air(config: AirRouter.Config, workload: Workload, losses: RouterLosses
     assignment = no_gradient(codewords, dim, "airmoe::nearest_codeword")
     active: float = config.top_k
     terms = [
+        *_mean(config, workload),
         *_codebook(config, workload),
         both(COARSE, "assignment for routing", assignment),
         both(COARSE, "nearest codewords", top_k(codewords, config.probes)),
@@ -69,6 +70,19 @@ def count_air(config: AirRouter.Config, workload: Workload, losses: RouterLosses
         terms.append(both(BALANCE, "cosines to codewords", product(codewords, dim, gradients=1)))
         terms += balance_of_cells("codewords", codewords)
     return RouterCount(tuple(terms), active, candidates, "airmoe::cell_experts")
+
+
+def _mean(config: AirRouter.Config, workload: Workload) -> Iterator[Term]:
+    """Tokens without their running mean, which moves like the codebook's sums."""
+    if not config.center_tokens:
+        return
+    moved, each = config.dim + 1, workload.micro_batches_per_token
+    yield both(COARSE, "sum and count of tokens", scatter(moved))
+    yield both(COARSE, "mean, decayed and weighed", multiply(2 * moved, gradient=False), each)
+    yield both(COARSE, "mean of old and new", add(moved), each)
+    # For the update, the assignment and the scores: a token is not kept without its mean.
+    without = add(config.dim), add(3 * config.dim)
+    yield Term(COARSE, "tokens without their mean", *without)
 
 
 def _codebook(config: AirRouter.Config, workload: Workload) -> Iterator[Term]:

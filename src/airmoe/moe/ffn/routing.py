@@ -42,8 +42,8 @@ class PatientAirRouter(AirRouter):
         scale = None
         if self.config.normalize_centroids:
             scale = inverse_norms(full_tensor(self.centroids.detach()))
-        key = self.current_noise_key()
-        return AirPlan(key, codeword_ids, everyone, scale, None, self.codebook.codewords.clone())
+        key, codewords = self.current_noise_key(), self.codebook.codewords.clone()
+        return AirPlan(key, codeword_ids, everyone, scale, None, codewords, self._mean())
 
     def compiles(self, hidden: Tensor) -> bool:
         # A compiled plan has the sizes of the shortlists; a flag of Python's is noticed.
