@@ -24,7 +24,7 @@ from airmoe import (
     swap_ffn,
     swap_routers,
 )
-from airmoe.metrics import mass_recall, overlap
+from airmoe.metrics import dead_experts, mass_recall, overlap, usage_entropy
 
 GOOD: dict[str, dict[str, Any]] = {
     "air": {"dim": 8, "num_experts": 36, "top_k": 4, "num_codewords": 3, "shortlist_size": 9},
@@ -414,13 +414,27 @@ def test_one_thing_given_for_another() -> None:
             MoELayer(wrong, experts)
         name = type(wrong).__qualname__
         assert_explains(caught.value, "MoELayer.router", name, "must be a router", ".build()")
+    wrongs = [torch.nn.Linear(8, 8), GranularExperts, None]
+    for wrong in wrongs:
+        with pytest.raises(ConfigError) as caught:
+            MoELayer(router, wrong)
+        name = type(wrong).__qualname__
+        assert_explains(caught.value, "MoELayer.experts", name, "must be experts", "Granular")
     layer = MoELayer(router, experts).eval()
+    given: Any = [[1] * 5] * 2
+    with pytest.raises(ConfigError) as caught:
+        layer(torch.randn(2, 5, 8), given)
+    assert_explains(caught.value, "MoELayer.mask", "list", "must be a tensor", "torch.tensor")
     output: Any = layer.forward_with_routing(torch.randn(2, 5, 8))
     for loss in (load_balance_loss, router_z_loss):
         with pytest.raises(ConfigError) as caught:
             loss(output)
         field = f"{loss.__name__}.routing"
         assert_explains(caught.value, field, "MoEOutput", "must be a routing", ".routing")
+    for count in (dead_experts, usage_entropy):
+        with pytest.raises(ConfigError) as caught:
+            count(output.routing)
+        assert_explains(caught.value, "counts", "CellRouting", "must be", ".expert_counts")
     for metric in (overlap, mass_recall):
         with pytest.raises(ConfigError, match=r"got 'MoELayer', must be a router.* layer\.router"):
             metric(cast(Any, layer), torch.randn(5, 8))
@@ -438,6 +452,10 @@ def test_one_thing_given_for_another() -> None:
 def test_experts_refuse_another_routing(experts: GranularExperts | CoarseExperts) -> None:
     label = type(experts).__name__
     routing = build("topk")(torch.randn(5, 8))
+    ids: Any = torch.zeros(5, 4, dtype=torch.int64)
+    with pytest.raises(ConfigError) as caught:
+        experts(torch.zeros(5, 8), ids)
+    assert_explains(caught.value, f"{label}.routing", "Tensor", "must be a routing", "router(")
     for shape in [(4, 8), (5, 7), (5, 8, 1)]:
         with pytest.raises(ConfigError) as caught:
             experts(torch.zeros(shape), routing)

@@ -186,6 +186,15 @@ def plain_loss(
     return probs.numel() * (share.to(probs) * probs).sum()
 
 
+@pytest.mark.parametrize(("name", "loss"), pairs())
+def test_float64_throughout(name: str, loss: Loss) -> None:
+    router, hidden = build(name), torch.randn(37, DIM)
+    wanted = loss(router(hidden))
+    found = loss(router.double()(hidden.double()))
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found.float(), wanted, rtol=1e-4, atol=1e-5)
+
+
 PLAIN_CASES = [
     pytest.param(name, options, loss, id=f"{name}{''.join(options)}-{loss.__name__}")
     for name, options in (

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from airmoe.errors import ConfigError
 from airmoe.metrics.quality import router_mode
 from airmoe.routers.air import AirRouter
 
@@ -74,6 +75,13 @@ def unlisted_experts(shortlists: Tensor, num_experts: int) -> float:
 
 
 def _check_counts(counts: Tensor) -> None:
+    if not isinstance(counts, Tensor):
+        raise ConfigError(
+            "counts",
+            type(counts).__qualname__,
+            "must be a tensor of tokens per expert or codeword",
+            "Give routing.expert_counts or routing.cell_counts, summed over batches.",
+        )
     if counts.dim() != 1 or counts.numel() == 0:
         raise ValueError(
             f"counts: got shape {tuple(counts.shape)}, must be [num_experts] or [num_codewords]. "

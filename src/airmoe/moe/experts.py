@@ -148,6 +148,13 @@ class _Experts(nn.Module):
 
     def _check(self, hidden: Tensor, routing: Routing) -> None:
         label = type(self).__name__
+        if not isinstance(routing, Routing):
+            raise ConfigError(
+                f"{label}.routing",
+                type(routing).__qualname__,
+                "must be a routing",
+                "Give what a router returned for these tokens: router(hidden).",
+            )
         if hidden.shape != (routing.num_tokens, self.dim):
             raise ConfigError(
                 f"{label}.hidden",

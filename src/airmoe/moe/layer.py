@@ -13,7 +13,7 @@ from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 from airmoe.moe.experts import CoarseExperts, GranularExperts
 from airmoe.moe.notice import Notice
-from airmoe.moe.replay import PlanLog, inside_backward
+from airmoe.moe.replay import PlanLog, inside_backward, run_once
 from airmoe.routers.base import Plan, Router, RouterConfig, run_eagerly
 from airmoe.routers.codebook import Codebook
 from airmoe.routers.planning import draw_ticket, new_handle, traced_plan
@@ -72,6 +72,13 @@ class MoELayer(nn.Module):
                 type(router).__qualname__,
                 "must be a router, the first of the two",
                 "Build it from its settings: MoELayer(config.build(), experts).",
+            )
+        if not all(hasattr(experts, name) for name in ("dim", "num_experts")):
+            raise ConfigError(
+                "MoELayer.experts",
+                type(experts).__qualname__,
+                "must be experts, the second of the two",
+                "Build them with the router's sizes: GranularExperts(num_experts, dim).",
             )
         for name in ("dim", "num_experts"):
             if getattr(router.config, name) != getattr(experts, name):
@@ -137,6 +144,13 @@ class MoELayer(nn.Module):
         hidden = x.reshape(-1, x.shape[-1])
         if mask is None:
             return hidden, None
+        if not isinstance(mask, Tensor):
+            raise ConfigError(
+                "MoELayer.mask",
+                type(mask).__qualname__,
+                "must be a tensor",
+                "Pass torch.tensor(mask), on the device of x.",
+            )
         if mask.shape != x.shape[:-1]:
             raise ConfigError(
                 "MoELayer.mask",
@@ -172,6 +186,7 @@ class MoELayer(nn.Module):
     def planning_router(self) -> Router:
         return self.router
 
+    @run_once()
     def make_plan(
         self, hidden: Tensor, mask: Tensor | None, ticket: int | None, learn: bool
     ) -> Plan:

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from airmoe.routers.base import Plan
 
@@ -78,6 +85,21 @@ class PlanLog:
 def inside_backward() -> bool:
     """True while autograd executes a backward: a training forward in there is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def run_once() -> Iterator[None]:
+    """For what runs in a first forward but not in its recomputation: learning and planning.
+
+    Selective activation checkpointing gives the n-th saved result of an operator to its n-th call
+    in the second run, so it must not see what has no such call.
+    """
+    modes = _get_current_dispatch_mode_stack()
+    if all(type(mode).__module__ != torch.utils.checkpoint.__name__ for mode in modes):
+        yield
+        return
+    with _disable_current_modes():
+        yield
 
 
 def _sample(hidden: Tensor) -> Tensor:

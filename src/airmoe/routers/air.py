@@ -288,6 +288,7 @@ class AirRouter(CentroidRouter):
         return self._built_for is not None and self._built_for != Seen(self.centroids)
 
     def plan(self, tokens: Tokens) -> AirPlan:
+        self.codebook.check_in_memory()
         lists = self._lists()
         shortlists, scale, reverse = lists.experts, lists.scale(), lists.reverse()
         if self.training and not self.tracked:
@@ -403,8 +404,9 @@ class AirRouter(CentroidRouter):
 
 def codeword_probs(tokens: Tokens, codewords: Tensor) -> Tensor:
     """[G] mean softmax of the cosine to every codeword; the gradient reaches tokens only."""
-    cosines = unit_rows(tokens.hidden) @ unit_rows(codewords).T  # [T, G]
-    return tokens.weights @ cosines.softmax(-1)
+    states = unit_rows(tokens.hidden)
+    shares = (states @ unit_rows(codewords).to(states.dtype).T).softmax(-1)  # [T, G]
+    return tokens.weights.to(shares.dtype) @ shares
 
 
 def repeated_candidates(codeword_ids: Tensor, shortlists: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from airmoe.config import check_choice, check_count, check_number
 from airmoe.distributed import all_gather_rows, all_reduce_sum, is_distributed, rank, world_size
+from airmoe.errors import ConfigError
 from airmoe.kernels.assign import assign
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.codeword_sums import codeword_sums, directions
@@ -113,6 +114,16 @@ class Codebook(Float32State):
     def learning(self) -> bool:
         """Whether updates move it further, as far as the host knows that it has started."""
         return self._seen_first_batch and not self.frozen and self.kind != "static"
+
+    def check_in_memory(self) -> None:
+        if self.initialized.is_meta:
+            raise ConfigError(
+                "router.codebook",
+                "on the meta device",
+                "must be in memory: offloading brings back the buffers of a module for its "
+                "forward, and a codebook has none",
+                "Load the model without offload_buffers=True.",
+            )
 
     def assign(self, hidden: Tensor) -> Tensor:
         """Nearest codeword of each token: [T, D] -> [T] (Alg. 1, line 3)."""

@@ -114,9 +114,8 @@ class HierarchicalRouter(CentroidRouter):
         scores = expert_scores + cluster_scores.unsqueeze(-1)
         scored = ScoredCells(tokens, cells, scores, config.num_experts)
         gates = token_choice(scored, config.top_k)
-        return scored.routing(
-            gates, config.top_k, lambda: tokens.weights @ cluster_logits.softmax(-1)
-        )
+        weights = tokens.weights.to(cluster_logits.dtype)
+        return scored.routing(gates, config.top_k, lambda: weights @ cluster_logits.softmax(-1))
 
     def full_logits(self, hidden: Tensor) -> Tensor:
         """Exact jitter-free cluster + expert logits over all experts: [T, D] -> [T, E]."""

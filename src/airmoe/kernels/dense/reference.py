@@ -21,7 +21,7 @@ def token_logits(hidden: Tensor, experts: Tensor, noise: Noise | None, rows: sli
     logits = hidden[rows] @ experts.T
     if noise is not None:
         columns = torch.arange(experts.shape[0], device=hidden.device)
-        logits += noise.rows(rows, columns)
+        logits = logits + noise.rows(rows, columns)
     return logits
 
 
@@ -44,7 +44,7 @@ def best_experts(
         logits = wide_logits(hidden[rows], experts, scales)
         if noise is not None:
             columns = torch.arange(experts.shape[0], device=hidden.device)
-            logits += noise.rows(rows, columns)
+            logits = logits + noise.rows(rows, columns)
         ids[rows] = top_positions(logits, count)
     return ids
 
@@ -59,7 +59,7 @@ def wide_logits(hidden: Tensor, experts: Tensor, scales: Tensor | None) -> Tenso
         logits = torch.empty(hidden.shape[0], experts.shape[0], dtype=work, device=hidden.device)
         for part in expert_chunks(experts):
             logits[:, part] = hidden @ experts[part].to(work).T
-    return logits if scales is None else logits.mul_(scales)
+    return logits if scales is None else logits * scales
 
 
 def expert_chunks(experts: Tensor) -> list[slice]:
@@ -106,7 +106,7 @@ class SoftmaxSummary(torch.autograd.Function):
         for rows in token_chunks(hidden, experts):
             logits = token_logits(hidden, experts, noise, rows)
             log_z[rows] = logits.logsumexp(-1)
-            probs = logits.sub_(log_z[rows].unsqueeze(-1)).exp_()
+            probs = (logits - log_z[rows].unsqueeze(-1)).exp_()
             weight = token_weights[rows].unsqueeze(-1)
             # What does not count may hold anything, and 0 * NaN is NaN.
             mean_probs += probs.mul_(weight).masked_fill_(weight == 0, 0).sum(0)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from airmoe.distributed import all_reduce_sum
-from airmoe.errors import ConfigError
 from airmoe.routers.codebook import Codebook
 
 
@@ -37,14 +36,7 @@ class ScaledCodebook(Codebook):
     @property
     def calibrated(self) -> bool:
         """Whether it has learned from tokens; asks the device only until it has."""
-        if self.initialized.is_meta:
-            raise ConfigError(
-                "router.codebook",
-                "on the meta device",
-                "must be in memory: offloading brings back the buffers of a module for its "
-                "forward, and a codebook has none",
-                "Load the model without offload_buffers=True.",
-            )
+        self.check_in_memory()
         return self._has_started()
 
     def representatives(self) -> Tensor:
