@@ -17,9 +17,9 @@ from torch.distributed.run import parse_args
 from airmoe import cli
 from airmoe.data.shards import SHARD_TOKENS
 from airmoe.experiments import PRESETS, preset
+from airmoe.experiments.method_runs import method_run
 from airmoe.kernels.linear_cross_entropy.reference import CPU_CHUNK_BYTES, CUDA_CHUNK_BYTES
 from airmoe.model import METHODS
-from airmoe.training import override
 from airmoe.training.callbacks import Recorder
 from airmoe.training.run import read_log
 from tests.docs.common import PAGES, ROOT, code_blocks, command_lines
@@ -155,7 +155,7 @@ def understood(line: str) -> str:
     name, *words = words if known else words[2:]
     parsed: dict[str, Any] = group().commands[name].make_context(name, list(words)).params
     if known and name == "train" and parsed["resume"] is None:
-        override(preset(parsed["preset"], parsed["method"] or "air"), parsed["overrides"] or [])
+        method_run(parsed["preset"], parsed["method"] or "air", parsed["overrides"] or [])
     return name
 
 

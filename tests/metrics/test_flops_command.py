@@ -101,6 +101,14 @@ def test_methods_side_by_side_keep_their_budgets() -> None:
     assert len(set(experts.values())) == 1, experts
 
 
+def test_one_method_is_counted_as_among_all() -> None:
+    size = "model.num_experts_per_tok=64"
+    every = json.loads(airmoe("flops", "tiny", "--all", "--json", size).out)["methods"]
+    for method, wanted in every.items():
+        one = json.loads(airmoe("flops", "tiny", "--method", method, "--json", size).out)
+        assert one["methods"] == {method: wanted}
+
+
 def test_devices_are_as_many_as_share_a_step_evenly() -> None:
     sizes = ("training.batch_size=6", "training.micro_batch_size=1")
     outcome = airmoe("flops", "small", *sizes, "--json")

@@ -80,7 +80,7 @@ def train(
 ) -> None:
     """Train a language model. Under torchrun on several devices: torchrun ... -m airmoe train."""
     from airmoe import training
-    from airmoe.experiments import preset as named_run
+    from airmoe.experiments.method_runs import method_run
 
     console = Console()
     if resume is not None:
@@ -98,7 +98,7 @@ def train(
                 "preset", None, "must be given", "For example: airmoe train tiny (or --resume RUN)."
             )
         method = method or "air"
-        config = training.override(named_run(preset, method), overrides or [])
+        config = method_run(preset, method, overrides or [])
         folder = run or Path("runs") / f"{preset}-{method}"
         finished = training.train(config, folder, console)
     _report_finished(finished, console)

@@ -11,12 +11,10 @@ from rich.console import Console
 
 from airmoe.data.tokenizer_choice import bpe_vocab_size, is_trained
 from airmoe.errors import ConfigError
-from airmoe.experiments.presets import preset as named_run
-from airmoe.experiments.suites.variants import model_of, with_model
+from airmoe.experiments.method_runs import method_run
 from airmoe.metrics.flops import Ledger, Workload, count_flops
 from airmoe.metrics.flops.table import detailed_table, side_by_side
-from airmoe.model import with_method
-from airmoe.training import RunConfig, override
+from airmoe.training import RunConfig
 from airmoe.training.cost import workload_of
 
 PAPER_DEVICES = 4  # of all its runs
@@ -67,7 +65,7 @@ def count_preset(
     devices: int | None,
 ) -> FlopCount:
     """Count a preset; length and devices are its own (the paper's 4, or fewer) unless given."""
-    runs = _runs(preset, methods, overrides)
+    runs = {name: method_run(preset, name, overrides) for name in methods}
     options = runs[methods[0]].training
     if devices is None:
         parts = options.batch_size // options.micro_batch_size
@@ -77,14 +75,6 @@ def count_preset(
         tokens = options.steps * workload.tokens_per_step
     ledgers = {name: _ledger(run, workload) for name, run in runs.items()}
     return FlopCount(preset, workload, ledgers, tokens)
-
-
-def _runs(preset: str, methods: Sequence[str], overrides: Sequence[str]) -> dict[str, RunConfig]:
-    """Several methods are made from one run with AIR, as a suite makes them: budgets stay equal."""
-    if len(methods) == 1:
-        return {methods[0]: override(named_run(preset, methods[0]), list(overrides))}
-    base = override(named_run(preset), list(overrides))
-    return {name: with_model(base, with_method(model_of(base), name)) for name in methods}
 
 
 def _ledger(run: RunConfig, workload: Workload) -> Ledger:

@@ -163,7 +163,7 @@ def model_of(base: RunConfig) -> AirMoeConfig:
         raise ConfigError(
             "model.router",
             model.router,
-            "must be 'air' in a suite, which makes the other methods from it",
+            "must be 'air', because the other methods are made from it",
             "Leave it out.",
         )
     return model
