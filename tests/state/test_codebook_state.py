@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
 import airmoe
 from airmoe import Codebook
@@ -307,3 +309,27 @@ def test_loading_an_unstarted_codebook_starts_it_again() -> None:
 def test_small_codebooks_of_the_cases_have_enough_tokens() -> None:
     """The other tests of this folder count on no few-tokens warning."""
     assert 22 / EXTRA["air"]["num_codewords"] >= 4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_averaged_weights_have_the_codebook_of_the_newest(case: str) -> None:
+    """torch's AveragedModel averages parameters, copies buffers, and routes by what it holds."""
+    layer = build_layer(case)
+    averaged = AveragedModel(layer)
+    module: Any = averaged.module
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+    airmoe.track_optimizer(layer, optimizer)
+    weights = []
+    for index in range(3):
+        layer(batch(index)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update_parameters(layer)
+        weights.append(layer.experts.up.detach().clone())
+    torch.testing.assert_close(module.experts.up.detach(), torch.stack(weights).mean(0))
+    same = {name: value for name, value in layer.named_buffers() if name in layer.state_dict()}
+    assert_same({name: module.get_buffer(name) for name in same}, same, case)
+    fresh = build_layer(case, seed=9)
+    fresh.load_state_dict(module.state_dict())
+    with torch.no_grad():
+        assert torch.equal(averaged.eval()(batch(7)), fresh.eval()(batch(7)))
