@@ -158,6 +158,18 @@ def test_the_trainer_trains_and_evaluates_without_logits(tmp_path: Path) -> None
     assert measured == pytest.approx(float(sum(halves)) / 2, rel=1e-5)
 
 
+def test_label_smoothing_predicts_the_next_token(tmp_path: Path) -> None:
+    """The Trainer knows by the name of a model's class whether to shift its labels."""
+    options: dict[str, Any] = {"use_cpu": True, "report_to": [], "label_smoothing_factor": 0.1}
+    model, ids = build("air").eval(), batch(3)
+    trainer = Trainer(model, TrainingArguments(output_dir=str(tmp_path), **options))
+    with torch.no_grad():
+        found = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+        logits = model(ids).logits[:, :-1].flatten(0, 1)
+    expected = F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     results = run_all({"window": window, "sharded": sharded}, tmp_path_factory.mktemp("ranks"))

@@ -26,6 +26,7 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from airmoe.moe.swap.codebook import ScaledCodebook
@@ -177,6 +178,9 @@ def _register(model_type: str) -> None:
         known = head._model_mapping
         if stock in known:
             head.register(config_class, swapped_class(known[stock]))
+    # With label smoothing the Trainer shifts the labels of classes whose name it finds here.
+    causal = swapped_class(AutoModelForCausalLM._model_mapping[stock])
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] = causal.__name__
     conversions = get_checkpoint_conversion_mapping(model_type)
     if conversions is not None:  # between the layout of checkpoints and that in memory
         register_checkpoint_conversion_mapping(config_class.model_type, conversions)
