@@ -46,6 +46,15 @@ def router_losses(config: AirMoeConfig, routing: Routing) -> Tensor | None:
     return torch.stack(losses) if losses else None
 
 
+def weighted_sum(config: AirMoeConfig, layer_losses: Tensor | None) -> Tensor | None:
+    """What the router losses [MoE layers, n] add to any loss of one micro-batch, with gradient."""
+    if layer_losses is None:
+        return None
+    weights, losses = weighted_losses(config).values(), layer_losses.sum(0).unbind()
+    weighted = [weight * loss for weight, loss in zip(weights, losses, strict=True)]
+    return torch.stack(weighted).sum()
+
+
 @run_eagerly
 def model_losses(
     config: AirMoeConfig,
