@@ -147,6 +147,28 @@ def test_unknown_names_list_the_valid_ones() -> None:
         config_of("air", expert_count=3)
 
 
+def test_what_others_wrote_into_a_saved_config_is_kept(tmp_path: Path) -> None:
+    """Tools leave their marks in config.json; nothing that was saved may be refused."""
+    config = config_of("air")
+    config.update({"unsloth_version": "2026.1", "origin": {"step": 3}})
+    config.save_pretrained(tmp_path)
+    loads: list[Any] = [
+        lambda: AirMoeConfig.from_dict(config.to_dict()),
+        lambda: AirMoeConfig.from_json_file(tmp_path / "config.json"),
+        lambda: AirMoeConfig.from_pretrained(tmp_path),
+        lambda: AutoConfig.from_pretrained(tmp_path),
+    ]
+    for load in loads:
+        with pytest.warns(UserWarning, match=r"config: origin, unsloth_version\.") as warned:
+            twin = load()
+        assert len(warned) == 1
+        assert twin.to_dict() == config.to_dict() | {"_name_or_path": twin.name_or_path}
+    with pytest.warns(UserWarning, match="origin"):
+        assert AirMoeConfig.from_pretrained(tmp_path, origin=None).origin is None
+    with pytest.raises(ConfigError, match=r"model\.unsloth_version: .* is not an option"):
+        AirMoeConfig(**config.to_dict())  # written down by a program
+
+
 def test_changes_at_loading_are_checked_too(tmp_path: Path) -> None:
     config_of("air").save_pretrained(tmp_path)
     assert AirMoeConfig.from_pretrained(tmp_path, num_experts=49).num_experts == 49

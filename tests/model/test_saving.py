@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForCausalLM
 
 import airmoe
 from airmoe.model import AirMoeForCausalLM, AirMoeModel, draw_weights
@@ -62,6 +62,18 @@ def test_a_loaded_model_is_the_saved_one(variant: str, dtype: torch.dtype, tmp_p
     assert_same(snapshot(loaded, derived=False), snapshot(model, derived=False))
     assert torch.equal(logits_of(loaded), expected)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_a_model_with_a_stranger_s_mark_in_its_config_loads(tmp_path: Path) -> None:
+    model = learn_a_little(build("air"))
+    model.config.update({"unsloth_version": "2026.1"})
+    model.save_pretrained(tmp_path / "first")
+    with pytest.warns(UserWarning, match="unsloth_version"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    assert torch.equal(logits_of(loaded), logits_of(model))
+    loaded.save_pretrained(tmp_path / "second")
+    files = [(tmp_path / name / "config.json").read_text() for name in ("first", "second")]
+    assert files[0] == files[1] and "unsloth_version" in files[0]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

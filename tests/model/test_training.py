@@ -105,6 +105,38 @@ def test_router_losses_reach_the_router(use_reentrant: bool | None) -> None:
     assert not torch.allclose(gradients[0], gradients[1])
 
 
+@pytest.mark.parametrize("use_reentrant", [None, True, False])
+@pytest.mark.parametrize("variant", MOE)
+def test_a_loss_of_one_s_own_trains_the_routers_too(
+    variant: str, use_reentrant: bool | None
+) -> None:
+    """With `router_loss` beside it, the cross entropy of the logits has the gradients of `loss`."""
+    weights = {**WEIGHTS, "moe_layers": [0, 2]}
+    if variant in ("air", "hierarchical"):
+        weights["shortlist_balance_weight"] = 0.1
+    built_in, own = (build(variant, **weights).train() for _ in range(2))
+    if use_reentrant is not None:
+        own.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    ids = batch(0)
+    expected = built_in(ids, labels=ids)
+    expected.loss.backward()
+    found = own(ids)
+    language = F.cross_entropy(found.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    (language + found.router_loss).backward()
+    torch.testing.assert_close(language + found.router_loss, expected.loss)
+    torch.testing.assert_close(found.router_loss, expected.loss - expected.language_loss)
+    assert torch.equal(found.router_loss, expected.router_loss)
+    for (name, weight), twin in zip(own.named_parameters(), built_in.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, twin.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_there_is_no_router_loss_where_it_would_be_nothing() -> None:
+    unweighted, dense = build("air", load_balance_weight=0.0), build("dense")
+    for model in (unweighted.train(), dense.train(), build("air").eval()):
+        for labels in (None, batch(0)):
+            assert model(batch(0), labels=labels).router_loss is None
+
+
 def loss_and_gradients(model: Any, called: Any) -> dict[str, Tensor]:
     """Two micro-batches, run by `called`: the model itself or what it was compiled to."""
     losses = []
@@ -156,6 +188,18 @@ def test_the_trainer_trains_and_evaluates_without_logits(tmp_path: Path) -> None
         halves = [twin(ids[rows], labels=labels[rows]).loss for rows in (slice(3), slice(3, 6))]
     assert trained == pytest.approx(float(whole), rel=1e-5)
     assert measured == pytest.approx(float(sum(halves)) / 2, rel=1e-5)
+
+
+def test_label_smoothing_predicts_the_next_token(tmp_path: Path) -> None:
+    """The Trainer knows by the name of a model's class whether to shift its labels."""
+    options: dict[str, Any] = {"use_cpu": True, "report_to": [], "label_smoothing_factor": 0.1}
+    model, ids = build("air").eval(), batch(3)
+    trainer = Trainer(model, TrainingArguments(output_dir=str(tmp_path), **options))
+    with torch.no_grad():
+        found = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+        logits = model(ids).logits[:, :-1].flatten(0, 1)
+    expected = F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.fixture(scope="module")

@@ -135,6 +135,19 @@ def test_three_trainer_steps(family: str, tmp_path: Path) -> None:
     assert trainer.state.global_step == 3
 
 
+@pytest.mark.parametrize("family", BUILD)
+def test_label_smoothing_predicts_the_next_token_as_stock_does(family: str, tmp_path: Path) -> None:
+    """The Trainer knows by the name of a model's class whether to shift its labels."""
+    options = {"use_cpu": True, "report_to": [], "label_smoothing_factor": 0.1}
+    arguments = TrainingArguments(output_dir=str(tmp_path), **options)
+    found = []
+    for model in (build(family), calibrated(family, size=EXPERTS)):
+        inputs = {"input_ids": ids(6), "labels": ids(6)}
+        with torch.no_grad():
+            found.append(Trainer(model, arguments).compute_loss(model.eval(), inputs))
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_the_trainer_saves(tmp_path: Path) -> None:
     model = calibrated("mixtral")
     trainer = trained(model, tmp_path)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 import airmoe
 from tests.moe.families import (
     BATCHES,
+    BUILD,
     EXPERTS,
     SIZES,
     build,
@@ -74,12 +75,51 @@ def test_the_body_alone() -> None:
     airmoe.restore_routers(model)
     airmoe.swap_routers(model, **SIZE)
     airmoe.restore_routers(model.model)
-    assert not swapped_routers(model) and model.config.model_type == "airmoe_mixtral"
+    assert not swapped_routers(model) and model.config.model_type == "mixtral"
     airmoe.restore_routers(model)
     for found, expected in zip(model.modules(), stock.modules(), strict=True):
         assert type(found) is type(expected)
         assert type(getattr(found, "config", None)) is type(getattr(expected, "config", None))
     assert torch.equal(logits_of(model), logits_of(stock))
+
+
+@pytest.mark.parametrize("family", BUILD)
+def test_a_body_s_swap_is_saved_by_its_head(family: str, tmp_path: Path) -> None:
+    """The head shares its config with the body, and says of both what was swapped."""
+    model = build(family)
+    airmoe.swap_routers(model.model, **SIZE)
+    airmoe.calibrate(model, BATCHES, passes=3)
+    assert model.config is model.model.config
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = calibrated(family)
+    assert type(loaded) is type(expected) and loaded.config.airmoe == expected.config.airmoe
+    for found in (model, loaded):
+        assert torch.equal(logits_of(found), logits_of(expected))
+
+
+@pytest.mark.parametrize("through", ["body", "head"])
+def test_a_body_s_swap_undone_is_stock_on_disk(through: str, tmp_path: Path) -> None:
+    model, stock = build("mixtral"), build("mixtral")
+    airmoe.swap_routers(model.model, **SIZE)
+    airmoe.restore_routers(model.model if through == "body" else model)
+    assert model.config is model.model.config and type(model.config) is MixtralConfig
+    assert model.config.to_dict() == {**stock.config.to_dict(), "architectures": None}
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is MixtralForCausalLM
+    assert torch.equal(logits_of(loaded), logits_of(stock))
+    airmoe.swap_routers(model, **SIZE)
+
+
+def test_the_config_of_a_swapped_body_serves_no_second_model() -> None:
+    """It could say of one only what was swapped."""
+    body = build("mixtral").model
+    other = type(body)(body.config)
+    airmoe.swap_routers(body, **SIZE)
+    error = refused(other, r"config of its own.*copy\.deepcopy")
+    assert error.field == "swap_routers.model"
+    assert body.config.airmoe["shortlist_size"] == 8
 
 
 def test_a_config_that_cannot_be_copied_changes_nothing() -> None:

@@ -169,12 +169,12 @@ def _overlap_with_exact(logits: Tensor, picked: Tensor, num_active: int) -> Tens
     found = logits.gather(1, picked.clamp(min=0)).masked_fill(picked < 0, -torch.inf)  # [t, n]
     above = (found > smallest).sum(dim=1)
     tied = (found == smallest).sum(dim=1).minimum(places_for_ties)
-    return (above + tied) / num_active
+    return (above + tied).to(torch.float32) / num_active
 
 
 def _shortlist_mass(router: AirRouter, codewords: Tensor, shortlists: Tensor) -> Tensor:
     """rho_M(c): share of a codeword's own routing distribution on its shortlist, [g]."""
-    mass = torch.empty(codewords.shape[0], device=codewords.device)
+    mass = codewords.new_empty(codewords.shape[0], dtype=torch.float32)
     normalize = router.config.normalize_centroids
     for rows in _chunks(torch.arange(codewords.shape[0], device=codewords.device), router):
         logits = exact_logits(codewords[rows], router.centroids, normalize)  # [g, E]

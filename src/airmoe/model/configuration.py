@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
+import warnings
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, get_type_hints
@@ -111,11 +113,32 @@ class AirMoeConfig(LlamaConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """The base class sets `kwargs` after the checks, so they run again."""
-        result = super().from_dict(config_dict, **kwargs)
+        """From a file. What others have written there is kept, with a warning, and saved again.
+
+        (Tools leave marks in a model's config; options that a program gives are those of the
+        constructor, which refuses what it does not know.)
+        """
+        unknown = {name: config_dict[name] for name in config_dict if not cls._knows(name)}
+        for name in unknown.keys() & kwargs.keys():
+            unknown[name] = kwargs.pop(name)
+        known = {name: config_dict[name] for name in config_dict if name not in unknown}
+        result = super().from_dict(known, **kwargs)
         config = result[0] if isinstance(result, tuple) else result
-        config.check()
+        config.check()  # again, because the base class sets `kwargs` after the checks
+        if unknown:
+            warnings.warn(
+                f"AirMoeConfig: no options, but in the saved config: {', '.join(sorted(unknown))}. "
+                "They are kept and change nothing. Where an option was meant, correct its name.",
+                stacklevel=2,
+            )
+        for name, value in unknown.items():
+            setattr(config, name, value)
         return result
+
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike[str]) -> Any:
+        """The base class would give it to the constructor."""
+        return cls.from_dict(cls._dict_from_json_file(json_file))
 
     def check(self) -> None:
         """Raise `ConfigError` for settings that no model can be built from."""
@@ -223,12 +246,19 @@ class AirMoeConfig(LlamaConfig):
                 "model.moe_layers", layers, "must name a layer once", "Drop the repeated ones."
             )
 
+    @classmethod
+    def _options(cls) -> list[str]:
+        return [field.name for field in dataclasses.fields(cls)]
+
+    @classmethod
+    def _knows(cls, name: str) -> bool:
+        return name.startswith("_") or name in TRANSFORMERS_NAMES or name in cls._options()
+
     def _refuse_unknown(self, names: dict[str, Any]) -> None:
-        fields = [field.name for field in dataclasses.fields(self)]
         for name, value in names.items():
-            if name.startswith("_") or name in TRANSFORMERS_NAMES:
+            if self._knows(name):
                 continue
-            remedy = f"Valid options: {', '.join(fields)}."
+            remedy = f"Valid options: {', '.join(self._options())}."
             if name == "top_k":
                 remedy = "The number of active experts is num_experts_per_tok. " + remedy
             raise ConfigError(f"model.{name}", value, "is not an option", remedy)

@@ -24,7 +24,7 @@ from airmoe.errors import ConfigError
 from airmoe.model.blocks import Attention, FeedForward
 from airmoe.model.configuration import AirMoeConfig
 from airmoe.model.initialization import initialize_ours
-from airmoe.model.objective import model_losses, router_losses
+from airmoe.model.objective import model_losses, router_losses, weighted_sum
 from airmoe.moe import CoarseExperts, GranularExperts, MoELayer
 from airmoe.routers.base import run_eagerly
 
@@ -39,13 +39,16 @@ class AirMoeOutput(CausalLMOutputWithPast):
     """`loss` is what to minimise; the losses by name are for logs and carry no gradient.
 
     The routers' are unweighted means over the MoE layers, None where their weight is 0 and outside
-    of training, where `loss` is the language loss alone.
+    of training, where `loss` is the language loss alone. `router_loss` is their weighted sum, also
+    without labels and with its gradient: whoever minimises a loss of their own adds it. It is that
+    of this micro-batch, whatever `num_items_in_batch` says of a window.
     """
 
     language_loss: Tensor | None = None
     load_balance_loss: Tensor | None = None
     shortlist_balance_loss: Tensor | None = None
     router_z_loss: Tensor | None = None
+    router_loss: Tensor | None = None
 
 
 def build_moe(config: AirMoeConfig) -> MoELayer:
@@ -279,6 +282,7 @@ class AirMoeForCausalLM(AirMoePreTrainedModel, GenerationMixin):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            router_loss=weighted_sum(self.config, outputs.router_losses),
             **losses,  # pyright: ignore[reportArgumentType]
         )
 

@@ -46,6 +46,15 @@ def router_losses(config: AirMoeConfig, routing: Routing) -> Tensor | None:
     return torch.stack(losses) if losses else None
 
 
+def weighted_sum(config: AirMoeConfig, layer_losses: Tensor | None) -> Tensor | None:
+    """What the router losses [MoE layers, n] add to any loss of one micro-batch, with gradient."""
+    if layer_losses is None:
+        return None
+    weights, losses = weighted_losses(config).values(), layer_losses.sum(0).unbind()
+    weighted = [weight * loss for weight, loss in zip(weights, losses, strict=True)]
+    return torch.stack(weighted).sum()
+
+
 @run_eagerly
 def model_losses(
     config: AirMoeConfig,
@@ -73,7 +82,7 @@ def model_losses(
         share: Tensor | float = 1.0
         if num_items_in_batch is not None:
             # Of all ranks, because each router loss is already that of the global micro-batch.
-            share = all_reduce_sum(num_targets) / (world_size() * window)
+            share = all_reduce_sum(num_targets).to(torch.float32) / (world_size() * window)
         for column, (name, weight) in enumerate(weighted_losses(config).items()):
             loss = loss + share * weight * layer_losses[:, column].sum()
             named[name] = layer_losses[:, column].detach().mean()
@@ -96,7 +105,7 @@ def _cross_entropy(hidden: Tensor, head: nn.Module, num_words: int, targets: Ten
         exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(exact, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
-    summed = torch.zeros((), device=hidden.device)
+    summed = hidden.new_zeros((), dtype=torch.float32)
     for chunk in token_chunks(hidden, num_words):
         part: Any = checkpoint(of, hidden[chunk], targets[chunk], use_reentrant=False)
         summed = summed + part

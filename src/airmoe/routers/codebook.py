@@ -39,7 +39,9 @@ class GlobalBatch:
     def rows(self, numbers: Tensor) -> Tensor:
         """States of the tokens with these global numbers, this rank's share: [n, D] float32."""
         if self.hidden.shape[0] == 0:
-            return torch.zeros(numbers.shape[0], self.hidden.shape[1], device=numbers.device)
+            return self.hidden.new_zeros(
+                numbers.shape[0], self.hidden.shape[1], dtype=torch.float32
+            )
         seen = self.valid.cumsum(0)  # [T]
         local = numbers - self.first
         mine = (local >= 0) & (local < seen[-1])

@@ -46,7 +46,7 @@ class TokenMean(Float32State):
         told = all_reduce_sum(torch.cat([tokens.hidden.float().sum(0), count.unsqueeze(0)]))
         sums, count = told[:-1], told[-1]
         # A batch without a token would only bring both nearer to 0.
-        share = (1 - self.decay) * (count > 0)
+        share = (1 - self.decay) * (count > 0).to(count.dtype)
         self.sums.lerp_(sums, share)
         self.count.lerp_(count, share)
 

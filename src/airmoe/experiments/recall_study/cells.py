@@ -72,7 +72,7 @@ class Spread:
 def pooled_spread(cells: CellTokens) -> Spread:
     """One covariance for all cells: that of all tokens around the means of their cells."""
     dim = cells.hidden.shape[1]
-    covariance = torch.zeros(dim, dim, device=cells.hidden.device)
+    covariance = cells.hidden.new_zeros(dim, dim)
     for hidden, codeword_ids in _token_parts(cells):
         rest = hidden - cells.means[codeword_ids]
         covariance += rest.T @ rest

@@ -48,7 +48,7 @@ def by_use(cells: CellTokens, experts: Tensor, top_k: int, size: int) -> Tensor:
     lists = []
     for block in _blocks(cells, experts):
         tokens = cells.order[cells.starts[block.start] : cells.starts[block.stop]]
-        used = torch.zeros(block.stop - block.start, experts.shape[0], device=experts.device)
+        used = experts.new_zeros(block.stop - block.start, experts.shape[0])
         for rows in parts(tokens, experts.shape[0]):
             chosen = exact_choices(cells.hidden[rows], experts, top_k)  # [t, K]
             place = (cells.codeword_ids[rows] - block.start).unsqueeze(1) * experts.shape[0]

@@ -257,7 +257,7 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 @functools.cache
 def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """True where `torch.addmm` adds a product of `dtype` to float32; some versions refuse it."""
-    total = torch.zeros(16, 16, device=device)
+    total = torch.zeros(16, 16, device=device, dtype=torch.float32)
     operand = torch.zeros(16, 16, device=device, dtype=dtype)
     try:
         torch.addmm(total, operand, operand, out_dtype=torch.float32, out=total)

@@ -27,7 +27,7 @@ class Sample:
 
     def add(self, rows: Tensor) -> None:
         self.seen += rows.shape[0]
-        lots = torch.rand(rows.shape[0], generator=self._generator)
+        lots = torch.rand(rows.shape[0], generator=self._generator, dtype=torch.float32)
         if self.seen > self.limit:  # most rows of a long text are never copied
             kept = lots.topk(min(self.limit, rows.shape[0])).indices.sort().values
             rows, lots = rows[kept.to(rows.device)], lots[kept]

@@ -49,7 +49,7 @@ class ScaledCodebook(Codebook):
         codeword_ids = self.nearest(hidden, 1).squeeze(-1)  # [T]
         projections = (hidden.float() * self.codewords[codeword_ids]).sum(-1)  # [T]
         told = torch.stack([projections, torch.ones_like(projections)], dim=1)  # [T, 2]
-        totals = torch.zeros(self.num_codewords, 2, device=told.device)
+        totals = told.new_zeros(self.num_codewords, 2)
         totals = all_reduce_sum(totals.index_add_(0, codeword_ids, told))  # [G, 2]
         sums, counts = totals.unbind(1)
         mean = sums.sum() / counts.sum()

@@ -26,6 +26,7 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from airmoe.moe.swap.codebook import ScaledCodebook
@@ -81,6 +82,10 @@ def family_of(config: Any) -> str | None:
     return model_type
 
 
+def is_swapped_config(config: Any) -> bool:
+    return isinstance(config, tuple(CONFIGS.values()))
+
+
 def swapped_config(config: Any, settings: Settings) -> Any:
     """A copy of a stock config that also says how the routers were swapped."""
     changed = _copy_as(CONFIGS[config.model_type], config)
@@ -93,7 +98,7 @@ def stock_configs(model: nn.Module) -> list[tuple[Any, Any]]:
     found = {id(part.config): part.config for part in swapped_models(model)}
     pairs = []
     for config in found.values():
-        if isinstance(config, tuple(CONFIGS.values())):
+        if is_swapped_config(config):
             changed = _copy_as(_stock_class(type(config)), config)
             vars(changed).pop("airmoe", None)
             pairs.append((config, changed))
@@ -109,11 +114,22 @@ def _copy_as(config_class: Any, config: Any) -> Any:
 
 
 def set_config(model: nn.Module, old: Any, new: Any) -> None:
-    """Put a config in the place of another, wherever the model's parts hold it."""
-    for module in model.modules():
-        # Of its own: the property of a wrapper shows what it wraps, and cannot be set.
-        if vars(module).get("config") is old:
-            module.config = new
+    """Put a config in the place of another, wherever the model's parts hold it.
+
+    A body may have a head around it, which is not seen from inside and is saved with the same
+    config: there the old object becomes like the new one. Whole models get the new one for
+    themselves, because a second model of the old one is not swapped.
+    """
+    # Of its own: the property of a wrapper shows what it wraps, and cannot be set.
+    holders = [module for module in model.modules() if vars(module).get("config") is old]
+    outermost = next(module for module in holders if isinstance(module, PreTrainedModel))
+    if outermost.base_model is outermost:
+        vars(old).clear()
+        vars(old).update(vars(new))
+        old.__class__ = type(new)
+        return
+    for module in holders:
+        module.config = new
 
 
 def swapped_classes(model: nn.Module) -> list[tuple[Any, Any]]:
@@ -177,6 +193,9 @@ def _register(model_type: str) -> None:
         known = head._model_mapping
         if stock in known:
             head.register(config_class, swapped_class(known[stock]))
+    # With label smoothing the Trainer shifts the labels of classes whose name it finds here.
+    causal = swapped_class(AutoModelForCausalLM._model_mapping[stock])
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] = causal.__name__
     conversions = get_checkpoint_conversion_mapping(model_type)
     if conversions is not None:  # between the layout of checkpoints and that in memory
         register_checkpoint_conversion_mapping(config_class.model_type, conversions)

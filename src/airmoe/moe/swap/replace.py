@@ -54,7 +54,8 @@ def swap_routers(
     `shortlist_size` experts of the nearest of `num_codewords` codewords, and the family's own rule
     selects among them. Until `airmoe.calibrate` has fitted the codebooks every expert is scored.
     `layers` are numbers of decoder layers; None means all that have a router. The model is changed
-    in place and returned; an error changes nothing.
+    in place and returned; an error changes nothing. A swap of the body is saved by its head too,
+    since they share a config; one of single layers is noted nowhere.
     """
     from airmoe.moe.swap.models import family_of, set_config, swapped_classes, swapped_config
 
@@ -67,6 +68,7 @@ def swap_routers(
     _check_not_swapped(model)
     routers = find_routers(model)
     whole = _owner(model, routers)
+    _check_own_config(whole)
     if not routers or (whole is not None and family_of(whole.config) is None):
         raise _unknown(model)
     _check_place(model, routers)
@@ -214,6 +216,19 @@ def _check_not_swapped(model: nn.Module) -> None:
                 f"must have its stock routers, but {name!r} is swapped already",
                 "Call airmoe.restore_routers(model) first, or keep the swap.",
             )
+
+
+def _check_own_config(whole: Any) -> None:
+    from airmoe.moe.swap.models import is_swapped_config
+
+    if whole is not None and is_swapped_config(whole.config):
+        raise ConfigError(
+            "swap_routers.model",
+            f"stock routers under an {type(whole.config).__name__}",
+            "must have a config of its own, because that says what was swapped, and this one "
+            "says it of another model",
+            "Build each model from a copy.deepcopy(config) of its own.",
+        )
 
 
 def _check_place(model: nn.Module, routers: dict[str, nn.Module]) -> None:

@@ -84,7 +84,7 @@ def recalls(layer: Layer, codebook: Codebook, hidden: Tensor, sizes: Sequence[in
             else:
                 ids = layer.chosen(logits.masked_fill(ranks >= size, -torch.inf))
                 found = right.gather(1, ids)
-            kept[place] += found.sum() / exact.shape[1]
+            kept[place] += found.sum(dtype=torch.float64) / exact.shape[1]
     total = over_ranks(hidden.shape[0], hidden.device)
     masses = (all_reduce_sum(mass).cumsum(0) / total).tolist()
     masses[-1] = 1.0  # whatever rounding says
