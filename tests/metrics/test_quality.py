@@ -203,6 +203,15 @@ def test_bound_is_the_formula(normalize: bool, codebook: str) -> None:
     assert bound.max() > 0.01
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+def test_bound_in_float64(normalize: bool) -> None:
+    router = trained_air(normalize_centroids=normalize)
+    hidden = F.normalize(torch.randn(33, DIM), dim=1)
+    wanted = mass_recall_bound(router, hidden)
+    found = mass_recall_bound(router.double(), hidden.double())
+    torch.testing.assert_close(found.float(), wanted, rtol=1e-4, atol=0)
+
+
 @settings(max_examples=60)
 @given(
     scale=st.sampled_from([1e-3, 0.1, 1.0, 3.0, 30.0]),

@@ -186,7 +186,8 @@ def _shortlist_mass(router: AirRouter, codewords: Tensor, shortlists: Tensor) ->
 def _largest_norm(router: AirRouter) -> Tensor | float:
     if router.config.normalize_centroids:
         return 1.0
-    return torch.linalg.vector_norm(router.centroids, dim=1, dtype=torch.float32).max()
+    wide = torch.promote_types(router.centroids.dtype, torch.float32)
+    return torch.linalg.vector_norm(router.centroids, dim=1, dtype=wide).max()
 
 
 def _chunks(rows: Tensor, router: Router) -> tuple[Tensor, ...]:
