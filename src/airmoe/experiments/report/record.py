@@ -70,6 +70,7 @@ class Run:
     test: dict[str, float | None] | None = None  # the best checkpoint on the test split
     peak_memory_gib: float | None = None
     whole_seconds: float | None = None  # from start to end: compilers and evaluations too
+    recipe: dict[str, Any] | None = None  # of the text, as its prepared folder had it
 
     @property
     def method(self) -> str:

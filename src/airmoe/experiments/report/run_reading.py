@@ -56,6 +56,7 @@ def finished_run(name: str, place: Place, about: dict[str, Any], result: dict[st
         test=_numbers(test) if (test := result.get("test")) is not None else None,
         peak_memory_gib=number(result.get("peak_memory_gib")),
         whole_seconds=number(result.get("seconds")),
+        recipe=_recipe(about),
     )
 
 
@@ -73,6 +74,21 @@ def _digest(about: dict[str, Any]) -> str | None:
     value = about.get("data_sha256")
     if value is not None and not isinstance(value, str):
         raise ValueError(f"data_sha256 of run.json is {value!r}, not a text")
+    return value
+
+
+def _recipe(about: dict[str, Any]) -> dict[str, Any] | None:
+    """What the text said of itself; older runs did not note it."""
+    value = about.get("data_recipe")
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError(f"data_recipe of run.json is {value!r}, not an object")
+    for name in ("corpus", "split_rule"):
+        if not isinstance(found := value.get(name), str):
+            raise ValueError(f"data_recipe.{name} of run.json is {found!r}, not a text")
+    if (most := value.get("max_tokens")) is not None:
+        _count(most, "data_recipe.max_tokens of run.json")
     return value
 
 
