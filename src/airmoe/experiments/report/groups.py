@@ -17,6 +17,7 @@ from airmoe.experiments.report.record import Run
 from airmoe.experiments.suites import SUITES
 
 MOST_NAMED = 4  # differing settings in one line
+LONGEST_SLUG = 180  # file systems take names of 255 bytes; those of figures say more
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def group_runs(runs: Iterable[Run]) -> Grouped:
 
 def _slug(title: str, taken: Collection[str]) -> str:
     """Only letters and digits that every file system takes; so two titles may need a number."""
-    plain = re.sub(r"[^a-z0-9]+", "-", title.lower().replace(",", ""))
+    plain = re.sub(r"[^a-z0-9]+", "-", title.lower().replace(",", ""))[:LONGEST_SLUG]
     return plain if plain not in taken else _numbered(plain, taken)
 
 
