@@ -16,7 +16,7 @@ Check = Callable[[str, Any], None]  # of a field's path and value
 
 # A spread over seeds squares its numbers: far larger ones overflow. Nothing measured comes near.
 LARGEST = 1e100
-MOST_DIGITS = 64  # bits of an integer: products of three of them are still written in a line
+MOST_BITS = 64  # of an integer: products of three of them are still written in a line
 DEEPEST = 8  # objects in objects
 LONGEST = 60  # characters of a value in a message
 
@@ -77,14 +77,14 @@ def _is_unicode(value: str) -> bool:
 def whole(least: int) -> Check:
     def check(path: str, value: Any) -> None:
         check_count(path, value, least=least)
-        _check_digits(path, value)
+        _check_bits(path, value)
 
     return check
 
 
-def _check_digits(path: str, value: int) -> None:
-    if value.bit_length() >= MOST_DIGITS:
-        raise ConfigError(path, value, f"must have less than {MOST_DIGITS} bits", "")
+def _check_bits(path: str, value: int) -> None:
+    if value.bit_length() >= MOST_BITS:
+        raise ConfigError(path, value, f"must have less than {MOST_BITS} bits", "")
 
 
 def between(low: float, high: float) -> Check:
@@ -126,7 +126,7 @@ def check_plain(path: str, value: Any, depth: int = DEEPEST) -> None:
         if value:
             check_text(path, value)
     elif isinstance(value, int):
-        _check_digits(path, value)
+        _check_bits(path, value)
     elif value is not None and not is_number(value):
         raise ConfigError(path, value, "must be a finite number", "")
 
