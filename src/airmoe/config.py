@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import sys
 from typing import Any, TypeVar, dataclass_transform, get_args
 
 from airmoe.errors import ConfigError
@@ -69,7 +70,8 @@ def check_number(
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(field, value, "must be a number", "Give a float.")
     inside = (least < value if strict else least <= value) and value < below
-    if not (math.isfinite(value) and inside):
+    # math.isfinite would raise for an integer of 400 digits
+    if not (abs(value) <= sys.float_info.max and inside):
         low = f"> {least}" if strict else f">= {least}"
         rule = f"must be finite and {low}" + ("" if below == math.inf else f" and < {below}")
         raise ConfigError(field, value, rule, "Choose a value inside that range.")

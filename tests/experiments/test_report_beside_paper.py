@@ -40,8 +40,7 @@ def test_the_paper_stands_beside_ours(tmp_path: Path) -> None:
     assert table.rows[1][6].text == "–"  # the paper does not say
     text, length, precision = differences.items  # of devices nothing is known
     assert text == (
-        "text: wikitext103, data.folder=data/wiki (data hash abababababab); the paper's is "
-        "wikitext103"
+        "text: data.folder=data/wiki (data hash abababababab); the paper's is wikitext103"
     )
     assert length == "length: 184,320 tokens, 0.0152 % of the paper's 1,210,000,000"
     assert precision == "precision: bf16, the paper's is fp16"

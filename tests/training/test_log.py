@@ -223,6 +223,9 @@ def test_run_json(finished: tuple[RunConfig, Path]) -> None:
     values = json.loads((run / "run.json").read_text())
     assert values["format"] == 1
     assert RunConfig.from_json(values["config"]) == config
+    assert config.data.folder is not None
+    prepared = open_prepared(config.data.folder)
+    assert values["data_recipe"] == dataclasses.asdict(prepared.manifest.recipe)
     assert values["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert values["versions"]["transformers"] == transformers.__version__
     assert {"python", "airmoe", "accelerate", "safetensors", "numpy"} <= values["versions"].keys()

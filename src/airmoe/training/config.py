@@ -179,6 +179,7 @@ class RunConfig:
     training: TrainingOptions
 
     def check(self) -> None:
+        _check_text("preset", self.preset)
         if not isinstance(self.model, dict):
             raise ConfigError("model", self.model, "must map names to values", "Give a dict.")
         unknown = [name for name in self.model if name not in MODEL_OPTIONS]

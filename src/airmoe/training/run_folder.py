@@ -1,6 +1,6 @@
 """A run's folder: what was asked for, with which versions, and how far it came.
 
-RUN/  run.json         settings, hash of the text, versions, git state, machine
+RUN/  run.json         settings, hash and recipe of the text, versions, git state, machine
       log.jsonl        one line per log or evaluation
       checkpoint-N/    see checkpoints.py
       tensorboard/     the same numbers for TensorBoard
@@ -66,6 +66,7 @@ def create_run(path: Path, config: RunConfig, prepared: Prepared) -> RunFolder:
             "format": FORMAT,
             "config": config.to_json(),
             "data_sha256": data_sha256(prepared),
+            "data_recipe": asdict(prepared.manifest.recipe),
             "versions": versions(),
             "git": git_state(),
             "machine": machine(),

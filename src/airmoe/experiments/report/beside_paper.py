@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from airmoe.experiments.presets import preset
 from airmoe.experiments.report import metrics
-from airmoe.experiments.report.corpora import known_text
+from airmoe.experiments.report.corpora import corpus_of, known_text
 from airmoe.experiments.report.document import Block, Bullets, Cell, Paragraph, Table
-from airmoe.experiments.report.groups import Group, flat
+from airmoe.experiments.report.groups import Group, flat, options_of
 from airmoe.experiments.report.metrics import Metric, Summary, Unit, summarize, unit_of, written
 from airmoe.experiments.report.names import title_of
 from airmoe.experiments.report.paper import DEVICES, PRECISION, RUNS, paper_cell
@@ -26,6 +26,7 @@ COMPARED: tuple[tuple[str, tuple[Metric, ...]], ...] = (
 )
 # Said in words of their own, or of no influence on the result.
 SAID = ("data.corpus", "data.folder", "data.max_tokens", "training.steps", "training.epochs")
+SAID += ("text.corpus", "text.split_rule", "text.max_tokens")
 SAID += ("training.precision", "training.seed", "training.log_every", "training.tensorboard")
 SAID += ("training.save_every", "training.keep_checkpoints", "training.quality_tokens")
 SAME_LENGTH = 0.02  # epochs end where the text does
@@ -112,13 +113,14 @@ def _devices(run: Run) -> str | None:
 
 
 def _text_difference(run: Run, corpus: str) -> str:
-    data = run.config["data"]
-    known = known_text(run)
-    keys = ("max_tokens",) if known else ("folder", "max_tokens")
-    changed = [f"data.{key}={data[key]}" for key in keys if data.get(key)]
-    if known is None and data["corpus"] == corpus and not changed:
+    options, known = options_of(run), known_text(run)
+    keys = ("data.max_tokens", "text.max_tokens")
+    keys = keys if known else ("data.folder", *keys)
+    changed = [f"{key}={options[key]}" for key in keys if options.get(key)]
+    if known is None and options.get("data.corpus") == corpus and not changed:
         return ""
-    named = ", ".join([known.title if known else data["corpus"], *changed])
+    names = [known.title if known else corpus_of(run), *changed]
+    named = ", ".join(name for name in names if name is not None)
     digest = (run.data_sha256 or "unknown")[:12]
     return f"text: {named} (data hash {digest}); the paper's is {corpus}"
 
@@ -130,7 +132,7 @@ def _changed_settings(runs: Sequence[Run]) -> list[str]:
     changed: dict[str, set[str]] = {}
     for run in runs:
         usual = flat(paper[run.variant].to_json())
-        for key, value in flat(run.config).items():
+        for key, value in options_of(run).items():
             if key not in SAID and value != usual.get(key):
                 changed.setdefault(key, set()).add(str(value))
     if not changed:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from airmoe.experiments.presets import PRESETS, preset
 from airmoe.experiments.recall_study.record import RecallStudy
 from airmoe.experiments.report.record import Run
 
@@ -28,6 +30,8 @@ KNOWN = {
 }
 # Of the time before runs noted it; nobody else's folder has this name.
 WITHOUT_HASH = {"wikipedia-10m": Text(f"10 M tokens of the {WIKIPEDIA}")}
+# Options of a run that decide what is prepared, and nothing where that was done before.
+PREPARING = ("data.corpus", "data.validation", "data.validation_fraction", "data.max_tokens")
 
 
 def known_text(run: Run | RecallStudy) -> Text | None:
@@ -39,13 +43,35 @@ def known_text(run: Run | RecallStudy) -> Text | None:
 
 
 def corpus_title(run: Run | RecallStudy) -> str:
-    """The known name, or corpus and folder as they were given."""
+    """The known name, or that of the corpus and of the folder it was prepared in."""
     if (text := known_text(run)) is not None:
         return text.title
     if isinstance(run, RecallStudy) and run.data is not None:
         return run.data
+    folder = run.config["data"].get("folder")
+    names = [corpus_of(run), None if folder is None else Path(folder).name]
+    return " from ".join(dict.fromkeys(name for name in names if name is not None))
+
+
+def corpus_of(run: Run | RecallStudy) -> str | None:
+    """What the text was prepared from; None where nobody says."""
     data = run.config["data"]
-    corpus = Path(data["corpus"]).name
-    if data["folder"] is not None:  # its text need not have come from data.corpus
-        corpus += f" from {Path(data['folder']).name}"
-    return corpus
+    if (recipe := own_recipe(run)) is not None:
+        return recipe["corpus"]
+    if data.get("folder") is not None and data["corpus"] == _usual_corpus(run.config["preset"]):
+        return None  # nobody asked for it: a folder that is there is taken for what it is
+    return Path(data["corpus"]).name
+
+
+def _usual_corpus(name: str) -> str | None:
+    return preset(name).data.corpus if name in PRESETS else None
+
+
+def own_recipe(run: Run | RecallStudy) -> dict[str, Any] | None:
+    """That of a folder that the run was given, where it was noted.
+
+    Without such a folder the run's own settings are the recipe.
+    """
+    if isinstance(run, RecallStudy) or run.config["data"].get("folder") is None:
+        return None
+    return run.recipe

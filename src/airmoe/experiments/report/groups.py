@@ -11,12 +11,13 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
-from airmoe.experiments.report.corpora import corpus_title
+from airmoe.experiments.report.corpora import PREPARING, corpus_title, own_recipe
 from airmoe.experiments.report.names import place_of
 from airmoe.experiments.report.record import Run
 from airmoe.experiments.suites import SUITES
 
 MOST_NAMED = 4  # differing settings in one line
+LONGEST_SLUG = 180  # file systems take names of 255 bytes; those of figures say more
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def group_runs(runs: Iterable[Run]) -> Grouped:
 
 def _slug(title: str, taken: Collection[str]) -> str:
     """Only letters and digits that every file system takes; so two titles may need a number."""
-    plain = re.sub(r"[^a-z0-9]+", "-", title.lower().replace(",", ""))
+    plain = re.sub(r"[^a-z0-9]+", "-", title.lower().replace(",", ""))[:LONGEST_SLUG]
     return plain if plain not in taken else _numbered(plain, taken)
 
 
@@ -114,19 +115,12 @@ def key_of(run: Run) -> Key:
 
 def _without_repeats(runs: list[Run], left_out: list[str]) -> list[Run]:
     """One run per variant, seed and settings."""
-    kept: list[Run] = []
+    kept: dict[tuple[str, int, str, str | None], Run] = {}
     for run in runs:
-        same = [
-            one
-            for one in kept
-            if (one.variant, one.config) == (run.variant, run.config)
-            and one.data_sha256 == run.data_sha256
-        ]
-        if same:
-            left_out.append(f"{run.name}: the same variant and seed as {same[0].name}: left out")
-        else:
-            kept.append(run)
-    return kept
+        key = (run.variant, run.seed, settings_of(run), run.data_sha256)
+        if (same := kept.setdefault(key, run)) is not run:
+            left_out.append(f"{run.name}: the same variant and seed as {same.name}: left out")
+    return list(kept.values())
 
 
 def _of_one_text(runs: list[Run], left_out: list[str]) -> list[Run]:
@@ -166,7 +160,7 @@ def _by_settings(runs: list[Run]) -> dict[str, list[Run]]:
 
 def settings_of(run: Run) -> str:
     """All settings but the seed: runs with the same are one row of a table."""
-    values = {key: value for key, value in flat(run.config).items() if value is not None}
+    values = {key: value for key, value in options_of(run).items() if value is not None}
     values.pop("training.seed", None)
     equal_numbers = json.loads(json.dumps(values), parse_int=float)  # 1 is 1.0
     return json.dumps(equal_numbers, sort_keys=True)
@@ -188,7 +182,7 @@ def _row_names(rows: list[list[Run]]) -> list[str]:
 
 def _changes(one: Run, other: Run) -> str:
     """What `other` has set otherwise: `training.warmup = 0.1`."""
-    mine, theirs = flat(one.config), flat(other.config)
+    mine, theirs = options_of(one), options_of(other)
     found = [
         f"{key} = {json.dumps(theirs.get(key))}"
         for key in sorted(mine.keys() | theirs.keys())
@@ -196,6 +190,16 @@ def _changes(one: Run, other: Run) -> str:
     ]
     more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     return ", ".join(found[:MOST_NAMED]) + more
+
+
+def options_of(run: Run) -> dict[str, Any]:
+    """Settings as `section.option` -> value; of a text that was prepared before, its own."""
+    options, recipe = flat(run.config), own_recipe(run)
+    if recipe is None:
+        return options
+    with_a_say = {key: value for key, value in options.items() if key not in PREPARING}
+    told = ("corpus", "split_rule", "max_tokens")
+    return with_a_say | {f"text.{name}": recipe.get(name) for name in told}
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

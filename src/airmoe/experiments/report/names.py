@@ -27,8 +27,9 @@ TITLES = {
     "centered": "Centred tokens",
 }
 ORDER = tuple(TITLES)
-GRANULARITY = re.compile(r"q(\d+)")
-CODEBOOK = re.compile(r"g(\d+)-m(\d+)-p(\d+)")
+AMOUNT = "([1-9][0-9]{0,11})"  # others are names like any: figures have them on a log axis
+GRANULARITY = re.compile(f"q{AMOUNT}")
+CODEBOOK = re.compile(f"g{AMOUNT}-m{AMOUNT}-p{AMOUNT}")
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ RUN_FILES = ("run.json", "result.json", "log.jsonl")
 REMAINS = ("run.json.draft", "result.json.draft", "suite.json.draft", "checkpoint-*", USAGE)
 HALF_WRITTEN = "is half written: no run.json"
 NEVER_RUNS = ("tensorboard", "report", "figures")
-WRONG_JSON = (ValueError, KeyError, TypeError, AttributeError)
+WRONG_JSON = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass
@@ -100,7 +100,7 @@ def _read_report(path: Path, name: str, reading: Reading) -> None:
         return
     reading.seen.add(path.resolve())
     try:
-        record = read_record(path)
+        record = read_record(path, name)
     except ConfigError as error:
         reading.problem(name, str(error))
         return

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from airmoe.errors import ConfigError
+from airmoe.experiments.json_fields import brief, is_number
 from airmoe.experiments.recall_study.reading import is_study, study_from_json
 from airmoe.experiments.recall_study.record import RecallStudy
 from airmoe.experiments.report.names import method_of
+from airmoe.experiments.report.run_checks import check_run
 from airmoe.experiments.report.usage import CellUsage, ExpertMap, Usage
 from airmoe.files import read_json, write_json
 from airmoe.training import RunConfig
@@ -70,6 +71,7 @@ class Run:
     test: dict[str, float | None] | None = None  # the best checkpoint on the test split
     peak_memory_gib: float | None = None
     whole_seconds: float | None = None  # from start to end: compilers and evaluations too
+    recipe: dict[str, Any] | None = None  # of the text, as its prepared folder had it
 
     @property
     def method(self) -> str:
@@ -95,42 +97,66 @@ def write_record(record: Record, path: Path) -> None:
     write_json(path, {"format": FORMAT, **asdict(replace(record, studies=[])), "studies": studies})
 
 
-def read_record(path: Path) -> Record:
-    """What `write_record` or `airmoe recall` wrote; raises ConfigError where it is neither."""
+def read_record(path: Path, name: str | None = None) -> Record:
+    """What `write_record` or `airmoe recall` wrote; raises ConfigError where it is neither.
+
+    A garbled run or study is left out, with a line that begins with `name`, by default the file's.
+    """
+    values = _json_of(path)
+    if is_study(values):
+        return Record(runs=[], problems=[], studies=[study_from_json(values)])
+    runs, studies, problems = [], [], [_one_line(line) for line in values["problems"]]
+    for place, one in enumerate(values["runs"]):
+        try:
+            runs.append(_run(f"runs[{place}]", one))
+        except ConfigError as error:
+            problems.append(f"{name or path.name}: {error}")
+    for place, one in enumerate(values.get("studies", [])):  # older files lack them
+        try:
+            studies.append(study_from_json(one))
+        except ConfigError as error:
+            problems.append(f"{name or path.name}: studies[{place}]: {error}")
+    return Record(runs=runs, problems=problems, studies=studies)
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    """Of a study, or of the format of reports with its lists."""
     try:
         values = read_json(path)
-        found = None if is_study(values) else values["format"]
-    except (ValueError, KeyError, TypeError) as error:
+        found = FORMAT if is_study(values) else values["format"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             "report",
             path.name,
             f"must be a report.json of `airmoe report` ({error})",
             "Write it again from its runs.",
         ) from error
-    if is_study(values):
-        return Record(runs=[], problems=[], studies=[study_from_json(values)])
     if found != FORMAT:
         raise ConfigError(
             "report.format",
-            found,
+            brief(found),
             f"must be {FORMAT}, the format of this airmoe",
             "Write it again from its runs.",
         )
+    for part in () if is_study(values) else ("runs", "problems", "studies"):
+        if not isinstance(values.get(part, [] if part == "studies" else None), list):
+            rule = f"lacks or misnames a field ({part} must be a list)"
+            raise ConfigError("report", path.name, rule, "Write it again.")
+    return values
+
+
+def _one_line(problem: object) -> str:
+    """JSON can name halves of characters, which no file takes."""
+    return " ".join(str(problem).encode(errors="backslashreplace").decode().split())
+
+
+def _run(path: str, values: Any) -> Run:
     try:
-        runs = [_run(run) for run in values["runs"]]
-        # Files older than studies lack them.
-        studies = [study_from_json(study) for study in values.get("studies", [])]
-        problems = [str(line) for line in values["problems"]]
-        return Record(runs=runs, problems=problems, studies=studies)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            "report", path.name, f"lacks or misnames a field ({error})", "Write it again."
-        ) from error
-
-
-def _run(values: dict[str, Any]) -> Run:
-    found = values["usage"]
-    usage = None
+        check_run(path, values)
+    except ConfigError as error:  # nobody should mend numbers by hand, whatever the rule was
+        remedy = "The run is left out: write its record again."
+        raise ConfigError(error.field, brief(error.value), error.rule, remedy) from error
+    usage, found = None, values["usage"]
     if found is not None:
         cells = found["cells"]
         usage = Usage(
@@ -138,9 +164,7 @@ def _run(values: dict[str, Any]) -> Run:
             experts=ExpertMap(**found["experts"]),
             cells=None if cells is None else CellUsage(**cells),
         )
-    run = Run(**{**values, "usage": usage})
-    _ = run.settings  # raises where this airmoe does not know them
-    return run
+    return Run(**{**values, "usage": usage})
 
 
 def curve(lines: Sequence[Line], fields: Sequence[str]) -> Curve:
@@ -163,6 +187,4 @@ def thinned(length: int) -> list[int]:
 
 def number(value: Any) -> float | None:
     """A finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value
+    return value if is_number(value) else None

@@ -14,6 +14,7 @@ from airmoe.experiments.report.record import (
     curve,
     number,
 )
+from airmoe.experiments.report.run_checks import check_run
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,13 @@ def finished_run(name: str, place: Place, about: dict[str, Any], result: dict[st
     if number(best["perplexity"]) is None:
         raise ValueError("its best perplexity is no number")
     parameters = result["parameters"]
-    return Run(
+    run = Run(
         name=name,
         suite=place.suite,
         variant=place.variant or method_of(about["config"]["model"]),
         seed=about["config"]["training"]["seed"],
         config=portable(about["config"]),
-        data_sha256=_digest(about),
+        data_sha256=about.get("data_sha256"),
         versions=dict(result["versions"]),
         git=dict(result["git"]),
         machine=dict(result["machine"]),
@@ -56,7 +57,10 @@ def finished_run(name: str, place: Place, about: dict[str, Any], result: dict[st
         test=_numbers(test) if (test := result.get("test")) is not None else None,
         peak_memory_gib=number(result.get("peak_memory_gib")),
         whole_seconds=number(result.get("seconds")),
+        recipe=about.get("data_recipe"),
     )
+    check_run("run", vars(run))
+    return run
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, float | None]:
@@ -66,13 +70,6 @@ def _numbers(line: dict[str, Any]) -> dict[str, float | None]:
 def _count(value: Any, field: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{field} is {value!r}, not a count")
-    return value
-
-
-def _digest(about: dict[str, Any]) -> str | None:
-    value = about.get("data_sha256")
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"data_sha256 of run.json is {value!r}, not a text")
     return value
 
 

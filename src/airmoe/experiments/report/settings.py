@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from airmoe.experiments.report.document import Block, Cell, Details, Table
-from airmoe.experiments.report.groups import Group, flat
+from airmoe.experiments.report.groups import Group, flat, options_of
 from airmoe.experiments.report.metrics import DASH
 from airmoe.experiments.report.names import title_of
 from airmoe.experiments.report.record import Run
@@ -51,7 +51,7 @@ def _described(runs: Sequence[Run]) -> dict[str, str]:
             "machine": run.machine,
             "versions": run.versions,
         }
-        for key, value in (flat(run.config) | flat(about)).items():
+        for key, value in (options_of(run) | flat(about)).items():
             found.setdefault(key, {})[_text(value)] = None
     return {key: ", ".join(values) for key, values in found.items()}
 

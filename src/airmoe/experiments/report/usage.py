@@ -108,11 +108,21 @@ def quantised(grid: np.ndarray) -> np.ndarray:
     return np.where(grid > 0, levels, 0).astype(np.uint8)
 
 
+def kept_levels(found: ExpertMap) -> np.ndarray:
+    """The kept grid of levels; raises ValueError where the text holds no such grid."""
+    assert found.levels is not None
+    kept = [-(-side // step) for side, step in zip(found.shape, found.steps, strict=True)]
+    unpacking = zlib.decompressobj()
+    try:  # a few bytes can unpack to gigabytes: one more than needed shows it
+        unpacked = unpacking.decompress(base64.b64decode(found.levels), math.prod(kept) + 1)
+    except (zlib.error, OverflowError) as error:
+        raise ValueError(str(error)) from error
+    return np.frombuffer(unpacked, np.uint8).reshape(kept)
+
+
 def relative_usage(found: ExpertMap) -> np.ndarray:
     """The kept grid as count / mean, NaN where there was no token."""
-    assert found.levels is not None
-    kept = [math.ceil(side / step) for side, step in zip(found.shape, found.steps, strict=True)]
-    levels = np.frombuffer(zlib.decompress(base64.b64decode(found.levels)), np.uint8).reshape(kept)
+    levels = kept_levels(found)
     decades = (levels.astype(float) - 1) * 2 * DECADES / LEVELS - DECADES
     return np.where(levels > 0, 10.0**decades, np.nan)
 
