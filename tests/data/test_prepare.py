@@ -263,10 +263,11 @@ def test_an_empty_split_is_refused_and_leaves_nothing_behind(tmp_path: Path) -> 
     with pytest.raises(ConfigError) as raised:
         prepare(settings(tmp_path, validation_fraction=0.999999))
     assert_one_line(raised, "prepare.corpus", "no text for its train split")
-    write_jsonl(tmp_path / "valid.jsonl", ["  "])
+    empty = write_jsonl(tmp_path / "valid.jsonl", ["  "])
     with pytest.raises(ConfigError) as raised:
-        prepare(settings(tmp_path, validation=str(tmp_path / "valid.jsonl")))
-    assert_one_line(raised, "prepare.corpus", "no text for its validation split")
+        prepare(settings(tmp_path, validation=str(empty)))
+    assert_one_line(raised, f"prepare.validation: got '{empty}'", "has no text", "leave it out")
+    assert "corpus" not in str(raised.value) and "validation_fraction" not in str(raised.value)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["corpus.jsonl", "valid.jsonl"]
 
 

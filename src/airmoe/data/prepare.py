@@ -297,6 +297,14 @@ class _Job:
                 "left the validation split empty",
                 "Raise validation_fraction, or give validation text with validation=.",
             )
+        if name == "validation" and self._config.validation is not None:
+            return ConfigError(
+                "prepare.validation",
+                self._config.validation,
+                "has no text",
+                "Add documents that are more than white space, or leave it out: then a share of "
+                "the training text is held back.",
+            )
         return ConfigError(
             "prepare.corpus",
             self._config.corpus,
