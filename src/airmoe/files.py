@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -22,6 +23,11 @@ def write_bytes(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
     draft.replace(path)
     sync_folder(path.parent)
+
+
+def disk_is_full(error: BaseException) -> bool:
+    """Whether that is why a write failed; a used-up quota is a full disk to whoever has it."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def read_json(path: Path) -> Any:

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from airmoe.data import PrepareConfig, prepare
+from airmoe.data.shards import SplitWriter
 from airmoe.errors import ConfigError
 from airmoe.experiments import preset
 from airmoe.training import RunConfig, checkpoints, override
@@ -387,6 +388,47 @@ def test_paths_through_a_file(text: Path, tmp_path: Path) -> None:
     assert_one_line(trained(small_run(text), inside), CONFIG_ERROR, str(inside))
     outcome = airmoe("prepare", text / "text.txt", "--out", inside, "--tokenizer", "bytes")
     assert_one_line(outcome, CONFIG_ERROR, str(inside))
+
+
+def test_a_suite_in_the_place_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    outcome = airmoe("suite", "main", "tiny", "--out", tmp_path / "file")
+    assert_one_line(outcome, CONFIG_ERROR, str(tmp_path / "file"), "File exists", "Choose a path")
+    assert (tmp_path / "file").read_text() == "x"
+
+
+@pytest.mark.parametrize("target", ["nothere", "link"], ids=["dangling", "loop"])
+def test_links_that_lead_nowhere(target: str, text: Path, tmp_path: Path) -> None:
+    """Said before the text is prepared: for `exists` such a link is a free place."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / target)
+    fresh = f"data.folder={tmp_path}/tokens"
+    outcome = trained(small_run(text), link, fresh)
+    assert_one_line(outcome, CONFIG_ERROR, f"run: got '{link}'", "new or empty folder")
+    outcome = airmoe("prepare", text / "text.txt", "--out", link, "--tokenizer", "bytes")
+    assert_one_line(outcome, CONFIG_ERROR, f"prepare.out: got '{link}'", "is there already")
+    outcome = airmoe("suite", "main", "tiny", "--out", link)
+    assert_one_line(outcome, CONFIG_ERROR, str(link), "Choose a path")
+    inside = trained(small_run(text), link / "run")
+    assert_one_line(inside, CONFIG_ERROR, str(link), "Choose a path")
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_while_text_is_prepared(code: int, text: Path, tmp_path: Path) -> None:
+    """A used-up quota is a full disk to whoever has it. There is no run yet, so no --resume."""
+
+    def patch() -> None:
+        def add(self: SplitWriter, tokens: Any) -> bool:
+            raise OSError(code, os.strerror(code))
+
+        SplitWriter.add = add
+
+    arguments = ("prepare", text / "text.txt", "--out", tmp_path / "out", "--tokenizer", "bytes")
+    more = ("--validation-fraction", 0.1, "--workers", 1)
+    outcome = airmoe(*arguments, *more, patch=patch)
+    assert_one_line(outcome, RUN_FAILED, "the disk is full", "run the same command again")
+    assert airmoe(*arguments, *more).code == 0
 
 
 def test_models_without_a_checkpoint(text: Path, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def prepare(
     recipe = _recipe(config, corpus)
     fixed = None if is_trained(config.tokenizer) else make_tokenizer(config.tokenizer)
     out = Path(config.out)
-    if not out.exists():
+    if not os.path.lexists(out):  # a link that leads nowhere is in the way, too
         with Workspace(out) as workspace:
             if not workspace.is_complete():
                 begin = Progress(recipe, _shard_tokens, fixed and fixed.identity)

@@ -12,7 +12,6 @@ checkpoint-N/  model.safetensors, config.json  what `from_pretrained` reads
 
 from __future__ import annotations
 
-import errno
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from airmoe.errors import ConfigError, RunError
-from airmoe.files import read_json, sync_folder, sync_tree
+from airmoe.files import disk_is_full, read_json, sync_folder, sync_tree
 
 NAME = re.compile(r"checkpoint-(\d+)")
 PARTIAL = ".partial"
@@ -72,7 +71,7 @@ def _failure_explained(run_folder: Path, step: int, partial: Path) -> Iterator[N
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         kept = checkpoints(run_folder)
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        full = disk_is_full(error) or "No space left" in str(error)  # safetensors gives no errno
         what = "the disk is full" if full else f"it failed ({error})"
         raise RunError(
             f"step {step}: while the checkpoint was written, {what}. "

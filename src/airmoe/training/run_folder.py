@@ -76,7 +76,8 @@ def create_run(path: Path, config: RunConfig, prepared: Prepared) -> RunFolder:
 
 def check_free(path: Path, config: RunConfig) -> None:
     """Raise unless a new run may be made there."""
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    # A link that leads nowhere does not exist, but no folder can be made in its place.
+    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError("run", str(path), *_occupied(path, config))
 
 
