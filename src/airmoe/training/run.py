@@ -262,14 +262,25 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def write_result(run: RunFolder, peak_memory: float | None) -> None:
-    """Sum a finished run up in one small file, from its log alone."""
+    """Sum a finished run up in one small file, from its log alone.
+
+    `peak_memory` None: no step was trained here, and where and by what they were is known before.
+    """
     lines = read_log(run.log)
     evaluations = [line for line in lines if line["kind"] == "eval"]
     if not evaluations:
         raise ConfigError("run", str(run.path), "must have been evaluated", "Resume it.")
     speeds = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
-    if peak_memory is None and run.result.exists():
-        peak_memory = read_json(run.result)["peak_memory_gib"]
+    started = read_json(run.path / "run.json")
+    if peak_memory is None:
+        before = read_json(run.result) if run.result.exists() else started
+        conditions = {name: before.get(name) for name in ("peak_memory_gib", "versions", "machine")}
+    else:
+        conditions = {
+            "peak_memory_gib": peak_memory,
+            "versions": versions(),
+            "machine": machine(),
+        }
     usage = best_checkpoint(run.path) / USAGE
     if usage.exists():
         write_bytes(run.path / USAGE, usage.read_bytes())
@@ -286,10 +297,8 @@ def write_result(run: RunFolder, peak_memory: float | None) -> None:
             "tokens": evaluations[-1]["tokens"],
             "seconds": evaluations[-1]["seconds"],
             "tokens_per_second": median(speeds) if speeds else None,
-            "peak_memory_gib": peak_memory,
-            "versions": versions(),
-            "git": read_json(run.path / "run.json")["git"],
-            "machine": machine(),
+            **conditions,
+            "git": started["git"],
             "log": lines,
         },
     )
