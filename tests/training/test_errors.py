@@ -162,6 +162,21 @@ def test_missing_and_useless_text(text: Path, tmp_path: Path) -> None:
         assert_no_run(run)
 
 
+def test_another_text_of_the_same_name_and_size(text: Path, tmp_path: Path) -> None:
+    """Without data.folder both would be data/text.txt-bytes."""
+    mine = (text / "text.txt").read_text()
+    for folder, content in (("a", mine), ("b", mine.swapcase())):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "text.txt").write_text(content)
+    more = ("data.folder=null", "data.validation_fraction=0.1")
+    config = small_run(text, steps=1, eval_every=1)
+    first = trained(config, tmp_path / "1", "data.corpus=a/text.txt", *more, cwd=tmp_path)
+    assert first.code == 0, first.err
+    other = trained(config, tmp_path / "2", "data.corpus=b/text.txt", *more, cwd=tmp_path)
+    assert_one_line(other, CONFIG_ERROR, "data/text.txt-bytes", "other text", "data.folder")
+    assert_no_run(tmp_path / "2")
+
+
 def damaged(text: Path, folder: Path, damage: Callable[[bytearray], Any]) -> Path:
     tokens = folder / "tokens"
     shutil.copytree(text / "tokens", tokens)
