@@ -388,6 +388,65 @@ def test_resume_without_the_log(text: Path, tmp_path: Path) -> None:
     assert airmoe("train", "--resume", run).code == 0
 
 
+def test_resume_of_a_finished_run_without_its_checkpoints(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    for checkpoint in checkpoints.checkpoints(run):
+        shutil.rmtree(checkpoint)
+    before = {path: path.stat().st_mtime_ns for path in (run, *run.rglob("*"))}
+    outcome = airmoe("train", "--resume", run)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.splitlines() == [
+        f"{run} is finished and its checkpoints are gone: there is nothing left to do.",
+        f"Finished: {run / 'result.json'}",
+    ]
+    assert {path: path.stat().st_mtime_ns for path in (run, *run.rglob("*"))} == before
+
+
+def test_resume_of_a_run_whose_checkpoints_are_gone(text: Path, tmp_path: Path) -> None:
+    """It must not begin at step 0 under the eyes of someone who forgot where they are."""
+    run = unfinished(text, tmp_path)
+    (run / "checkpoint-2").rename(tmp_path / "away")
+    with (run / "log.jsonl").open("a") as log:
+        log.write('{"kind": "train", "step": 9, "los')  # torn by the kill
+    before = (run / "log.jsonl").read_bytes()
+    outcome = airmoe("train", "--resume", run)
+    assert_one_line(
+        outcome,
+        CONFIG_ERROR,
+        f"run: got '{run}'",
+        "its log reaches step 3",
+        "checkpoint after step 2",
+        "Put",
+        "start a new run",
+    )
+    assert (run / "log.jsonl").read_bytes() == before
+    (tmp_path / "away").rename(run / "checkpoint-2")
+    assert airmoe("train", "--resume", run).code == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"eval_every": 4}, {"eval_every": "epoch"}, {"eval_every": 6, "save_every": 4}],
+    ids=["evaluation", "epoch", "save_every"],
+)
+def test_resume_before_the_first_checkpoint(
+    options: dict[str, Any], text: Path, tmp_path: Path
+) -> None:
+    config = small_run(text, steps=6, log_every=1, **options)
+
+    def job() -> None:
+        kills.in_fill(1)()
+        train_here(config, tmp_path / "run")
+
+    assert in_process(job) < 0
+    outcome = airmoe("train", "--resume", tmp_path / "run")
+    assert outcome.code == 0, outcome.err
+    assert f"{tmp_path / 'run'} has no checkpoint yet: it starts again." in outcome.out
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "log.jsonl").open()]
+    assert steps[0] == 1 and steps == sorted(steps)
+
+
 def test_resume_of_a_run_that_still_goes_on(text: Path, tmp_path: Path) -> None:
     run = unfinished(text, tmp_path)
     before = sorted(run.rglob("*"))

@@ -24,7 +24,12 @@ from airmoe.distributed import rank
 from airmoe.errors import ConfigError
 from airmoe.files import read_json, write_bytes, write_json
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM, draw_weights, parameter_counts
-from airmoe.training.arguments import check_device, make_arguments, total_steps
+from airmoe.training.arguments import (
+    check_device,
+    first_checkpoint_step,
+    make_arguments,
+    total_steps,
+)
 from airmoe.training.callbacks import LastStep, Recorder, Restore, StopOnSignal, WatchSteps
 from airmoe.training.checkpoints import (
     USAGE,
@@ -42,6 +47,7 @@ from airmoe.training.run_folder import (
     RunFolder,
     check_free,
     check_log,
+    check_never_saved,
     check_same_data,
     create_run,
     locked,
@@ -84,6 +90,10 @@ def resume(folder: Path | str, console: Console | None = None) -> Finished:
     folder, console = Path(folder), console or Console()
     run = open_run(folder)
     _start_processes(run.config)
+    if run.result.exists() and not checkpoints(folder):
+        gone = f"{folder} is finished and its checkpoints are gone: there is nothing left to do."
+        _say(console, gone)
+        return Finished(run, None, read_json(run.result)["last"]["step"])
     _check_folder_there(run.config)
     prepared = _data_on_every_process(run.config, console)
     check_same_data(run, prepared)
@@ -94,7 +104,16 @@ def resume(folder: Path | str, console: Console | None = None) -> Finished:
         found = checkpoints(folder)
         if found:
             check_log(run, found[-1])
+        else:
+            _check_never_saved(run, prepared)
+            _say(console, f"{folder} has no checkpoint yet: it starts again.")
         return _go(run, prepared, console, checkpoint=found[-1] if found else None)
+
+
+def _check_never_saved(run: RunFolder, prepared: Prepared) -> None:
+    train_blocks, _ = _blocks(run.config, prepared)
+    steps_per_epoch = len(train_blocks) // run.config.training.batch_size
+    check_never_saved(run, first_checkpoint_step(run.config, steps_per_epoch))
 
 
 def _check_folder_there(config: RunConfig) -> None:
@@ -121,13 +140,11 @@ def _start_processes(config: RunConfig) -> None:
 def _data_on_every_process(config: RunConfig, console: Console) -> Prepared:
     display = PrepareDisplay(console, config.data.corpus)
     folder = data_folder(config.data)
-    if rank() == 0 and not folder.exists():  # say so: the folder's name may be mistyped
-        console.print(
+    if not folder.exists():  # say so: the folder's name may be mistyped
+        _say(
+            console,
             f"{folder} does not exist yet: preparing {config.data.corpus} there, tokenizer "
             f"{config.data.tokenizer}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
         )
     with PartialState().main_process_first(), display:
         return prepared_data(config.data, display.show)
@@ -154,8 +171,7 @@ def _go(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path |
     transformers_logging.disable_progress_bar()  # one bar, and it is ours
     set_seed(options.seed)
     model = build_model(config, prepared)
-    if rank() == 0:
-        _introduce(run, model, last_step, console)
+    _introduce(run, model, last_step, console)
     trainer = AirMoeTrainer(
         model, config, arguments, train_blocks, eval_blocks, prepared.tokenizer().save
     )
@@ -242,13 +258,17 @@ def _introduce(run: RunFolder, model: AirMoeForCausalLM, last_step: int, console
     """How large the model and the work are, before they start."""
     counts = parameter_counts(model.config)
     tokens = run.config.training.batch_size * run.config.data.block_size
-    console.print(
+    _say(
+        console,
         f"{_title(run)}: {counts.total / 1e6:.2f} M parameters, {counts.active / 1e6:.2f} M active "
         f"per token; {last_step:,} steps of {tokens:,} tokens",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
     )
+
+
+def _say(console: Console, text: str) -> None:
+    """One line as it is, of one process: names may hold what rich takes for markup."""
+    if rank() == 0:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _title(run: RunFolder) -> str:

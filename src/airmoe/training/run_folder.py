@@ -150,6 +150,28 @@ def check_log(run: RunFolder, checkpoint: Path) -> None:
         )
 
 
+def check_never_saved(run: RunFolder, first_checkpoint: int) -> None:
+    """Raise if a run without checkpoints had one: its log goes on after the first was due.
+
+    Before that only a signal makes one. Should that be gone, the same few steps are done again.
+    """
+    reached = _last_logged_step(run.log)
+    if reached > first_checkpoint:
+        raise ConfigError(
+            "run",
+            str(run.path),
+            f"must hold the checkpoints it had: its log reaches step {reached}, and it wrote a "
+            f"checkpoint after step {first_checkpoint}",
+            "Put its newest checkpoint-N folder back, or start a new run in another folder.",
+        )
+
+
+def _last_logged_step(log: Path) -> int:
+    """0 without a line; a last one that a kill tore is none."""
+    lines = log.read_bytes().split(b"\n")[:-1] if log.is_file() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
 @contextmanager
 def locked(run: RunFolder) -> Iterator[None]:
     """Keep others out of a run that goes on; a lock of the system, so none outlives a kill."""
