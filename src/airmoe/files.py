@@ -17,11 +17,15 @@ def write_json(path: Path, values: Any) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace `path` in one step."""
     draft = path.with_name(path.name + ".draft")
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)  # it would take room on a full disk, and a new run's folder
+        raise
     sync_folder(path.parent)
 
 

@@ -35,6 +35,7 @@ from tests.training.runs import (
     small_model,
     small_run,
     tensors_of,
+    timeless_log,
     train_here,
 )
 
@@ -569,6 +570,103 @@ def test_a_full_disk_before_the_first_checkpoint(text: Path, tmp_path: Path) -> 
     outcome = trained(config, tmp_path / "run", patch=full_disk(1))
     assert_one_line(outcome, RUN_FAILED, "step 2", "No checkpoint was written before")
     assert airmoe("train", "--resume", tmp_path / "run").code == 0
+
+
+def full_at(file: Path, number: int, code: int = errno.ENOSPC) -> Callable[[], None]:
+    """The disk is full when that file is brought to it for the `number`th time."""
+
+    def patch() -> None:
+        now, original = kills.nth(number), os.fsync
+
+        def fsync(handle: int) -> None:
+            if file.exists() and os.path.samestat(os.fstat(handle), file.stat()) and now():
+                raise OSError(code, os.strerror(code))
+            original(handle)
+
+        os.fsync = fsync
+
+    return patch
+
+
+@pytest.mark.parametrize(
+    ("file", "number", "code", "kept"),
+    [
+        ("log.jsonl", 1, errno.ENOSPC, "No checkpoint was written before"),
+        ("log.jsonl", 4, errno.EDQUOT, "{run}/checkpoint-2 is whole"),  # after 1, 2 and its eval, 3
+        ("usage.safetensors.draft", 1, errno.ENOSPC, "{run}/checkpoint-4 is whole"),
+        ("result.json.draft", 1, errno.ENOSPC, "{run}/checkpoint-4 is whole"),
+    ],
+    ids=["first line", "a line", "usage", "result"],
+)
+def test_a_full_disk_between_checkpoints(
+    file: str, number: int, code: int, kept: str, text: Path, finished: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    config = small_run(text, steps=4, eval_every=2)
+    outcome = trained(config, run, patch=full_at(run / file, number, code))
+    assert_one_line(
+        outcome,
+        RUN_FAILED,
+        "the disk is full",
+        kept.format(run=run),
+        f"Make room, then: airmoe train --resume {run}\n",
+    )
+    assert list(run.glob("*.draft")) == []
+    assert airmoe("train", "--resume", run).code == 0
+    assert timeless_log(run) == timeless_log(finished)
+
+
+def test_a_full_disk_before_there_is_a_run(text: Path, tmp_path: Path) -> None:
+    """The remedy is to run the same command again, so it must not be refused then."""
+    config, run = small_run(text, steps=1, eval_every=1), tmp_path / "run"
+    outcome = trained(config, run, patch=full_at(run / "run.json.draft", 1))
+    assert_one_line(outcome, RUN_FAILED, "the disk is full", "run the same command again")
+    assert trained(config, run).code == 0
+
+
+def broken_tensorboard(number: int) -> Callable[[], None]:
+    """From the event of that number on, its disk is full."""
+
+    def patch() -> None:
+        records = pytest.importorskip("tensorboard.summary.writer.record_writer")
+        original, events = records.RecordWriter.write, []
+
+        def write(self: Any, data: bytes) -> None:
+            events.append(data)
+            if len(events) >= number:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            original(self, data)
+
+        records.RecordWriter.write = write
+
+    return patch
+
+
+@pytest.mark.parametrize("number", [1, 3, 4], ids=["opening", "first line", "second line"])
+def test_a_run_goes_on_without_tensorboard(number: int, text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    config = small_run(text, steps=4, eval_every=2, tensorboard=True)
+    outcome = trained(config, tmp_path / "run", patch=broken_tensorboard(number))
+    assert outcome.code == 0, outcome.err
+    assert (tmp_path / "run" / "result.json").exists()
+    assert outcome.err.count("UserWarning: ") == 1 and "Traceback" not in outcome.err
+    assert "TensorBoard is off for the rest of this run" in outcome.err
+    assert "No space left on device" in outcome.err
+
+
+def test_tensorboard_does_not_hide_why_a_run_stops(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run = tmp_path / "run"
+
+    def patch() -> None:
+        broken_tensorboard(3)()
+        full_at(run / "log.jsonl", 4)()
+
+    config = small_run(text, steps=4, eval_every=2, tensorboard=True)
+    outcome = trained(config, run, patch=patch)
+    assert outcome.code == RUN_FAILED and "Traceback" not in outcome.err
+    last = outcome.err.splitlines()[-1]
+    assert last.startswith("airmoe: the disk is full") and f"{run}/checkpoint-2 is whole" in last
 
 
 def test_a_really_full_disk(text: Path, finished: Path, tmp_path: Path) -> None:

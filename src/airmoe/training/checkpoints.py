@@ -70,14 +70,28 @@ def _failure_explained(run_folder: Path, step: int, partial: Path) -> Iterator[N
         yield
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        kept = checkpoints(run_folder)
         full = disk_is_full(error) or "No space left" in str(error)  # safetensors gives no errno
         what = "the disk is full" if full else f"it failed ({error})"
         raise RunError(
-            f"step {step}: while the checkpoint was written, {what}. "
-            + (f"{kept[-1]} is whole. " if kept else "No checkpoint was written before. ")
-            + f"Make room, then: airmoe train --resume {run_folder}"
+            f"step {step}: while the checkpoint was written, {what}. {_how_to_go_on(run_folder)}"
         ) from error
+
+
+@contextmanager
+def full_disk_explained(run_folder: Path) -> Iterator[None]:
+    """The same for everything else that a run writes."""
+    try:
+        yield
+    except OSError as error:
+        if not disk_is_full(error):
+            raise
+        raise RunError(f"the disk is full. {_how_to_go_on(run_folder)}") from error
+
+
+def _how_to_go_on(run_folder: Path) -> str:
+    kept = checkpoints(run_folder)
+    whole = f"{kept[-1]} is whole." if kept else "No checkpoint was written before."
+    return f"{whole} Make room, then: airmoe train --resume {run_folder}"
 
 
 def remove_old(run_folder: Path, keep: int, best: Path | None) -> None:

@@ -36,6 +36,7 @@ from airmoe.training.checkpoints import (
     best_checkpoint,
     checkpoints,
     clean_up,
+    full_disk_explained,
     load_json,
     step_of,
 )
@@ -81,7 +82,7 @@ def train(config: RunConfig, folder: Path | str, console: Console | None = None)
         create_run(folder, config, prepared)
     PartialState().wait_for_everyone()
     run = RunFolder(folder, config)
-    with locked(run) if rank() == 0 else nullcontext():
+    with full_disk_explained(folder), locked(run) if rank() == 0 else nullcontext():
         return _go(run, prepared, console, checkpoint=None)
 
 
@@ -97,7 +98,7 @@ def resume(folder: Path | str, console: Console | None = None) -> Finished:
     _check_folder_there(run.config)
     prepared = _data_on_every_process(run.config, console)
     check_same_data(run, prepared)
-    with locked(run) if rank() == 0 else nullcontext():
+    with full_disk_explained(folder), locked(run) if rank() == 0 else nullcontext():
         if rank() == 0:
             clean_up(folder, run.config.training.keep_checkpoints)
         PartialState().wait_for_everyone()
