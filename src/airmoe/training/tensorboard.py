@@ -50,7 +50,7 @@ class TensorBoard:
     def write(self, line: dict[str, Any]) -> None:
         summary = self._summaries.Summary
         values = [
-            summary.Value(tag=f"{line['kind']}/{name}", simple_value=value)
+            summary.Value(tag=f"{line['kind']}/{name}", simple_value=float(value))
             for name, value in line.items()
             if isinstance(value, (int, float)) and name not in ("step", "tokens")
         ]
