@@ -16,11 +16,14 @@ from airmoe.commands.console import say
 from airmoe.commands.costs import bench, doctor, flops
 from airmoe.commands.models import evaluate, generate, prepare, train
 from airmoe.errors import ConfigError, RunError
+from airmoe.files import disk_is_full
 
 # A path that cannot be made or read is the user's to change.
 PATH_ERRORS = (
     errno.ENOTDIR,
     errno.EISDIR,
+    errno.EEXIST,
+    errno.ELOOP,
     errno.EACCES,
     errno.EPERM,
     errno.EROFS,
@@ -76,7 +79,7 @@ def main() -> None:
     except OSError as error:
         if error.errno in PATH_ERRORS and error.filename is not None:
             _stop(f"{error.filename}: {error.strerror}. Choose a path that can be used.", 2)
-        if error.errno != errno.ENOSPC:
+        if not disk_is_full(error):
             raise
         _stop("the disk is full. Make room and run the same command again: it goes on.", 1)
     except KeyboardInterrupt:

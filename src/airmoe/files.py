@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -16,12 +17,21 @@ def write_json(path: Path, values: Any) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace `path` in one step."""
     draft = path.with_name(path.name + ".draft")
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)  # it would take room on a full disk, and a new run's folder
+        raise
     sync_folder(path.parent)
+
+
+def disk_is_full(error: BaseException) -> bool:
+    """Whether that is why a write failed; a used-up quota is a full disk to whoever has it."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def read_json(path: Path) -> Any:

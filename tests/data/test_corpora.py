@@ -109,7 +109,7 @@ def test_train_alone_is_no_official_split(tmp_path: Path) -> None:
     assert texts_of(tmp_path) == ["test.jsonl", "train.jsonl"]
 
 
-def test_the_fingerprint_follows_names_and_sizes_only(tmp_path: Path) -> None:
+def test_the_fingerprint_follows_names_and_contents_only(tmp_path: Path) -> None:
     def fingerprint() -> str:
         return open_corpus(str(tmp_path / "corpus"), "text").sha256
 
@@ -118,8 +118,12 @@ def test_the_fingerprint_follows_names_and_sizes_only(tmp_path: Path) -> None:
     first = fingerprint()
     os.utime(file, (0, 0))
     assert fingerprint() == first
+    write_jsonl(file, ["two"])  # as long as before
+    assert fingerprint() != first
     write_jsonl(file, ["other"])
     assert fingerprint() != first
+    write_jsonl(file, ["one"])
+    assert fingerprint() == first
     file.rename(file.with_name("b.jsonl"))
     write_jsonl(file.with_name("b.jsonl"), ["one"])
     assert fingerprint() != first

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,6 +232,53 @@ def test_other_text_or_another_tokenizer_of_the_same_name_is_refused(
         prepare(config)
 
 
+def test_text_that_only_looks_the_same_is_refused(tmp_path: Path) -> None:
+    """Of one name and size: edited in place, another file elsewhere, or as validation text."""
+    for folder, text in (("a", "first"), ("b", "other")):
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "text.jsonl", [text])
+        write_jsonl(tmp_path / folder / "valid.jsonl", [text])
+    file, valid = tmp_path / "a" / "text.jsonl", str(tmp_path / "a" / "valid.jsonl")
+    first = prepare(settings(tmp_path, corpus=str(file), validation=valid))
+    assert documents_of(first, "train") == ["first"]
+    moment = file.stat().st_mtime_ns
+    file.rename(tmp_path / "text.jsonl")
+    assert prepare(settings(tmp_path, corpus=str(tmp_path / "text.jsonl"), validation=valid))
+    for corpus, validation in (
+        ("b/text.jsonl", valid),
+        ("text.jsonl", f"{tmp_path}/b/valid.jsonl"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            prepare(settings(tmp_path, corpus=str(tmp_path / corpus), validation=validation))
+        assert_one_line(raised, "prepare.out", "other text", "use another out", "data.folder")
+    write_jsonl(tmp_path / "text.jsonl", ["third"])
+    os.utime(tmp_path / "text.jsonl", ns=(moment, moment))
+    with pytest.raises(ConfigError, match="other text"):
+        prepare(settings(tmp_path, corpus=str(tmp_path / "text.jsonl"), validation=valid))
+    assert documents_of(first, "train") == ["first"]
+
+
+# Of {"train": [["corpus.jsonl", 4000]]} as JSON: what stood for a file of that name and size.
+FORMER_SHA256 = "bab001dd991b5d589b6c361059cc0fb1f1396a033267d4acd436332b3f7daf22"
+
+
+def test_a_folder_from_before_contents_were_hashed_is_known_by_name_and_size(
+    tmp_path: Path,
+) -> None:
+    line = write_jsonl(tmp_path / "corpus.jsonl", [""]).stat().st_size
+    write_jsonl(tmp_path / "corpus.jsonl", [str(n) * (1000 - line) for n in range(4)])
+    config = settings(tmp_path, validation_fraction=0.4)
+    prepared = prepare(config)
+    former = replace(
+        prepared.manifest, recipe=replace(prepared.manifest.recipe, corpus_sha256=FORMER_SHA256)
+    )
+    former.write(prepared.folder)
+    assert prepare(config).manifest == former  # untouched: runs on it compare its manifest
+    write_jsonl(tmp_path / "corpus.jsonl", [str(n) * (1000 - line) for n in range(5)])
+    with pytest.raises(ConfigError, match="other text"):
+        prepare(config)
+
+
 def test_a_foreign_folder_is_left_alone(tmp_path: Path, texts: list[str]) -> None:
     for name in ("out", "other.partial"):
         (tmp_path / name).mkdir()
@@ -263,10 +311,11 @@ def test_an_empty_split_is_refused_and_leaves_nothing_behind(tmp_path: Path) -> 
     with pytest.raises(ConfigError) as raised:
         prepare(settings(tmp_path, validation_fraction=0.999999))
     assert_one_line(raised, "prepare.corpus", "no text for its train split")
-    write_jsonl(tmp_path / "valid.jsonl", ["  "])
+    empty = write_jsonl(tmp_path / "valid.jsonl", ["  "])
     with pytest.raises(ConfigError) as raised:
-        prepare(settings(tmp_path, validation=str(tmp_path / "valid.jsonl")))
-    assert_one_line(raised, "prepare.corpus", "no text for its validation split")
+        prepare(settings(tmp_path, validation=str(empty)))
+    assert_one_line(raised, f"prepare.validation: got '{empty}'", "has no text", "leave it out")
+    assert "corpus" not in str(raised.value) and "validation_fraction" not in str(raised.value)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["corpus.jsonl", "valid.jsonl"]
 
 

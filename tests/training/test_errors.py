@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from airmoe.data import PrepareConfig, prepare
+from airmoe.data.shards import SplitWriter
 from airmoe.errors import ConfigError
 from airmoe.experiments import preset
 from airmoe.training import RunConfig, checkpoints, override
@@ -34,6 +35,7 @@ from tests.training.runs import (
     small_model,
     small_run,
     tensors_of,
+    timeless_log,
     train_here,
 )
 
@@ -159,6 +161,21 @@ def test_missing_and_useless_text(text: Path, tmp_path: Path) -> None:
         outcome = trained(config, run, f"data.folder={tmp_path}/tokens-{name}", *overrides)
         assert_one_line(outcome, CONFIG_ERROR, *parts)
         assert_no_run(run)
+
+
+def test_another_text_of_the_same_name_and_size(text: Path, tmp_path: Path) -> None:
+    """Without data.folder both would be data/text.txt-bytes."""
+    mine = (text / "text.txt").read_text()
+    for folder, content in (("a", mine), ("b", mine.swapcase())):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "text.txt").write_text(content)
+    more = ("data.folder=null", "data.validation_fraction=0.1")
+    config = small_run(text, steps=1, eval_every=1)
+    first = trained(config, tmp_path / "1", "data.corpus=a/text.txt", *more, cwd=tmp_path)
+    assert first.code == 0, first.err
+    other = trained(config, tmp_path / "2", "data.corpus=b/text.txt", *more, cwd=tmp_path)
+    assert_one_line(other, CONFIG_ERROR, "data/text.txt-bytes", "other text", "data.folder")
+    assert_no_run(tmp_path / "2")
 
 
 def damaged(text: Path, folder: Path, damage: Callable[[bytearray], Any]) -> Path:
@@ -372,6 +389,65 @@ def test_resume_without_the_log(text: Path, tmp_path: Path) -> None:
     assert airmoe("train", "--resume", run).code == 0
 
 
+def test_resume_of_a_finished_run_without_its_checkpoints(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    for checkpoint in checkpoints.checkpoints(run):
+        shutil.rmtree(checkpoint)
+    before = {path: path.stat().st_mtime_ns for path in (run, *run.rglob("*"))}
+    outcome = airmoe("train", "--resume", run)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.splitlines() == [
+        f"{run} is finished and its checkpoints are gone: there is nothing left to do.",
+        f"Finished: {run / 'result.json'}",
+    ]
+    assert {path: path.stat().st_mtime_ns for path in (run, *run.rglob("*"))} == before
+
+
+def test_resume_of_a_run_whose_checkpoints_are_gone(text: Path, tmp_path: Path) -> None:
+    """It must not begin at step 0 under the eyes of someone who forgot where they are."""
+    run = unfinished(text, tmp_path)
+    (run / "checkpoint-2").rename(tmp_path / "away")
+    with (run / "log.jsonl").open("a") as log:
+        log.write('{"kind": "train", "step": 9, "los')  # torn by the kill
+    before = (run / "log.jsonl").read_bytes()
+    outcome = airmoe("train", "--resume", run)
+    assert_one_line(
+        outcome,
+        CONFIG_ERROR,
+        f"run: got '{run}'",
+        "its log reaches step 3",
+        "checkpoint after step 2",
+        "Put",
+        "start a new run",
+    )
+    assert (run / "log.jsonl").read_bytes() == before
+    (tmp_path / "away").rename(run / "checkpoint-2")
+    assert airmoe("train", "--resume", run).code == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"eval_every": 4}, {"eval_every": "epoch"}, {"eval_every": 6, "save_every": 4}],
+    ids=["evaluation", "epoch", "save_every"],
+)
+def test_resume_before_the_first_checkpoint(
+    options: dict[str, Any], text: Path, tmp_path: Path
+) -> None:
+    config = small_run(text, steps=6, log_every=1, **options)
+
+    def job() -> None:
+        kills.in_fill(1)()
+        train_here(config, tmp_path / "run")
+
+    assert in_process(job) < 0
+    outcome = airmoe("train", "--resume", tmp_path / "run")
+    assert outcome.code == 0, outcome.err
+    assert f"{tmp_path / 'run'} has no checkpoint yet: it starts again." in outcome.out
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "log.jsonl").open()]
+    assert steps[0] == 1 and steps == sorted(steps)
+
+
 def test_resume_of_a_run_that_still_goes_on(text: Path, tmp_path: Path) -> None:
     run = unfinished(text, tmp_path)
     before = sorted(run.rglob("*"))
@@ -387,6 +463,47 @@ def test_paths_through_a_file(text: Path, tmp_path: Path) -> None:
     assert_one_line(trained(small_run(text), inside), CONFIG_ERROR, str(inside))
     outcome = airmoe("prepare", text / "text.txt", "--out", inside, "--tokenizer", "bytes")
     assert_one_line(outcome, CONFIG_ERROR, str(inside))
+
+
+def test_a_suite_in_the_place_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    outcome = airmoe("suite", "main", "tiny", "--out", tmp_path / "file")
+    assert_one_line(outcome, CONFIG_ERROR, str(tmp_path / "file"), "File exists", "Choose a path")
+    assert (tmp_path / "file").read_text() == "x"
+
+
+@pytest.mark.parametrize("target", ["nothere", "link"], ids=["dangling", "loop"])
+def test_links_that_lead_nowhere(target: str, text: Path, tmp_path: Path) -> None:
+    """Said before the text is prepared: for `exists` such a link is a free place."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / target)
+    fresh = f"data.folder={tmp_path}/tokens"
+    outcome = trained(small_run(text), link, fresh)
+    assert_one_line(outcome, CONFIG_ERROR, f"run: got '{link}'", "new or empty folder")
+    outcome = airmoe("prepare", text / "text.txt", "--out", link, "--tokenizer", "bytes")
+    assert_one_line(outcome, CONFIG_ERROR, f"prepare.out: got '{link}'", "is there already")
+    outcome = airmoe("suite", "main", "tiny", "--out", link)
+    assert_one_line(outcome, CONFIG_ERROR, str(link), "Choose a path")
+    inside = trained(small_run(text), link / "run")
+    assert_one_line(inside, CONFIG_ERROR, str(link), "Choose a path")
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_while_text_is_prepared(code: int, text: Path, tmp_path: Path) -> None:
+    """A used-up quota is a full disk to whoever has it. There is no run yet, so no --resume."""
+
+    def patch() -> None:
+        def add(self: SplitWriter, tokens: Any) -> bool:
+            raise OSError(code, os.strerror(code))
+
+        SplitWriter.add = add
+
+    arguments = ("prepare", text / "text.txt", "--out", tmp_path / "out", "--tokenizer", "bytes")
+    more = ("--validation-fraction", 0.1, "--workers", 1)
+    outcome = airmoe(*arguments, *more, patch=patch)
+    assert_one_line(outcome, RUN_FAILED, "the disk is full", "run the same command again")
+    assert airmoe(*arguments, *more).code == 0
 
 
 def test_models_without_a_checkpoint(text: Path, tmp_path: Path) -> None:
@@ -453,6 +570,103 @@ def test_a_full_disk_before_the_first_checkpoint(text: Path, tmp_path: Path) -> 
     outcome = trained(config, tmp_path / "run", patch=full_disk(1))
     assert_one_line(outcome, RUN_FAILED, "step 2", "No checkpoint was written before")
     assert airmoe("train", "--resume", tmp_path / "run").code == 0
+
+
+def full_at(file: Path, number: int, code: int = errno.ENOSPC) -> Callable[[], None]:
+    """The disk is full when that file is brought to it for the `number`th time."""
+
+    def patch() -> None:
+        now, original = kills.nth(number), os.fsync
+
+        def fsync(handle: int) -> None:
+            if file.exists() and os.path.samestat(os.fstat(handle), file.stat()) and now():
+                raise OSError(code, os.strerror(code))
+            original(handle)
+
+        os.fsync = fsync
+
+    return patch
+
+
+@pytest.mark.parametrize(
+    ("file", "number", "code", "kept"),
+    [
+        ("log.jsonl", 1, errno.ENOSPC, "No checkpoint was written before"),
+        ("log.jsonl", 4, errno.EDQUOT, "{run}/checkpoint-2 is whole"),  # after 1, 2 and its eval, 3
+        ("usage.safetensors.draft", 1, errno.ENOSPC, "{run}/checkpoint-4 is whole"),
+        ("result.json.draft", 1, errno.ENOSPC, "{run}/checkpoint-4 is whole"),
+    ],
+    ids=["first line", "a line", "usage", "result"],
+)
+def test_a_full_disk_between_checkpoints(
+    file: str, number: int, code: int, kept: str, text: Path, finished: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    config = small_run(text, steps=4, eval_every=2)
+    outcome = trained(config, run, patch=full_at(run / file, number, code))
+    assert_one_line(
+        outcome,
+        RUN_FAILED,
+        "the disk is full",
+        kept.format(run=run),
+        f"Make room, then: airmoe train --resume {run}\n",
+    )
+    assert list(run.glob("*.draft")) == []
+    assert airmoe("train", "--resume", run).code == 0
+    assert timeless_log(run) == timeless_log(finished)
+
+
+def test_a_full_disk_before_there_is_a_run(text: Path, tmp_path: Path) -> None:
+    """The remedy is to run the same command again, so it must not be refused then."""
+    config, run = small_run(text, steps=1, eval_every=1), tmp_path / "run"
+    outcome = trained(config, run, patch=full_at(run / "run.json.draft", 1))
+    assert_one_line(outcome, RUN_FAILED, "the disk is full", "run the same command again")
+    assert trained(config, run).code == 0
+
+
+def broken_tensorboard(number: int) -> Callable[[], None]:
+    """From the event of that number on, its disk is full."""
+
+    def patch() -> None:
+        records = pytest.importorskip("tensorboard.summary.writer.record_writer")
+        original, events = records.RecordWriter.write, []
+
+        def write(self: Any, data: bytes) -> None:
+            events.append(data)
+            if len(events) >= number:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            original(self, data)
+
+        records.RecordWriter.write = write
+
+    return patch
+
+
+@pytest.mark.parametrize("number", [1, 3, 4], ids=["opening", "first line", "second line"])
+def test_a_run_goes_on_without_tensorboard(number: int, text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    config = small_run(text, steps=4, eval_every=2, tensorboard=True)
+    outcome = trained(config, tmp_path / "run", patch=broken_tensorboard(number))
+    assert outcome.code == 0, outcome.err
+    assert (tmp_path / "run" / "result.json").exists()
+    assert outcome.err.count("UserWarning: ") == 1 and "Traceback" not in outcome.err
+    assert "TensorBoard is off for the rest of this run" in outcome.err
+    assert "No space left on device" in outcome.err
+
+
+def test_tensorboard_does_not_hide_why_a_run_stops(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run = tmp_path / "run"
+
+    def patch() -> None:
+        broken_tensorboard(3)()
+        full_at(run / "log.jsonl", 4)()
+
+    config = small_run(text, steps=4, eval_every=2, tensorboard=True)
+    outcome = trained(config, run, patch=patch)
+    assert outcome.code == RUN_FAILED and "Traceback" not in outcome.err
+    last = outcome.err.splitlines()[-1]
+    assert last.startswith("airmoe: the disk is full") and f"{run}/checkpoint-2 is whole" in last
 
 
 def test_a_really_full_disk(text: Path, finished: Path, tmp_path: Path) -> None:

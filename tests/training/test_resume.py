@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from airmoe import ROUTERS
+from airmoe.files import read_json, write_json
 from airmoe.training import RunConfig
 from airmoe.training.checkpoints import checkpoints, step_of
 from airmoe.training.order import EpochOrder
@@ -126,6 +127,24 @@ def test_resuming_a_finished_run_changes_nothing(
     run = uninterrupted(config, tmp_path / "run")
     resumed(run)
     assert_same_run(run, reference)
+
+
+def test_a_result_names_the_machine_that_trained(
+    plain: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
+    """Not the one that resumed a run whose steps were done: its numbers are not from there."""
+    config, _ = plain
+    run = tmp_path / "run"
+    killed(config, run, kills.before_result)
+    elsewhere = {"machine": {"device": "another", "count": 9}, "versions": {"python": "9"}}
+    write_json(run / "run.json", read_json(run / "run.json") | elsewhere)
+    resumed(run)
+    result = read_json(run / "result.json")
+    assert {name: result[name] for name in elsewhere} == elsewhere
+    elsewhere = {"machine": {"device": "a third", "count": 1}, "versions": {"python": "8"}}
+    write_json(run / "result.json", result | elsewhere | {"peak_memory_gib": 0.5})
+    resumed(run)
+    assert read_json(run / "result.json") == result | elsewhere | {"peak_memory_gib": 0.5}
 
 
 def test_the_comparison_can_fail(plain: tuple[RunConfig, Path], tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ class Corpus:
 
     name: str
     sha256: str
-    """Changes when the input changes: of names and sizes for files, else of version or address."""
+    """Changes when the input changes: of a file's name and content, else of version or address."""
+    former_sha256: str
+    """What older versions had for it, and folders of theirs still have: names and sizes only."""
     splits: dict[str, Source]
 
 
@@ -83,14 +85,15 @@ def _hub_corpora() -> dict[str, dict[str, HubSplit]]:
 
 
 def open_corpus(name: str, text_field: str) -> Corpus:
-    """Find a corpus by name or path; nothing is read yet."""
+    """Find a corpus by name or path; of files only the hash is taken yet."""
     hub = _hub_corpora()
     if name in hub:
-        addresses = {split: f"{s.dataset}/{s.config}" for split, s in hub[name].items()}
-        return Corpus(name, _sha256_of(addresses), dict(hub[name]))
+        addresses = _sha256_of({split: f"{s.dataset}/{s.config}" for split, s in hub[name].items()})
+        return Corpus(name, addresses, addresses, dict(hub[name]))
     if name == "python-docs":
         docs = PythonDocs()
-        return Corpus(name, _sha256_of(docs.version), {"train": docs})
+        version = _sha256_of(docs.version)
+        return Corpus(name, version, version, {"train": docs})
     path = Path(name)
     if not path.exists():
         raise ConfigError(
@@ -110,8 +113,11 @@ def _open_path(path: Path, text_field: str) -> Corpus:
         split: [(file.relative_to(root).as_posix(), file.stat().st_size) for file in members]
         for split, members in splits.items()
     }
+    # At every start: no slower than the check of the shards, and times can lie (cp -p, rsync -t).
+    contents = {split: [_sha256_of_file(file) for file in splits[split]] for split in splits}
     return Corpus(
         path.resolve().name,
+        _sha256_of([listing, contents]),
         _sha256_of(listing),
         {split: LocalFiles(tuple(members), text_field) for split, members in splits.items()},
     )
@@ -145,6 +151,11 @@ def _official_splits(files: list[Path], folder: Path) -> dict[str, list[Path]] |
     if not folder.is_dir() or not (splits["train"] and splits["validation"]):
         return None
     return {split: members for split, members in splits.items() if members}
+
+
+def _sha256_of_file(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _sha256_of(identity: Any) -> str:

@@ -89,7 +89,7 @@ def prepare(
     recipe = _recipe(config, corpus)
     fixed = None if is_trained(config.tokenizer) else make_tokenizer(config.tokenizer)
     out = Path(config.out)
-    if not out.exists():
+    if not os.path.lexists(out):  # a link that leads nowhere is in the way, too
         with Workspace(out) as workspace:
             if not workspace.is_complete():
                 begin = Progress(recipe, _shard_tokens, fixed and fixed.identity)
@@ -100,7 +100,8 @@ def prepare(
                 job = _Job(config, corpus, tokenizer, workspace, progress, report)
                 workspace.complete(job.run())
             workspace.publish()
-    return _existing(out, recipe, fixed)
+    former = replace(recipe, corpus_sha256=corpus.former_sha256)
+    return _existing(out, (recipe, former), fixed)
 
 
 def _with_validation(corpus: Corpus, config: PrepareConfig) -> Corpus:
@@ -116,8 +117,12 @@ def _with_validation(corpus: Corpus, config: PrepareConfig) -> Corpus:
         )
     given = open_corpus(config.validation, config.text_field)
     text = given.splits.get("validation", given.splits["train"])
-    sha256 = f"{corpus.sha256}+{given.sha256}"
-    return Corpus(corpus.name, sha256, {**corpus.splits, "validation": text})
+    return Corpus(
+        corpus.name,
+        f"{corpus.sha256}+{given.sha256}",
+        f"{corpus.former_sha256}+{given.former_sha256}",
+        {**corpus.splits, "validation": text},
+    )
 
 
 def _hashed_fraction(corpus: Corpus, config: PrepareConfig) -> float:
@@ -144,7 +149,7 @@ def _recipe(config: PrepareConfig, corpus: Corpus) -> Recipe:
     )
 
 
-def _existing(out: Path, recipe: Recipe, fixed: Tokenizer | None) -> Prepared:
+def _existing(out: Path, recipes: tuple[Recipe, ...], fixed: Tokenizer | None) -> Prepared:
     """The finished folder, if it is what was asked for."""
     if not (out / MANIFEST_FILE).exists():
         raise ConfigError(
@@ -155,12 +160,12 @@ def _existing(out: Path, recipe: Recipe, fixed: Tokenizer | None) -> Prepared:
         )
     manifest = read_manifest(out)
     same_tokenizer = fixed is None or fixed.identity == manifest.tokenizer
-    if manifest.recipe != recipe or not same_tokenizer:
+    if manifest.recipe not in recipes or not same_tokenizer:
         raise ConfigError(
             "prepare.out",
             str(out),
             "was prepared with other settings, other text or another tokenizer",
-            "Delete it or use another out.",
+            "Delete it or use another out. For train that is data.folder.",
         )
     return open_prepared(out, verify=False)
 
@@ -296,6 +301,14 @@ class _Job:
                 self._validation_fraction,
                 "left the validation split empty",
                 "Raise validation_fraction, or give validation text with validation=.",
+            )
+        if name == "validation" and self._config.validation is not None:
+            return ConfigError(
+                "prepare.validation",
+                self._config.validation,
+                "has no text",
+                "Add documents that are more than white space, or leave it out: then a share of "
+                "the training text is held back.",
             )
         return ConfigError(
             "prepare.corpus",

@@ -103,7 +103,8 @@ class Workspace:
             raise ConfigError(
                 "prepare.out",
                 str(self._out),
-                f"was begun with other settings or another tokenizer (see {self.folder.name})",
+                "was begun with other settings, other text or another tokenizer "
+                f"(see {self.folder.name})",
                 f"Delete {self.folder} or use another out.",
             )
         # Nothing worth keeping was done, for instance because the settings were wrong.

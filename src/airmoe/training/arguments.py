@@ -19,7 +19,7 @@ def make_arguments(
     options = run.training
     on_gpu = torch.cuda.is_available()
     check_device(run, num_processes)
-    evaluate_every = steps_per_epoch if options.eval_every == "epoch" else options.eval_every
+    evaluate_every = _steps_between_evaluations(run, steps_per_epoch)
     return TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=options.micro_batch_size,
@@ -69,6 +69,17 @@ def total_steps(run: RunConfig, steps_per_epoch: int) -> int:
         return options.steps
     assert options.epochs is not None
     return options.epochs * steps_per_epoch
+
+
+def first_checkpoint_step(run: RunConfig, steps_per_epoch: int) -> int:
+    """No later step is reached without a checkpoint; a signal may have made one earlier."""
+    due = [_steps_between_evaluations(run, steps_per_epoch), total_steps(run, steps_per_epoch)]
+    return min([*due, *([run.training.save_every] if run.training.save_every else [])])
+
+
+def _steps_between_evaluations(run: RunConfig, steps_per_epoch: int) -> int:
+    every = run.training.eval_every
+    return steps_per_epoch if every == "epoch" else every
 
 
 def check_device(run: RunConfig, num_processes: int) -> None:

@@ -12,7 +12,6 @@ checkpoint-N/  model.safetensors, config.json  what `from_pretrained` reads
 
 from __future__ import annotations
 
-import errno
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from airmoe.errors import ConfigError, RunError
-from airmoe.files import read_json, sync_folder, sync_tree
+from airmoe.files import disk_is_full, read_json, sync_folder, sync_tree
 
 NAME = re.compile(r"checkpoint-(\d+)")
 PARTIAL = ".partial"
@@ -71,14 +70,28 @@ def _failure_explained(run_folder: Path, step: int, partial: Path) -> Iterator[N
         yield
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        kept = checkpoints(run_folder)
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        full = disk_is_full(error) or "No space left" in str(error)  # safetensors gives no errno
         what = "the disk is full" if full else f"it failed ({error})"
         raise RunError(
-            f"step {step}: while the checkpoint was written, {what}. "
-            + (f"{kept[-1]} is whole. " if kept else "No checkpoint was written before. ")
-            + f"Make room, then: airmoe train --resume {run_folder}"
+            f"step {step}: while the checkpoint was written, {what}. {_how_to_go_on(run_folder)}"
         ) from error
+
+
+@contextmanager
+def full_disk_explained(run_folder: Path) -> Iterator[None]:
+    """The same for everything else that a run writes."""
+    try:
+        yield
+    except OSError as error:
+        if not disk_is_full(error):
+            raise
+        raise RunError(f"the disk is full. {_how_to_go_on(run_folder)}") from error
+
+
+def _how_to_go_on(run_folder: Path) -> str:
+    kept = checkpoints(run_folder)
+    whole = f"{kept[-1]} is whole." if kept else "No checkpoint was written before."
+    return f"{whole} Make room, then: airmoe train --resume {run_folder}"
 
 
 def remove_old(run_folder: Path, keep: int, best: Path | None) -> None:

@@ -24,13 +24,19 @@ from airmoe.distributed import rank
 from airmoe.errors import ConfigError
 from airmoe.files import read_json, write_bytes, write_json
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM, draw_weights, parameter_counts
-from airmoe.training.arguments import check_device, make_arguments, total_steps
+from airmoe.training.arguments import (
+    check_device,
+    first_checkpoint_step,
+    make_arguments,
+    total_steps,
+)
 from airmoe.training.callbacks import LastStep, Recorder, Restore, StopOnSignal, WatchSteps
 from airmoe.training.checkpoints import (
     USAGE,
     best_checkpoint,
     checkpoints,
     clean_up,
+    full_disk_explained,
     load_json,
     step_of,
 )
@@ -42,6 +48,7 @@ from airmoe.training.run_folder import (
     RunFolder,
     check_free,
     check_log,
+    check_never_saved,
     check_same_data,
     create_run,
     locked,
@@ -75,7 +82,7 @@ def train(config: RunConfig, folder: Path | str, console: Console | None = None)
         create_run(folder, config, prepared)
     PartialState().wait_for_everyone()
     run = RunFolder(folder, config)
-    with locked(run) if rank() == 0 else nullcontext():
+    with full_disk_explained(folder), locked(run) if rank() == 0 else nullcontext():
         return _go(run, prepared, console, checkpoint=None)
 
 
@@ -84,17 +91,30 @@ def resume(folder: Path | str, console: Console | None = None) -> Finished:
     folder, console = Path(folder), console or Console()
     run = open_run(folder)
     _start_processes(run.config)
+    if run.result.exists() and not checkpoints(folder):
+        gone = f"{folder} is finished and its checkpoints are gone: there is nothing left to do."
+        _say(console, gone)
+        return Finished(run, None, read_json(run.result)["last"]["step"])
     _check_folder_there(run.config)
     prepared = _data_on_every_process(run.config, console)
     check_same_data(run, prepared)
-    with locked(run) if rank() == 0 else nullcontext():
+    with full_disk_explained(folder), locked(run) if rank() == 0 else nullcontext():
         if rank() == 0:
             clean_up(folder, run.config.training.keep_checkpoints)
         PartialState().wait_for_everyone()
         found = checkpoints(folder)
         if found:
             check_log(run, found[-1])
+        else:
+            _check_never_saved(run, prepared)
+            _say(console, f"{folder} has no checkpoint yet: it starts again.")
         return _go(run, prepared, console, checkpoint=found[-1] if found else None)
+
+
+def _check_never_saved(run: RunFolder, prepared: Prepared) -> None:
+    train_blocks, _ = _blocks(run.config, prepared)
+    steps_per_epoch = len(train_blocks) // run.config.training.batch_size
+    check_never_saved(run, first_checkpoint_step(run.config, steps_per_epoch))
 
 
 def _check_folder_there(config: RunConfig) -> None:
@@ -121,13 +141,11 @@ def _start_processes(config: RunConfig) -> None:
 def _data_on_every_process(config: RunConfig, console: Console) -> Prepared:
     display = PrepareDisplay(console, config.data.corpus)
     folder = data_folder(config.data)
-    if rank() == 0 and not folder.exists():  # say so: the folder's name may be mistyped
-        console.print(
+    if not folder.exists():  # say so: the folder's name may be mistyped
+        _say(
+            console,
             f"{folder} does not exist yet: preparing {config.data.corpus} there, tokenizer "
             f"{config.data.tokenizer}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
         )
     with PartialState().main_process_first(), display:
         return prepared_data(config.data, display.show)
@@ -154,8 +172,7 @@ def _go(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path |
     transformers_logging.disable_progress_bar()  # one bar, and it is ours
     set_seed(options.seed)
     model = build_model(config, prepared)
-    if rank() == 0:
-        _introduce(run, model, last_step, console)
+    _introduce(run, model, last_step, console)
     trainer = AirMoeTrainer(
         model, config, arguments, train_blocks, eval_blocks, prepared.tokenizer().save
     )
@@ -242,13 +259,17 @@ def _introduce(run: RunFolder, model: AirMoeForCausalLM, last_step: int, console
     """How large the model and the work are, before they start."""
     counts = parameter_counts(model.config)
     tokens = run.config.training.batch_size * run.config.data.block_size
-    console.print(
+    _say(
+        console,
         f"{_title(run)}: {counts.total / 1e6:.2f} M parameters, {counts.active / 1e6:.2f} M active "
         f"per token; {last_step:,} steps of {tokens:,} tokens",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
     )
+
+
+def _say(console: Console, text: str) -> None:
+    """One line as it is, of one process: names may hold what rich takes for markup."""
+    if rank() == 0:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _title(run: RunFolder) -> str:
@@ -262,14 +283,25 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def write_result(run: RunFolder, peak_memory: float | None) -> None:
-    """Sum a finished run up in one small file, from its log alone."""
+    """Sum a finished run up in one small file, from its log alone.
+
+    `peak_memory` None: no step was trained here, and where and by what they were is known before.
+    """
     lines = read_log(run.log)
     evaluations = [line for line in lines if line["kind"] == "eval"]
     if not evaluations:
         raise ConfigError("run", str(run.path), "must have been evaluated", "Resume it.")
     speeds = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
-    if peak_memory is None and run.result.exists():
-        peak_memory = read_json(run.result)["peak_memory_gib"]
+    started = read_json(run.path / "run.json")
+    if peak_memory is None:
+        before = read_json(run.result) if run.result.exists() else started
+        conditions = {name: before.get(name) for name in ("peak_memory_gib", "versions", "machine")}
+    else:
+        conditions = {
+            "peak_memory_gib": peak_memory,
+            "versions": versions(),
+            "machine": machine(),
+        }
     usage = best_checkpoint(run.path) / USAGE
     if usage.exists():
         write_bytes(run.path / USAGE, usage.read_bytes())
@@ -286,10 +318,8 @@ def write_result(run: RunFolder, peak_memory: float | None) -> None:
             "tokens": evaluations[-1]["tokens"],
             "seconds": evaluations[-1]["seconds"],
             "tokens_per_second": median(speeds) if speeds else None,
-            "peak_memory_gib": peak_memory,
-            "versions": versions(),
-            "git": read_json(run.path / "run.json")["git"],
-            "machine": machine(),
+            **conditions,
+            "git": started["git"],
             "log": lines,
         },
     )

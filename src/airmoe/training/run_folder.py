@@ -77,7 +77,8 @@ def create_run(path: Path, config: RunConfig, prepared: Prepared) -> RunFolder:
 
 def check_free(path: Path, config: RunConfig) -> None:
     """Raise unless a new run may be made there."""
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    # A link that leads nowhere does not exist, but no folder can be made in its place.
+    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError("run", str(path), *_occupied(path, config))
 
 
@@ -148,6 +149,28 @@ def check_log(run: RunFolder, checkpoint: Path) -> None:
             f"must have at least the {length} bytes it had at {checkpoint.name}, not {found}",
             "Put the file back, or start a new run.",
         )
+
+
+def check_never_saved(run: RunFolder, first_checkpoint: int) -> None:
+    """Raise if a run without checkpoints had one: its log goes on after the first was due.
+
+    Before that only a signal makes one. Should that be gone, the same few steps are done again.
+    """
+    reached = _last_logged_step(run.log)
+    if reached > first_checkpoint:
+        raise ConfigError(
+            "run",
+            str(run.path),
+            f"must hold the checkpoints it had: its log reaches step {reached}, and it wrote a "
+            f"checkpoint after step {first_checkpoint}",
+            "Put its newest checkpoint-N folder back, or start a new run in another folder.",
+        )
+
+
+def _last_logged_step(log: Path) -> int:
+    """0 without a line; a last one that a kill tore is none."""
+    lines = log.read_bytes().split(b"\n")[:-1] if log.is_file() else []
+    return json.loads(lines[-1])["step"] if lines else 0
 
 
 @contextmanager
