@@ -49,6 +49,11 @@ def test_options_of_the_method_s_own_router() -> None:
     assert peer.model["router_options"]["num_heads"] == 4
     whole = method_run("tiny", "peer", ['model.router_options={"num_heads": 2}'])
     assert whole.model["router_options"] == {"num_heads": 2}
+    later = ['model.router_options={"num_heads": 2}', "model.router_options.jitter_std=0.3"]
+    mixed = method_run("tiny", "peer", later).model["router_options"]
+    assert mixed == {"num_heads": 2, "jitter_std": 0.3}
+    room = method_run("tiny", "expert_choice", ["model.router_options.capacity_factor=2.0"])
+    assert room.model["router_options"]["capacity_factor"] == 2.0
     shared = method_run("tiny", "peer", ["model.router_options.jitter_std=0.5"])
     assert shared.model["router_options"]["jitter_std"] == 0.5
 

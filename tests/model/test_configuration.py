@@ -169,6 +169,12 @@ def test_what_others_wrote_into_a_saved_config_is_kept(tmp_path: Path) -> None:
         AirMoeConfig(**config.to_dict())  # written down by a program
 
 
+@pytest.mark.parametrize("name", ["top_k", "temperature", "has_shortlists", "to_dict"])
+def test_what_would_mean_something_else_is_refused_in_a_file_too(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.{name}: .* is not an option"):
+        AirMoeConfig.from_dict({**config_of("air").to_dict(), name: 3})
+
+
 def test_changes_at_loading_are_checked_too(tmp_path: Path) -> None:
     config_of("air").save_pretrained(tmp_path)
     assert AirMoeConfig.from_pretrained(tmp_path, num_experts=49).num_experts == 49

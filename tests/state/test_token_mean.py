@@ -16,7 +16,7 @@ from airmoe.routers.token_mean import TokenMean
 from airmoe.routers.tokens import read_tokens
 from tests.state.common import DIM, batch, build_block, build_layer, build_router
 
-DECAY = 0.7  # of `build_router`
+DECAY = 0.7
 
 
 def tokens_of(hidden: Tensor, mask: Tensor | None = None) -> Any:
@@ -87,7 +87,7 @@ def test_routing_is_that_of_tokens_less_the_mean(options: dict[str, Any], traini
 
 
 def test_the_codebook_learns_tokens_less_the_mean() -> None:
-    router, mean = build_router("air-centered"), TokenMean(DIM, DECAY)
+    router, mean = build_router("air-centered"), TokenMean(DIM)
     twin = plain_twin(router)
     for index in range(4):
         router.observe(shifted(index))

@@ -13,7 +13,9 @@ from airmoe.routers import AirRouter
 from airmoe.training import RunConfig, override
 
 OPTIONS = "model.router_options"
-OF_AIR = {field.name for field in dataclasses.fields(AirRouter.Config)}
+# AIR's as well, but of its expert choice alone: where given, it is that of the method's own.
+ITS_OWN = {"capacity_factor"}
+OF_AIR = {field.name for field in dataclasses.fields(AirRouter.Config)} - ITS_OWN
 
 
 def method_run(name: str, method: str, assignments: Sequence[str] = ()) -> RunConfig:
@@ -23,19 +25,29 @@ def method_run(name: str, method: str, assignments: Sequence[str] = ()) -> RunCo
     check_method("method", method)
     if method == "air":
         return override(preset(name), assignments)
-    own = [one for one in assignments if _is_unknown_to_air(one)]
-    base = override(preset(name), [one for one in assignments if one not in own])
-    return override(method_variant(base, method), own)
+    of_air, own = _divided(assignments)
+    return override(method_variant(override(preset(name), of_air), method), own)
 
 
-def _is_unknown_to_air(assignment: str) -> bool:
-    path, _, text = assignment.partition("=")
-    if path.startswith(f"{OPTIONS}."):
-        return path.removeprefix(f"{OPTIONS}.") not in OF_AIR
-    if path != OPTIONS:
-        return False
+def _divided(assignments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Those of the run with AIR, and those of the method's own router, each in their order."""
+    of_air: list[str] = []
+    own: list[str] = []
+    replaced = False  # all options at once by the method's own, which later ones change
+    for assignment in assignments:
+        path, _, text = assignment.partition("=")
+        is_own = False
+        if path == OPTIONS:
+            is_own = replaced = not _are_of_air(text)
+        elif path.startswith(f"{OPTIONS}."):
+            is_own = replaced or path.removeprefix(f"{OPTIONS}.") not in OF_AIR
+        (own if is_own else of_air).append(assignment)
+    return of_air, own
+
+
+def _are_of_air(text: str) -> bool:
     try:
         given = json.loads(text)
     except json.JSONDecodeError:
-        return False
-    return isinstance(given, dict) and not given.keys() <= OF_AIR
+        return True  # refused by whoever reads it
+    return not isinstance(given, dict) or given.keys() <= OF_AIR

@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, get_type_hints
 
-from transformers import LlamaConfig
+from transformers import GenerationConfig, LlamaConfig
 
 from airmoe.config import check_choice, check_count, check_number
 from airmoe.errors import ConfigError
@@ -118,7 +118,7 @@ class AirMoeConfig(LlamaConfig):
         (Tools leave marks in a model's config; options that a program gives are those of the
         constructor, which refuses what it does not know.)
         """
-        unknown = {name: config_dict[name] for name in config_dict if not cls._knows(name)}
+        unknown = {name: config_dict[name] for name in config_dict if cls._is_foreign(name)}
         for name in unknown.keys() & kwargs.keys():
             unknown[name] = kwargs.pop(name)
         known = {name: config_dict[name] for name in config_dict if name not in unknown}
@@ -253,6 +253,11 @@ class AirMoeConfig(LlamaConfig):
     @classmethod
     def _knows(cls, name: str) -> bool:
         return name.startswith("_") or name in TRANSFORMERS_NAMES or name in cls._options()
+
+    @classmethod
+    def _is_foreign(cls, name: str) -> bool:
+        """No option, and without a meaning for transformers or for this class either."""
+        return not (cls._knows(name) or hasattr(cls, name) or hasattr(GenerationConfig(), name))
 
     def _refuse_unknown(self, names: dict[str, Any]) -> None:
         for name, value in names.items():

@@ -65,8 +65,7 @@ class AirRouter(CentroidRouter):
             config.codebook_decay,
             config.dead_below,
         )
-        mean = TokenMean(config.dim, config.codebook_decay) if config.center_tokens else None
-        self.token_mean = mean
+        self.token_mean = TokenMean(config.dim) if config.center_tokens else None
         self.training_lists = self._new_cache()
         self.evaluation_lists = self._new_cache()
         self._evaluated_at: tuple[int, int, Seen, Seen] | None = None

@@ -80,6 +80,13 @@ class AirSettings(CentroidConfig):
                 f"together have {places}",
                 "Raise num_codewords or shortlist_size, or leave list_all out.",
             )
+        if self.center_tokens and self.codebook == "static":
+            raise ConfigError(
+                "air.center_tokens",
+                True,
+                'needs a codebook that follows the mean, which one of kind "static" does not',
+                "Leave center_tokens out, or choose another codebook.",
+            )
         if self.gate != "expert_choice" and self.capacity_factor != 1.0:
             raise ConfigError(
                 "air.capacity_factor",

@@ -16,6 +16,9 @@ from airmoe.distributed import all_reduce_sum
 from airmoe.routers.float32_state import Float32State
 from airmoe.routers.tokens import Tokens
 
+# Of a micro-batch. Slower than a codebook's usual 0.95: a mean that moves carries all routes along.
+MEAN_DECAY = 0.99
+
 
 class TokenMean(Float32State):
     """Decayed sum and count of the tokens of all ranks, as the codebook keeps them of its cells."""
@@ -23,7 +26,7 @@ class TokenMean(Float32State):
     sums: Tensor  # [D]
     count: Tensor  # scalar, tokens per micro-batch
 
-    def __init__(self, dim: int, decay: float) -> None:
+    def __init__(self, dim: int, decay: float = MEAN_DECAY) -> None:
         super().__init__()
         self.decay = decay
         self.register_buffer("sums", torch.zeros(dim, dtype=torch.float32))

@@ -168,6 +168,14 @@ def find_layers(model: nn.Module) -> list[Layer]:
             "Call airmoe.swap_routers or airmoe.swap_ffn first.",
         )
     for layer in found:
+        if getattr(layer.module, "token_mean", None) is not None:
+            raise ConfigError(
+                "calibrate.model",
+                f"{layer.name!r} with center_tokens",
+                "must route tokens as they are: codebooks are fitted to those, not to tokens less "
+                "a mean that is learned in training",
+                "Train it instead, or leave center_tokens out.",
+            )
         if any(tensor.is_meta for tensor in layer.module.state_dict().values()):
             raise ConfigError(
                 "calibrate.model",
