@@ -287,7 +287,8 @@ class AirRouter(CentroidRouter):
         return self._built_for is not None and self._built_for != Seen(self.centroids)
 
     def plan(self, tokens: Tokens) -> AirPlan:
-        self.codebook.check_in_memory()
+        if not tokens.hidden.is_meta:
+            self.codebook.check_in_memory()
         lists = self._lists()
         shortlists, scale, reverse = lists.experts, lists.scale(), lists.reverse()
         if self.training and not self.tracked:
