@@ -58,6 +58,18 @@ def test_options_of_the_method_s_own_router() -> None:
     assert shared.model["router_options"]["jitter_std"] == 0.5
 
 
+@pytest.mark.parametrize("method", ["exact", "peer", "coarse", "expert_choice", "dense"])
+def test_sizes_that_the_lists_of_the_preset_do_not_fit(method: str) -> None:
+    run = method_run("tiny", method, ["model.num_experts=64"])
+    assert run.model["num_experts"] == (4 if method == "coarse" else 64)
+    for needs_lists in ("air", "hierarchical"):
+        with pytest.raises(ConfigError, match=r"air\.shortlist_size: got 128"):
+            method_run("tiny", needs_lists, ["model.num_experts=64"])
+    sizes = ["model.num_experts=64", "model.router_options.shortlist_size=99"]
+    with pytest.raises(ConfigError, match=r"air\.shortlist_size: got 99"):
+        method_run("tiny", method, sizes)
+
+
 def test_air_takes_any_router() -> None:
     run = method_run("tiny", "air", ["model.router=topk"])
     assert run.model["router"] == "topk"

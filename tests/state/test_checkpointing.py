@@ -215,8 +215,14 @@ def test_air_equals_the_run_without_checkpointing(window: str, builder: str, mod
     assert_checkpointing_changes_nothing("air", builder, mode, window)
 
 
-@pytest.mark.parametrize("mode", ["reentrant", "non_reentrant", "selective"])
-@pytest.mark.parametrize("window", ["accumulation", "reverse_order", "identical"])
+@pytest.mark.parametrize(
+    ("window", "mode"),
+    [
+        *[(w, "reentrant") for w in ("accumulation", "reverse_order", "identical")],
+        *[(w, "non_reentrant") for w in ("accumulation", "reverse_order", "identical")],
+        ("accumulation", "selective"),
+    ],
+)
 @pytest.mark.parametrize("case", [case for case in CASES if case != "air"])
 def test_others_equal_the_run_without_checkpointing(case: str, window: str, mode: str) -> None:
     assert_checkpointing_changes_nothing(case, "in a block", mode, window)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
+from airmoe.errors import ConfigError
 from airmoe.experiments.presets import preset
 from airmoe.experiments.suites.variants import method_variant
 from airmoe.model.methods import check_method
@@ -26,7 +27,18 @@ def method_run(name: str, method: str, assignments: Sequence[str] = ()) -> RunCo
     if method == "air":
         return override(preset(name), assignments)
     of_air, own = _divided(assignments)
-    return override(method_variant(override(preset(name), of_air), method), own)
+    return override(method_variant(_with_air(name, of_air, method), method), own)
+
+
+def _with_air(name: str, of_air: list[str], method: str) -> RunConfig:
+    try:
+        return override(preset(name), of_air)
+    except ConfigError as error:
+        # The preset's lists may not fit other sizes. Only clusters are made from them: for the
+        # others lists that follow from the sizes will do.
+        if method == "hierarchical" or error.field != "air.shortlist_size":
+            raise
+        return override(preset(name), [f"{OPTIONS}={{}}", *of_air])
 
 
 def _divided(assignments: Sequence[str]) -> tuple[list[str], list[str]]:
