@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from airmoe.distributed import all_reduce_sum, is_distributed, world_size
-from airmoe.errors import ConfigError
-from airmoe.routers.routing import CellRouting, Routing
+from airmoe.routers.routing import CellRouting, Routing, check_routing
 
 
 def load_balance_loss(routing: Routing, *, total_tokens: Tensor | int | None = None) -> Tensor:
@@ -33,7 +32,7 @@ def load_balance_loss(routing: Routing, *, total_tokens: Tensor | int | None = N
     of e under the softmax over each token's candidates (for AIR: its shortlist). Every rank of a
     process group must call it, also in evaluation.
     """
-    _check_routing("load_balance_loss", routing)
+    check_routing("load_balance_loss.routing", routing)
     return _balance(routing.expert_counts, routing.expert_probs, routing.valid, total_tokens)
 
 
@@ -51,22 +50,12 @@ def shortlist_balance_loss(
 
 def router_z_loss(routing: Routing, *, total_tokens: Tensor | int | None = None) -> Tensor:
     """Mean squared log partition function of the candidates (ST-MoE): keeps logits small."""
-    _check_routing("router_z_loss", routing)
+    check_routing("router_z_loss.routing", routing)
     tokens = routing.valid.sum()
     tokens_everywhere = all_reduce_sum(tokens)
     # `where` before the square: an invalid token's value must not reach the backward pass.
     log_z = torch.where(routing.valid, routing.log_z, 0.0)  # [T]
     return log_z.square().sum() * _per_token(tokens_everywhere, total_tokens)
-
-
-def _check_routing(name: str, routing: object) -> None:
-    if not isinstance(routing, Routing):
-        raise ConfigError(
-            f"{name}.routing",
-            type(routing).__name__,
-            "must be a routing",
-            "Give layer.forward_with_routing(x).routing, or router(hidden).",
-        )
 
 
 def _balance(

@@ -15,7 +15,13 @@ from airmoe.kernels.cells import make_cells
 from airmoe.kernels.rows import gather_dot, scatter_total
 from airmoe.kernels.token_experts import SMALL_BATCH, token_experts
 from airmoe.routers.base import run_eagerly
-from airmoe.routers.routing import CellRouting, ExpertRouting, Routing, TokenRouting
+from airmoe.routers.routing import (
+    CellRouting,
+    ExpertRouting,
+    Routing,
+    TokenRouting,
+    check_routing,
+)
 
 
 class _Experts(nn.Module):
@@ -148,13 +154,7 @@ class _Experts(nn.Module):
 
     def _check(self, hidden: Tensor, routing: Routing) -> None:
         label = type(self).__name__
-        if not isinstance(routing, Routing):
-            raise ConfigError(
-                f"{label}.routing",
-                type(routing).__qualname__,
-                "must be a routing",
-                "Give what a router returned for these tokens: router(hidden).",
-            )
+        check_routing(f"{label}.routing", routing)
         if hidden.shape != (routing.num_tokens, self.dim):
             raise ConfigError(
                 f"{label}.hidden",

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
+from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 from airmoe.kernels.cells import Cells
 from airmoe.kernels.select import top_positions
@@ -232,3 +233,13 @@ def sum_over_cells(values: Tensor, cells: Cells, num_experts: int) -> Tensor:
     per_cell = values.new_zeros(cells.pools.shape).index_add(0, cells.cell_of_row(), values)
     per_expert = values.new_zeros(num_experts)
     return per_expert.scatter_add(0, cells.pools.flatten(), per_cell.flatten())
+
+
+def check_routing(name: str, value: object) -> None:
+    if not isinstance(value, Routing):
+        raise ConfigError(
+            name,
+            type(value).__name__,
+            "must be a routing",
+            "Give layer.forward_with_routing(x).routing, or router(hidden).",
+        )
