@@ -327,10 +327,11 @@ class AirRouter(CentroidRouter):
         return [*index, plan.codewords, *maybe, *super().pack_plan(plan)]
 
     def unpack_plan(self, tensors: list[Tensor]) -> AirPlan:
-        codeword_ids, shortlists, entries, starts, codewords, *maybe = tensors
-        scale = maybe.pop(0) if self.config.normalize_centroids else None
-        mean = maybe.pop(0) if self.config.center_tokens else None
-        key = maybe.pop(0) if maybe else None
+        codeword_ids, shortlists, entries, starts, codewords = tensors[:5]
+        rest = iter(tensors[5:])  # compilers differ in what they let one do with a part of a list
+        scale = next(rest) if self.config.normalize_centroids else None
+        mean = next(rest) if self.config.center_tokens else None
+        key = next(rest, None)
         reverse = ReverseIndex(entries, starts)
         return AirPlan(key, codeword_ids, shortlists, scale, reverse, codewords, mean)
 

@@ -80,10 +80,10 @@ def traced_plan(
     if not training and not layout:
         return mask, router.unpack_plan([])
     ticket = torch.ops.airmoe.draw_ticket(handle, _call_number()) if training else None
-    valid, *tensors = torch.ops.airmoe.plan(
+    tensors = torch.ops.airmoe.plan(
         hidden.detach(), mask, ticket, handle, f"bool:T;{layout}", torch.is_grad_enabled(), learn
     )
-    return valid, router.unpack_plan(tensors)
+    return tensors[0], router.unpack_plan(tensors[1:])
 
 
 def _call_number() -> int:
