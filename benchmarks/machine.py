@@ -9,13 +9,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("airmoe", "torch", "numpy", "PEER-pytorch", "einops", "einx")
+import torch
+
+PACKAGES = ("airmoe", "numpy", "PEER-pytorch", "einops", "einx")
 
 
 def describe_machine() -> dict[str, Any]:
     """Versions, processor, memory, load and commit."""
     return {
-        "versions": {"python": platform.python_version()} | {p: _version(p) for p in PACKAGES},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),  # with its build, which metadata may lack
+            **{package: _version(package) for package in PACKAGES},
+        },
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

@@ -120,3 +120,14 @@ def test_other_losses_and_shapes() -> None:
     )
     with use_backend("reference"):
         assert measured(config, flop_counter()) == ledger_products(config, "executed")
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient"])
+def test_attention_of_a_gpu_with_shared_keys(kind: str) -> None:
+    """Four heads of queries, two of keys and values: the products are those of four."""
+    query, shared = torch.empty(2, 4, 16, 8, device="meta"), torch.empty(2, 2, 16, 8, device="meta")
+    attention = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")
+    further = () if kind == "flash" else (None, False)  # no bias, no log-sum-exp
+    with flop_counter() as counter:
+        attention(query, shared, shared, *further)
+    assert counter.get_total_flops() == 2 * (2 * 2 * 4 * 16 * 16 * 8)

@@ -197,9 +197,7 @@ def versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
-    if found["torch"] == "not installed":
-        found["torch"] = torch.__version__
-    return found
+    return found | {"torch": str(torch.__version__)}  # with its build, which metadata may lack
 
 
 def git_state() -> dict[str, Any]:

@@ -39,10 +39,15 @@ Arguments = dict[str, Any]  # by name, tensors as their shapes
 def flop_counter() -> FlopCounterMode:
     """Counts products: matrix products, attention (on a CPU too), and those of our kernels."""
     aten = torch.ops.aten
-    formulas: dict[Any, Callable[..., int]] = {
-        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    }
+    formulas: dict[Any, Callable[..., int]] = {}
+    for name in (
+        "flash_attention_for_cpu",
+        "flash_attention",
+        "efficient_attention",
+        "cudnn_attention",
+    ):
+        formulas[getattr(aten, f"_scaled_dot_product_{name}")] = _attention
+        formulas[getattr(aten, f"_scaled_dot_product_{name}_backward")] = _attention_backward
     if importlib.util.find_spec("triton") is not None:
         for module in OPERATOR_MODULES:
             importlib.import_module(f"airmoe.kernels.{module}")
@@ -63,13 +68,19 @@ def _by_name(schema: Any, formula: Callable[[Arguments], int]) -> Callable[..., 
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return sdpa_flop_count(query, key, value)
+    return sdpa_flop_count(query, _of_all_heads(key, query), _of_all_heads(value, query))
 
 
 def _attention_backward(
     grad: Any, query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any
 ) -> int:
-    return sdpa_backward_flop_count(grad, query, key, value)
+    keys, values = _of_all_heads(key, query), _of_all_heads(value, query)
+    return sdpa_backward_flop_count(grad, query, keys, values)
+
+
+def _of_all_heads(shared: Any, query: Any) -> Any:
+    """The shape of keys or values as if no two heads shared them: torch 2.11 counts no others."""
+    return torch.Size([shared[0], query[1], *shared[2:]])
 
 
 def _matrices(args: Arguments) -> int:
