@@ -64,6 +64,13 @@ def runs(folder: Path) -> dict[str, Run]:
         ("main/air-seed42 test perplexity - main/air-seed42 perplexity", "5.00"),
         ("main/peer-seed42 seconds / main/air-seed42 seconds", "2"),
         ("main/air-seed42 dead_experts - main/peer-seed42 dead_experts", "1.1 percentage points"),
+        # Half the way down 2.5 / 2 nats are still to go.
+        ("main/air-seed42 perplexity at 180", "69.81"),
+        ("main/air-seed42 perplexity at 360", "20.00"),
+        ("main/air-seed42 perplexity at 180 %- main/peer-seed42 perplexity at 180", "-20.0 %"),
+        ("main/air-seed42 perplexity at 180 / main/air-seed42 perplexity", "3.49"),
+        ("main/air-seed42 training overlap at 180", "0.83"),
+        ("main/air-seed42 training dead_experts at 30", "1.2 %"),
         ("main/air-seed42\nperplexity  -\n main/peer-seed42 perplexity", "-5.00"),  # a wrapped line
     ],
 )
@@ -96,6 +103,15 @@ def test_the_page_about_reports_lists_the_fields() -> None:
         ("main/air-seed42 loss - main/peer-seed42 overlap", ["equal fields, not loss and overlap"]),
         ("main/air-seed42 loss + main/peer-seed42 loss", ["RUN FIELD"]),
         ("main/air-seed42 loss / main/aire loss", ["must name one of the runs"]),
+        ("main/air-seed42 perplexity at 181", ["one of the steps 60, 120, 180, 240, 300, 360"]),
+        ("main/aire perplexity at 180", ["must name one of the runs"]),
+        ("main/air-seed42 color at 180", ["main/air-seed42 has no such curve"]),
+        ("main/air-seed42 training perplexity at 180", ["main/air-seed42 has no such curve"]),
+        ("main/air-seed42 perplexity at start", ["RUN FIELD"]),
+        (
+            "main/air-seed42 overlap at 180 - main/air-seed42 training overlap at 180",
+            ["equal fields, not overlap and training overlap"],
+        ),
     ],
 )
 def test_a_wrong_placeholder_is_named(

@@ -5,8 +5,10 @@
 
 `{RUN FIELD}`: RUN is the file of the record below the folder of the words, without its ending, or
 below the folder of all sections (`wikipedia/main/air-seed42`). Rows of `airmoe recall` are named
-alike: `recall/own-g1024-m2048-p1`, of several layers with `-layer3` behind it. Two of them may be
-joined by ` - ` (difference), ` / ` (ratio) or ` %- ` (difference in per cent of the second).
+alike: `recall/own-g1024-m2048-p1`, of several layers with `-layer3` behind it. A field is of the
+best evaluation, in `{RUN FIELD at STEP}` of the one at that step, in `{RUN training FIELD at STEP}`
+of that training step. Two of them may be joined by ` - ` (difference), ` / ` (ratio) or ` %- `
+(difference in per cent of the second).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from airmoe.experiments.report.records import file_of
 
 PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 OPERATION = re.compile(r"(?P<first>\S+ .+?) (?P<sign>-|/|%-) (?P<second>\S+ .+)")
+POINT = re.compile(r"(?P<training>training )?(?P<field>\S+) at (?P<step>\d+)")
 
 
 def plain(decimals: int) -> Callable[[float], str]:
@@ -162,18 +165,41 @@ def _combined(first: Value, sign: str, second: Value) -> str:
 
 def _value(operand: str, placeholder: str, runs: Mapping[str, Run | Row]) -> Value:
     name, _, field = operand.partition(" ")
+    point = POINT.fullmatch(field)
+    if point is not None:
+        return _point(name, point, placeholder, runs)
     if field not in FIELDS | ROW_FIELDS:
         raise _wrong(
             placeholder, f"must be RUN FIELD with a field of {', '.join(FIELDS | ROW_FIELDS)}"
         )
-    if name not in runs:
-        raise _wrong(placeholder, f"must name one of the runs {_listed(sorted(runs)) or '(none)'}")
-    run = runs[name]
+    run = _named(name, placeholder, runs)
     known = (ROW_FIELDS if isinstance(run, Row) else FIELDS).get(field)
     number = None if known is None else known.read(run)
     if known is None or number is None:
         raise _wrong(placeholder, f"cannot be written, because {name} has no {field}")
     return Value(field, known, number)
+
+
+def _point(
+    name: str, point: re.Match[str], placeholder: str, runs: Mapping[str, Run | Row]
+) -> Value:
+    """A point of a curve. That of a training step is not comparable with an evaluation's."""
+    run, field = _named(name, placeholder, runs), FIELDS.get(point["field"])
+    curve = {} if isinstance(run, Row) else run.training if point["training"] else run.evaluations
+    if field is None or point["field"] not in curve:
+        raise _wrong(placeholder, f"cannot be written, because {name} has no such curve")
+    numbers = dict(zip(curve["step"], curve[point["field"]], strict=True))
+    number = numbers.get(int(point["step"]))
+    if number is None:
+        steps = [f"{step:.0f}" for step, value in numbers.items() if step and value is not None]
+        raise _wrong(placeholder, f"must name one of the steps {_listed(steps) or '(none)'}")
+    return Value(f"{point['training'] or ''}{point['field']}", field, number)
+
+
+def _named(name: str, placeholder: str, runs: Mapping[str, Run | Row]) -> Run | Row:
+    if name not in runs:
+        raise _wrong(placeholder, f"must name one of the runs {_listed(sorted(runs)) or '(none)'}")
+    return runs[name]
 
 
 def _listed(names: list[str]) -> str:
