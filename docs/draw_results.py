@@ -25,7 +25,7 @@ from airmoe.experiments.report.words import filled, named_runs
 
 ROOT = Path(__file__).parents[1]
 # Then the other folders by name.
-FIRST = ("wikipedia", "wikipedia-three", "wikipedia-three-quiet", "wikipedia-quiet")
+FIRST = ("wikipedia", "wikipedia-quiet", "wikipedia-three", "wikipedia-three-quiet")
 PART = "quality"  # of the README
 ABOUT = (
     "Made by `docs/draw_results.py` from the files in `results/`; `airmoe report results/` makes "
