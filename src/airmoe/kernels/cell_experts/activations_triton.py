@@ -131,7 +131,7 @@ def _gelu(values):
 @triton.jit
 def _gelu_and_slope(values, EXACT: tl.constexpr):
     below = 0.5 * (1.0 + tl.erf(values * _SQRT_HALF))  # normal distribution function
-    density = _NORMAL_PEAK * _exp(-0.5 * values * values, EXACT)
+    density = _exp(-0.5 * values * values, EXACT) * _NORMAL_PEAK
     return values * below, below + values * density
 
 
@@ -139,10 +139,11 @@ def _gelu_and_slope(values, EXACT: tl.constexpr):
 def _gelu_tanh_and_slope(values, EXACT: tl.constexpr):
     """0.5 (1 + tanh(z)) is the sigmoid of 2 z, which needs no tanh."""
     squares = values * values
-    below = 1.0 + _exp(-_TANH_SCALE * values * (1.0 + _TANH_CUBIC * squares), EXACT)
+    # Constants on the right: on the left, Triton 3.9's interpreter makes a constant of the product.
+    below = 1.0 + _exp(values * -_TANH_SCALE * (1.0 + squares * _TANH_CUBIC), EXACT)
     if EXACT:
         sigmoid = tl.div_rn(1.0, below)
     else:
         sigmoid = 1.0 / below
-    inner = _TANH_SCALE * (1.0 + 3.0 * _TANH_CUBIC * squares)
+    inner = (1.0 + squares * (3.0 * _TANH_CUBIC)) * _TANH_SCALE
     return values * sigmoid, sigmoid * (1.0 + values * (1.0 - sigmoid) * inner)

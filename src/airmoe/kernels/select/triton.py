@@ -186,7 +186,7 @@ def _scatter_kernel(
         tl.debug_barrier()  # other threads' zeros must not overtake the gates
         for start in range(0, count, BLOCK):
             slot = start + tl.arange(0, BLOCK)
-            mask = (slot < count) & valid
+            mask = slot < tl.where(valid, count, 0)
             position = tl.load(positions_ptr + place * count + slot, mask=mask, other=0)
             gates = tl.load(gates_ptr + place * count + slot, mask=mask, other=0.0)
             tl.store(out_ptr + row * columns + position, gates, mask=mask)
