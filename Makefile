@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 CONSTRAINTS := constraints/cpu.txt
 
-.PHONY: help install check test test-oldest test-browser test-gpu demo report bench
+.PHONY: help install check test test-oldest test-torch test-browser test-gpu demo report bench
 help:
 	@echo "make demo      train a tiny AIR model and its twins at equal budget, and compare them"
 	@echo "make report    five methods and four ablations at tiny size, then tables and figures"
@@ -15,6 +15,7 @@ help:
 	@echo "make check     lint and type-check only"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-oldest  the tests of swapped models with the oldest transformers supported"
+	@echo "make test-torch  all tests with the oldest torch supported, or TORCH=2.15.0 (gigabytes of CUDA)"
 	@echo "make test-browser  those of the report's page, in a headless Chromium"
 	@echo "make bench     speed and memory beside the paper's listing and PEER-pytorch, on the CPU"
 	@echo "make install   set up $(VENV) (all of the above do it by themselves)"
@@ -55,6 +56,16 @@ $(VENV)-oldest/installed: pyproject.toml $(CONSTRAINTS) constraints/oldest.txt
 	$(PYTHON) -m venv $(VENV)-oldest
 	$(VENV)-oldest/bin/python -m pip --disable-pip-version-check install -q -c $(CONSTRAINTS) \
 	  -c constraints/oldest.txt -e '.[dev]'
+	@touch $@
+
+# With the Triton that this torch brings.
+TORCH ?= 2.11.0
+test-torch: $(VENV)-torch-$(TORCH)/installed
+	$(VENV)-torch-$(TORCH)/bin/python -m pytest -n auto $(PYTEST_ARGS)
+
+$(VENV)-torch-%/installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install -q torch==$* 'numpy<2.4' -e '.[dev]'
 	@touch $@
 
 # Needs a Chromium of the system (Debian: apt install chromium); playwright's own is not fetched.
