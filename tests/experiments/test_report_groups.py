@@ -172,3 +172,19 @@ def test_times_of_two_machines(suite: Path) -> None:
     write_json(result, read_json(result) | {"machine": {"device": "H200", "count": 1}})
     (note,) = grouped(read_all([suite])).notes
     assert note.endswith("different machines (1 x H200; 2 x x86_64): times do not compare")
+
+
+def test_builds_of_torch(suite: Path) -> None:
+    """Older records name none, which is no difference; two builds are one."""
+
+    def notes(variant: str, version: str) -> list[str]:
+        result = suite / f"{variant}-seed42" / "result.json"
+        values = read_json(result)
+        write_json(result, values | {"versions": values["versions"] | {"torch": version}})
+        return grouped(read_all([suite])).notes
+
+    for variant in ("air", "hierarchical", "coarse"):
+        notes(variant, "2.11.0")
+    assert notes("peer", "2.11.0+cu130") == []
+    (note,) = notes("air", "2.11.0+cpu")
+    assert "versions of torch (2.11.0+cpu; 2.11.0+cu130)" in note

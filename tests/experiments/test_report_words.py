@@ -105,9 +105,10 @@ def test_the_page_about_reports_lists_the_fields() -> None:
         ("main/air-seed42 loss / main/aire loss", ["must name one of the runs"]),
         ("main/air-seed42 perplexity at 181", ["one of the steps 60, 120, 180, 240, 300, 360"]),
         ("main/aire perplexity at 180", ["must name one of the runs"]),
-        ("main/air-seed42 color at 180", ["main/air-seed42 has no such curve"]),
-        ("main/air-seed42 training perplexity at 180", ["main/air-seed42 has no such curve"]),
-        ("main/air-seed42 perplexity at start", ["RUN FIELD"]),
+        ("main/air-seed42 color at 180", ["one of the curves dead_experts, entropy, flops, loss"]),
+        ("main/air-seed42 training perplexity at 180", ["the curves dead_experts, entropy, loss"]),
+        ("main/air-seed42 perplexity at 1,000", ["RUN FIELD at STEP", "a step is written 1000"]),
+        (f"main/air-seed42 perplexity at {'9' * 5000}", ["RUN FIELD at STEP"]),
         (
             "main/air-seed42 overlap at 180 - main/air-seed42 training overlap at 180",
             ["equal fields, not overlap and training overlap"],

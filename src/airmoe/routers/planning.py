@@ -83,7 +83,8 @@ def traced_plan(
     tensors = torch.ops.airmoe.plan(
         hidden.detach(), mask, ticket, handle, f"bool:T;{layout}", torch.is_grad_enabled(), learn
     )
-    return tensors[0], router.unpack_plan(tensors[1:])
+    # Not `valid, *tensors`, a tuple to torch 2.11; and a list that a router may take apart.
+    return tensors[0], router.unpack_plan(list(tensors[1:]))
 
 
 def _call_number() -> int:

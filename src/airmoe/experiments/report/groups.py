@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
@@ -215,19 +215,24 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _differences(group: Group) -> list[str]:
     """What makes means or times of a group hard to compare."""
-    readers: dict[str, Callable[[Run], str]] = {
-        "machines": lambda run: f"{run.machine.get('count')} x {run.machine.get('device')}",
-        "versions of torch": lambda run: str(run.versions.get("torch")),
-        "commits": lambda run: str(run.git.get("commit"))[:10],
+    runs = group.runs
+    values = {
+        "machines": {f"{run.machine.get('count')} x {run.machine.get('device')}" for run in runs},
+        "versions of torch": torch_versions(runs),
+        "commits": {str(run.git.get("commit"))[:10] for run in runs},
     }
     notes = _unequal_seeds(group)
-    for what, read in readers.items():
-        found = sorted({read(run) for run in group.runs})
+    for what, found in values.items():
         if len(found) > 1:
-            notes.append(
-                f"{group.title}: different {what} ({'; '.join(found)}): times do not compare"
-            )
+            listed = "; ".join(sorted(found))
+            notes.append(f"{group.title}: different {what} ({listed}): times do not compare")
     return notes
+
+
+def torch_versions(runs: Sequence[Run]) -> list[str]:
+    """In order. Older records name no build, so 2.11.0 is the same as 2.11.0+cu130 beside it."""
+    found = {run.versions.get("torch", "?") for run in runs}
+    return sorted(one for one in found if not any(two.startswith(f"{one}+") for two in found))
 
 
 def _unequal_seeds(group: Group) -> list[str]:

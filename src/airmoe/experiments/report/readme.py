@@ -8,7 +8,7 @@ from pathlib import Path
 from airmoe.experiments.report import metrics
 from airmoe.experiments.report.document import Block, Cell, Paragraph, Table
 from airmoe.experiments.report.fair import fair_groups
-from airmoe.experiments.report.groups import Group, group_runs
+from airmoe.experiments.report.groups import Group, group_runs, torch_versions
 from airmoe.experiments.report.markdown import markdown_blocks
 from airmoe.experiments.report.metrics import DASH
 from airmoe.experiments.report.paper import RUNS, paper_cell
@@ -76,7 +76,7 @@ def _about(group: Group) -> str:
         f"{first.tokens:,} tokens",
         first.config["training"]["precision"],
         " or ".join(sorted(machines)),
-        f"torch {' or '.join(sorted({run.versions.get('torch', '?') for run in group.runs}))}",
+        f"torch {' or '.join(torch_versions(group.runs))}",
     ]
     text = f"{', '.join(parts)}. Perplexities are per token."
     paper = RUNS.get(key.preset)

@@ -28,7 +28,7 @@ from airmoe.experiments.report.records import file_of
 
 PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 OPERATION = re.compile(r"(?P<first>\S+ .+?) (?P<sign>-|/|%-) (?P<second>\S+ .+)")
-POINT = re.compile(r"(?P<training>training )?(?P<field>\S+) at (?P<step>\d+)")
+POINT = re.compile(r"(?P<training>training )?(?P<field>\S+) at (?P<step>[0-9]{1,12})")
 
 
 def plain(decimals: int) -> Callable[[float], str]:
@@ -170,7 +170,9 @@ def _value(operand: str, placeholder: str, runs: Mapping[str, Run | Row]) -> Val
         return _point(name, point, placeholder, runs)
     if field not in FIELDS | ROW_FIELDS:
         raise _wrong(
-            placeholder, f"must be RUN FIELD with a field of {', '.join(FIELDS | ROW_FIELDS)}"
+            placeholder,
+            f"must be RUN FIELD with a field of {', '.join(FIELDS | ROW_FIELDS)}, or a point of a "
+            "curve, RUN FIELD at STEP or RUN training FIELD at STEP (a step is written 1000)",
         )
     run = _named(name, placeholder, runs)
     known = (ROW_FIELDS if isinstance(run, Row) else FIELDS).get(field)
@@ -187,11 +189,13 @@ def _point(
     run, field = _named(name, placeholder, runs), FIELDS.get(point["field"])
     curve = {} if isinstance(run, Row) else run.training if point["training"] else run.evaluations
     if field is None or point["field"] not in curve:
-        raise _wrong(placeholder, f"cannot be written, because {name} has no such curve")
-    numbers = dict(zip(curve["step"], curve[point["field"]], strict=True))
+        known = sorted(FIELDS.keys() & curve.keys() - {"step"})
+        raise _wrong(placeholder, f"must name one of the curves {_listed(known) or '(none)'}")
+    points = zip(curve["step"], curve[point["field"]], strict=True)
+    numbers = {step: one for step, one in points if step is not None and one is not None}
     number = numbers.get(int(point["step"]))
     if number is None:
-        steps = [f"{step:.0f}" for step, value in numbers.items() if step and value is not None]
+        steps = [f"{step:.0f}" for step in numbers]
         raise _wrong(placeholder, f"must name one of the steps {_listed(steps) or '(none)'}")
     return Value(f"{point['training'] or ''}{point['field']}", field, number)
 
