@@ -33,7 +33,7 @@ from airmoe.training.checkpoints import load_json
 from airmoe.training.config import RunConfig
 
 FORMAT = 1
-PACKAGES = ("airmoe", "torch", "transformers", "accelerate", "safetensors", "tokenizers", "numpy")
+PACKAGES = ("airmoe", "transformers", "accelerate", "safetensors", "tokenizers", "numpy")
 
 
 @dataclass(frozen=True)
@@ -191,13 +191,14 @@ def locked(run: RunFolder) -> Iterator[None]:
 
 def versions() -> dict[str, str]:
     """Python and the packages that decide what a run computes."""
-    found = {"python": platform.python_version()}
+    # torch with its build, which metadata may lack.
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
-    return found | {"torch": str(torch.__version__)}  # with its build, which metadata may lack
+    return found
 
 
 def git_state() -> dict[str, Any]:

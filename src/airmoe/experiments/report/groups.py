@@ -217,16 +217,20 @@ def _differences(group: Group) -> list[str]:
     """What makes means or times of a group hard to compare."""
     runs = group.runs
     values = {
-        "machines": {f"{run.machine.get('count')} x {run.machine.get('device')}" for run in runs},
+        "machines": machines(runs),
         "versions of torch": torch_versions(runs),
-        "commits": {str(run.git.get("commit"))[:10] for run in runs},
+        "commits": sorted({str(run.git.get("commit"))[:10] for run in runs}),
     }
     notes = _unequal_seeds(group)
     for what, found in values.items():
         if len(found) > 1:
-            listed = "; ".join(sorted(found))
+            listed = "; ".join(found)
             notes.append(f"{group.title}: different {what} ({listed}): times do not compare")
     return notes
+
+
+def machines(runs: Sequence[Run]) -> list[str]:
+    return sorted({f"{run.machine.get('count')} x {run.machine.get('device')}" for run in runs})
 
 
 def torch_versions(runs: Sequence[Run]) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from airmoe.experiments.report import metrics
 from airmoe.experiments.report.document import Block, Cell, Paragraph, Table
 from airmoe.experiments.report.fair import fair_groups
-from airmoe.experiments.report.groups import Group, group_runs, torch_versions
+from airmoe.experiments.report.groups import Group, group_runs, machines, torch_versions
 from airmoe.experiments.report.markdown import markdown_blocks
 from airmoe.experiments.report.metrics import DASH
 from airmoe.experiments.report.paper import RUNS, paper_cell
@@ -69,13 +69,12 @@ def _whole_time(group: Group) -> list[Block]:
 def _about(group: Group) -> str:
     """What all rows have in common."""
     first, key = group.runs[0], group.key
-    machines = {f"{run.machine.get('count')} x {run.machine.get('device')}" for run in group.runs}
     parts = [
         f"Preset {key.preset}",
         key.corpus,
         f"{first.tokens:,} tokens",
         first.config["training"]["precision"],
-        " or ".join(sorted(machines)),
+        " or ".join(machines(group.runs)),
         f"torch {' or '.join(torch_versions(group.runs))}",
     ]
     text = f"{', '.join(parts)}. Perplexities are per token."
