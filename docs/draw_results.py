@@ -25,7 +25,13 @@ from airmoe.experiments.report.words import filled, named_runs
 
 ROOT = Path(__file__).parents[1]
 # Then the other folders by name.
-FIRST = ("wikipedia", "wikipedia-quiet", "wikipedia-three", "wikipedia-three-quiet")
+FIRST = (
+    "wikipedia",
+    "wikipedia-quiet",
+    "wikipedia-three",
+    "wikipedia-three-quiet",
+    "wikipedia-ten",
+)
 PART = "quality"  # of the README
 ABOUT = (
     "Made by `docs/draw_results.py` from the files in `results/`; `airmoe report results/` makes "
@@ -74,7 +80,8 @@ def _section(folder: Path, named: Mapping[str, Run | Row]) -> Section:
     words = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
     own = {name.removeprefix(inside): run for name, run in named.items() if name.startswith(inside)}
     report = make_report(read_all([folder]))
-    return Section(folder.name, filled(words, {**named, **own}), report)
+    label = f"results/{inside}words.md"
+    return Section(folder.name, filled(words, {**named, **own}, label), report)
 
 
 def page(made: list[Section]) -> str:
@@ -86,13 +93,14 @@ def page(made: list[Section]) -> str:
 def readme(root: Path = ROOT) -> str:
     """The README, as it should read."""
     text = (root / "README.md").read_text(encoding="utf-8")
-    return with_part(text, PART, readme_block(root / "results"))
+    return with_part("README.md", text, PART, readme_block(root / "results"))
 
 
 def main(root: Path = ROOT) -> None:
     made, figures = sections(root), root / "docs" / "figures" / "results"
-    (root / "docs" / "results.md").write_text(page(made), encoding="utf-8")
-    (root / "README.md").write_text(readme(root), encoding="utf-8")
+    pages = {root / "docs" / "results.md": page(made), root / "README.md": readme(root)}
+    for file, text in pages.items():  # when both could be made
+        file.write_text(text, encoding="utf-8")
     shutil.rmtree(figures, ignore_errors=True)
     for section in made:
         (figures / section.name).mkdir(parents=True)

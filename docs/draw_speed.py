@@ -107,7 +107,7 @@ def pages() -> dict[Path, str]:
     """The pages with results, as they should read."""
     blocks = {README: block(RESULTS), CPU_PAGE: table(load())}
     return {
-        page: with_part(page.read_text(encoding="utf-8"), PART, text)
+        page: with_part(page.name, page.read_text(encoding="utf-8"), PART, text)
         for page, text in blocks.items()
     }
 

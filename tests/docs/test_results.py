@@ -75,7 +75,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_suite(suite, "main", runs, seeds=(42, 43), name="small", overrides=changed)
     write_records(plan_records(read_everything([suite]).runs, root / "results" / "wikipedia"))
     (root / "results" / "wikipedia" / "words.md").write_text(
-        "AIR is {main/air-seed42 perplexity - main/exact-seed42 perplexity} above exact.\n"
+        "AIR is {main/air-seed42 perplexity %- main/exact-seed42 perplexity} above exact.\n"
         "Its lists hold {recall/own-g32-m128-p1 overlap}.\n",
         encoding="utf-8",
     )
@@ -85,7 +85,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         root / "results" / "wikipedia" / "main" / "air-seed42.json", root / "results" / "other"
     )
     (root / "results" / "other" / "words.md").write_text(
-        "Ours is {air-seed42 perplexity - wikipedia/main/exact-seed42 perplexity} above theirs.\n",
+        "Ours is {air-seed42 perplexity %- wikipedia/main/exact-seed42 perplexity} above theirs.\n",
         encoding="utf-8",
     )
     (root / "docs").mkdir()
@@ -110,11 +110,11 @@ def test_a_section_per_folder_and_its_words(root: Path) -> None:
         "## Other",
     ]
     section = page.partition("## Wikipedia\n\n")[2].partition("\n## ")[0]
-    words = "AIR is 1.00 above exact.\nIts lists hold 0.713.\n\n"
+    words = "AIR is 3.3 % above exact.\nIts lists hold 0.713.\n\n"
     assert section.startswith(f"{words}### Main: small, English Wikipedia")
     assert "| AIR | 2 | 32.00 ± 1.41 | 41.00 |" in section
     assert "#### The paper beside ours" in section and "WikiText-103's validation split" in section
-    assert "\n## Other\n\nOurs is 1.00 above theirs.\n" in page  # names another section's run
+    assert "\n## Other\n\nOurs is 3.3 % above theirs.\n" in page  # names another section's run
     assert page.count("Every number is taken at the evaluation") == 1
     links = set(re.findall(r"\]\(figures/results/([\w/-]+\.svg)\)", page))
     assert links == drawn_figures(root) and {link.partition("/")[0] for link in links} == {
@@ -142,7 +142,9 @@ def test_the_table_of_the_readme(root: Path) -> None:
     lines = text.splitlines()
     about = next(line for line in lines if line.startswith("Preset small"))
     assert "184,320 tokens, bf16, 1 x NVIDIA H200, torch 2.13.0." in about
-    assert "WikiText-103 after 1,210,000,000 tokens; ours had 0.0152 % of that length." in about
+    assert (
+        "WikiText-103, each at its best point of 1,210,000,000 tokens; ours had 0.0152 %" in about
+    )
     head, _, air, exact = (line for line in lines if line.startswith("|"))
     assert [cell.strip() for cell in head.strip("|").split("|")] == [
         "method",
@@ -155,14 +157,12 @@ def test_the_table_of_the_readme(root: Path) -> None:
         "tokens/s (k)",
         "peak memory (GiB)",
         "dead experts (%)",
+        "entropy, nats",
         "overlap",
     ]
     assert air == (
-        "| AIR | 2 | 32.00 ± 1.41 | 41.00 | 21.82 | 1.843 | 46.1 | 4.00 | 9.50 | 2.0 | 0.70 |"
+        "| AIR | 2 | 32.00 ± 1.41 | 41.00 | 21.82 | 1.843 | 46.1 | 4.00 | 9.50 | 2.0 "
+        "| 7.90 of 11.09 | 0.70 |"
     )
     assert "Test text: WikiText-103's validation split" in text
     assert exact.startswith("| *Exact granular*‡ | *2* | *30.00* | *40.25* | *21.34* |")
-
-
-def test_the_readme_before_there_are_results(tmp_path: Path) -> None:
-    assert "none is claimed" in draw_results.readme_block(tmp_path)

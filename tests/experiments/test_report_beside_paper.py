@@ -14,6 +14,11 @@ from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.suites import SUITES
 from tests.experiments.report_toys import WIKIPEDIA_HASH, write_run, write_suite
 
+BALANCED = (
+    "a load-balance loss of PEER, Hierarchical, Exact granular, Coarse too; the paper states it "
+    "for AIR only"
+)
+
 
 def only_group(folder: Path) -> Group:
     (group,) = group_runs(read_all([folder]).runs).groups
@@ -38,12 +43,38 @@ def test_the_paper_stands_beside_ours(tmp_path: Path) -> None:
         "467.5",
     ]
     assert table.rows[1][6].text == "–"  # the paper does not say
-    text, length, precision = differences.items  # of devices nothing is known
+    text, length, precision, balanced = differences.items  # of devices nothing is known
     assert text == (
         "text: data.folder=data/wiki (data hash abababababab); the paper's is wikitext103"
     )
-    assert length == "length: 184,320 tokens, 0.0152 % of the paper's 1,210,000,000"
+    assert length == (
+        "length: 184,320 tokens, 0.0152 % of the paper's 1,210,000,000, which gives each method at "
+        "its best point on the way"
+    )
     assert precision == "precision: bf16, the paper's is fp16"
+    assert balanced == (
+        "a load-balance loss of Exact granular too; the paper states it for AIR only"
+    )
+
+
+def test_only_methods_that_were_balanced_are_said_to_be(tmp_path: Path) -> None:
+    runs = {name: {"perplexity": 30.0} for name in ("air", "peer", "coarse")}
+    write_suite(tmp_path / "s", "main", runs, name="small")
+    none = ["model.load_balance_weight=0"]
+    write_suite(tmp_path / "none", "main", runs, name="small", overrides=none)
+    lines = {
+        folder: [
+            item
+            for block in beside_paper(only_group(tmp_path / folder))
+            if isinstance(block, Bullets)
+            for item in block.items
+            if "balance loss" in item
+        ]
+        for folder in ("s", "none")
+    }
+    (line,) = lines["s"]
+    assert "of PEER, Coarse too" in line
+    assert lines["none"] == []
 
 
 def test_runs_on_wikipedia_are_not_called_wikitext(tmp_path: Path) -> None:
@@ -97,7 +128,9 @@ def test_unchanged_settings_are_the_papers(tmp_path: Path, suite: str) -> None:
     table, _, differences = beside_paper(only_group(tmp_path))
     assert isinstance(table, Table) and isinstance(differences, Bullets)
     assert len(table.rows) == 5
-    assert [item.partition(":")[0] for item in differences.items] == ["length"]
+    length, *balanced = differences.items
+    assert length.startswith("length: ")
+    assert balanced == {"main": [BALANCED], "ablations": []}[suite]
 
 
 def test_unchanged_single_runs_have_the_papers_settings(tmp_path: Path) -> None:
@@ -106,13 +139,21 @@ def test_unchanged_single_runs_have_the_papers_settings(tmp_path: Path) -> None:
     table, _, differences = beside_paper(only_group(tmp_path))
     assert isinstance(table, Table) and isinstance(differences, Bullets)
     assert len(table.rows) == 5
-    assert [item.partition(":")[0] for item in differences.items] == ["length"]
+    length, balanced = differences.items
+    assert length.startswith("length: ") and balanced == BALANCED
 
 
 @pytest.mark.parametrize(
     ("device", "count", "lines"),
     [
-        ("NVIDIA H200", 1, ["devices: 1 NVIDIA H200; the paper had 4"]),
+        (
+            "NVIDIA H200",
+            1,
+            [
+                "devices: 1 NVIDIA H200; the paper had 4, and the FLOPs of AIR's refresh are spent "
+                "on each"
+            ],
+        ),
         ("NVIDIA H200", 4, []),  # how many of them worked?
         ("x86_64", 1, []),  # a thread
     ],

@@ -109,6 +109,21 @@ def bold(table: Table, title: str) -> list[str]:
     return [name for name, cell in column(table, title).items() if cell.bold]
 
 
+def test_no_perplexity_is_bold_where_rows_have_different_seeds(tmp_path: Path) -> None:
+    runs = {
+        "air": {"perplexity": 61.0, "speed": 5000.0},
+        "peer": {"perplexity": 64.0, "speed": 4000.0},
+    }
+    write_suite(tmp_path / "one", "main", runs)
+    assert bold(main_table(only_group(tmp_path)), "perplexity") == ["AIR"]
+    write_suite(
+        tmp_path / "more", "main", {"air": {"perplexity": 60.0, "speed": 5000.0}}, seeds=(43,)
+    )
+    table = main_table(only_group(tmp_path))
+    assert bold(table, "perplexity") == []
+    assert bold(table, "tokens/s (k)") == ["AIR"]
+
+
 def test_the_best_is_bold_and_the_reference_grey(main: Table) -> None:
     assert bold(main, "perplexity") == ["AIR"]  # exact is lower, and out of competition
     assert bold(main, "tokens/s (k)") == ["AIR"]

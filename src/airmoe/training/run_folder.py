@@ -122,14 +122,23 @@ def open_run(path: Path) -> RunFolder:
 
 
 def data_sha256(prepared: Prepared) -> str:
-    """One number for the tokens of a run: equal manifests are equal tokens."""
-    manifest = json.dumps(asdict(prepared.manifest), sort_keys=True)
-    return hashlib.sha256(manifest.encode()).hexdigest()
+    """One number for the tokens of a run, whatever the text's folders and files are called."""
+    manifest = prepared.manifest
+    shards = {
+        name: [shard.sha256 for shard in split.shards] for name, split in manifest.splits.items()
+    }
+    return _digest({"tokenizer": manifest.tokenizer.sha256, "shards": shards})
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def check_same_data(run: RunFolder, prepared: Prepared) -> None:
     """Raise if the text changed since the run began: it would go on as another run."""
-    if read_json(run.path / "run.json").get("data_sha256") != data_sha256(prepared):
+    former = _digest(asdict(prepared.manifest))  # what older runs noted
+    found = read_json(run.path / "run.json").get("data_sha256")
+    if found not in (data_sha256(prepared), former):
         raise ConfigError(
             "data.folder",
             str(prepared.folder),

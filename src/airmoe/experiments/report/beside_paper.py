@@ -90,16 +90,32 @@ def _differences(runs: Sequence[Run]) -> list[str]:
     trained = first.tokens
     if abs(trained / paper.tokens - 1) > SAME_LENGTH:
         share = f"{100 * trained / paper.tokens:.3g} %"
-        found.append(f"length: {trained:,} tokens, {share} of the paper's {paper.tokens:,}")
+        found.append(
+            f"length: {trained:,} tokens, {share} of the paper's {paper.tokens:,}, which gives "
+            "each method at its best point on the way"
+        )
     devices = {_devices(run) for run in runs}
     if None not in devices:
         found.append(
-            f"devices: {'; '.join(sorted(filter(None, devices)))}; the paper had {DEVICES}"
+            f"devices: {'; '.join(sorted(filter(None, devices)))}; the paper had {DEVICES}, and "
+            "the FLOPs of AIR's refresh are spent on each"
         )
     if options["training"]["precision"] != PRECISION:
         found.append(f"precision: {options['training']['precision']}, the paper's is {PRECISION}")
-    found += _changed_settings(runs)
+    found += [_balanced(runs), *_changed_settings(runs)]
     return [line for line in found if line]
+
+
+def _balanced(runs: Sequence[Run]) -> str:
+    """Methods with a load-balance loss that the paper does not say they had."""
+    named = [
+        title_of(run.variant)
+        for run in runs
+        if run.config["model"].get("router") != "air"
+        and run.config["model"].get("load_balance_weight")
+    ]
+    listed = ", ".join(dict.fromkeys(named))
+    return f"a load-balance loss of {listed} too; the paper states it for AIR only" if named else ""
 
 
 def _devices(run: Run) -> str | None:

@@ -20,9 +20,9 @@ class Text:
 
 
 WIKIPEDIA = "English Wikipedia 2015 extract"
-# By data_sha256: a folder may be called anything.
+# By data_sha256, which is of the tokens: folders and files may be called anything.
 KNOWN = {
-    "856cb41b4eaa4891005e8543a2620936031621e258b6a8dddd4968c0ab345fc3": Text(
+    "08f75da0b97d11669f691c5e267dbcffe0ac262e8f77ab8bc0d6396b97ae6866": Text(
         WIKIPEDIA,
         "WikiText-103's validation split in its tokenised form, while training and validation text "
         "are plain",

@@ -16,13 +16,9 @@ from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.tables import PERPLEXITIES, variant_table
 
 RUNS_FOLDER = Path("wikipedia", "main")
-NOTHING = (
-    "Perplexities so far are those of short runs, and none is claimed: "
-    "[results so far](docs/results.md)."
-)
 MORE = (
-    "What differs from the paper's runs, what to keep in mind, figures and ablations: "
-    "[results](docs/results.md)."
+    "What differs from the paper's runs, what to keep in mind, figures: [results](docs/results.md)"
+    ", with the [ablations](docs/results.md#the-parts-of-air)."
 )
 CORPORA = {"wikitext103": "WikiText-103"}
 COLUMNS = (
@@ -32,16 +28,14 @@ COLUMNS = (
     metrics.SPEED,
     metrics.MEMORY,
     metrics.DEAD,
+    metrics.ENTROPY,
     metrics.OVERLAP,
 )
 
 
 def readme_block(results: Path) -> str:
-    """A table per length that was run; before there is one, what there is instead."""
-    folder = results / RUNS_FOLDER
-    if not any(folder.glob("*.json")):
-        return NOTHING
-    groups = fair_groups(group_runs(read_all([folder]).runs)).groups
+    """A table per length that was run."""
+    groups = fair_groups(group_runs(read_all([results / RUNS_FOLDER]).runs)).groups
     blocks: list[Block] = [block for group in groups for block in _of_group(group)]
     return f"{markdown_blocks(blocks)}\n\n{MORE}"
 
@@ -83,8 +77,8 @@ def _about(group: Group) -> str:
         return text
     share = f"{100 * first.tokens / paper.tokens:.3g} %"
     return (
-        f"{text} The paper's are those of {CORPORA.get(paper.corpus, paper.corpus)} after "
-        f"{paper.tokens:,} tokens; ours had {share} of that length."
+        f"{text} The paper's are those of {CORPORA.get(paper.corpus, paper.corpus)}, each at its "
+        f"best point of {paper.tokens:,} tokens; ours had {share} of that length."
     )
 
 

@@ -18,7 +18,7 @@ from airmoe.files import read_json, write_json
 from airmoe.training import RunConfig
 
 FORMAT = 1
-MOST_POINTS = 200  # of a curve
+MOST_POINTS = 600  # of a curve: ten passes of `small`, a point every 100 steps, are whole
 
 ROUTING_FIELDS = (
     "overlap",

@@ -131,7 +131,7 @@ def note_on_test(runs: Sequence[Run]) -> list[str]:
 
 def note_on_seeds(group: Group, shown: Sequence[Metric]) -> list[str]:
     """Where rows have different seeds: the perplexities of those with the seeds of every row."""
-    seeds = {variant: {run.seed for run in runs} for variant, runs in group.variants.items()}
+    seeds = _seeds(group)
     shared = set.intersection(*seeds.values()) if seeds else set()
     more = {
         variant: [run for run in runs if run.seed in shared]
@@ -143,6 +143,10 @@ def note_on_seeds(group: Group, shown: Sequence[Metric]) -> list[str]:
     named = f"seed{'' if len(shared) == 1 else 's'} {', '.join(map(str, sorted(shared)))}"
     found = [text for metric in shown if (text := _listed(metric, more))]
     return [f"With {named} alone, which every row has: {'; '.join(found)}."] if found else []
+
+
+def _seeds(group: Group) -> dict[str, set[int]]:
+    return {variant: {run.seed for run in runs} for variant, runs in group.variants.items()}
 
 
 def _listed(metric: Metric, variants: Mapping[str, Sequence[Run]]) -> str:
@@ -199,7 +203,9 @@ def _column(metric: Metric, group: Group) -> _Column:
 
 
 def _best(metric: Metric, group: Group, found: dict[str, Summary | None]) -> str | None:
-    """The variant with the best mean; None without a contest."""
+    """The variant with the best mean; None without a contest, or where seeds may have made it."""
+    if metric in PERPLEXITIES and len({frozenset(seeds) for seeds in _seeds(group).values()}) > 1:
+        return None
     means = {
         variant: one.mean
         for variant, runs in group.variants.items()

@@ -7,15 +7,15 @@
 below the folder of all sections (`wikipedia/main/air-seed42`). Rows of `airmoe recall` are named
 alike: `recall/own-g1024-m2048-p1`, of several layers with `-layer3` behind it. A field is of the
 best evaluation, in `{RUN FIELD at STEP}` of the one at that step, in `{RUN training FIELD at STEP}`
-of that training step. Two of them may be joined by ` - ` (difference), ` / ` (ratio) or ` %- `
-(difference in per cent of the second).
+of that training step. Two of them may be joined by ` / ` (ratio) or ` %- ` (difference in per cent
+of the second).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,16 @@ from airmoe.experiments.report.record import Run, read_record
 from airmoe.experiments.report.records import file_of
 
 PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
-OPERATION = re.compile(r"(?P<first>\S+ .+?) (?P<sign>-|/|%-) (?P<second>\S+ .+)")
+OPERATION = re.compile(r"(?P<first>\S+ .+?) (?P<sign>/|%-) (?P<second>\S+ .+)")
 POINT = re.compile(r"(?P<training>training )?(?P<field>\S+) at (?P<step>[0-9]{1,12})")
 
 
 def plain(decimals: int) -> Callable[[float], str]:
     return lambda value: f"{value:,.{decimals}f}"
+
+
+def per_cent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def scaled(kind: Kind, name: str = "") -> Callable[[float], str]:
@@ -51,7 +55,6 @@ class Field:
 
     read: Callable[[Any], float | None]
     write: Callable[[float], str]
-    difference: Callable[[float], str] | None = None  # where it is written otherwise
 
 
 def _best(name: str, write: Callable[[float], str]) -> Field:
@@ -62,24 +65,13 @@ FIELDS = {
     "perplexity": _best("perplexity", plain(2)),
     "test perplexity": Field(read=lambda run: (run.test or {}).get("perplexity"), write=plain(2)),
     "loss": _best("loss", plain(3)),
-    "dead_experts": Field(
-        read=lambda run: run.best.get("dead_experts"),
-        write=lambda share: f"{100 * share:.1f} %",
-        difference=lambda share: f"{100 * share:.1f} percentage points",
-    ),
-    "unlisted_experts": Field(
-        read=lambda run: run.best.get("unlisted_experts"),
-        write=lambda share: f"{100 * share:.1f} %",
-        difference=lambda share: f"{100 * share:.1f} percentage points",
-    ),
+    "dead_experts": _best("dead_experts", per_cent),
+    "unlisted_experts": _best("unlisted_experts", per_cent),
     "overlap": _best("overlap", plain(2)),
     "mass_recall": _best("mass_recall", plain(2)),
     "entropy": _best("entropy", plain(2)),
     "seconds": _best("seconds", scaled("seconds")),
     "tokens_per_second": Field(read=lambda run: run.tokens_per_second, write=plain(0)),
-    "peak_memory_gib": Field(
-        read=lambda run: run.peak_memory_gib, write=lambda value: f"{value:.1f} GiB"
-    ),
     "flops": _best("flops", scaled("flops", "FLOPs")),
     "step": _best("step", plain(0)),
     "parameters": Field(read=lambda run: run.parameters.get("total"), write=scaled("count")),
@@ -89,9 +81,7 @@ FIELDS = {
 }
 ROW_FIELDS = {
     "overlap": Field(read=lambda row: row.overlap, write=plain(3)),
-    "unlisted_experts": replace(FIELDS["unlisted_experts"], read=lambda row: row.unlisted_experts),
-    "products_every_step": Field(read=lambda row: row.products_every_step, write=plain(0)),
-    "products_every_16_steps": Field(read=lambda row: row.products_every_16_steps, write=plain(0)),
+    "unlisted_experts": Field(read=lambda row: row.unlisted_experts, write=per_cent),
 }
 MOST_NAMES = 12
 COMPARABLE = ({"perplexity", "test perplexity"},)  # besides a field with itself
@@ -135,9 +125,12 @@ def _named_rows(study: RecallStudy, file: str) -> dict[str, Row]:
     }
 
 
-def filled(text: str, runs: Mapping[str, Run | Row]) -> str:
-    """The words with every placeholder replaced by its number."""
-    return PLACEHOLDER.sub(lambda found: _number(" ".join(found[1].split()), runs), text)
+def filled(text: str, runs: Mapping[str, Run | Row], file: str = "words") -> str:
+    """The words of a file with every placeholder replaced by its number."""
+    try:
+        return PLACEHOLDER.sub(lambda found: _number(" ".join(found[1].split()), runs), text)
+    except ConfigError as error:
+        raise ConfigError(file, error.value, error.rule, error.remedy) from error
 
 
 def _number(placeholder: str, runs: Mapping[str, Run | Row]) -> str:
@@ -149,18 +142,10 @@ def _number(placeholder: str, runs: Mapping[str, Run | Row]) -> str:
     pair = {first.name, second.name}
     if len(pair) > 1 and not any(pair <= fields for fields in COMPARABLE):
         raise _wrong(placeholder, f"must compare equal fields, not {first.name} and {second.name}")
-    if operation["sign"] != "-" and second.number == 0:
+    if second.number == 0:
         raise _wrong(placeholder, f"cannot be written, because the second {second.name} is 0")
-    return _combined(first, operation["sign"], second)
-
-
-def _combined(first: Value, sign: str, second: Value) -> str:
-    difference, field = first.number - second.number, first.field
-    if sign == "-":
-        return (field.difference or field.write)(difference)
-    if sign == "/":
-        return f"{first.number / second.number:.3g}"
-    return f"{100 * difference / second.number:.1f} %"
+    ratio = first.number / second.number
+    return f"{ratio:.3g}" if operation["sign"] == "/" else per_cent(ratio - 1)
 
 
 def _value(operand: str, placeholder: str, runs: Mapping[str, Run | Row]) -> Value:
@@ -214,4 +199,4 @@ def _listed(names: list[str]) -> str:
 
 
 def _wrong(placeholder: str, rule: str) -> ConfigError:
-    return ConfigError("words", f"{{{placeholder}}}", rule, "Correct the placeholder.")
+    return ConfigError("words", f"{{{placeholder}}}", rule, "Correct the placeholder there.")

@@ -1,0 +1,52 @@
+"""The hash of a run's text is one of its tokens, not of names and packing."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from airmoe import ConfigError
+from airmoe.data import PrepareConfig, Prepared, prepare
+from airmoe.experiments import preset
+from airmoe.files import write_json
+from airmoe.training.run_folder import RunFolder, check_same_data, data_sha256
+
+
+def prepared(
+    folder: Path, text: str, *, packed: bool = False, tokenizer: str = "bytes"
+) -> Prepared:
+    folder.mkdir()
+    for split in ("train", "valid"):
+        data = f"{split}: {text}".encode()
+        name = f"{split}.txt.gz" if packed else f"{split}-of-mine.txt"
+        (folder / name).write_bytes(gzip.compress(data) if packed else data)
+    config = PrepareConfig(
+        corpus=str(folder), tokenizer=tokenizer, out=f"{folder}-tokens", workers=1
+    )
+    return prepare(config)
+
+
+def test_names_and_packing_do_not_matter_but_tokens_do(tmp_path: Path) -> None:
+    first = prepared(tmp_path / "one", "some words")
+    same = prepared(tmp_path / "two", "some words", packed=True)
+    assert first.manifest != same.manifest  # so there is something to ignore
+    assert data_sha256(first) == data_sha256(same)
+    other = prepared(tmp_path / "three", "other words")
+    assert data_sha256(first) != data_sha256(other)
+
+
+def test_runs_that_noted_the_hash_of_the_whole_manifest_still_go_on(tmp_path: Path) -> None:
+    text = prepared(tmp_path / "one", "some words")
+    manifest = json.dumps(asdict(text.manifest), sort_keys=True).encode()
+    run = RunFolder(tmp_path, preset("tiny"))
+    for noted in (data_sha256(text), hashlib.sha256(manifest).hexdigest()):
+        write_json(tmp_path / "run.json", {"data_sha256": noted})
+        check_same_data(run, text)
+    other = prepared(tmp_path / "two", "other words")
+    with pytest.raises(ConfigError, match="must hold the text with which"):
+        check_same_data(run, other)
