@@ -153,7 +153,7 @@ def test_every_layer_is_measured(folder: Path, tmp_path: Path) -> None:
     assert first.rows[0].probes == 2  # as the run has it
     write_json(tmp_path / "recall.json", found.to_json())
     names = named_runs(tmp_path)
-    assert filled("{recall/own-g16-m16-p2-layer1 overlap}", names) == (
+    assert filled("{recall/own-g16-m16-p2-layer1 overlap}", names, "words.md") == (
         f"{second.rows[1].overlap:.3f}"
     )
 
@@ -315,10 +315,10 @@ def test_words_quote_the_rows(results: Path, study: RecallStudy) -> None:
         "{recall/own-g8-m16-p1 unlisted_experts}"
     )
     unlisted = f"{100 * own.unlisted_experts:.1f} %"
-    assert filled(words, runs) == f"{own.overlap:.3f}, {ratio:.3g}, {unlisted}"
+    assert filled(words, runs, "words.md") == f"{own.overlap:.3f}, {ratio:.3g}, {unlisted}"
     with pytest.raises(ConfigError, match="has no perplexity"):
-        filled("{recall/own-g8-m16-p1 perplexity}", runs)
+        filled("{recall/own-g8-m16-p1 perplexity}", runs, "words.md")
     with pytest.raises(ConfigError, match=f", .* and {len(runs) - 12} more. Correct"):
-        filled("{recall/own overlap}", runs)
+        filled("{recall/own overlap}", runs, "words.md")
     page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
     assert all(f"`{field}`" in page for field in ROW_FIELDS)

@@ -109,26 +109,31 @@ def bold(table: Table, title: str) -> list[str]:
     return [name for name, cell in column(table, title).items() if cell.bold]
 
 
-def test_no_perplexity_is_bold_where_rows_have_different_seeds(tmp_path: Path) -> None:
-    runs = {
-        "air": {"perplexity": 61.0, "speed": 5000.0},
-        "peer": {"perplexity": 64.0, "speed": 4000.0},
-    }
+def test_nothing_that_seeds_move_is_bold_where_rows_have_different_ones(tmp_path: Path) -> None:
+    fast, slow = {"speed": 5000.0, "dead_experts": 0.01}, {"speed": 4000.0, "dead_experts": 0.02}
+    runs = {"air": {"perplexity": 61.0, **fast}, "hierarchical": {"perplexity": 64.0, **slow}}
     write_suite(tmp_path / "one", "main", runs)
-    assert bold(main_table(only_group(tmp_path)), "perplexity") == ["AIR"]
-    write_suite(
-        tmp_path / "more", "main", {"air": {"perplexity": 60.0, "speed": 5000.0}}, seeds=(43,)
-    )
+    moved = ("perplexity", "dead experts (%)")
     table = main_table(only_group(tmp_path))
-    assert bold(table, "perplexity") == []
+    assert [bold(table, title) for title in moved] == [["AIR"], ["AIR"]]
+    write_suite(tmp_path / "more", "main", {"air": {"perplexity": 60.0, **fast}}, seeds=(43,))
+    table = main_table(only_group(tmp_path))
+    assert [bold(table, title) for title in moved] == [[], []]
     assert bold(table, "tokens/s (k)") == ["AIR"]
+
+
+def test_seeds_of_the_reference_do_not_matter(tmp_path: Path) -> None:
+    two = {"air": {"perplexity": [61.0, 62.0]}, "peer": {"perplexity": [64.0, 65.0]}}
+    write_suite(tmp_path / "two", "main", two, seeds=(42, 43))
+    write_suite(tmp_path / "one", "main", {"exact": {"perplexity": 60.0}})
+    assert bold(main_table(only_group(tmp_path)), "perplexity") == ["AIR"]
 
 
 def test_the_best_is_bold_and_the_reference_grey(main: Table) -> None:
     assert bold(main, "perplexity") == ["AIR"]  # exact is lower, and out of competition
     assert bold(main, "tokens/s (k)") == ["AIR"]
     assert bold(main, "dead experts (%)") == ["PEER"]
-    assert bold(main, "entropy, nats") == ["Hierarchical"]
+    assert bold(main, "entropy, nats") == []  # of coarse experts there are fewer
     assert bold(main, "overlap") == ["AIR"]  # exact and coarse agree with themselves: no contest
     assert bold(main, "FLOPs at minimum, algorithmic (T)") == ["Hierarchical"]
     assert bold(main, "parameters (M)") == []  # no better or worse

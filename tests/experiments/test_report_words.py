@@ -72,12 +72,12 @@ def runs(folder: Path) -> dict[str, Run]:
     ],
 )
 def test_numbers(runs: dict[str, Run], placeholder: str, text: str) -> None:
-    assert filled(f"It is {{{placeholder}}}, so.", runs) == f"It is {text}, so."
+    assert filled(f"It is {{{placeholder}}}, so.", runs, "words.md") == f"It is {text}, so."
 
 
 def test_every_field_is_written(runs: dict[str, Run]) -> None:
     for field in FIELDS:
-        assert filled(f"{{main/air-seed42 {field}}}", runs)[0].isdigit(), field
+        assert filled(f"{{main/air-seed42 {field}}}", runs, "words.md")[0].isdigit(), field
 
 
 def test_the_page_about_reports_lists_the_fields() -> None:
@@ -98,7 +98,7 @@ def test_the_page_about_reports_lists_the_fields() -> None:
         ("main/aire-seed42 loss", ["main/aire-seed42 loss", "main/air-seed42, main/peer-seed42"]),
         ("main/peer-seed42 test perplexity", ["main/peer-seed42 has no test perplexity"]),
         ("main/air-seed42 loss / main/peer-seed42 overlap", ["equal fields, not loss and overlap"]),
-        ("main/air-seed42 loss + main/peer-seed42 loss", ["RUN FIELD"]),
+        ("main/air-seed42 loss - main/peer-seed42 loss", ["RUN FIELD", "joined by / or %-"]),
         ("main/air-seed42 loss / main/aire loss", ["must name one of the runs"]),
         ("main/air-seed42 perplexity at 181", ["one of the steps 60, 120, 180, 240, 300, 360"]),
         ("main/aire perplexity at 180", ["must name one of the runs"]),
@@ -129,7 +129,7 @@ def test_nothing_is_divided_by_nothing(runs: dict[str, Run], sign: str) -> None:
     none_dead = replace(peer, best={**peer.best, "dead_experts": 0.0})
     words = f"{{main/air-seed42 dead_experts {sign} main/peer-seed42 dead_experts}}"
     with pytest.raises(ConfigError, match="the second dead_experts is 0"):
-        filled(words, {**runs, "main/peer-seed42": none_dead})
+        filled(words, {**runs, "main/peer-seed42": none_dead}, "words.md")
 
 
 def test_runs_of_a_report_have_the_same_names(folder: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -25,10 +25,8 @@ def prepared(
         data = f"{split}: {text}".encode()
         name = f"{split}.txt.gz" if packed else f"{split}-of-mine.txt"
         (folder / name).write_bytes(gzip.compress(data) if packed else data)
-    config = PrepareConfig(
-        corpus=str(folder), tokenizer=tokenizer, out=f"{folder}-tokens", workers=1
-    )
-    return prepare(config)
+    out = f"{folder}-tokens"
+    return prepare(PrepareConfig(corpus=str(folder), tokenizer="bytes", out=out, workers=1))
 
 
 def test_names_and_packing_do_not_matter_but_tokens_do(tmp_path: Path) -> None:
@@ -38,6 +36,19 @@ def test_names_and_packing_do_not_matter_but_tokens_do(tmp_path: Path) -> None:
     assert data_sha256(first) == data_sha256(same)
     other = prepared(tmp_path / "three", "other words")
     assert data_sha256(first) != data_sha256(other)
+
+
+def test_the_tokenizer_and_which_split_is_which_matter(tmp_path: Path) -> None:
+    text = prepared(tmp_path / "one", "some words")
+    manifest = text.manifest
+    tokenizer = replace(manifest.tokenizer, sha256="00" * 32)
+    train, validation = (manifest.splits[name] for name in ("train", "validation"))
+    for changed in (
+        replace(manifest, tokenizer=tokenizer),
+        replace(manifest, splits={"train": validation, "validation": train}),
+        replace(manifest, splits={"train": train}),
+    ):
+        assert data_sha256(replace(text, manifest=changed)) != data_sha256(text)
 
 
 def test_runs_that_noted_the_hash_of_the_whole_manifest_still_go_on(tmp_path: Path) -> None:

@@ -62,7 +62,10 @@ def beside_paper(group: Group) -> list[Block]:
             for row, one in zip(rows, found, strict=True):
                 value = None if one is None else one.mean
                 row.append(Cell(text=written(one, kind, unit), value=value))
-    caption = "Ours and the paper's, where it ran the same method and preset."
+    caption = (
+        "Ours and the paper's, where it ran the same method and preset; the paper's are those of "
+        "each method's best point."
+    )
     runs = [run for variant in cells for run in group.variants[variant]]
     blocks: list[Block] = [
         Table(caption=caption, columns=columns, rows=rows, notes=note_on_test(runs))
@@ -90,16 +93,12 @@ def _differences(runs: Sequence[Run]) -> list[str]:
     trained = first.tokens
     if abs(trained / paper.tokens - 1) > SAME_LENGTH:
         share = f"{100 * trained / paper.tokens:.3g} %"
-        found.append(
-            f"length: {trained:,} tokens, {share} of the paper's {paper.tokens:,}, which gives "
-            "each method at its best point on the way"
-        )
+        found.append(f"length: {trained:,} tokens, {share} of the paper's {paper.tokens:,}")
     devices = {_devices(run) for run in runs}
     if None not in devices:
-        found.append(
-            f"devices: {'; '.join(sorted(filter(None, devices)))}; the paper had {DEVICES}, and "
-            "the FLOPs of AIR's refresh are spent on each"
-        )
+        refresh = ", each of which refreshes the lists" if _with_air(runs) else ""
+        named = "; ".join(sorted(filter(None, devices)))
+        found.append(f"devices: {named}; the paper had {DEVICES}{refresh}")
     if options["training"]["precision"] != PRECISION:
         found.append(f"precision: {options['training']['precision']}, the paper's is {PRECISION}")
     found += [_balanced(runs), *_changed_settings(runs)]
@@ -111,11 +110,14 @@ def _balanced(runs: Sequence[Run]) -> str:
     named = [
         title_of(run.variant)
         for run in runs
-        if run.config["model"].get("router") != "air"
-        and run.config["model"].get("load_balance_weight")
+        if not _with_air([run]) and run.config["model"].get("load_balance_weight")
     ]
     listed = ", ".join(dict.fromkeys(named))
-    return f"a load-balance loss of {listed} too; the paper states it for AIR only" if named else ""
+    return f"load-balance loss: {listed}; the paper states one for AIR only" if named else ""
+
+
+def _with_air(runs: Sequence[Run]) -> bool:
+    return any(run.config["model"].get("router") == "air" for run in runs)
 
 
 def _devices(run: Run) -> str | None:

@@ -44,8 +44,8 @@ TITLE = "airmoe report"
 INTRODUCTION = (
     "Every number is taken at the evaluation with the lowest validation loss. FLOPs are counted "
     "twice: algorithmic, in the paper's convention, and executed, what the kernels compute. Bold: "
-    "the best of a column, of perplexities only where all rows have the same seeds. Overlap: how "
-    "many of the experts that exact routing would choose were chosen."
+    "the best of a column; where seeds move it, only if all have the same. Overlap: how many of "
+    "the experts that exact routing would choose were chosen."
 )
 
 

@@ -52,6 +52,14 @@ CODEBOOK = (
 )
 GRANULARITY = (metrics.LOSS, metrics.PERPLEXITY, metrics.FLOPS, metrics.SECONDS, metrics.DEAD)
 PERPLEXITIES = (metrics.PERPLEXITY, metrics.TEST)
+MOVED_BY_SEEDS = (
+    *PERPLEXITIES,
+    metrics.LOSS,
+    metrics.DEAD,
+    metrics.ENTROPY,
+    metrics.OVERLAP,
+    metrics.RECALL,
+)
 
 FUTURE_MARK, REFERENCE_MARK = "†", "‡"
 FUTURE_NOTE = "† Expert choice sees later tokens of the text: its perplexity is not comparable."
@@ -131,7 +139,7 @@ def note_on_test(runs: Sequence[Run]) -> list[str]:
 
 def note_on_seeds(group: Group, shown: Sequence[Metric]) -> list[str]:
     """Where rows have different seeds: the perplexities of those with the seeds of every row."""
-    seeds = _seeds(group)
+    seeds = {variant: {run.seed for run in runs} for variant, runs in group.variants.items()}
     shared = set.intersection(*seeds.values()) if seeds else set()
     more = {
         variant: [run for run in runs if run.seed in shared]
@@ -143,10 +151,6 @@ def note_on_seeds(group: Group, shown: Sequence[Metric]) -> list[str]:
     named = f"seed{'' if len(shared) == 1 else 's'} {', '.join(map(str, sorted(shared)))}"
     found = [text for metric in shown if (text := _listed(metric, more))]
     return [f"With {named} alone, which every row has: {'; '.join(found)}."] if found else []
-
-
-def _seeds(group: Group) -> dict[str, set[int]]:
-    return {variant: {run.seed for run in runs} for variant, runs in group.variants.items()}
 
 
 def _listed(metric: Metric, variants: Mapping[str, Sequence[Run]]) -> str:
@@ -203,15 +207,21 @@ def _column(metric: Metric, group: Group) -> _Column:
 
 
 def _best(metric: Metric, group: Group, found: dict[str, Summary | None]) -> str | None:
-    """The variant with the best mean; None without a contest, or where seeds may have made it."""
-    if metric in PERPLEXITIES and len({frozenset(seeds) for seeds in _seeds(group).values()}) > 1:
-        return None
+    """The variant with the best mean; None without a contest that is fair."""
     means = {
         variant: one.mean
         for variant, runs in group.variants.items()
         if (one := found[variant]) is not None and _competes(metric, runs)
     }
     if metric.better is None or len(set(means.values())) < 2:
+        return None
+    competing = [group.variants[variant] for variant in means]
+    if (
+        metric in MOVED_BY_SEEDS
+        and len({frozenset(run.seed for run in runs) for runs in competing}) > 1
+    ):
+        return None
+    if metric.ideal is not None and len({metric.ideal(runs[0]) for runs in competing}) > 1:
         return None
     return (min if metric.better == "low" else max)(means, key=means.__getitem__)
 

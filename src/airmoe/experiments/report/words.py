@@ -125,7 +125,7 @@ def _named_rows(study: RecallStudy, file: str) -> dict[str, Row]:
     }
 
 
-def filled(text: str, runs: Mapping[str, Run | Row], file: str = "words") -> str:
+def filled(text: str, runs: Mapping[str, Run | Row], file: str) -> str:
     """The words of a file with every placeholder replaced by its number."""
     try:
         return PLACEHOLDER.sub(lambda found: _number(" ".join(found[1].split()), runs), text)
@@ -157,7 +157,8 @@ def _value(operand: str, placeholder: str, runs: Mapping[str, Run | Row]) -> Val
         raise _wrong(
             placeholder,
             f"must be RUN FIELD with a field of {', '.join(FIELDS | ROW_FIELDS)}, or a point of a "
-            "curve, RUN FIELD at STEP or RUN training FIELD at STEP (a step is written 1000)",
+            "curve, RUN FIELD at STEP or RUN training FIELD at STEP (a step is written 1000); two "
+            "of them may be joined by / or %-",
         )
     run = _named(name, placeholder, runs)
     known = (ROW_FIELDS if isinstance(run, Row) else FIELDS).get(field)
