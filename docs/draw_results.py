@@ -31,6 +31,7 @@ FIRST = (
     "wikipedia-three",
     "wikipedia-three-quiet",
     "wikipedia-ten",
+    "wikipedia-cpu",
 )
 PART = "quality"  # of the README
 ABOUT = (

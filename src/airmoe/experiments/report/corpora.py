@@ -27,6 +27,9 @@ KNOWN = {
         "WikiText-103's validation split in its tokenised form, while training and validation text "
         "are plain",
     ),
+    "84ccc1c7bfb2036e2d4ee2a8f33c132c660a1c8c9a53c31164b6f97961281b20": Text(
+        f"30 MB of the {WIKIPEDIA}"
+    ),
 }
 # Of the time before runs noted it; nobody else's folder has this name.
 WITHOUT_HASH = {"wikipedia-10m": Text(f"10 M tokens of the {WIKIPEDIA}")}
