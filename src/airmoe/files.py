@@ -1,12 +1,18 @@
-"""Writing that survives a kill: whole or not at all."""
+"""Files that survive a kill, whole or not at all; and JSON that anybody may have written."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
+
+# JSON beyond these is no file of ours, and would cost memory or end in a traceback.
+MOST_JSON_BYTES = 64 * 2**20
+MOST_JSON_LEVELS = 64  # lists and objects in each other
+MOST_JSON_DIGITS = 1_000  # of an integer; Python itself raises above 4,300
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -35,7 +41,64 @@ def disk_is_full(error: BaseException) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The JSON of a file that anybody may have written, by the rules of `parse_json`."""
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would make us wait
+        raise ValueError("it is not a regular file")
+    with path.open("rb") as file:
+        return parse_json(file.read(MOST_JSON_BYTES + 1))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """JSON from outside; anything wrong with it is a ValueError of one line.
+
+    Refused: what is not UTF-8, a name given twice in one object, and whatever is too large, too
+    deeply nested or an integer too long. NaN and infinity pass, because Python writes them: who
+    needs a finite number checks the field.
+    """
+    if len(text) > MOST_JSON_BYTES:
+        raise ValueError(f"it is larger than {MOST_JSON_BYTES:,} bytes")
+    try:
+        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+        values = json.loads(decoded, object_pairs_hook=_object, parse_int=_integer)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    _check_levels(values)
+    return values
+
+
+_TOO_DEEP = f"it is nested deeper than {MOST_JSON_LEVELS} levels"
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"it gives {twice[:60]!r} twice in one object")
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MOST_JSON_DIGITS:
+        raise ValueError(f"it holds an integer of more than {MOST_JSON_DIGITS:,} digits")
+    return int(digits)
+
+
+def _check_levels(values: Any) -> None:
+    level = [values]
+    for _ in range(MOST_JSON_LEVELS + 1):
+        level = [one for one in level if isinstance(one, dict | list)]
+        if not level:
+            return
+        level = [
+            child for one in level for child in (one.values() if isinstance(one, dict) else one)
+        ]
+    raise ValueError(_TOO_DEEP)
+
+
+def can_be_written(text: str) -> bool:
+    """Whether a UTF-8 file and a path can hold it: JSON and arguments can name half characters."""
+    return "\0" not in text and not any("\ud800" <= one <= "\udfff" for one in text)
 
 
 def sync_tree(folder: Path) -> None:

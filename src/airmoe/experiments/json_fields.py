@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 from airmoe.config import check_count
 from airmoe.errors import ConfigError
+from airmoe.files import can_be_written
 from airmoe.training.config import RunConfig
 
 Check = Callable[[str, Any], None]  # of a field's path and value
@@ -65,13 +66,8 @@ def check_filled(path: str, value: Any) -> None:
 def check_text(path: str, value: Any) -> None:
     if not isinstance(value, str) or not value:
         raise ConfigError(path, value, "must be a text", "")
-    if "\0" in value or not _is_unicode(value):
+    if not can_be_written(value):
         raise ConfigError(path, value, "must be a text that a file can hold", "")
-
-
-def _is_unicode(value: str) -> bool:
-    """JSON can name halves of characters, which no file takes."""
-    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def whole(least: int) -> Check:

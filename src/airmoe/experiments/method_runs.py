@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.presets import preset
 from airmoe.experiments.suites.variants import method_variant
+from airmoe.files import parse_json
 from airmoe.model.methods import check_method
 from airmoe.routers import AirRouter
 from airmoe.training import RunConfig, override
@@ -59,7 +59,7 @@ def _divided(assignments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _are_of_air(text: str) -> bool:
     try:
-        given = json.loads(text)
-    except json.JSONDecodeError:
+        given = parse_json(text)
+    except ValueError:
         return True  # refused by whoever reads it
     return not isinstance(given, dict) or given.keys() <= OF_AIR

@@ -10,6 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from airmoe.config import check_choice, check_count, check_flag, check_number, config
 from airmoe.errors import ConfigError
+from airmoe.files import can_be_written
 from airmoe.model import AirMoeConfig
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -285,3 +286,6 @@ def _check_mapping(field: str, value: object) -> None:
 def _check_text(field: str, value: object) -> None:
     if not isinstance(value, str) or not value:
         raise ConfigError(field, value, "must be a non-empty text", "Give a name or a path.")
+    if not can_be_written(value):
+        rule = "must be Unicode text without zero bytes, which no file's name can hold"
+        raise ConfigError(field, value, rule, "Give another name or path.")

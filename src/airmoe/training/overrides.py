@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from airmoe.errors import ConfigError
+from airmoe.files import parse_json
 from airmoe.training.config import (
     MODEL_OPTIONS,
     DataOptions,
@@ -16,6 +17,7 @@ from airmoe.training.config import (
     unknown_option,
 )
 
+SHOWN = 60  # characters of a value that cannot be read
 SECTIONS: dict[str, tuple[str, ...]] = {
     "model": MODEL_OPTIONS,
     "data": tuple(field.name for field in dataclasses.fields(DataOptions)),
@@ -36,7 +38,7 @@ def override(run: RunConfig, assignments: Sequence[str]) -> RunConfig:
             raise ConfigError(
                 "overrides", assignment, "must look like key.path=value", "Add '=' and a value."
             )
-        _assign(values, path.split("."), _parse(text))
+        _assign(values, path.split("."), _parse(path, text))
     return RunConfig.from_json(values)
 
 
@@ -72,8 +74,11 @@ def _assign(values: dict[str, Any], path: list[str], value: Any) -> None:
     values[section][name] = {**before, inner[0]: value}
 
 
-def _parse(text: str) -> Any:
+def _parse(path: str, text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except json.JSONDecodeError:
         return text
+    except ValueError as error:
+        shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+        raise ConfigError(path, shown, f"cannot be read: {error}", "Give another value.") from error

@@ -107,7 +107,7 @@ def open_run(path: Path) -> RunFolder:
         values = read_json(file)
         found = values["format"]
         config = values["config"]
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             "run", str(file), f"must be JSON with format and config ({error})", "Start a new run."
         ) from error

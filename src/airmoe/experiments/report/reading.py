@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from airmoe.experiments.report.run_reading import Place, finished_run
 from airmoe.experiments.report.usage import Usage, read_usage
 from airmoe.experiments.suites.folder import FORMAT as SUITE_FORMAT
 from airmoe.experiments.suites.folder import SuiteFolder
-from airmoe.files import read_json
+from airmoe.files import parse_json, read_json
 from airmoe.training.checkpoints import USAGE
 from airmoe.training.config import RunConfig
 from airmoe.training.run_folder import open_run
@@ -33,7 +32,7 @@ RUN_FILES = ("run.json", "result.json", "log.jsonl")
 REMAINS = ("run.json.draft", "result.json.draft", "suite.json.draft", "checkpoint-*", USAGE)
 HALF_WRITTEN = "is half written: no run.json"
 NEVER_RUNS = ("tensorboard", "report", "figures")
-WRONG_JSON = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+WRONG_JSON = (ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass
@@ -284,7 +283,7 @@ def _progress(path: Path, config: RunConfig | None = None) -> str:
     of_all = "" if steps is None else f" of {steps}"
     for line in reversed(lines):
         try:
-            values = json.loads(line)
+            values = parse_json(line)
             return f", step {values['step']}{of_all}, loss {values['loss']:.3f}"
         except (ValueError, KeyError, TypeError):
             continue

@@ -124,7 +124,7 @@ def _json_of(path: Path) -> dict[str, Any]:
     try:
         values = read_json(path)
         found = FORMAT if is_study(values) else values["format"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             "report",
             path.name,
