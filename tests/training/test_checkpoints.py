@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from airmoe.errors import ConfigError, RunError
 from airmoe.training import best_checkpoint
@@ -24,9 +25,10 @@ from airmoe.training.checkpoints import (
 )
 from airmoe.training.evaluation import Evaluation
 from airmoe.training.load import load_trained
+from airmoe.training.optimizer_state import load_optimizer_state, optimizer_state
 from airmoe.training.trainer import AirMoeTrainer
 from tests.model.common import build, learn_a_little
-from tests.training.runs import in_process, small_run, train_here
+from tests.training.runs import differing, in_process, small_run, train_here
 
 
 def fake(folder: Path, *steps: int, best: int | None = None) -> None:
@@ -202,3 +204,57 @@ def test_a_checkpoint_is_an_ordinary_hugging_face_model(tmp_path: Path) -> None:
         assert torch.equal(model.eval()(ids).logits, ours(ids).logits)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer("the router", add_special_tokens=False)["input_ids"] == list(b"the router")
+
+
+# -- optimizer state ----------------------------------------------------------------------------
+
+
+def stepped(fused: bool) -> tuple[nn.Module, torch.optim.AdamW]:
+    """A layer whose weight [3, 2] has moments that do not look alike transposed."""
+    torch.manual_seed(0)
+    layer = nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=fused)
+    layer(torch.randn(5, 2)).square().sum().backward()
+    optimizer.step()
+    return layer, optimizer
+
+
+def without(entries: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {key: value for key, value in entries.items() if key != name}
+
+
+WEIGHT, BIAS = "weight/exp_avg", "bias/exp_avg_sq"
+DAMAGED_MOMENTS: dict[str, tuple[Any, str]] = {
+    "transposed": (lambda kept: kept | {WEIGHT: kept[WEIGHT].T.contiguous()}, WEIGHT),
+    "of another shape": (lambda kept: kept | {WEIGHT: torch.zeros(1)}, WEIGHT),
+    "empty": (lambda kept: kept | {BIAS: torch.zeros(0)}, BIAS),
+    "of another dtype": (lambda kept: kept | {BIAS: kept[BIAS].double()}, BIAS),
+    "missing": (lambda kept: without(kept, BIAS), BIAS),
+    "missing step": (lambda kept: without(kept, "bias/step"), "bias/step"),
+    "a step for each weight": (lambda kept: kept | {"bias/step": torch.ones(3)}, "bias/step"),
+    "an integer step": (lambda kept: kept | {"bias/step": torch.tensor(1)}, "bias/step"),
+    "missing parameter": (
+        lambda kept: {name: value for name, value in kept.items() if "bias" not in name},
+        "bias/exp_avg",
+    ),
+    "nothing": (lambda kept: {}, "bias/exp_avg"),
+    "extra": (lambda kept: kept | {"weight/max_exp_avg_sq": kept[WEIGHT]}, "weight/max_exp_avg_sq"),
+    "of another model": (lambda kept: kept | {"gate/exp_avg": torch.zeros(3)}, "gate/exp_avg"),
+}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("damage", DAMAGED_MOMENTS)
+def test_optimizer_state_is_checked_before_anything_is_loaded(damage: str, fused: bool) -> None:
+    change, named = DAMAGED_MOMENTS[damage]
+    saved = optimizer_state(*stepped(fused))
+    layer, optimizer = stepped(fused)
+    optimizer.state.clear()
+    with pytest.raises(ConfigError, match="optimizer.safetensors") as error:
+        load_optimizer_state(layer, optimizer, change(saved))
+    assert named in str(error.value) and "\n" not in str(error.value)
+    assert not optimizer.state
+    saved["weight/step"].fill_(7)  # the one number that may be another
+    load_optimizer_state(layer, optimizer, saved)
+    loaded = optimizer_state(layer, optimizer)
+    assert differing(loaded, saved) == [] and loaded["weight/step"] == 7

@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name, whole, so that any number of processes can take it up."""
+"""AdamW's state by parameter name, whole, so that any number of processes can take it up."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from torch.optim import Optimizer
 
 from airmoe.distributed import full_tensor
 from airmoe.errors import ConfigError
+
+OPTIMIZER = "optimizer.safetensors"
+STEP = "step"
+ENTRIES = ("exp_avg", "exp_avg_sq", STEP)
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -21,30 +25,62 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
 
 
 def load_optimizer_state(
-    model: nn.Module, optimizer: Optimizer, entries: dict[str, Tensor]
+    model: nn.Module, optimizer: Optimizer, entries: dict[str, Tensor], *, may_be_new: bool = False
 ) -> None:
-    """Give every parameter its entries back, sharded as the parameter is."""
-    by_name: dict[str, dict[str, Tensor]] = {}
-    for path, value in entries.items():
-        name, _, key = path.rpartition("/")
-        by_name.setdefault(name, {})[key] = value
-    parameters = dict(model.named_parameters())
-    if unknown := sorted(by_name.keys() - parameters.keys()):
-        raise ConfigError(
-            "checkpoint.optimizer",
-            unknown[0],
-            "must belong to a parameter of this model",
-            "The checkpoint is of another model: start a new run.",
-        )
-    for name, saved in by_name.items():
-        parameter = parameters[name]
+    """Give every parameter its entries back, sharded as the parameter is.
+
+    All of them are checked first, because fused AdamW writes beyond a moment that is too short.
+    `may_be_new`: there may be none at all, of an optimizer that skipped every step.
+    """
+    if may_be_new and not entries:
+        return
+    optimized = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    parameters = {
+        name: parameter for name, parameter in model.named_parameters() if id(parameter) in optimized
+    }
+    wanted = {
+        f"{name}/{key}": _shape_and_dtype(key, parameter)
+        for name, parameter in parameters.items()
+        for key in ENTRIES
+    }
+    for path in sorted(wanted.keys() | entries.keys()):
+        _check(path, entries.get(path), wanted.get(path))
+    for name, parameter in parameters.items():
         optimizer.state[parameter] = {
-            key: _placed(key, value, parameter) for key, value in saved.items()
+            key: _placed(key, entries[f"{name}/{key}"], parameter) for key in ENTRIES
         }
 
 
+def _shape_and_dtype(key: str, parameter: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """What an entry must be: a number for the step, for moments what the parameter is."""
+    return (torch.Size(), torch.float32) if key == STEP else (parameter.shape, parameter.dtype)
+
+
+def _check(path: str, value: Tensor | None, wanted: tuple[torch.Size, torch.dtype] | None) -> None:
+    if value is None:
+        raise _refused(path, "lacks it")
+    if wanted is None:
+        raise _refused(path, "has it, but this model's AdamW does not")
+    shape, dtype = wanted
+    if (value.shape, value.dtype) != wanted:
+        raise _refused(
+            path,
+            f"has it as {list(value.shape)} of {value.dtype}, and it must be {list(shape)} of "
+            f"{dtype}",
+        )
+
+
+def _refused(path: str, difference: str) -> ConfigError:
+    return ConfigError(
+        "checkpoint",
+        path,
+        f"must be in {OPTIMIZER} as the model needs it: the file {difference}",
+        "Remove this checkpoint folder and resume from the one before.",
+    )
+
+
 def _placed(key: str, value: Tensor, parameter: Tensor) -> Tensor:
-    if value.shape != parameter.shape:  # the step counter: fused AdamW keeps it on the device
+    if key == STEP:  # fused AdamW keeps it on the device
         return value.to(parameter.device) if parameter.is_cuda else value.clone()
     if isinstance(parameter, DTensor):
         value = value.to(parameter.device)

@@ -24,7 +24,7 @@ from airmoe.training.capture import CapturedSteps
 from airmoe.training.config import RunConfig
 from airmoe.training.evaluation import Evaluation, evaluate
 from airmoe.training.living_lists import LISTS, living_lists, restore_lists
-from airmoe.training.optimizer_state import load_optimizer_state, optimizer_state
+from airmoe.training.optimizer_state import OPTIMIZER, load_optimizer_state, optimizer_state
 from airmoe.training.order import EpochOrder
 from airmoe.training.random_state import random_state, set_random_state
 from airmoe.training.sharding import shard
@@ -231,7 +231,7 @@ class AirMoeTrainer(Trainer):
                 partial, state_dict=weights, max_shard_size="1TB", is_main_process=True
             )
             self._save_tokenizer(partial)
-            checkpoints.save_tensors(moments, partial / "optimizer.safetensors")
+            checkpoints.save_tensors(moments, partial / OPTIMIZER)
             if lists := living_lists(self.airmoe_model):
                 checkpoints.save_tensors(lists, partial / LISTS)
             for place, tensors in enumerate(per_rank):
@@ -283,8 +283,12 @@ class AirMoeTrainer(Trainer):
         if checkpoint is None:
             return
         folder = Path(checkpoint)
-        moments = checkpoints.load_tensors(folder / "optimizer.safetensors")
-        load_optimizer_state(self.airmoe_model, self.torch_optimizer, moments)
+        load_optimizer_state(
+            self.airmoe_model,
+            self.torch_optimizer,
+            checkpoints.load_tensors(folder / OPTIMIZER),
+            may_be_new=self.accelerator.scaler is not None,
+        )
         self._restored = checkpoints.load_json(folder / "training.json")
         assert self._restored is not None
         schedule = cast(Any, self.lr_scheduler)
