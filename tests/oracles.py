@@ -288,9 +288,10 @@ def log_z(choices: Choices, like: Tensor) -> Tensor:
 
 
 def balance_loss(choices: Choices, num_experts: int, like: Tensor) -> Tensor:
-    """Switch: E sum_e f_e P_e, 1 at perfect balance."""
+    """E sum_e f_e P_e with f_e = choices of e per token, so K at perfect balance."""
     counts = like.new_tensor(expert_counts(choices, num_experts))
-    return num_experts * (counts / counts.sum() * expert_probs(choices, num_experts, like)).sum()
+    tokens = sum(heads is not None for heads in choices)
+    return num_experts * (counts / tokens * expert_probs(choices, num_experts, like)).sum()
 
 
 def mass_recall(choices: Choices, all_logits: Tensor) -> Tensor:

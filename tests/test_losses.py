@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from airmoe import (
     ROUTERS,
     CellRouting,
     Router,
     TokenRouting,
+    TopKRouter,
     load_balance_loss,
     router_z_loss,
     shortlist_balance_loss,
@@ -97,20 +99,21 @@ def gradients(loss: Tensor, router: Router, *hidden: Tensor) -> list[Tensor]:
 # -- closed forms ---------------------------------------------------------------------------
 
 
-def test_balance_is_one_at_uniform_use() -> None:
-    routing = choosing([0.25] * 4, [[0, 1], [2, 3]])
-    assert load_balance_loss(routing).item() == pytest.approx(1.0, rel=1e-6)
+def test_balance_is_the_choices_per_token_at_uniform_use() -> None:
+    for expert_ids in ([[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0, 1, 2, 3]]):
+        routing = choosing([0.25] * 4, expert_ids)
+        assert load_balance_loss(routing).item() == pytest.approx(len(expert_ids[0]), rel=1e-6)
 
 
-def test_balance_is_the_number_of_experts_at_collapse() -> None:
+def test_balance_is_the_number_of_experts_where_one_has_all() -> None:
     routing = choosing([0.0, 1.0, 0.0, 0.0, 0.0], [[1], [1], [1]])
     assert load_balance_loss(routing).item() == pytest.approx(5.0, rel=1e-6)
 
 
 def test_balance_by_hand() -> None:
-    # f = (2, 1, 1) / 4, P = (0.5, 0.3, 0.2): 3 * (0.25 + 0.075 + 0.05)
+    # f = (2, 1, 1) / 2 tokens, P = (0.5, 0.3, 0.2): 3 * (0.5 + 0.15 + 0.1)
     routing = choosing([0.5, 0.3, 0.2], [[0, 1], [2, 0]])
-    assert load_balance_loss(routing).item() == pytest.approx(1.125, rel=1e-6)
+    assert load_balance_loss(routing).item() == pytest.approx(2.25, rel=1e-6)
 
 
 def test_shortlist_balance_by_hand() -> None:
@@ -134,8 +137,8 @@ def test_equal_logits_give_log_of_the_number_of_experts_squared() -> None:
     routing = router(torch.zeros(5, DIM))
     assert router_z_loss(routing).item() == pytest.approx(math.log(NUM_EXPERTS) ** 2, rel=1e-6)
     assert routing.expert_probs.tolist() == pytest.approx([1 / NUM_EXPERTS] * NUM_EXPERTS)
-    # Equal probabilities make the loss 1 however uneven the choices are.
-    assert load_balance_loss(routing).item() == pytest.approx(1.0, rel=1e-6)
+    # Equal probabilities make the loss K however uneven the choices are.
+    assert load_balance_loss(routing).item() == pytest.approx(TOP_K, rel=1e-6)
 
 
 # -- the plain formulas in float64 ----------------------------------------------------------
@@ -182,8 +185,8 @@ def plain_loss(
     log_z = logits.logsumexp(1, keepdim=True)
     probs = (logits - (log_z.detach() if half else log_z)).exp().mean(0)
     chosen = logits.topk(count, dim=1).indices
-    share = chosen.flatten().bincount(minlength=probs.numel()) / chosen.numel()
-    return probs.numel() * (share.to(probs) * probs).sum()
+    choices = chosen.flatten().bincount(minlength=probs.numel()) / len(chosen)  # per token
+    return probs.numel() * (choices.to(probs) * probs).sum()
 
 
 @pytest.mark.parametrize(("name", "loss"), pairs())
@@ -243,9 +246,37 @@ def test_peer_balance_is_the_plain_formula_per_head() -> None:
     hidden = torch.randn(23, DIM) * 2
     heads = router.full_logits(hidden).detach().double()  # [T, P, E]
     chosen = heads.topk(TOP_K // 2, dim=2).indices.flatten()
-    share = chosen.bincount(minlength=NUM_EXPERTS) / chosen.numel()
-    expected = NUM_EXPERTS * (share * heads.softmax(2).mean((0, 1))).sum()
+    choices = chosen.bincount(minlength=NUM_EXPERTS) / len(hidden)  # both heads' of a token
+    expected = NUM_EXPERTS * (choices * heads.softmax(2).mean((0, 1))).sum()
     assert load_balance_loss(router(hidden)).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_expert_choice_has_the_choices_of_its_capacity() -> None:
+    routing = build("expert_choice")(torch.randn(20, DIM))  # every expert takes 20 * 4 / 16
+    assert routing.expert_counts.tolist() == [5] * NUM_EXPERTS
+    assert load_balance_loss(routing).item() == pytest.approx(TOP_K, rel=1e-6)
+
+
+# -- what others compute --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 8, NUM_EXPERTS])
+def test_exact_routing_has_the_balance_loss_of_transformers(top_k: int, masked: bool) -> None:
+    torch.manual_seed(top_k)
+    router = TopKRouter.Config(dim=DIM, num_experts=NUM_EXPERTS, top_k=top_k).build().eval()
+    hidden = (2 * torch.randn(41, DIM)).requires_grad_()
+    mask = torch.arange(41) % 3 > 0 if masked else None
+    logits = hidden @ F.normalize(router.centroids, dim=1).T
+    theirs = load_balancing_loss_func((logits,), NUM_EXPERTS, top_k, mask)
+    assert isinstance(theirs, Tensor)
+    ours = load_balance_loss(router(hidden, mask))
+    torch.testing.assert_close(ours, theirs)
+    grads = zip(gradients(ours, router, hidden), gradients(theirs, router, hidden), strict=True)
+    for got, want in grads:
+        torch.testing.assert_close(got, want)
+    # With all experts chosen nothing can be balanced; else uneven use costs more than K.
+    assert ours.item() == pytest.approx(top_k) if top_k == NUM_EXPERTS else ours > 1.02 * top_k
 
 
 # -- tokens that do not count ---------------------------------------------------------------
@@ -324,7 +355,7 @@ def test_micro_batches_sum_to_the_token_weighted_mean(
     mean = sum((size * value for size, value in zip(sizes, losses, strict=True)), torch.zeros(()))
     mean = mean / sum(sizes)
     torch.testing.assert_close(shares, mean)
-    if name != "expert_choice":  # there every balance loss is 1
+    if name != "expert_choice":  # there every balance loss is K, or the capacity's rounding
         assert (shares - torch.stack(losses).mean()).abs().item() > 1e-4  # not the plain mean
     grads = zip(gradients(shares, router, *parts), gradients(mean, router, *parts), strict=True)
     for got, want in grads:

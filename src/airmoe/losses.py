@@ -26,11 +26,13 @@ from airmoe.routers.routing import CellRouting, Routing, check_routing
 
 
 def load_balance_loss(routing: Routing, *, total_tokens: Tensor | int | None = None) -> Tensor:
-    """Switch load balancing E * sum_e f_e P_e: 1 at perfect balance, E when one expert has all.
+    """Load balancing E * sum_e f_e P_e: K at perfect balance, more where few experts have most.
 
-    f_e is the share of choices expert e got over all ranks (no gradient), P_e the mean probability
-    of e under the softmax over each token's candidates (for AIR: its shortlist). Every rank of a
-    process group must call it, also in evaluation.
+    f_e is how often a token chose expert e, over all ranks (no gradient): the f sum to K, the
+    experts per token. P_e is the mean probability of e under the softmax over each token's
+    candidates (for AIR: its shortlist). With K = 1 this is the Switch loss; with exact routing it
+    is transformers' `load_balancing_loss_func`. Every rank of a process group must call it, also
+    in evaluation.
     """
     check_routing("load_balance_loss.routing", routing)
     return _balance(routing.expert_counts, routing.expert_probs, routing.valid, total_tokens)
@@ -39,7 +41,10 @@ def load_balance_loss(routing: Routing, *, total_tokens: Tensor | int | None = N
 def shortlist_balance_loss(
     routing: CellRouting, *, total_tokens: Tensor | int | None = None
 ) -> Tensor:
-    """The same loss one level up, G * sum_g f_g P_g: spreads tokens over codewords or clusters."""
+    """The same loss one level up, G * sum_g f_g P_g: spreads tokens over codewords or clusters.
+
+    The f sum to the lists a token has: 1 in AIR, `num_selected_clusters` in hierarchical routing.
+    """
     if not isinstance(routing, CellRouting):
         raise TypeError(
             f"shortlist_balance_loss: got a {type(routing).__name__}, needs a CellRouting, because "
@@ -69,7 +74,7 @@ def _balance(
     if is_distributed():  # one collective for both: [n + 1]
         both = all_reduce_sum(torch.cat([choices, tokens.unsqueeze(0).to(choices.dtype)]))
         choices, tokens_everywhere = both[:-1], both[-1]
-    frequency = choices.to(probs.dtype) / choices.sum().clamp(min=1)  # [n]
+    frequency = choices.to(probs.dtype) / tokens_everywhere.clamp(min=1)  # [n], per token
     scale = tokens * _per_token(tokens_everywhere, total_tokens) * probs.shape[0]
     # The mean over no token is 0/0; this rank then adds nothing, in value or gradient.
     probs = torch.where(tokens > 0, probs, 0.0)  # [n]

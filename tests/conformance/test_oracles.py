@@ -87,7 +87,8 @@ def test_the_bound_of_proposition_1_holds():
         assert (recall >= bound).all() and (bound > 0).all() and (recall < 1).all()
 
 
-def test_balance_loss_is_one_when_all_are_equal():
+def test_balance_loss_is_k_when_all_are_equal():
     hidden = torch.zeros(6, 4).double()
-    choices = oracles.exact_topk(hidden, torch.eye(4).double(), 4)
-    assert abs(oracles.balance_loss(choices, 4, hidden).item() - 1) < 1e-12
+    for top_k in (1, 3, 4):
+        choices = oracles.exact_topk(hidden, torch.eye(4).double(), top_k)
+        assert abs(oracles.balance_loss(choices, 4, hidden).item() - top_k) < 1e-12
