@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -460,6 +460,37 @@ def test_experts(case: Case, dtype: torch.dtype) -> None:
     exact, plain = run(experts, inputs, torch.float64), run(experts, inputs, dtype)
     with use_backend("triton"):
         assert_no_worse(run(experts, inputs, dtype), plain, exact)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_extreme_experts(activation: Activation, dtype: torch.dtype) -> None:
+    """Of a pool, chosen or not; where nobody chose it, not even an overflow shows."""
+    case = Case((9, 11), pool=6, experts=6, activation=activation)
+    cells, inputs = case.cells(), expert_inputs(case, dtype)
+    mask = torch.rand_like(inputs["scores"]) < 0.6
+    mask[:, 0] = False
+    inputs["hidden"][:, 0] = 4
+    inputs["down"] /= 16  # float16 ends at 65504
+    for pre in [inputs[name] for name in ("up", "gate") if name in inputs][-1:]:
+        pre[:3, 0] = torch.tensor([torch.finfo(dtype).max, 2.5e3, -2.5e3])
+
+    def experts(leaves: Found) -> Found:
+        gates = leaves["scores"].square() / 8 * mask
+        return {
+            "output": cell_experts(
+                leaves["hidden"], leaves.get("gate"), leaves["up"], leaves["down"], gates, cells,
+                activation=activation,
+            )
+        }  # fmt: skip
+
+    exact, plain = run(experts, inputs, torch.float64), run(experts, inputs, dtype)
+    for name, value in plain.items():
+        unit = torch.finfo(dtype).eps * exact[name].abs().max()
+        assert (value - exact[name]).abs().max() <= 16 * unit, name
+    if dtype in DTYPES:  # the interpreter knows no bfloat16
+        with use_backend("triton"):
+            assert_no_worse(run(experts, inputs, dtype), plain, exact)
 
 
 @named()

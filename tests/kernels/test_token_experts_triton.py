@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.cell_experts import Activation, is_gated
+from airmoe.kernels.cell_experts import Activation, activate, is_gated
 from airmoe.kernels.token_experts import token_experts
 from airmoe.moe import GranularExperts
 from airmoe.routers.routing import TokenRouting
@@ -19,7 +19,7 @@ from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good, capt
 pytest.importorskip("triton")
 from airmoe.kernels.rows import triton as rows_triton
 from airmoe.kernels.token_experts import operator, small_batch_triton
-from airmoe.kernels.token_experts.triton import compact_gates
+from airmoe.kernels.token_experts.triton import compact_gates, weigh, weigh_grads
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,64 @@ def test_values_and_gradients_equal_the_reference(case: Case, dtype: torch.dtype
 def test_activations(activation: Activation, dtype: torch.dtype) -> None:
     case = replace(TINY, activation=activation)
     assert_as_good(case.run, case.inputs(dtype))
+
+
+SIZES = [0.0, 1e-3, 0.5, 2.0, 5.5, 10.05, 10.07, 30.0, 88.0, 88.8, 100.0, 1e4, 1e12, 1e30]
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+@dtypes
+def test_any_pre_activation_gives_what_the_formula_does(
+    activation: Activation, dtype: torch.dtype
+) -> None:
+    """Values and slopes one by one, up to where the dtype itself ends."""
+    sizes = [size for size in SIZES if size < torch.finfo(dtype).max]
+    line = torch.tensor([-size for size in sizes] + sizes, device=DEVICE, dtype=dtype)
+    up, gate = (axis.contiguous() for axis in torch.meshgrid(line, line, indexing="ij"))
+    weights = torch.full_like(up, 0.5)
+    gates = gate if is_gated(activation) else up
+    fast = [weigh(up, gates, weights, activation, 1)]
+    fast += weigh_grads(torch.ones_like(up, dtype=torch.float32), up, gates, weights, activation, 1)
+
+    def by_formula(dtype: torch.dtype) -> list[Tensor]:
+        inputs = [value.to(dtype).requires_grad_() for value in (up, gate, weights)]
+        value = activate(activation, inputs[0], inputs[1] if is_gated(activation) else None)
+        value = value * inputs[2]
+        return [value, *torch.autograd.grad(value.sum(), inputs, materialize_grads=True)]
+
+    names, limits = ("value", "up", "gate", "weights"), torch.finfo(dtype)
+    natural = up.double().abs().clamp_min(1) * gates.double().abs().clamp_min(1)
+    for name, found, exact, plain in zip(
+        names, fast, by_formula(torch.float64), by_formula(torch.float32), strict=True
+    ):
+        if name == "gate" and not is_gated(activation):
+            continue
+        inside = exact.abs() < limits.max
+        error, plain_error = ((other.double() - exact).abs() for other in (found, plain))
+        # The relative error of exp(x) grows with x (but for a fused product, which the interpreter
+        # lacks); 1 + tanh(x) is 0 too soon even in float64; its slope is NaN when cubes overflow.
+        bound = limits.tiny + limits.eps * exact.abs() * (8 + gates.double().abs().clamp_max(100))
+        bound += 2 * plain_error.nan_to_num(0.0) + 1e-15 * natural
+        wrong = inside & ~(error <= bound)
+        assert not wrong.any(), (name, up[wrong], gate[wrong], (error / exact)[wrong])
+        assert (found.double() == exact.to(dtype).double())[~inside].all(), name
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+@dtypes
+@pytest.mark.usefixtures("_both_sizes")
+def test_extreme_experts(activation: Activation, dtype: torch.dtype) -> None:
+    """In a list, and in an unused slot, where not even an overflow shows."""
+    case = Case(tokens=6, top_k=8, dim=40, activation=activation, popular=0)
+    inputs = case.inputs(dtype)
+    inputs["expert_ids"] %= 2  # but for these three; the weight of the first is 0
+    inputs["expert_ids"][:, 1:4] = torch.tensor([2, 3, 4])
+    inputs["weights"][:, 2:4] = 0.1
+    inputs["hidden"][:, 0] = 4
+    inputs["down"] /= 16  # float16 ends at 65504
+    pre = inputs["gate" if is_gated(activation) else "up"]  # the first column: a quarter of it
+    pre[2:5, 0] = torch.tensor([torch.finfo(dtype).max, 2.5e3, -2.5e3])
+    assert_as_good(case.run, inputs)
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 100), (7, 37), (64, 3), (65, 3)])

@@ -26,6 +26,7 @@ _GEGLU_TANH = tl.constexpr(ACTIVATION_CODES["geglu_tanh"])
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _TANH_SCALE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 _TANH_CUBIC = tl.constexpr(0.044715)
+_LARGEST_SQUARE = tl.constexpr(1e6)  # of its input: the sigmoid is 0 or 1 long before
 _NORMAL_PEAK = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi), the normal density at 0
 
 
@@ -33,7 +34,7 @@ _NORMAL_PEAK = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi), the normal de
 _LOG2_E = tl.constexpr(1.44269502162933349609375)
 _LOG2_E_REST = tl.constexpr(1.92596299112661746887e-8)
 _LN_2 = tl.constexpr(0.6931471805599453)
-_LARGEST_POWER = tl.constexpr(126.0)  # of 2: beyond it there is nothing to correct
+_LARGEST_POWER = tl.constexpr(128.0)  # of 2: infinite, or 0, and neither can be corrected
 
 
 @triton.jit
@@ -95,9 +96,9 @@ def _exp(values, EXACT: tl.constexpr):
     if EXACT:
         power = values * _LOG2_E
         rest = tl.fma(values, _LOG2_E, -power) + values * _LOG2_E_REST
-        rest = tl.where(tl.abs(power) < _LARGEST_POWER, rest, 0.0)
         result = tl.exp2(power)
-        result += result * (rest * _LN_2)
+        corrected = result + result * (rest * _LN_2)
+        result = tl.where(tl.abs(power) < _LARGEST_POWER, corrected, result)
     else:
         result = tl.exp(values)
     return result
@@ -138,7 +139,7 @@ def _gelu_and_slope(values, EXACT: tl.constexpr):
 @triton.jit
 def _gelu_tanh_and_slope(values, EXACT: tl.constexpr):
     """0.5 (1 + tanh(z)) is the sigmoid of 2 z, which needs no tanh."""
-    squares = values * values
+    squares = tl.minimum(values * values, _LARGEST_SQUARE)
     # Constants on the right: on the left, Triton 3.9's interpreter makes a constant of the product.
     below = 1.0 + _exp(values * -_TANH_SCALE * (1.0 + squares * _TANH_CUBIC), EXACT)
     if EXACT:
@@ -146,4 +147,5 @@ def _gelu_tanh_and_slope(values, EXACT: tl.constexpr):
     else:
         sigmoid = 1.0 / below
     inner = (1.0 + squares * (3.0 * _TANH_CUBIC)) * _TANH_SCALE
-    return values * sigmoid, sigmoid * (1.0 + values * (1.0 - sigmoid) * inner)
+    plain = values * sigmoid  # before `inner`, so that a sigmoid of 0 meets nothing infinite
+    return plain, sigmoid + plain * (1.0 - sigmoid) * inner

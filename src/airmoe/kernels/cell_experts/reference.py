@@ -69,16 +69,18 @@ class CellExperts(torch.autograd.Function):
         read_gate = None if gate is None else RowReader(gate, kept_shape[1], work)
         for rows, tokens, pool in cell_parts(token_ids, offsets, pools, size):
             tokens_hidden = hidden.index_select(0, tokens).to(work)
-            part_up = tokens_hidden @ read_up(pool).T  # [rows, neurons]
+            weights = _per_neuron(gates[rows].to(work), size)  # [rows, neurons]
+            # Who was not chosen adds nothing, even where its activation overflows: act(0) is 0.
+            unused = weights == 0
+            part_up = (tokens_hidden @ read_up(pool).T).masked_fill_(unused, 0)
             part_gate = None
             if read_gate is not None and pre_gate is not None:
-                part_gate = tokens_hidden @ read_gate(pool).T
+                part_gate = (tokens_hidden @ read_gate(pool).T).masked_fill_(unused, 0)
                 if form.keep:
                     pre_gate[rows] = part_gate
             if form.keep:
                 pre_up[rows] = part_up
-            weighted = activate(form.activation, part_up, part_gate)
-            weighted = weighted * _per_neuron(gates[rows].to(work), size)
+            weighted = activate(form.activation, part_up, part_gate) * weights
             output.index_add_(0, tokens, (weighted @ read_down(pool)).to(wide))
         ctx.form = form
         ctx.save_for_backward(
@@ -110,6 +112,7 @@ class CellExperts(torch.autograd.Function):
             tokens_grad = grad_output.index_select(0, tokens)
             weights = _per_neuron(gates[rows].to(work), size)
             grad_weighted = tokens_grad @ read["down"](pool).T  # [rows, neurons]
+            grad_weighted.masked_fill_(weights == 0, 0)
             active, grads = _activation_backward(
                 form.activation,
                 pre_up[rows],

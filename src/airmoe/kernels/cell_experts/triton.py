@@ -74,10 +74,6 @@ def _activations_kernel(
         gate = tl.trans(gate)
         mask = row_mask[:, None] & place_mask[None, :]
         place = rows.to(tl.int64)[:, None] * NEURONS + places[None, :]
-        if KEEP:
-            tl.store(pre_up + place, up.to(pre_up.dtype.element_ty), mask=mask)
-            if GATED:
-                tl.store(pre_gate + place, gate.to(pre_gate.dtype.element_ty), mask=mask)
         weight = tl.load(
             gates
             + rows.to(tl.int64)[:, None] * gates_row
@@ -85,6 +81,13 @@ def _activations_kernel(
             mask=mask,
             other=0.0,
         ).to(tl.float32)
+        # Who was not chosen adds nothing, even where its activation overflows: act(0) is 0.
+        up = tl.where(weight == 0.0, 0.0, up)
+        gate = tl.where(weight == 0.0, 0.0, gate)
+        if KEEP:
+            tl.store(pre_up + place, up.to(pre_up.dtype.element_ty), mask=mask)
+            if GATED:
+                tl.store(pre_gate + place, gate.to(pre_gate.dtype.element_ty), mask=mask)
         exact: tl.constexpr = active.dtype.element_ty == tl.float32
         value = activate(up, gate, ACTIVATION, exact) * weight
         tl.store(active + place, value.to(active.dtype.element_ty), mask=mask)
@@ -135,6 +138,7 @@ def _activation_grads_kernel(
             mask=mask,
             other=0.0,
         ).to(tl.float32)
+        grad = tl.where(weight == 0.0, 0.0, grad)  # `up` and `gate` are 0 there already
         up = tl.load(pre_up + place, mask=mask, other=0.0).to(tl.float32)
         if GATED:
             gate = tl.load(pre_gate + place, mask=mask, other=0.0).to(tl.float32)

@@ -22,9 +22,16 @@ def token_experts(
     """sum_k weights[t, k] * act(<hidden[t], up[id]>) * down[id], over all neurons of an expert."""
     neurons = neuron_rows(expert_ids, expert_size)  # [T, K * S]
     pre_gate = None if gate is None else gather_dot(hidden, gate, neurons)
-    active = activate(activation, gather_dot(hidden, up, neurons), pre_gate)
-    weights = weights.to(active.dtype).repeat_interleave(expert_size, dim=-1)
-    return gather_total(active * weights, down, neurons)
+    weights = weights.to(hidden.dtype).repeat_interleave(expert_size, dim=-1)
+    weighted = weigh(activation, gather_dot(hidden, up, neurons), pre_gate, weights)
+    return gather_total(weighted, down, neurons)
+
+
+def weigh(activation: Activation, up: Tensor, gate: Tensor | None, weights: Tensor) -> Tensor:
+    """Activated values times `weights`: 0 where the weight is, even if the activation overflows."""
+    unused = weights == 0
+    up, gate = (None if pre is None else pre.masked_fill(unused, 0) for pre in (up, gate))
+    return activate(activation, up, gate) * weights
 
 
 def neuron_rows(expert_ids: Tensor, expert_size: int) -> Tensor:
