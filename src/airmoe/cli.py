@@ -71,6 +71,7 @@ def main() -> None:
     """Run a command; mistakes of the user end with code 2, failed runs with 1, one line each."""
     _let_waiting_threads_sleep()
     try:
+        _check_arguments()
         app()
     except ConfigError as error:
         _stop(str(error), 2)
@@ -86,6 +87,13 @@ def main() -> None:
         _stop("interrupted", 128 + signal.SIGINT)
     finally:
         _leave_process_group()
+
+
+def _check_arguments() -> None:
+    """Files and folders are named in JSON and by libraries that take UTF-8 only."""
+    for argument in sys.argv[1:]:
+        if not argument.isascii() and any("\ud800" <= c <= "\udfff" for c in argument):
+            raise ConfigError("argument", argument, "must be UTF-8", "Rename what it names.")
 
 
 def _let_waiting_threads_sleep() -> None:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 
+def visible(text: object) -> str:
+    """Text for a terminal: what is not printable (escape codes, line breaks, half characters of a
+    file name that is not UTF-8) as Python writes it.
+    """
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in str(text)
+    )
+
+
 class ConfigError(ValueError):
     """An impossible setting or input: names field, value, rule and remedy."""
 
     def __init__(self, field: str, value: object, rule: str, remedy: str) -> None:
         self.field, self.value, self.rule, self.remedy = field, value, rule, remedy
-        super().__init__(f"{field}: got {value!r}, {rule}. {remedy}")
+        super().__init__(visible(f"{field}: got {value!r}, {rule}. {remedy}"))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
         # Exceptions are rebuilt from `args` by default; worker processes need all four parts.

@@ -17,7 +17,9 @@ from tests.data.common import assert_one_line, write_jsonl
 
 
 def texts_of(name: str | Path, split: str = "train") -> list[str]:
-    return [d.text for d in open_corpus(str(name), "text").splits[split].documents()]
+    """Its texts; "" stands for a row without one."""
+    documents = open_corpus(str(name), "text").splits[split].documents()
+    return [document.text if document else "" for document in documents]
 
 
 def play_hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Callable[..., Any]) -> None:
@@ -53,13 +55,14 @@ def test_wikitext_rows_become_articles_of_the_official_splits(
 def test_web_corpora_are_streamed_and_have_no_official_validation(
     monkeypatch: pytest.MonkeyPatch, name: str, path: str, config: str | None
 ) -> None:
-    def load_dataset(*found: object, split: str, streaming: bool) -> Iterator[dict[str, str]]:
+    def load_dataset(*found: object, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
         assert (*found, split, streaming) == (path, config, "train", True)
-        return iter([{"text": "one\n\ntwo"}, {"text": "  "}, {"text": "three"}])
+        texts = ["one\n\ntwo", "  ", None, "three"]
+        return iter([{"text": text} for text in texts])
 
     play_hub(monkeypatch, load_dataset)
     assert list(open_corpus(name, "text").splits) == ["train"]
-    assert texts_of(name) == ["one\n\ntwo", "three"]
+    assert texts_of(name) == ["one\n\ntwo", "", "three"]
 
 
 def test_a_network_failure_is_one_line_at_the_start_and_in_the_middle(
@@ -77,6 +80,25 @@ def test_a_network_failure_is_one_line_at_the_start_and_in_the_middle(
         with pytest.raises(ConfigError) as raised:
             texts_of("c5")
         assert_one_line(raised, "CommonCrawl-CreativeCommons", reason, "path of a local copy")
+
+
+def test_a_gated_corpus_says_how_to_log_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    httpx, errors = pytest.importorskip("httpx"), pytest.importorskip("huggingface_hub.errors")
+    request = httpx.Request("GET", "https://huggingface.co/api/datasets/x")
+
+    def gated(*_: object, **__: object) -> None:
+        response = httpx.Response(401, request=request)
+        try:
+            raise errors.GatedRepoError("401 Client Error.", response=response)
+        except errors.GatedRepoError as error:  # as `datasets` does
+            raise FileNotFoundError("Dataset is a gated dataset on the Hub.") from error
+
+    play_hub(monkeypatch, gated)
+    with pytest.raises(ConfigError) as raised:
+        texts_of("c5")
+    page = "https://huggingface.co/datasets/BramVanroy/CommonCrawl-CreativeCommons"
+    assert_one_line(raised, "is a gated dataset", f"accept the terms on {page}", "hf auth login")
+    assert "network" not in str(raised.value)
 
 
 def test_without_datasets_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,3 +160,25 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         open_corpus("wikitext-103", "text")
     assert_one_line(raised, "'wikitext-103'", "python-docs", "wikitext103", "c5", "openwebtext2")
+
+
+def test_only_regular_files_and_links_to_them_are_read(tmp_path: Path) -> None:
+    """A pipe or a device would be read for ever."""
+    write_jsonl(tmp_path / "real.jsonl", ["one"])
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.jsonl").symlink_to(tmp_path / "real.jsonl")
+    (tmp_path / "corpus" / "folder.txt").mkdir()
+    assert texts_of(tmp_path / "corpus") == ["one"]
+    odd = tmp_path / "corpus" / "b.jsonl"
+    for make in (
+        lambda: os.mkfifo(odd),
+        lambda: odd.symlink_to("/dev/zero"),
+        lambda: odd.symlink_to("nowhere"),
+    ):
+        make()
+        for name in (odd, tmp_path / "corpus"):
+            if name.exists():
+                with pytest.raises(ConfigError) as raised:
+                    open_corpus(str(name), "text")
+                assert_one_line(raised, "b.jsonl", "must be a regular file or a link to one")
+        odd.unlink()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import lzma
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from airmoe import ConfigError
+from airmoe.data import documents as documents_module
 from airmoe.data.documents import LocalFiles, split_lines
 from tests.data.common import assert_one_line, write_jsonl
 
@@ -26,7 +29,8 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def read(path: Path, text_field: str = "text") -> list[str]:
-    return [document.text for document in LocalFiles((path,), text_field).documents()]
+    """Its texts; "" stands for a row without one, which no document can be."""
+    return [d.text if d else "" for d in LocalFiles((path,), text_field).documents()]
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -58,7 +62,7 @@ def test_text_files_end_documents_at_empty_lines_and_wikitext_titles(
 @given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), min_size=1)))
 def test_split_lines_undoes_joining_with_empty_lines(texts: list[str]) -> None:
     lines = "\n\n".join(texts).split("\n")
-    found = split_lines((line + "\n" for line in lines), at_empty_lines=True)
+    found = split_lines((line + "\n" for line in lines), "a.txt", at_empty_lines=True)
     assert [text for text in found if text] == texts
 
 
@@ -67,16 +71,30 @@ def test_compressed_files_hold_the_same_documents(tmp_path: Path, ending: str) -
     texts = [f"document {number} über 東京\nsecond line" for number in range(5000)]
     packed = PACKERS[ending]("\n\n".join(texts).encode())
     path = write(tmp_path / f"a.txt{ending}", packed)
-    documents = list(LocalFiles((path,), "text").documents())
+    documents = [d for d in LocalFiles((path,), "text").documents() if d is not None]
     assert [document.text for document in documents] == texts
     fractions = [document.fraction or 0.0 for document in documents]
     assert fractions == sorted(fractions) and fractions[-1] == 1.0 and fractions[0] > 0
 
 
-def test_frames_of_zstd_and_members_of_gzip_follow_each_other(tmp_path: Path) -> None:
-    for ending in (".gz", ".zst"):
+def test_frames_and_members_follow_each_other(tmp_path: Path) -> None:
+    for ending in (".gz", ".zst", ".xz"):
         packed = PACKERS[ending](b"one\n\ntw") + PACKERS[ending](b"o\n")
         assert read(write(tmp_path / f"a.txt{ending}", packed)) == ["one", "two"]
+
+
+def test_zeros_may_stand_behind_xz_streams_and_nowhere_else(tmp_path: Path) -> None:
+    one, two = lzma.compress(b"one\n\n"), lzma.compress(b"two")
+    assert read(write(tmp_path / "a.txt.xz", one + bytes(600) + two + bytes(4))) == ["one", "two"]
+    zstd = PACKERS[".zst"](b"one")
+    for name, content in (
+        ("a.txt.xz", bytes(600)),
+        ("b.txt.xz", one + bytes(3)),
+        ("a.txt.zst", bytes(600)),
+        ("b.txt.zst", zstd + bytes(4)),
+    ):
+        with pytest.raises(ConfigError, match="cut short or damaged"):
+            read(write(tmp_path / name, content))
 
 
 @pytest.mark.parametrize("ending", [".gz", ".xz", ".zst"])
@@ -117,6 +135,8 @@ def test_jsonl_takes_the_field_and_skips_blank_texts(tmp_path: Path) -> None:
         ('{"body": "x"}', "has no field 'text' (it has 'body')"),
         ('{"text": 3}', "must hold a string in 'text', but holds int"),
         ('{"text": "\\ud800"}', "half of a surrogate pair"),
+        ('{"text": "x", "n": ' + "9" * 4301 + "}", "must be one JSON object (Exceeds the limit"),
+        ("[" * 100_000, "must be one JSON object (maximum recursion depth"),
     ],
 )
 def test_a_bad_jsonl_line_is_named(tmp_path: Path, line: str, part: str) -> None:
@@ -155,17 +175,115 @@ def test_a_bad_parquet_file_or_row_is_named(
     with pytest.raises(ConfigError, match="not a whole parquet file"):
         read(write(tmp_path / "a.parquet", b"PAR1 and no more"))
     path = tmp_path / "b.parquet"
-    write_table({"text": ["one", None]}, path)
+    pyarrow = pytest.importorskip("pyarrow")
+    binary = pyarrow.array([b"good", b"caf\xe9"], pyarrow.binary())
+    for column, rule in (
+        (binary, "row 1', must hold a string in 'text', but holds bytes"),
+        (binary.view(pyarrow.string()), "row 2', must be UTF-8, but byte 3 of 'text' is not"),
+    ):
+        write_table({"text": column}, path)
+        with pytest.raises(ConfigError) as raised:
+            read(path)
+        assert_one_line(raised, f"b.parquet, {rule}")
+
+
+def test_null_rows_are_told_apart_from_documents(
+    tmp_path: Path, write_table: Callable[[dict[str, list[Any]], Path], None]
+) -> None:
+    path = tmp_path / "b.parquet"
+    write_table({"text": ["one", None, " ", "two", None]}, path)
+    assert read(path) == ["one", "", "two", ""]
+    rows = '{"text": "one"}\n{"text": null}\n{"text": ""}\n{"text": "two"}\n'
+    assert read(write(tmp_path / "a.jsonl", rows)) == ["one", "", "two"]
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+def test_a_document_over_the_limit_is_refused_with_its_place(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents_module, "MAX_DOCUMENT_BYTES", 1000)
+
+    def expect(name: str, content: str, *parts: str) -> None:
+        path = write(tmp_path / (name + ending), PACKERS[ending](content.encode()))
+        if not parts:
+            assert len(read(path)) == 2
+            return
+        with pytest.raises(ConfigError) as raised:
+            read(path)
+        assert_one_line(raised, *parts, "more than 1,000 bytes in one document")
+
+    expect("a.txt", "short\n\n" + "é" * 500)
+    expect("a.txt", "short\n\n" + "é" * 501, f"a.txt{ending}, line 3")
+    expect("a.txt", "short\n\n" + "é\n" * 334, f"a.txt{ending}, from line 3")
+    expect("a.txt", "é\n" * 333 + "\n = Title =\n" + "é\n" * 329)
+    row = '{"text": "short"}\n{"text": "%s"}'
+    expect("a.jsonl", row % ("x" * 988))
+    expect("a.jsonl", row % ("x" * 989), f"a.jsonl{ending}, line 2")
+
+
+def test_a_parquet_row_over_the_limit_is_refused(
+    tmp_path: Path,
+    write_table: Callable[[dict[str, list[Any]], Path], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(documents_module, "MAX_DOCUMENT_BYTES", 1000)
+    write_table({"text": ["é" * 500, "é" * 501]}, tmp_path / "a.parquet")
     with pytest.raises(ConfigError) as raised:
-        read(path)
-    assert_one_line(raised, "b.parquet, row 2", "holds NoneType")
+        read(tmp_path / "a.parquet")
+    assert_one_line(raised, "a.parquet, row 2", "more than 1,000 bytes in one document")
+
+
+READ_BOMBS = """
+import resource, sys
+from pathlib import Path
+import airmoe.data.documents as documents
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for name in sys.argv[1:]:
+    try:
+        for _ in documents.LocalFiles((Path(name),), "text").documents(): pass
+    except documents.ConfigError as error:
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, error)
+"""
+
+
+def test_bombs_take_little_memory(tmp_path: Path) -> None:
+    """A gigabyte in one line, of zstd in one frame: each of its packed bytes is 32 kB of text."""
+    zeros = b"0" * (1 << 24)
+    paths = []
+    for name in ("a.txt.zst", "a.txt.xz", "a.jsonl.gz"):
+        pack = PACKERS[Path(name).suffix]
+        packed = pack(zeros * 64) if name == "a.txt.zst" else pack(zeros) * 64
+        assert len(packed) < 2 << 20
+        paths.append(write(tmp_path / name, packed))
+    command = [sys.executable, "-c", READ_BOMBS, *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for path, answer in zip(paths, done.stdout.splitlines(), strict=True):
+        kilobytes, _, message = answer.partition(" ")
+        assert f"{path}, line 1" in message and "more than 16,777,216 bytes" in message
+        assert int(kilobytes) < 150 << 10
+
+
+def test_a_window_over_the_limit_is_refused(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    wide = zstandard.ZstdCompressionParameters(window_log=28)
+    packer = zstandard.ZstdCompressor(compression_params=wide).compressobj()
+    for name, content in (
+        ("a.txt.zst", packer.compress(b"text") + packer.flush()),
+        (
+            "a.txt.xz",
+            lzma.compress(b"text", filters=[{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 28}]),
+        ),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            read(write(tmp_path / name, content))
+        assert_one_line(raised, name, "needs more than 128 MiB of memory to unpack")
 
 
 def test_the_fraction_spans_all_files(tmp_path: Path) -> None:
     small = write_jsonl(tmp_path / "a.jsonl", ["x"])
     large = write_jsonl(tmp_path / "b.jsonl", ["y" * small.stat().st_size * 3])
     total = small.stat().st_size + large.stat().st_size
-    fractions = [d.fraction for d in LocalFiles((small, large), "text").documents()]
+    fractions = [d and d.fraction for d in LocalFiles((small, large), "text").documents()]
     assert fractions == [small.stat().st_size / total, 1.0]
 
 
@@ -186,7 +304,7 @@ SHARED = Path(__file__).parents[3] / "shared" / "data"
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the training text beside the project")
 def test_the_training_text_splits_into_articles() -> None:
     documents = LocalFiles((SHARED / "wiki-train-0.txt.xz",), "text").documents()
-    first = [next(documents).text for _ in range(20)]
+    first = [document.text for document in itertools.islice(documents, 20) if document]
     titles = [text.split("\n")[0] for text in first]
     assert titles[:3] == ["Motorola 68040", "Karl Ferdinand Braun", "Alaska Interior"]
     assert all("\n\n" not in text and not text.endswith("\n") for text in first)

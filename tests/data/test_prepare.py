@@ -141,6 +141,19 @@ def test_a_hub_corpus_goes_all_the_way(tmp_path: Path, monkeypatch: pytest.Monke
     assert documents_of(prepared, "test") == [" = test = \n \n text "]
 
 
+def test_rows_without_text_are_counted_and_left_out(tmp_path: Path) -> None:
+    rows = ["null", '"one"', "null", '"two"', "null"]
+    lines = "".join(f'{{"text": {row}}}\n' for row in rows)
+    (tmp_path / "corpus.jsonl").write_text(lines)
+    (tmp_path / "valid.jsonl").write_text('{"text": null}\n{"text": "held out"}\n')
+    seen: list[PrepareProgress] = []
+    config = settings(tmp_path, validation=str(tmp_path / "valid.jsonl"))
+    prepared = prepare(config, seen.append, _shard_tokens=1)
+    assert documents_of(prepared, "train") == ["one", "two"]
+    skipped = {progress.split: progress.skipped for progress in seen}
+    assert skipped == {"train": 3, "validation": 1}
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_max_tokens_ends_train_with_the_document_that_reaches_it(
     tmp_path: Path, texts: list[str], workers: int

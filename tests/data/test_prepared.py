@@ -58,12 +58,31 @@ def drop_splits(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(values))
 
 
+def edit_split(**fields: object) -> Callable[[Path], None]:
+    def harm(folder: Path) -> None:
+        values = json.loads((folder / "manifest.json").read_text())
+        values["splits"]["train"].update(fields)
+        (folder / "manifest.json").write_text(json.dumps(values))
+
+    return harm
+
+
 @pytest.mark.parametrize(
     ("harm", "parts"),
     [
-        (lambda folder: (folder / "manifest.json").unlink(), ["manifest.json", "is missing"]),
+        (lambda folder: (folder / "manifest.json").unlink(), ["has no manifest.json"]),
         (lambda folder: (folder / "manifest.json").write_text("{"), ["not a manifest"]),
         (lambda folder: (folder / "manifest.json").write_text("[]"), ["not a manifest"]),
+        (lambda folder: (folder / "manifest.json").write_text("[" * 10**5), ["not a manifest"]),
+        (lambda folder: (folder / "manifest.json").write_text("9" * 5000), ["not a manifest"]),
+        (edit_split(tokens=64), ["not a manifest", "a split of 64 tokens has "]),
+        (edit_split(tokens="64"), ["not a manifest", "'64' is no number"]),
+        (edit_split(documents=-1), ["not a manifest", "-1 is no number"]),
+        (edit_split(shards=[]), ["not a manifest", "tokens has 0 in its shards"]),
+        (edit_split(shards=[{"file": "../x.bin", "tokens": 64, "sha256": ""}], tokens=64),
+         ["not a manifest", "'../x.bin' is no file of the folder itself"]),
+        (edit_split(shards=[{"file": "x.bin", "tokens": 64.0, "sha256": ""}], tokens=64),
+         ["not a manifest", "tokens is 64.0"]),
         (drop_splits, ["not a manifest", "splits"]),
         (edit_version, ["format version 99", "reads version 1"]),
         (lambda folder: (folder / "train-00001.bin").unlink(), ["train-00001.bin", "not in the"]),
@@ -72,7 +91,7 @@ def drop_splits(folder: Path) -> None:
         (lambda folder: folder.rename(folder.with_name("other")), ["airmoe prepare"]),
         (lambda folder: folder.rename(f"{folder}.partial"), ["not finished", "to go on"]),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_folder_is_refused(
     prepared: Prepared, harm: Callable[[Path], object], parts: list[str]
 ) -> None:
@@ -80,6 +99,26 @@ def test_a_damaged_folder_is_refused(
     with pytest.raises(ConfigError) as raised:
         open_prepared(prepared.folder)
     assert_one_line(raised, "prepare", *parts)
+    assert "elete" not in str(raised.value)
+
+
+def test_a_folder_or_file_of_text_is_told_how_to_be_prepared(tmp_path: Path) -> None:
+    """Never to be deleted: it may be years of work."""
+    texts = tmp_path / "my texts"
+    texts.mkdir()
+    for name in ("d.txt", "a.txt", "c.txt", "b.txt"):
+        (texts / name).write_text("years of work")
+    for path, found in (
+        (texts, "holds a.txt, b.txt, c.txt, ... and"),
+        (texts / "a.txt", "is a file"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            open_prepared(path)
+        command = f"airmoe prepare '{path}' --out "
+        assert_one_line(raised, found, "has no manifest.json", command, "then data.folder=")
+        assert "elete" not in str(raised.value)
+    with pytest.raises(ConfigError, match=r"--out 'data/my texts' .*data\.folder='data/my texts'"):
+        open_prepared(texts)
 
 
 def test_an_unfinished_folder_is_refused_under_its_own_name(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from airmoe.data.manifest import SplitInfo
+from airmoe.data.manifest import PREPARE_AGAIN, SplitInfo
 from airmoe.data.shards import map_shard
 from airmoe.errors import ConfigError
 
@@ -72,5 +72,5 @@ class BlockDataset(Dataset[dict[str, Tensor]]):
             int(piece[at]),
             f"is no token id below vocab_size = {self._vocab_size}, at position {begin + at} of "
             f"{self._folder / self._files[shard]}",
-            f"The shard is damaged: delete {self._folder} and run `airmoe prepare` again.",
+            f"The shard is damaged. {PREPARE_AGAIN}",
         )

@@ -6,7 +6,7 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,10 @@ from airmoe.errors import ConfigError
 COMPRESSIONS = (".gz", ".xz", ".zst")
 
 _CHUNK_BYTES = 1 << 17
+# So few packed bytes go into a decompressor at once that what comes out stays small: zstd makes up
+# to 128 KiB of 4 bytes, xz about 7 KiB of one.
+_STEP_BYTES = 256
+_WINDOW_BYTES = 1 << 27  # what unpacking may remember; the limit of the zstd command, too
 
 
 @dataclass(frozen=True)
@@ -32,42 +36,61 @@ class OpenFile:
 def open_bytes(path: Path) -> Iterator[OpenFile]:
     """Open `path` for reading; its last ending says how it is compressed.
 
-    Data that is cut short or damaged raises `ConfigError` from the block that reads it.
+    However far a file unpacks, little of it is in memory at a time. Data that is cut short or
+    damaged raises `ConfigError` from the block that reads it.
     """
     with path.open("rb") as packed:
         try:
             yield OpenFile(_unpacked(packed, path.suffix), packed)
-        except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, _BadZstdError) as error:
-            raise ConfigError(
-                "corpus",
-                str(path),
+        except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, _BadFrameError) as error:
+            rule, remedy = (
                 f"is cut short or damaged near byte {packed.tell()} ({error})",
                 "Fetch the file again, or unpack what is good of it and use that.",
-            ) from error
+            )
+            if "emory" in str(error):  # the words of zstd and xz for a window over the limit
+                rule = f"needs more than {_WINDOW_BYTES >> 20} MiB of memory to unpack"
+                remedy = "Pack it again with a smaller window, without --long or --ultra."
+            raise ConfigError("corpus", str(path), rule, remedy) from error
 
 
 def _unpacked(packed: IO[bytes], ending: str) -> IO[bytes]:
     if ending == ".gz":
         return gzip.open(packed)  # type: ignore[return-value]
     if ending == ".xz":
-        return lzma.open(packed)
+        frames = _Frames(packed, lambda: lzma.LZMADecompressor(memlimit=_WINDOW_BYTES), padding=4)
+        return io.BufferedReader(frames, _CHUNK_BYTES)
     if ending == ".zst":
-        return io.BufferedReader(_ZstdStream(packed), _CHUNK_BYTES)
+        zstandard = require("zstandard", "to read .zst files")
+        zstd = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
+        frames = _Frames(packed, zstd.decompressobj, error=zstandard.ZstdError)
+        return io.BufferedReader(frames, _CHUNK_BYTES)
     return packed
 
 
-class _BadZstdError(Exception):
-    """zstd data that is damaged or ends too early."""
+class _BadFrameError(Exception):
+    """Compressed data that is damaged or ends too early."""
 
 
-class _ZstdStream(io.RawIOBase):
-    """Unpacks zstd frames. zstandard's own reader takes a truncated file for a whole one."""
+class _Frames(io.RawIOBase):
+    """Unpacks frame after frame; the libraries' own readers have no limit of memory (xz), or take
+    a truncated file for a whole one (zstd).
+    """
 
-    def __init__(self, packed: IO[bytes]) -> None:
-        self._zstandard = require("zstandard", "to read .zst files")
+    def __init__(
+        self,
+        packed: IO[bytes],
+        new_frame: Callable[[], Any],
+        *,
+        error: type[Exception] = lzma.LZMAError,
+        padding: int = 0,
+    ) -> None:
         self._packed = packed
+        self._new_frame = new_frame
+        self._error = error
+        self._padding = padding  # zeros behind a frame come in multiples of this; 0: none may
         self._frame: Any = None  # the frame being unpacked, None between frames
-        self._rest = b""  # packed bytes behind the end of the last frame
+        self._after_frame = False
+        self._rest = memoryview(b"")  # packed bytes that were read but not unpacked yet
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
@@ -75,25 +98,30 @@ class _ZstdStream(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         while not self._ready:
-            chunk = self._rest or self._packed.read(_CHUNK_BYTES)
-            if not chunk:
+            self._rest = self._rest or memoryview(self._packed.read(_CHUNK_BYTES))
+            if not self._rest:
                 if self._frame is not None:
-                    raise _BadZstdError("the last zstd frame has no end")
+                    raise _BadFrameError("the last frame has no end")
                 return 0
-            self._ready = memoryview(self._unpack(chunk))
+            self._ready = memoryview(self._unpack(bytes(self._rest[:_STEP_BYTES])))
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
         return count
 
-    def _unpack(self, chunk: bytes) -> bytes:
+    def _unpack(self, step: bytes) -> bytes:
         if self._frame is None:
-            self._frame = self._zstandard.ZstdDecompressor().decompressobj()
+            zeros = bytes(self._padding)
+            if zeros and self._after_frame and step.startswith(zeros):
+                self._rest = self._rest[len(zeros) :]
+                return b""
+            self._frame = self._new_frame()
         try:
-            unpacked = self._frame.decompress(chunk)
-        except self._zstandard.ZstdError as error:
-            raise _BadZstdError(str(error)) from error
-        self._rest = self._frame.unused_data if self._frame.eof else b""
+            unpacked = self._frame.decompress(step)
+        except self._error as error:
+            raise _BadFrameError(str(error)) from error
+        unused = len(self._frame.unused_data) if self._frame.eof else 0
+        self._rest = self._rest[len(step) - unused :]
         if self._frame.eof:
-            self._frame = None
+            self._frame, self._after_frame = None, True
         return unpacked

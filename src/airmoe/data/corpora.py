@@ -18,7 +18,9 @@ from airmoe.errors import ConfigError
 class Source(Protocol):
     """Something that can be read from its start, any number of times, always in the same order."""
 
-    def documents(self) -> Iterator[Document]: ...
+    def documents(self) -> Iterator[Document | None]:
+        """Documents, and None for every row whose text is null."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,20 @@ class HubSplit:
     rows_are_lines: bool = False
     """WikiText: rows are lines, with "" for a line of one space, and articles span rows."""
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Iterator[Document | None]:
         if self.rows_are_lines:
-            lines = (text if text.strip() else " \n" for text in self._texts())
-            texts = split_lines(lines, at_empty_lines=False)
-        else:
-            texts = self._texts()
-        return (Document(text) for text in texts if text.strip())
+            lines = (text if text and text.strip() else " \n" for text in self._texts())
+            for text in split_lines(lines, self.dataset, at_empty_lines=False):
+                if text.strip():
+                    yield Document(text)
+            return
+        for text in self._texts():
+            if text is None:
+                yield None
+            elif text.strip():
+                yield Document(text)
 
-    def _texts(self) -> Iterator[str]:
+    def _texts(self) -> Iterator[str | None]:
         load_dataset = require("datasets", f"to read {self.dataset}").load_dataset
         try:
             rows = load_dataset(self.dataset, self.config, split=self.split, streaming=True)
@@ -64,8 +71,25 @@ class HubSplit:
                 "corpus",
                 self.dataset,
                 f"could not be read from the Hugging Face Hub ({reason})",
-                "Check the network and run again to go on, or give the path of a local copy.",
+                self._log_in()
+                if _is_gated(error)
+                else "Check the network and run again to go on, or give the path of a local copy.",
             ) from error
+
+    def _log_in(self) -> str:
+        return (
+            f"Its owner asks who reads it: accept the terms on https://huggingface.co/datasets/"
+            f"{self.dataset}, run `hf auth login`, and run again."
+        )
+
+
+def _is_gated(error: BaseException | None) -> bool:
+    """Whether the Hub wants a login; `datasets` raises an error of its own because of that one."""
+    while error is not None:
+        if type(error).__name__ == "GatedRepoError":
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _wikitext103() -> dict[str, HubSplit]:
@@ -128,7 +152,7 @@ def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
         inside = sorted((file.relative_to(path).parts, file) for file in path.rglob("*"))
         visible = [file for parts, file in inside if not any(p.startswith(".") for p in parts)]
-        files = [file for file in visible if kind_of(file) and file.is_file()]
+        files = [file for file in visible if kind_of(file) and not file.is_dir()]
     else:
         files = [path] if kind_of(path) else []
     if not files:
@@ -138,6 +162,14 @@ def _files_of(path: Path) -> list[Path]:
             "holds no text to read" if path.is_dir() else "is not a kind of text file we read",
             f"Files must end in {', '.join(ENDINGS)}.",
         )
+    for file in files:
+        if not file.is_file():  # reading a pipe or device might never end
+            raise ConfigError(
+                "corpus",
+                str(file),
+                "must be a regular file or a link to one",
+                "Put a file in its place, or remove it.",
+            )
     return files
 
 

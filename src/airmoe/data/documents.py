@@ -1,4 +1,5 @@
-"""Local text files -> documents, one at a time: a file is never held whole.
+"""Local text files -> documents, one at a time: a file is never held whole, nor a document over
+`MAX_DOCUMENT_BYTES`, which is refused.
 
 | ending     | a document is |
 |------------|---------------|
@@ -19,15 +20,20 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from airmoe.data.compression import COMPRESSIONS, OpenFile, open_bytes
 from airmoe.data.optional import require
 from airmoe.errors import ConfigError
+from airmoe.files import parse_json
 
 ENDINGS = (
     *(kind + packed for kind in (".txt", ".jsonl") for packed in ("", *COMPRESSIONS)),
     ".parquet",
 )
+
+MAX_DOCUMENT_BYTES = 1 << 24
+"""16 MiB of UTF-8, several of the longest books; also the longest line of a .jsonl file."""
 
 _TITLE = re.compile(r" = [^=\s](?:.*[^=\s])? = \r?\n?")  # level 2 is ` = = Title = = `
 _PARQUET_ROWS = 256
@@ -49,13 +55,15 @@ class LocalFiles:
     files: tuple[Path, ...]
     text_field: str
 
-    def documents(self) -> Iterator[Document]:
-        """Every document that is more than white space."""
+    def documents(self) -> Iterator[Document | None]:
+        """Every document that is more than white space; None for a row whose text is null."""
         sizes = [file.stat().st_size for file in self.files]
         total, before = max(sum(sizes), 1), 0
         for file, size in zip(self.files, sizes, strict=True):
             for document in _read(file, self.text_field):
-                if document.text.strip():
+                if document is None:
+                    yield None
+                elif document.text.strip():
                     part = (document.fraction or 0.0) * size
                     yield Document(document.text, (before + part) / total)
             before += size
@@ -68,26 +76,31 @@ def kind_of(path: Path) -> str | None:
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
-def split_lines(lines: Iterable[str], *, at_empty_lines: bool) -> Iterator[str]:
+def split_lines(lines: Iterable[str], place: str, *, at_empty_lines: bool) -> Iterator[str]:
     """Lines -> documents, which start at WikiText titles and, if asked, end at empty lines.
 
     A title counts only at the start or after a blank line, because formulas can look like one.
     """
     document: list[str] = []
+    size, first = 0, 1  # bytes of the document, number of its first line
     after_blank = True
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         ends = at_empty_lines and line in ("\n", "\r\n")
         if ends or (after_blank and _TITLE.fullmatch(line)):
             yield "".join(document).strip("\r\n")
             document.clear()
+            size, first = 0, number + ends
         if not ends:
             document.append(line)
+            size += len(line.encode())
+            if size > MAX_DOCUMENT_BYTES:
+                raise _too_long(f"{place}, from line {first}", "End documents by empty lines.")
         after_blank = not line.strip()
     yield "".join(document).strip("\r\n")
 
 
-def _read(path: Path, text_field: str) -> Iterator[Document]:
-    """Documents of one file; `fraction` is that of the file."""
+def _read(path: Path, text_field: str) -> Iterator[Document | None]:
+    """Documents and null rows of one file; `fraction` is that of the file."""
     kind = kind_of(path)
     if kind == ".parquet":
         yield from _read_parquet(path, text_field)
@@ -96,16 +109,19 @@ def _read(path: Path, text_field: str) -> Iterator[Document]:
     with open_bytes(path) as opened:
         lines = _decoded_lines(opened, path)
         if kind == ".txt":
-            texts = split_lines(lines, at_empty_lines=True)
+            texts = split_lines(lines, str(path), at_empty_lines=True)
         else:
             texts = _parse_jsonl(lines, path, text_field)
         for text in texts:
-            yield Document(text, opened.packed.tell() / size)
+            yield None if text is None else Document(text, opened.packed.tell() / size)
 
 
 def _decoded_lines(opened: OpenFile, path: Path) -> Iterator[str]:
     offset = 0
-    for number, line in enumerate(opened.content, 1):
+    lines = iter(lambda: opened.content.readline(MAX_DOCUMENT_BYTES + 1), b"")
+    for number, line in enumerate(lines, 1):
+        if len(line) > MAX_DOCUMENT_BYTES:
+            raise _too_long(f"{path}, line {number}", "Break or remove the line.")
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
@@ -118,47 +134,61 @@ def _decoded_lines(opened: OpenFile, path: Path) -> Iterator[str]:
         offset += len(line)
 
 
-def _parse_jsonl(lines: Iterable[str], path: Path, text_field: str) -> Iterator[str]:
+def _parse_jsonl(lines: Iterable[str], path: Path, text_field: str) -> Iterator[str | None]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         place = f"{path}, line {number}"
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = parse_json(line)
+        except ValueError as error:
+            syntax = isinstance(error, json.JSONDecodeError)
+            reason = f"{error.msg}, column {error.colno}" if syntax else str(error)
             raise ConfigError(
-                "corpus",
-                place,
-                f"must be one JSON object ({error.msg}, column {error.colno})",
-                "Mend or remove the line.",
+                "corpus", place, f"must be one JSON object ({reason})", "Mend or remove the line."
             ) from error
         yield _text_of(row, text_field, place)
 
 
-def _read_parquet(path: Path, text_field: str) -> Iterator[Document]:
+def _read_parquet(path: Path, text_field: str) -> Iterator[Document | None]:
     parquet = require("pyarrow.parquet", "to read .parquet files")
     arrow = require("pyarrow", "to read .parquet files")
     try:
-        with parquet.ParquetFile(path) as file:
+        # Opened here: pyarrow takes no name that is not UTF-8.
+        with path.open("rb") as stream, parquet.ParquetFile(stream) as file:
             columns, total, row = file.schema_arrow.names, file.metadata.num_rows, 0
             if text_field not in columns:
                 raise _no_such_field(str(path), text_field, columns)
             for batch in file.iter_batches(_PARQUET_ROWS, columns=[text_field]):
-                for text in batch.column(0).to_pylist():
+                for value in batch.column(0):
                     row += 1
-                    place = f"{path}, row {row}"
-                    yield Document(_text_of({text_field: text}, text_field, place), row / total)
+                    text = _parquet_text(value, text_field, f"{path}, row {row}")
+                    yield None if text is None else Document(text, row / total)
     except (arrow.ArrowInvalid, OSError) as error:
         raise ConfigError(
             "corpus", str(path), f"is not a whole parquet file ({error})", "Fetch the file again."
         ) from error
 
 
-def _text_of(row: object, text_field: str, place: str) -> str:
-    """The text of a JSON object or table row, checked."""
+def _parquet_text(value: Any, text_field: str, place: str) -> str | None:
+    try:
+        return _text_of({text_field: value.as_py()}, text_field, place)
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            "corpus",
+            place,
+            f"must be UTF-8, but byte {error.start} of '{text_field}' is not",
+            "Mend or remove it.",
+        ) from error
+
+
+def _text_of(row: object, text_field: str, place: str) -> str | None:
+    """The text of a JSON object or table row, checked; None if it is null."""
     if not isinstance(row, dict) or text_field not in row:
         raise _no_such_field(place, text_field, list(row) if isinstance(row, dict) else [])
     text = row[text_field]
+    if text is None:
+        return None
     if not isinstance(text, str):
         raise ConfigError(
             "corpus",
@@ -166,13 +196,17 @@ def _text_of(row: object, text_field: str, place: str) -> str:
             f"must hold a string in '{text_field}', but holds {type(text).__name__}",
             "Mend or remove it.",
         )
-    if _has_lone_surrogate(text):
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
         raise ConfigError(
             "corpus",
             place,
             "must be Unicode text, but holds half of a surrogate pair",
             "Mend or remove it.",
-        )
+        ) from error
+    if size > MAX_DOCUMENT_BYTES:
+        raise _too_long(place, "Divide it into several, or remove it.")
     return text
 
 
@@ -186,9 +220,6 @@ def _no_such_field(place: str, text_field: str, fields: list[str]) -> ConfigErro
     )
 
 
-def _has_lone_surrogate(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return True
-    return False
+def _too_long(place: str, remedy: str) -> ConfigError:
+    limit = f"{MAX_DOCUMENT_BYTES:,} bytes"
+    return ConfigError("corpus", place, f"holds more than {limit} in one document", remedy)

@@ -76,6 +76,8 @@ class PrepareProgress:
     tokens: int
     fraction: float | None
     """Of the split's input, or of `max_tokens` if that is nearer; None if unknown."""
+    skipped: int = 0
+    """Rows of the split whose text is null."""
 
 
 Report = Callable[[PrepareProgress], None]
@@ -185,7 +187,7 @@ def _tokenizer(
 def _training_texts(corpus: Corpus, fraction: float) -> Iterator[str]:
     """Texts to train a tokenizer on: never one of the validation split."""
     for document in corpus.splits["train"].documents():
-        if not in_validation(document.text, fraction):
+        if document is not None and not in_validation(document.text, fraction):
             yield document.text
 
 
@@ -209,6 +211,7 @@ class _Job:
         self._report = report
         self._validation_fraction = _hashed_fraction(corpus, config)
         self._input_fraction: float | None = None
+        self._skipped = 0
         names = [*corpus.splits, *(["validation"] if self._validation_fraction else [])]
         self._writers = {
             name: SplitWriter(
@@ -239,7 +242,7 @@ class _Job:
         """Everything of one split of the corpus that is not on disk yet."""
         if self._is_full(source):
             return
-        documents = self._corpus.splits[source].documents()
+        documents = self._with_text(self._corpus.splits[source].documents())
         count = self._progress.documents_read
         batches = _batches(self._watched(itertools.islice(documents, count, None)))
         with closing(pool.encode(batches)) as encoded_batches:
@@ -254,6 +257,16 @@ class _Job:
                         self._tell(source, count)
                         return
                 self._tell(source, count)
+        self._tell(source, count)
+
+    def _with_text(self, documents: Iterable[Document | None]) -> Iterator[Document]:
+        """The documents, while counting the rows that are none."""
+        self._skipped = 0
+        for document in documents:
+            if document is None:
+                self._skipped += 1
+            else:
+                yield document
 
     def _watched(self, documents: Iterable[Document]) -> Iterator[str]:
         """The texts, while noting how much of the input they are."""
@@ -274,7 +287,7 @@ class _Job:
             fraction = max(fraction or 0.0, min(1.0, tokens / self._config.max_tokens))
         if source == "train" and self._validation_fraction:
             tokens += self._writers["validation"].tokens
-        self._report(PrepareProgress(source, documents, tokens, fraction))
+        self._report(PrepareProgress(source, documents, tokens, fraction, self._skipped))
 
     def _save(self, source: str, documents_read: int) -> None:
         states = {name: writer.saved_state() for name, writer in self._writers.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +10,11 @@ from airmoe.config import check_count
 from airmoe.data.blocks import BlockDataset
 from airmoe.data.manifest import (
     MANIFEST_FILE,
+    PREPARE_AGAIN,
     TOKENIZER_FOLDER,
     Manifest,
     SplitInfo,
+    not_prepared,
     read_manifest,
 )
 from airmoe.data.shards import check_shard
@@ -34,7 +37,7 @@ class Prepared:
                 "data",
                 str(self.folder),
                 "holds another tokenizer than the one its manifest names",
-                "Delete the folder and run `airmoe prepare` again.",
+                PREPARE_AGAIN,
             )
         return tokenizer
 
@@ -93,9 +96,12 @@ def _not_there(folder: Path) -> ConfigError:
             f"is not finished: there is only {partial_folder(folder).name}",
             "Run the same `airmoe prepare` again to go on.",
         )
+    if folder.exists():
+        return not_prepared(folder)
     return ConfigError(
         "data",
         str(folder),
         "is not a folder",
-        f"Make it: airmoe prepare python-docs --tokenizer bpe:8192 --out {folder}",
+        f"Make it: airmoe prepare python-docs --tokenizer bpe:8192 --out "
+        f"{shlex.quote(str(folder))}",
     )

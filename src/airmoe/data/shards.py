@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from airmoe.data.manifest import ShardInfo, SplitInfo
+from airmoe.data.manifest import PREPARE_AGAIN, ShardInfo, SplitInfo
 from airmoe.errors import ConfigError
 
 TOKEN_TYPE = np.dtype("<u4")
@@ -121,7 +121,7 @@ def _reopen(file: Path, tokens: int) -> tuple[IO[bytes], Any]:
 def check_shard(folder: Path, shard: ShardInfo, *, verify: bool) -> None:
     """Raise unless the file is there, has its size and, if asked, its content."""
     file = folder / shard.file
-    remedy = f"Copy it again, or delete {folder} and run `airmoe prepare` again."
+    remedy = f"Copy it again, or: {PREPARE_AGAIN}"
     if not file.is_file():
         raise ConfigError("data", str(file), "is in the manifest but not in the folder", remedy)
     size, expected = file.stat().st_size, shard.tokens * TOKEN_TYPE.itemsize

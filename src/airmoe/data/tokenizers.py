@@ -13,8 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from airmoe.config import read_fields
 from airmoe.data.optional import require
 from airmoe.errors import ConfigError
+from airmoe.files import read_json
 
 END_OF_TEXT = "<|endoftext|>"  # of the tokenizers made here
 
@@ -220,7 +222,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """Open what `Tokenizer.save` wrote, and check that it still is what it was."""
     file = folder / IDENTITY_FILE
     try:
-        expected = TokenizerIdentity(**json.loads(file.read_text(encoding="utf-8")))
+        expected = read_fields(TokenizerIdentity, read_json(file))
         tokenizer = _read_kind(expected.kind, folder)
     except ConfigError:
         raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from dataclasses import asdict, dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from airmoe.config import read_fields
 from airmoe.data.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -23,7 +23,7 @@ from airmoe.data.prepared import partial_folder
 from airmoe.data.shards import WriterState
 from airmoe.data.tokenizers import Tokenizer, TokenizerIdentity, load_tokenizer
 from airmoe.errors import ConfigError
-from airmoe.files import sync_folder, write_json
+from airmoe.files import read_json, sync_folder, write_json
 
 PROGRESS_FILE = "progress.json"
 LOCK_FILE = "lock"
@@ -155,13 +155,13 @@ class Workspace:
     def _read(self) -> Progress:
         file = self.folder / PROGRESS_FILE
         try:
-            return _progress(json.loads(file.read_text(encoding="utf-8")))
+            return _progress(read_json(file))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 "prepare.out",
                 str(file),
                 f"is not readable progress ({type(error).__name__}: {error})",
-                f"Delete {self.folder} or use another out.",
+                "Use another out.",
             ) from error
 
     def _refuse_foreign_files(self) -> None:
@@ -186,9 +186,9 @@ def _progress(values: dict[str, Any]) -> Progress:
         for split, state in values["writers"].items()
     }
     return Progress(
-        recipe=Recipe(**values["recipe"]),
+        recipe=read_fields(Recipe, values["recipe"]),
         shard_tokens=values["shard_tokens"],
-        tokenizer=TokenizerIdentity(**tokenizer) if tokenizer else None,
+        tokenizer=read_fields(TokenizerIdentity, tokenizer) if tokenizer else None,
         source=values["source"],
         documents_read=values["documents_read"],
         writers=writers,

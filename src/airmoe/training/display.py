@@ -9,6 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from airmoe.data import PrepareProgress
+from airmoe.errors import visible
 
 Line = dict[str, Any]
 
@@ -21,6 +22,11 @@ SHOWN = {
     "dead_experts": ("dead", "{:.1%}"),
     "entropy": ("entropy", "{:.2f}"),
 }
+
+
+def say(console: Console, text: str) -> None:
+    """One line as it is: names may hold escape codes, or what rich takes for markup."""
+    console.print(visible(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def summary(line: Line) -> str:
@@ -36,7 +42,7 @@ class Display(TrainerCallback):
     """The progress of one run; `show` is called with every log line."""
 
     def __init__(self, console: Console, title: str) -> None:
-        self._console, self._title = console, title
+        self._console, self._title = console, visible(title)
         self._progress: Progress | None = None
         self._task: Any = None
         self._total = 0
@@ -71,11 +77,9 @@ class Display(TrainerCallback):
         if self._progress is not None and line["kind"] == "train":
             self._progress.update(self._task, numbers=summary(line))
             return
-        self._console.print(
+        say(
+            self._console,
             f"{self._title}  {kind}  step {line['step']}/{self._total}  {summary(line)}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
         )
 
     def close(self) -> None:
@@ -89,7 +93,7 @@ class Display(TrainerCallback):
 
 
 class PrepareDisplay:
-    """A bar for the preparation of text; it appears with the first report."""
+    """A bar for the preparation of text, from the first report on; then what was left out."""
 
     def __init__(self, console: Console, corpus: str) -> None:
         self._progress = Progress(
@@ -100,10 +104,12 @@ class PrepareDisplay:
             console=console,
             transient=True,
         )
-        self._console, self._corpus = console, corpus
+        self._console, self._corpus = console, visible(corpus)
         self._task: Any = None
+        self._skipped: dict[str, int] = {}  # rows without text, by split
 
     def show(self, progress: PrepareProgress) -> None:
+        self._skipped[progress.split] = progress.skipped
         if not self._console.is_terminal:
             return
         if self._task is None:
@@ -127,3 +133,6 @@ class PrepareDisplay:
         if self._task is not None:
             self._progress.stop()
             self._task = None
+        if skipped := sum(self._skipped.values()):
+            say(self._console, f"skipped {skipped:,} rows without text")
+            self._skipped.clear()

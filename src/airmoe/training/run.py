@@ -42,7 +42,7 @@ from airmoe.training.checkpoints import (
 )
 from airmoe.training.config import RunConfig
 from airmoe.training.cost import flops_per_token
-from airmoe.training.display import Display, PrepareDisplay
+from airmoe.training.display import Display, PrepareDisplay, say
 from airmoe.training.held_out import is_untested, measure_test
 from airmoe.training.run_folder import (
     RunFolder,
@@ -267,9 +267,9 @@ def _introduce(run: RunFolder, model: AirMoeForCausalLM, last_step: int, console
 
 
 def _say(console: Console, text: str) -> None:
-    """One line as it is, of one process: names may hold what rich takes for markup."""
+    """One line, of one process."""
     if rank() == 0:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(console, text)
 
 
 def _title(run: RunFolder) -> str:

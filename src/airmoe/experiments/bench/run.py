@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from airmoe.errors import ConfigError
+from airmoe.errors import ConfigError, visible
 from airmoe.experiments.bench import step as steps
 from airmoe.experiments.bench.cases import CASES, DECODE, SCALING, Case, toy
 from airmoe.experiments.bench.entries import ENTRIES, best_device
@@ -240,7 +240,9 @@ class Bench:
         self._say(f"figure: {path}")
 
     def _say(self, text: str, style: str = "default") -> None:
-        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(
+            visible(text), style=style, markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def _summary(result: Result) -> str:

@@ -16,7 +16,7 @@ from threading import Thread
 
 from rich.console import Console
 
-from airmoe.errors import ConfigError, RunError
+from airmoe.errors import ConfigError, RunError, visible
 from airmoe.experiments.suites.execution import train_or_resume
 from airmoe.experiments.suites.folder import SuiteFolder, read_config
 from airmoe.routers.registry import import_modules
@@ -43,12 +43,9 @@ def main() -> None:
         import_modules(sys.argv[3:])
         config = read_config(suite, folder)
         finished = train_or_resume(suite.run(folder), config, Console(), begun=begun)
-    except ConfigError as error:
-        print(f"airmoe: {error}", file=sys.stderr)
-        sys.exit(2)
-    except RunError as error:
-        print(f"airmoe: {error}", file=sys.stderr)
-        sys.exit(1)
+    except (ConfigError, RunError) as error:
+        print(visible(f"airmoe: {error}"), file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
     if finished.stopped_by is not None:
         name = signal.Signals(finished.stopped_by).name
         print(f"Stopped by {name} after step {finished.step}", flush=True)

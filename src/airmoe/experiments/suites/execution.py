@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from airmoe.distributed import is_distributed, rank
-from airmoe.errors import ConfigError, RunError
+from airmoe.errors import ConfigError, RunError, visible
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.experiments.suites.plan import PlannedRun
 from airmoe.training import Finished, RunConfig, resume, train
@@ -144,7 +144,7 @@ class InThisGroup:
                     suite.run(run.folder), run.config, Console(file=file), begun=begun
                 )
             except (ConfigError, RunError) as error:
-                print(error, file=file)
+                print(visible(error), file=file)
                 return Outcome(2 if isinstance(error, ConfigError) else 1, str(error))
             finally:
                 _free_memory()

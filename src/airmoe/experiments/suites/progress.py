@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from airmoe.errors import visible
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.experiments.suites.pace import (
     Countdown,
@@ -22,7 +23,7 @@ from airmoe.experiments.suites.pace import (
 )
 from airmoe.experiments.suites.plan import PlannedRun
 from airmoe.training.checkpoints import load_json
-from airmoe.training.display import summary
+from airmoe.training.display import say, summary
 
 SHOWN = ("loss", "perplexity", "tokens_per_second")
 
@@ -87,7 +88,7 @@ class Board:
 
     def summary(self) -> None:
         """The table at the end, and what went wrong."""
-        table = Table(title=str(self._suite.path))
+        table = Table(title=Text(visible(self._suite.path)))
         for heading in ("variant", "seed", "status", "best perplexity", "minutes"):
             words = heading in ("variant", "status")
             table.add_column(heading, justify="left" if words else "right", no_wrap=True)
@@ -103,7 +104,7 @@ class Board:
             self._say(f"{folder} failed: {message} (all it printed: {self._suite.printed(folder)})")
 
     def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(self._console, text)
 
     def _result(self, run: PlannedRun) -> dict[str, Any]:
         """Read once: it holds the whole log, and a line on a terminal is made twice a second."""
