@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from airmoe.commands.comparisons import recall, report, suite
-from airmoe.commands.console import say
+from airmoe.commands.console import keep_streams, say
 from airmoe.commands.costs import bench, doctor, flops
 from airmoe.commands.models import evaluate, generate, prepare, train
 from airmoe.errors import ConfigError, RunError
@@ -70,6 +70,7 @@ app.command()(doctor)
 def main() -> None:
     """Run a command; mistakes of the user end with code 2, failed runs with 1, one line each."""
     _let_waiting_threads_sleep()
+    keep_streams()
     try:
         _check_arguments()
         app()

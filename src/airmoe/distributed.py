@@ -5,9 +5,16 @@ A router may be built long before `init_process_group`, so nothing here is remem
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from airmoe.errors import ConfigError, RunError
+
+Result = TypeVar("Result")
 
 
 def is_distributed() -> bool:
@@ -21,6 +28,22 @@ def world_size() -> int:
 
 def rank() -> int:
     return dist.get_rank() if is_distributed() else 0
+
+
+def on_first_rank(job: Callable[[], Result]) -> Result:
+    """What the first rank finds or refuses, every rank finds or refuses."""
+    if not is_distributed():
+        return job()
+    answer: list[Any] = [None, None]
+    if rank() == 0:
+        try:
+            answer[0] = job()
+        except (ConfigError, RunError, OSError) as error:
+            answer[1] = error
+    dist.broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:

@@ -1,18 +1,28 @@
-"""Files that survive a kill, whole or not at all; and JSON that anybody may have written."""
+"""Writing that survives a kill, by one process at a time; JSON that anybody may have written."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
 import json
 import os
+import socket
 import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from airmoe.errors import ConfigError
 
 # JSON beyond these is no file of ours, and would cost memory or end in a traceback.
 MOST_JSON_BYTES = 64 * 2**20
 MOST_JSON_LEVELS = 64  # lists and objects in each other
 MOST_JSON_DIGITS = 1_000  # of an integer; Python itself raises above 4,300
+LOCK = "lock"  # file in a locked folder: never replaced, and not removed while it matters
+CHUNK = 2**22
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -99,6 +109,60 @@ def _check_levels(values: Any) -> None:
 def can_be_written(text: str) -> bool:
     """Whether a UTF-8 file and a path can hold it: JSON and arguments can name half characters."""
     return "\0" not in text and not any("\ud800" <= one <= "\udfff" for one in text)
+
+
+def file_sha256(path: Path) -> str:
+    """Of the contents, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(CHUNK):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+@contextmanager
+def locked(folder: Path, field: str, work: str) -> Iterator[None]:
+    """Keep other processes out of a folder; a lock of the system, so none outlives a kill.
+
+    `field` is what the user called the folder, `work` what is done there: "is being trained".
+    """
+    handle = _lock(folder, field, work)
+    try:
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        note = f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode()
+        os.pwrite(handle, note, 0)
+        os.ftruncate(handle, len(note))
+        yield
+    finally:
+        os.close(handle)  # also unlocks
+
+
+def check_unlocked(folder: Path, field: str, work: str) -> None:
+    """Raise if another process works in that folder now."""
+    if (folder / LOCK).exists():
+        os.close(_lock(folder, field, work))
+
+
+def _lock(folder: Path, field: str, work: str) -> int:
+    while True:
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(handle, 1000, 0).decode(errors="replace").strip()
+            os.close(handle)
+            raise ConfigError(
+                field,
+                str(folder),
+                f"{work} by {holder or 'another process'} at this moment",
+                "Wait for it, or stop it first.",
+            ) from error
+        try:
+            if os.path.samestat(os.fstat(handle), os.stat(folder / LOCK)):
+                return handle
+        except FileNotFoundError:
+            pass  # whoever held it removed the file before we had it
+        os.close(handle)
 
 
 def sync_tree(folder: Path) -> None:

@@ -21,7 +21,7 @@ from airmoe.experiments.method_runs import method_run
 from airmoe.kernels.linear_cross_entropy.reference import CPU_CHUNK_BYTES, CUDA_CHUNK_BYTES
 from airmoe.model import METHODS
 from airmoe.training.callbacks import Recorder
-from airmoe.training.run import read_log
+from airmoe.training.run_log import read_log
 from tests.docs.common import PAGES, ROOT, code_blocks, command_lines
 from tests.training.command import airmoe
 from tests.training.runs import in_process

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -17,8 +16,11 @@ from typing import Any
 import pytest
 from torch.distributed.run import parse_args
 
+from airmoe.errors import ConfigError
 from airmoe.experiments.suites import make_plan
-from airmoe.files import read_json
+from airmoe.experiments.suites.execution import start_process
+from airmoe.experiments.suites.folder import SuiteFolder
+from airmoe.files import check_unlocked, read_json
 from airmoe.training.checkpoints import checkpoints
 from tests.experiments.forked import fork_runs
 from tests.training.command import Outcome, airmoe, assert_one_line, pythonpath
@@ -87,11 +89,10 @@ def has_checkpoint(run: Path) -> bool:
 
 def being_trained(run: Path) -> bool:
     """Whether a process holds the run's lock."""
-    with (run / "run.json").open("r+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    try:
+        check_unlocked(run, "run", "is being trained")
+    except ConfigError:
+        return True
     return False
 
 
@@ -106,7 +107,7 @@ def test_a_whole_suite(whole: Path) -> None:
         ["q1", "42", "done", best[0]],
         ["q2", "42", "done", best[1]],
     ]
-    expected = {"suite.json", FIRST, SECOND, f"{FIRST}.txt", f"{SECOND}.txt"}
+    expected = {"lock", "suite.json", FIRST, SECOND, f"{FIRST}.txt", f"{SECOND}.txt"}
     assert {path.name for path in whole.iterdir()} == expected
     assert f"{SECOND}  valid  step 40/40" in (whole / f"{SECOND}.txt").read_text()
     planned = read_json(whole / "suite.json")["runs"]
@@ -213,19 +214,26 @@ def test_a_crashed_run_stops_no_other(toy: Toy, whole: Path) -> None:
     assert_same_run(out / FIRST, whole / FIRST)
 
 
-def test_a_real_process_ends_with_its_suite(toy: Toy, whole: Path) -> None:
-    """A run whose suite is gone before it has begun touches nothing."""
+def test_a_real_process_ends_with_its_suite(
+    toy: Toy, whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A run whose suite is gone before it has begun touches nothing.
+
+    Nor does it take a file of the working folder for a module.
+    """
+    (tmp_path / "accelerate.py").write_text("open('planted', 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", pythonpath())
     before = sorted((whole / FIRST).iterdir())
-    process = subprocess.run(
-        [sys.executable, "-m", "airmoe.experiments.suites.child", str(whole), FIRST],
-        env=os.environ | {"PYTHONPATH": pythonpath()},
-        stdin=subprocess.DEVNULL,  # at its end already
-        capture_output=True,
-        text=True,
-    )
-    assert (process.returncode, process.stdout) == (1, "")
-    assert process.stderr == "airmoe: the suite that started this run is gone\n"
+    first = make_plan("granularity", "tiny", toy.settings).runs[0]
+    with (tmp_path / "printed").open("wb") as printed:
+        process = start_process(SuiteFolder(whole), first, printed, ())
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait() == 1
+    assert (tmp_path / "printed").read_text() == "airmoe: the suite that started this run is gone\n"
     assert sorted((whole / FIRST).iterdir()) == before
+    assert not (tmp_path / "planted").exists()
 
 
 def test_why_a_run_failed_is_one_line(toy: Toy) -> None:

@@ -22,6 +22,7 @@ from airmoe.training.checkpoints import (
     save_tensors,
     step_of,
     write_checkpoint,
+    write_manifest,
 )
 from airmoe.training.evaluation import Evaluation
 from airmoe.training.load import load_trained
@@ -36,6 +37,7 @@ def fake(folder: Path, *steps: int, best: int | None = None) -> None:
         (folder / f"checkpoint-{step}").mkdir()
         state = {"best_global_step": best}
         (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+        write_manifest(folder / f"checkpoint-{step}", step, "run")
 
 
 def steps(folder: Path) -> list[int]:
@@ -70,6 +72,24 @@ def test_the_best_and_the_newest_stay(
     remove_old(tmp_path, keep, None if best is None else tmp_path / f"checkpoint-{best}")
     assert steps(tmp_path) == kept
     assert len(list(tmp_path.iterdir())) == len(kept)
+
+
+def test_a_linked_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    """Neither it nor what it leads to is removed, and it takes no place of those that are kept."""
+    elsewhere, run = tmp_path / "elsewhere", tmp_path / "run"
+    elsewhere.mkdir()
+    run.mkdir()
+    fake(elsewhere, 1, 3)
+    fake(run, 2, 4, 5)
+    for step in (1, 3):
+        (run / f"checkpoint-{step}").symlink_to(elsewhere / f"checkpoint-{step}")
+    (run / "checkpoint-6.partial").symlink_to(elsewhere / "checkpoint-1")
+    before = sorted(elsewhere.rglob("*"))
+    remove_old(run, 2, run / "checkpoint-1")
+    assert steps(run) == [1, 3, 4, 5]
+    clean_up(run, keep=2)
+    assert steps(run) == [1, 3, 4, 5]
+    assert sorted(elsewhere.rglob("*")) == before
 
 
 def test_clean_up_finishes_what_a_kill_left(tmp_path: Path) -> None:
@@ -109,7 +129,7 @@ def test_a_failed_write_leaves_no_trace(tmp_path: Path) -> None:
     with pytest.raises(
         RunError, match=r"step 4: .*Permission denied.*checkpoint-2 is whole.*--resume"
     ):
-        write_checkpoint(tmp_path, 4, fill)
+        write_checkpoint(tmp_path, 4, "run", fill)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
@@ -118,7 +138,7 @@ def test_a_mistake_in_the_code_is_not_called_a_full_disk(tmp_path: Path) -> None
         raise KeyError("bug")
 
     with pytest.raises(KeyError):
-        write_checkpoint(tmp_path, 4, fill)
+        write_checkpoint(tmp_path, 4, "run", fill)
     assert checkpoints(tmp_path) == []
 
 
@@ -250,7 +270,7 @@ def test_optimizer_state_is_checked_before_anything_is_loaded(damage: str, fused
     saved = optimizer_state(*stepped(fused))
     layer, optimizer = stepped(fused)
     optimizer.state.clear()
-    with pytest.raises(ConfigError, match="optimizer.safetensors") as error:
+    with pytest.raises(ConfigError, match=r"optimizer\.safetensors") as error:
         load_optimizer_state(layer, optimizer, change(saved))
     assert named in str(error.value) and "\n" not in str(error.value)
     assert not optimizer.state

@@ -8,8 +8,11 @@ import json
 import math
 import os
 import shutil
+import socket
 import subprocess
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,10 @@ from airmoe.data import PrepareConfig, prepare
 from airmoe.data.shards import SplitWriter
 from airmoe.errors import ConfigError
 from airmoe.experiments import preset
-from airmoe.training import RunConfig, checkpoints, override
+from airmoe.training import RunConfig, checkpoints, override, run_folder
 from airmoe.training.checkpoints import best_checkpoint, step_of
 from airmoe.training.overrides import SECTIONS
-from airmoe.training.run_folder import locked, open_run
+from airmoe.training.run_folder import claimed, open_run
 from airmoe.training.trainer import AirMoeTrainer
 from tests.training import kills
 from tests.training.command import Outcome, airmoe, assert_one_line, started
@@ -316,7 +319,7 @@ def unfinished(text: Path, folder: Path) -> Path:
     return folder / "run"
 
 
-def test_resume_of_a_checkpoint_of_another_model(text: Path, tmp_path: Path) -> None:
+def test_resume_of_a_checkpoint_with_other_settings(text: Path, tmp_path: Path) -> None:
     run = unfinished(text, tmp_path)
     values = json.loads((run / "run.json").read_text())
     changes = {
@@ -330,7 +333,7 @@ def test_resume_of_a_checkpoint_of_another_model(text: Path, tmp_path: Path) -> 
         config = values["config"] | {"model": values["config"]["model"] | {name: value}}
         (run / "run.json").write_text(json.dumps(values | {"config": config}))
         outcome = airmoe("train", "--resume", run)
-        assert_one_line(outcome, CONFIG_ERROR, "checkpoint", "same model")
+        assert_one_line(outcome, CONFIG_ERROR, "checkpoint-2", "of this run", f"{run}/run.json")
     (run / "run.json").write_text(json.dumps(values))
     assert airmoe("train", "--resume", run).code == 0
 
@@ -382,7 +385,9 @@ def test_resume_without_the_log(text: Path, tmp_path: Path) -> None:
     run = unfinished(text, tmp_path)
     whole = (run / "log.jsonl").read_bytes()
     (run / "log.jsonl").write_bytes(whole[:10])
-    assert_one_line(airmoe("train", "--resume", run), CONFIG_ERROR, "log.jsonl", "not 10")
+    assert_one_line(
+        airmoe("train", "--resume", run), CONFIG_ERROR, "log.jsonl", "reach step 1", "not 0"
+    )
     (run / "log.jsonl").unlink()
     assert_one_line(airmoe("train", "--resume", run), CONFIG_ERROR, "log.jsonl", "not 0")
     (run / "log.jsonl").write_bytes(whole)
@@ -451,10 +456,55 @@ def test_resume_before_the_first_checkpoint(
 def test_resume_of_a_run_that_still_goes_on(text: Path, tmp_path: Path) -> None:
     run = unfinished(text, tmp_path)
     before = sorted(run.rglob("*"))
-    with locked(open_run(run)):
-        assert_one_line(airmoe("train", "--resume", run), CONFIG_ERROR, "another process")
+    with open_run(run).lock():
+        holder = f"is being trained by process {os.getpid()} on {socket.gethostname()} since 20"
+        assert_one_line(airmoe("train", "--resume", run), CONFIG_ERROR, holder)
     assert sorted(run.rglob("*")) == before
     assert airmoe("train", "--resume", run).code == 0
+
+
+def test_one_process_makes_a_run(text: Path, tmp_path: Path) -> None:
+    """The second one is told who is at it, also while there is no run yet, only a folder."""
+    config, run = small_run(text, steps=1, eval_every=1), tmp_path / "runs" / "run"
+    holder = f"run: got '{run}', is being trained by process {os.getpid()} on"
+    with claimed(run, config):
+        assert_one_line(trained(config, run), CONFIG_ERROR, holder, "Wait for it")
+    assert list(tmp_path.iterdir()) == []  # no run came of it
+
+    def claim_and_die() -> None:
+        with claimed(run, config):
+            kills.kill_self()
+
+    assert in_process(claim_and_die) < 0
+    assert [file.name for file in run.iterdir()] == ["lock"]
+    (run / "run.json.draft").write_text("{")  # the next one was killed a little later
+    assert trained(config, run).code == 0
+    with open_run(run).lock():
+        assert_one_line(trained(config, run), CONFIG_ERROR, holder)
+    assert_one_line(trained(config, run), CONFIG_ERROR, "holds this very run already")
+
+
+def test_two_processes_make_a_run_at_the_same_moment(text: Path, tmp_path: Path) -> None:
+    """Both found the folder free; each waits there until the other one has, too."""
+    config, run = small_run(text, steps=1, eval_every=1), tmp_path / "run"
+
+    def meet() -> None:
+        original, now = run_folder.check_free, kills.nth(1)
+
+        def check_free(*arguments: Any) -> None:
+            original(*arguments)
+            if now():
+                (tmp_path / str(os.getpid())).touch()
+                while len(list(tmp_path.glob("[0-9]*"))) < 2:
+                    time.sleep(0.01)
+
+        run_folder.check_free = check_free
+
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: trained(config, run, patch=meet), range(2)))
+    assert sorted(outcome.code for outcome in both) == [0, CONFIG_ERROR], both
+    refused = next(outcome for outcome in both if outcome.code)
+    assert "is being trained by process" in refused.err or "this very run already" in refused.err
 
 
 def test_paths_through_a_file(text: Path, tmp_path: Path) -> None:
@@ -553,7 +603,8 @@ def test_a_full_disk_keeps_the_checkpoint_before(text: Path, tmp_path: Path) -> 
         f"{run}/checkpoint-2 is whole",
         f"--resume {run}",
     )
-    assert sorted(path.name for path in run.iterdir()) == ["checkpoint-2", "log.jsonl", "run.json"]
+    left = ["checkpoint-2", "lock", "log.jsonl", "run.json"]
+    assert sorted(path.name for path in run.iterdir()) == left
     outcome = airmoe("train", "--resume", run, patch=full_disk(1))
     assert_one_line(outcome, RUN_FAILED, "step 4", "disk is full")
     assert airmoe("train", "--resume", run).code == 0

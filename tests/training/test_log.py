@@ -26,8 +26,9 @@ from airmoe.training import RunConfig, TrainingOptions, trainer
 from airmoe.training.callbacks import Recorder
 from airmoe.training.cost import flops_per_token
 from airmoe.training.load import load_trained
-from airmoe.training.run import build_model, read_log
+from airmoe.training.run import build_model
 from airmoe.training.run_folder import git_state
+from airmoe.training.run_log import read_log
 from tests.training import kills
 from tests.training.command import airmoe as command
 from tests.training.command import assert_one_line

@@ -96,7 +96,11 @@ def check_device(run: RunConfig, num_processes: int) -> None:
         check_bfloat16("training.precision", "cuda" if torch.cuda.is_available() else "cpu")
     if options.cuda_graph:
         _check_cuda_graph(run, num_processes)
-    if options.sharding == "fsdp2" and num_processes == 1:
+
+
+def check_sharding(run: RunConfig, num_processes: int) -> None:
+    """A new run that asks for shards needs processes to hold them; a begun one goes on anyway."""
+    if run.training.sharding == "fsdp2" and num_processes == 1:
         raise ConfigError(
             "training.sharding",
             "fsdp2",

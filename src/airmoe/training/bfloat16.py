@@ -26,7 +26,7 @@ def product_kills() -> bool:
     """
     if os.environ.get(VARIABLE) == WITHOUT_AMX or not torch.cpu._is_amx_tile_supported():
         return False
-    tried = subprocess.run([sys.executable, "-c", PRODUCT], capture_output=True)
+    tried = subprocess.run([sys.executable, "-P", "-c", PRODUCT], capture_output=True)
     return tried.returncode == -signal.SIGILL
 
 

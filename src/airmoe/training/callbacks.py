@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from airmoe.training.checkpoints import load_json
 from airmoe.training.trainer import AirMoeTrainer
 
 Line = dict[str, Any]
@@ -48,9 +47,6 @@ class Recorder(TrainerCallback):
         self._mark = time.monotonic()
         self._seconds = 0.0  # of training since the last train line: evaluations are left out
         self._steps = 0
-
-    def length(self) -> int:
-        return self._path.stat().st_size if self._path.exists() else 0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._mark = time.monotonic()
@@ -133,24 +129,14 @@ class WatchSteps(TrainerCallback):
 
 
 class Restore(TrainerCallback):
-    """Puts a resumed run's log and running averages back to the moment of its checkpoint.
+    """Puts a resumed run's running averages and lists back to the moment of its checkpoint."""
 
-    Without a checkpoint the log goes back to nothing: its run died before the first one.
-    """
+    def __init__(self, trainer: AirMoeTrainer, checkpoint: Path) -> None:
+        self._trainer, self._checkpoint = trainer, checkpoint
 
-    def __init__(self, trainer: AirMoeTrainer, checkpoint: Path | None, log: Path) -> None:
-        self._trainer, self._checkpoint, self._log = trainer, checkpoint, log
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        length = 0
-        if self._checkpoint is not None:
-            self._trainer.restore_running_log(self._checkpoint)
-            self._trainer.restore_lists(self._checkpoint)
-            length = load_json(self._checkpoint / "training.json")["log_bytes"]
-        if state.is_world_process_zero and self._log.exists():
-            os.truncate(self._log, length)
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._trainer.restore_running_log(self._checkpoint)
+        self._trainer.restore_lists(self._checkpoint)
 
 
 class StopOnSignal(TrainerCallback):

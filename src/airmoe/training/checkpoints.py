@@ -8,6 +8,7 @@ checkpoint-N/  model.safetensors, config.json  what `from_pretrained` reads
                usage.safetensors               tokens of each expert and cell in the evaluation
                training.json                   schedule, scaler, counters
                trainer_state.json              the Trainer's own
+               manifest.json                   step, run, size and sha256 of every other file
 """
 
 from __future__ import annotations
@@ -25,11 +26,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from airmoe.errors import ConfigError, RunError
-from airmoe.files import disk_is_full, read_json, sync_folder, sync_tree
+from airmoe.files import disk_is_full, file_sha256, read_json, sync_folder, sync_tree, write_json
+from airmoe.training.living_lists import LISTS
+from airmoe.training.optimizer_state import OPTIMIZER
 
 NAME = re.compile(r"checkpoint-(\d+)")
 PARTIAL = ".partial"
 USAGE = "usage.safetensors"
+MANIFEST, MANIFEST_FORMAT = "manifest.json", 1
+ONLY_TO_RESUME = re.compile(rf"{OPTIMIZER}|{LISTS}|random-\d+\.safetensors|training\.json")
+FROM_THE_ONE_BEFORE = "Remove this checkpoint folder and resume from the one before."
 
 
 def checkpoints(run_folder: Path) -> list[Path]:
@@ -48,7 +54,9 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def write_checkpoint(run_folder: Path, step: int, fill: Callable[[Path], None]) -> Path:
+def write_checkpoint(
+    run_folder: Path, step: int, run_sha256: str, fill: Callable[[Path], None]
+) -> Path:
     """Let `fill` write into a new folder, bring it to the disk, then give it its name."""
     final = run_folder / f"checkpoint-{step}"
     partial = run_folder / (final.name + PARTIAL)
@@ -56,12 +64,131 @@ def write_checkpoint(run_folder: Path, step: int, fill: Callable[[Path], None]) 
     with _failure_explained(run_folder, step, partial):
         partial.mkdir()
         fill(partial)
+        write_manifest(partial, step, run_sha256)
         sync_tree(partial)
-        if final.exists():  # the same step again, after a resume
-            shutil.rmtree(final)
         partial.rename(final)
         sync_folder(run_folder)
     return final
+
+
+def write_manifest(checkpoint: Path, step: int, run_sha256: str) -> None:
+    """Say what a checkpoint is of, and how to recognize each of its files."""
+    files = {
+        name: {
+            "bytes": (checkpoint / name).stat().st_size,
+            "sha256": file_sha256(checkpoint / name),
+        }
+        for name in _files(checkpoint)
+    }
+    values = {"format": MANIFEST_FORMAT, "step": step, "run_sha256": run_sha256, "files": files}
+    write_json(checkpoint / MANIFEST, values)
+
+
+def _files(checkpoint: Path) -> list[str]:
+    """What a manifest lists; hidden files are the system's, not ours."""
+    names = (
+        path.relative_to(checkpoint).as_posix()
+        for path in checkpoint.rglob("*")
+        if not path.is_dir()
+    )
+    return sorted(name for name in names if name != MANIFEST and not name.startswith("."))
+
+
+def check_checkpoint(checkpoint: Path, run_sha256: str, *, to_resume: bool) -> None:
+    """Raise unless its files are those that this run wrote at this step.
+
+    Otherwise a run would go on as another one, or a model answer as another one, without a word.
+    To use the model alone, of what only a resume reads the size is enough.
+    """
+    manifest = _read_manifest(checkpoint)
+    if manifest["step"] != step_of(checkpoint):
+        raise ConfigError(
+            "checkpoint",
+            str(checkpoint),
+            f"must be the folder of step {manifest['step']}, as its {MANIFEST} says",
+            f"Give it its name back: checkpoint-{manifest['step']}.",
+        )
+    if manifest["run_sha256"] != run_sha256:
+        raise ConfigError(
+            "checkpoint",
+            str(checkpoint),
+            f"must be of this run, but {checkpoint.parent / 'run.json'} has other settings or "
+            "another text than those it was written with",
+            "Put that file back as it was, or the run's own checkpoint here, or start a new run.",
+        )
+    listed, found = manifest["files"], _files(checkpoint)
+    if extra := sorted(set(found) - listed.keys()):
+        raise ConfigError(
+            "checkpoint",
+            str(checkpoint / extra[0]),
+            f"must be a file that {MANIFEST} lists, or not be there",
+            "Move it out of the checkpoint.",
+        )
+    for name in listed:
+        _check_file(checkpoint / name, listed[name], by_hash=to_resume or not _only_to_resume(name))
+
+
+def _only_to_resume(name: str) -> bool:
+    return ONLY_TO_RESUME.fullmatch(name) is not None
+
+
+def _check_file(path: Path, listed: dict[str, Any], *, by_hash: bool) -> None:
+    if not path.is_file():
+        difference = "it is missing"
+    elif (size := path.stat().st_size) != listed["bytes"]:
+        difference = f"it has {size} bytes instead of {listed['bytes']}"
+    elif by_hash and file_sha256(path) != listed["sha256"]:
+        difference = "its sha256 is another"
+    else:
+        return
+    raise ConfigError(
+        "checkpoint",
+        str(path),
+        f"must be whole, as its {MANIFEST} has it ({difference})",
+        FROM_THE_ONE_BEFORE,
+    )
+
+
+def _read_manifest(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / MANIFEST
+    if not path.exists():
+        raise ConfigError(
+            "checkpoint",
+            str(checkpoint),
+            f"must hold a {MANIFEST}, by which its files are recognized",
+            f"{FROM_THE_ONE_BEFORE} Its model alone: AirMoeForCausalLM.from_pretrained.",
+        )
+    values = load_json(path)
+    kinds = {"format": int, "step": int, "run_sha256": str, "files": dict}
+    checked_fields(path, values, kinds, FROM_THE_ONE_BEFORE)
+    if values["format"] != MANIFEST_FORMAT:
+        raise ConfigError(
+            f"{path}: format",
+            values["format"],
+            f"must be {MANIFEST_FORMAT}, the format of this airmoe",
+            "Use the airmoe version that wrote it (see versions in run.json).",
+        )
+    for name, listed in values["files"].items():
+        kinds = {"bytes": int, "sha256": str}
+        checked_fields(path, listed, kinds, FROM_THE_ONE_BEFORE, f"files.{name}")
+    return values
+
+
+def checked_fields(
+    path: Path, values: Any, kinds: dict[str, Any], remedy: str, parent: str = ""
+) -> dict[str, Any]:
+    """`values`, found in the JSON file `path`, if it has these fields of these types."""
+    place = f"{path}: {parent}".rstrip(": ")
+    if not isinstance(values, dict):
+        raise ConfigError(place, type(values).__name__, "must be a JSON object", remedy)
+    for name, kind in kinds.items():
+        value = values.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            field = f"{path}: {parent}.{name}" if parent else f"{path}: {name}"
+            wanted = " or ".join(one.__name__ for one in (kind if type(kind) is tuple else (kind,)))
+            shown = value if name in values else "nothing"
+            raise ConfigError(field, shown, f"must be of type {wanted}", remedy)
+    return values
 
 
 @contextmanager
@@ -95,8 +222,11 @@ def _how_to_go_on(run_folder: Path) -> str:
 
 
 def remove_old(run_folder: Path, keep: int, best: Path | None) -> None:
-    """Keep the best checkpoint and the newest ones, `keep` in all."""
-    found = checkpoints(run_folder)
+    """Keep the best checkpoint and the newest ones, `keep` in all.
+
+    One that is a link is not counted: it may lead to what is not ours to remove.
+    """
+    found = [path for path in checkpoints(run_folder) if not path.is_symlink()]
     protected = {best} & set(found)
     newest_first = [path for path in reversed(found) if path not in protected]
     for path in newest_first[keep - len(protected) :]:
@@ -126,26 +256,31 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         raise _damaged(path, "safetensors", error) from error
 
 
-def load_json(path: Path) -> Any:
-    """A JSON file of a checkpoint."""
+def load_json(path: Path, remedy: str = FROM_THE_ONE_BEFORE) -> Any:
+    """A JSON file, of a checkpoint where nothing else is said."""
     try:
         return read_json(path)
-    except (OSError, ValueError) as error:
-        raise _damaged(path, "JSON", error) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, "JSON", error, remedy) from error
 
 
-def _damaged(path: Path, kind: str, error: Exception) -> ConfigError:
+def _damaged(
+    path: Path, kind: str, error: Exception, remedy: str = FROM_THE_ONE_BEFORE
+) -> ConfigError:
     return ConfigError(
         "checkpoint",
         str(path),
         f"must be a whole {kind} file ({error})",
-        "Remove this checkpoint folder and resume from the one before.",
+        remedy,
     )
 
 
 def load_model(checkpoint: Path, model: nn.Module) -> None:
     """Weights and routing state of a checkpoint into a model of the same shape, sharded or not."""
     saved, own = load_tensors(checkpoint / "model.safetensors"), model.state_dict()
+    for name, tensor in saved.items():
+        if name in own and own[name].dtype != tensor.dtype:
+            raise _other_model(checkpoint, f"{name} is of {tensor.dtype}, not {own[name].dtype}")
     try:
         placed = {name: _placed(tensor, own.get(name)) for name, tensor in saved.items()}
         result = model.load_state_dict(placed, strict=False)
@@ -185,5 +320,10 @@ def best_checkpoint(run_folder: Path) -> Path:
             "must hold a checkpoint-N folder",
             "Train it first, or wait for its first evaluation.",
         )
-    best_step = load_json(found[-1] / "trainer_state.json").get("best_global_step")
+    state = found[-1] / "trainer_state.json"
+    listed = _read_manifest(found[-1])["files"].get(state.name)
+    if listed is None:
+        raise _damaged(found[-1] / MANIFEST, "JSON", KeyError(f"files.{state.name}"))
+    _check_file(state, listed, by_hash=True)
+    best_step = load_json(state).get("best_global_step")
     return next((path for path in found if step_of(path) == best_step), found[-1])

@@ -158,12 +158,14 @@ class TrainingOptions:
         """Micro-batches per optimizer step on each of so many processes."""
         together = self.micro_batch_size * num_processes
         if self.batch_size % together:
+            most = self.batch_size // self.micro_batch_size
+            fitting = ", ".join(str(count) for count in range(1, most + 1) if most % count == 0)
             raise ConfigError(
                 "training.batch_size",
                 self.batch_size,
                 f"must be a multiple of micro_batch_size x processes = {self.micro_batch_size} x "
                 f"{num_processes}",
-                "Change one of them, or the number of processes.",
+                f"With these settings use {fitting} processes, or start a run with others.",
             )
         return self.batch_size // together
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 
 from airmoe.data import Prepared
-from airmoe.distributed import rank
+from airmoe.distributed import on_first_rank, rank
 from airmoe.files import write_json
 from airmoe.model import AirMoeForCausalLM
-from airmoe.training.checkpoints import best_checkpoint, load_model, step_of
+from airmoe.training.checkpoints import best_checkpoint, check_checkpoint, load_model, step_of
 from airmoe.training.evaluation import autocast_of, evaluate
 from airmoe.training.run_folder import RunFolder
 
@@ -29,6 +29,7 @@ def measure_test(
     if rank() == 0:
         console.print(f"Measuring the test split, {len(blocks):,} blocks", highlight=False)
     best = best_checkpoint(run.path)
+    on_first_rank(lambda: check_checkpoint(best, run.sha256(), to_resume=False))
     load_model(best, model)
     device = next(model.parameters()).device
     result = evaluate(

@@ -14,7 +14,7 @@ from airmoe.config import check_choice
 from airmoe.data import Prepared, Tokenizer, load_tokenizer
 from airmoe.errors import ConfigError
 from airmoe.model import AirMoeForCausalLM
-from airmoe.training.checkpoints import best_checkpoint, checkpoints
+from airmoe.training.checkpoints import best_checkpoint, check_checkpoint, checkpoints
 from airmoe.training.run_folder import RunFolder, open_run
 
 Which = Literal["best", "last"]
@@ -37,6 +37,7 @@ def load_trained(folder: Path, which: Which = "best") -> Trained:
     checkpoint = best_checkpoint(folder)
     if which == "last":
         checkpoint = checkpoints(folder)[-1]
+    check_checkpoint(checkpoint, run.sha256(), to_resume=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     transformers_logging.disable_progress_bar()
     try:

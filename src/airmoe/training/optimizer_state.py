@@ -36,7 +36,9 @@ def load_optimizer_state(
         return
     optimized = {id(one) for group in optimizer.param_groups for one in group["params"]}
     parameters = {
-        name: parameter for name, parameter in model.named_parameters() if id(parameter) in optimized
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) in optimized
     }
     wanted = {
         f"{name}/{key}": _shape_and_dtype(key, parameter)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -20,12 +19,13 @@ from transformers import PrinterCallback, TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
 from airmoe.data import BlockDataset, Prepared
-from airmoe.distributed import rank
+from airmoe.distributed import on_first_rank, rank
 from airmoe.errors import ConfigError
 from airmoe.files import read_json, write_bytes, write_json
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM, draw_weights, parameter_counts
 from airmoe.training.arguments import (
     check_device,
+    check_sharding,
     first_checkpoint_step,
     make_arguments,
     total_steps,
@@ -34,6 +34,7 @@ from airmoe.training.callbacks import LastStep, Recorder, Restore, StopOnSignal,
 from airmoe.training.checkpoints import (
     USAGE,
     best_checkpoint,
+    check_checkpoint,
     checkpoints,
     clean_up,
     full_disk_explained,
@@ -46,19 +47,20 @@ from airmoe.training.display import Display, PrepareDisplay, say
 from airmoe.training.held_out import is_untested, measure_test
 from airmoe.training.run_folder import (
     RunFolder,
-    check_free,
-    check_log,
-    check_never_saved,
     check_same_data,
+    claimed,
     create_run,
-    locked,
     machine,
     open_run,
+    read_result,
     versions,
 )
+from airmoe.training.run_log import check_log, check_never_saved, put_back, read_log
 from airmoe.training.tensorboard import TensorBoard, check_installed
 from airmoe.training.text import check_blocks, data_folder, prepared_data
 from airmoe.training.trainer import AirMoeTrainer
+
+MEASURE_AGAIN = "Remove the file and resume the run: the test split is measured again."
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,16 @@ def train(config: RunConfig, folder: Path | str, console: Console | None = None)
     """Start a new run in a new folder; it prints to `console`, by default standard output."""
     folder, console = Path(folder), console or Console()
     _start_processes(config)
-    check_free(folder, config)  # before the hours that preparing may take
-    prepared = _data_on_every_process(config, console)
-    _blocks(config, prepared)  # what is wrong with them is said before there is a folder
-    _model_config(config, prepared)
-    if rank() == 0:
-        create_run(folder, config, prepared)
-    PartialState().wait_for_everyone()
-    run = RunFolder(folder, config)
-    with full_disk_explained(folder), locked(run) if rank() == 0 else nullcontext():
-        return _go(run, prepared, console, checkpoint=None)
+    check_sharding(config, PartialState().num_processes)
+    with ExitStack() as stack:
+        # Before the hours that preparing may take.
+        on_first_rank(lambda: stack.enter_context(claimed(folder, config)))
+        prepared = _data_on_every_process(config, console)
+        _blocks(config, prepared)  # what is wrong with them is said before there is a run
+        _model_config(config, prepared)
+        run = on_first_rank(lambda: create_run(folder, config, prepared))
+        with full_disk_explained(folder):
+            return _go(run, prepared, console, checkpoint=None)
 
 
 def resume(folder: Path | str, console: Console | None = None) -> Finished:
@@ -94,27 +96,32 @@ def resume(folder: Path | str, console: Console | None = None) -> Finished:
     if run.result.exists() and not checkpoints(folder):
         gone = f"{folder} is finished and its checkpoints are gone: there is nothing left to do."
         _say(console, gone)
-        return Finished(run, None, read_json(run.result)["last"]["step"])
+        return Finished(run, None, read_result(run.result)["last"]["step"])
     _check_folder_there(run.config)
     prepared = _data_on_every_process(run.config, console)
     check_same_data(run, prepared)
-    with full_disk_explained(folder), locked(run) if rank() == 0 else nullcontext():
-        if rank() == 0:
-            clean_up(folder, run.config.training.keep_checkpoints)
-        PartialState().wait_for_everyone()
-        found = checkpoints(folder)
-        if found:
-            check_log(run, found[-1])
-        else:
-            _check_never_saved(run, prepared)
-            _say(console, f"{folder} has no checkpoint yet: it starts again.")
-        return _go(run, prepared, console, checkpoint=found[-1] if found else None)
+    with full_disk_explained(folder), ExitStack() as stack:
+        on_first_rank(lambda: stack.enter_context(run.lock()))
+        checkpoint = on_first_rank(lambda: _newest_checkpoint(run, prepared, console))
+        return _go(run, prepared, console, checkpoint)
 
 
-def _check_never_saved(run: RunFolder, prepared: Prepared) -> None:
-    train_blocks, _ = _blocks(run.config, prepared)
-    steps_per_epoch = len(train_blocks) // run.config.training.batch_size
-    check_never_saved(run, first_checkpoint_step(run.config, steps_per_epoch))
+def _newest_checkpoint(run: RunFolder, prepared: Prepared, console: Console) -> Path | None:
+    """Where a run goes on, once it is sure that it can; what lies behind that is taken away."""
+    found = checkpoints(run.path)
+    newest = found[-1] if found else None
+    if newest is not None:
+        check_checkpoint(newest, run.sha256(), to_resume=True)
+        check_log(run.log, newest)
+    else:
+        train_blocks, _ = _blocks(run.config, prepared)
+        steps_per_epoch = len(train_blocks) // run.config.training.batch_size
+        check_never_saved(run.log, first_checkpoint_step(run.config, steps_per_epoch))
+        _say(console, f"{run.path} has no checkpoint yet: it starts again.")
+    clean_up(run.path, run.config.training.keep_checkpoints)
+    if dropped := put_back(run.log, newest):
+        _say(console, dropped)
+    return newest
 
 
 def _check_folder_there(config: RunConfig) -> None:
@@ -174,7 +181,7 @@ def _go(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path |
     model = build_model(config, prepared)
     _introduce(run, model, last_step, console)
     trainer = AirMoeTrainer(
-        model, config, arguments, train_blocks, eval_blocks, prepared.tokenizer().save
+        model, config, arguments, train_blocks, eval_blocks, prepared.tokenizer().save, run.sha256()
     )
     stop, closing = _add_callbacks(trainer, run, console, checkpoint)
     try:
@@ -241,15 +248,14 @@ def _add_callbacks(
     tokens_per_step = options.batch_size * run.config.data.block_size
     costs = flops_per_token(run.config, trainer.airmoe_model.config, PartialState().num_processes)
     recorder = Recorder(trainer, run.log, tokens_per_step, costs, sinks)
-    trainer.log_bytes = recorder.length
     # What the last step asks for must be known when its time is taken.
     added: list[TrainerCallback] = [LastStep(options.save_every), recorder, WatchSteps(trainer)]
     if PartialState().num_processes == 1:
         added.append(stop)
     if rank() == 0:
         added.append(display)
-    # Restored even without a checkpoint: lines of a run that died before its first one must go.
-    added.append(Restore(trainer, checkpoint, run.log))
+    if checkpoint is not None:
+        added.append(Restore(trainer, checkpoint))
     for callback in added:
         trainer.add_callback(callback)
     return stop, closing
@@ -276,12 +282,6 @@ def _title(run: RunFolder) -> str:
     return run.path.name
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log."""
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
-
-
 def write_result(run: RunFolder, peak_memory: float | None) -> None:
     """Sum a finished run up in one small file, from its log alone.
 
@@ -289,12 +289,18 @@ def write_result(run: RunFolder, peak_memory: float | None) -> None:
     """
     lines = read_log(run.log)
     evaluations = [line for line in lines if line["kind"] == "eval"]
-    if not evaluations:
-        raise ConfigError("run", str(run.path), "must have been evaluated", "Resume it.")
+    newest = checkpoints(run.path)[-1]
+    if not evaluations or evaluations[-1]["step"] != step_of(newest):
+        raise ConfigError(
+            "log",
+            str(run.log),
+            f"must have the evaluation of step {step_of(newest)}, the last one",
+            f"Remove {newest} and resume the run: its last steps are done again.",
+        )
     speeds = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
     started = read_json(run.path / "run.json")
     if peak_memory is None:
-        before = read_json(run.result) if run.result.exists() else started
+        before = read_result(run.result) if run.result.exists() else started
         conditions = {name: before.get(name) for name in ("peak_memory_gib", "versions", "machine")}
     else:
         conditions = {
@@ -305,7 +311,7 @@ def write_result(run: RunFolder, peak_memory: float | None) -> None:
     usage = best_checkpoint(run.path) / USAGE
     if usage.exists():
         write_bytes(run.path / USAGE, usage.read_bytes())
-    model = load_json(checkpoints(run.path)[-1] / "config.json")
+    model = load_json(newest / "config.json")
     counts = parameter_counts(run.config.model_config(model["vocab_size"], model["eos_token_id"]))
     write_json(
         run.result,
@@ -314,7 +320,7 @@ def write_result(run: RunFolder, peak_memory: float | None) -> None:
             "parameters": {"total": counts.total, "active": counts.active},
             "best": min(evaluations, key=lambda line: line["loss"]),
             "last": evaluations[-1],
-            "test": read_json(run.test) if run.test.exists() else None,
+            "test": load_json(run.test, MEASURE_AGAIN) if run.test.exists() else None,
             "tokens": evaluations[-1]["tokens"],
             "seconds": evaluations[-1]["seconds"],
             "tokens_per_second": median(speeds) if speeds else None,

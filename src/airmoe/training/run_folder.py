@@ -1,7 +1,9 @@
 """A run's folder: what was asked for, with which versions, and how far it came.
 
 RUN/  run.json         settings, hash and recipe of the text, versions, git state, machine
+      lock             who trains it, while somebody does
       log.jsonl        one line per log or evaluation
+      log.damaged      lines that were none, taken out of it
       checkpoint-N/    see checkpoints.py
       tensorboard/     the same numbers for TensorBoard
       test.json        the best checkpoint on the test split, where the text has one
@@ -11,7 +13,6 @@ RUN/  run.json         settings, hash and recipe of the text, versions, git stat
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -19,7 +20,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,14 @@ import torch
 
 from airmoe.data import Prepared
 from airmoe.errors import ConfigError
-from airmoe.files import read_json, write_json
-from airmoe.training.checkpoints import load_json
+from airmoe.files import LOCK, check_unlocked, locked, read_json, write_json
+from airmoe.training.checkpoints import checked_fields, load_json
 from airmoe.training.config import RunConfig
 
 FORMAT = 1
+TRAINED = "is being trained"
+PUT_BACK = "Put the file back as it was, or start a new run."
+UNUSED = (LOCK, "run.json.draft")  # what a kill leaves of a run that was not one yet
 PACKAGES = ("airmoe", "transformers", "accelerate", "safetensors", "tokenizers", "numpy")
 
 
@@ -55,11 +59,41 @@ class RunFolder:
     def test(self) -> Path:
         return self.path / "test.json"
 
+    def sha256(self) -> str:
+        """One number for settings and text: which run a checkpoint belongs to.
+
+        Of what run.json says, because options that a later version adds make no other run.
+        """
+        values = read_json(self.path / "run.json")
+        settings = {name: value for name, value in values["config"].items() if name != "preset"}
+        return _digest({"config": settings, "data_sha256": values.get("data_sha256")})
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Keep others out of a run that goes on."""
+        return locked(self.path, "run", TRAINED)
+
+
+@contextmanager
+def claimed(path: Path, config: RunConfig) -> Iterator[None]:
+    """Make and lock the folder of a new run; without a run in the end, it is removed again."""
+    check_free(path, config)
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    with locked(path, "run", TRAINED):
+        try:
+            check_free(path, config)  # again: now nobody else can make one
+            yield
+        finally:
+            if not any(name not in UNUSED for name in os.listdir(path)):
+                for name in UNUSED:
+                    (path / name).unlink(missing_ok=True)
+                with suppress(OSError):  # a parent in which something else is now
+                    for folder in made:
+                        folder.rmdir()
+
 
 def create_run(path: Path, config: RunConfig, prepared: Prepared) -> RunFolder:
-    """Make the folder of a new run; one that exists is never overwritten."""
-    check_free(path, config)
-    path.mkdir(parents=True, exist_ok=True)
+    """Write what a new run is into its claimed folder."""
     write_json(
         path / "run.json",
         {
@@ -78,7 +112,8 @@ def create_run(path: Path, config: RunConfig, prepared: Prepared) -> RunFolder:
 def check_free(path: Path, config: RunConfig) -> None:
     """Raise unless a new run may be made there."""
     # A link that leads nowhere does not exist, but no folder can be made in its place.
-    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+    if os.path.lexists(path) and not (path.is_dir() and {*os.listdir(path)} <= {*UNUSED}):
+        check_unlocked(path, "run", TRAINED)
         raise ConfigError("run", str(path), *_occupied(path, config))
 
 
@@ -121,6 +156,19 @@ def open_run(path: Path) -> RunFolder:
     return RunFolder(path, RunConfig.from_json(config))
 
 
+def read_result(file: Path) -> dict[str, Any]:
+    """A result.json, with what is read of it."""
+    again = f"Remove the file and resume the run: airmoe train --resume {file.parent}"
+    values = load_json(file, again)
+    number = (int, float)
+    kinds = {"best": dict, "last": dict, "seconds": number}
+    checked_fields(file, values, kinds | {"tokens_per_second": (*number, type(None))}, again)
+    best = {"loss": number, "perplexity": number}
+    checked_fields(file, values["best"], best, again, "best")
+    checked_fields(file, values["last"], {"step": int}, again, "last")
+    return values
+
+
 def data_sha256(prepared: Prepared) -> str:
     """One number for the tokens of a run, whatever the text's folders and files are called."""
     manifest = prepared.manifest
@@ -137,7 +185,9 @@ def _digest(values: dict[str, Any]) -> str:
 def check_same_data(run: RunFolder, prepared: Prepared) -> None:
     """Raise if the text changed since the run began: it would go on as another run."""
     former = _digest(asdict(prepared.manifest))  # what older runs noted
-    found = read_json(run.path / "run.json").get("data_sha256")
+    file = run.path / "run.json"
+    values = read_json(file)
+    found = values.get("data_sha256")
     if found not in (data_sha256(prepared), former):
         raise ConfigError(
             "data.folder",
@@ -145,57 +195,8 @@ def check_same_data(run: RunFolder, prepared: Prepared) -> None:
             f"must hold the text with which {run.path} began",
             "Put that back, or start a new run.",
         )
-
-
-def check_log(run: RunFolder, checkpoint: Path) -> None:
-    """Raise if the log lost lines from before the checkpoint: they cannot be made again."""
-    length = load_json(checkpoint / "training.json")["log_bytes"]
-    found = run.log.stat().st_size if run.log.is_file() else 0
-    if found < length:
-        raise ConfigError(
-            "log",
-            str(run.log),
-            f"must have at least the {length} bytes it had at {checkpoint.name}, not {found}",
-            "Put the file back, or start a new run.",
-        )
-
-
-def check_never_saved(run: RunFolder, first_checkpoint: int) -> None:
-    """Raise if a run without checkpoints had one: its log goes on after the first was due.
-
-    Before that only a signal makes one. Should that be gone, the same few steps are done again.
-    """
-    reached = _last_logged_step(run.log)
-    if reached > first_checkpoint:
-        raise ConfigError(
-            "run",
-            str(run.path),
-            f"must hold the checkpoints it had: its log reaches step {reached}, and it wrote a "
-            f"checkpoint after step {first_checkpoint}",
-            "Put its newest checkpoint-N folder back, or start a new run in another folder.",
-        )
-
-
-def _last_logged_step(log: Path) -> int:
-    """0 without a line; a last one that a kill tore is none."""
-    lines = log.read_bytes().split(b"\n")[:-1] if log.is_file() else []
-    return json.loads(lines[-1])["step"] if lines else 0
-
-
-@contextmanager
-def locked(run: RunFolder) -> Iterator[None]:
-    """Keep others out of a run that goes on; a lock of the system, so none outlives a kill."""
-    with (run.path / "run.json").open("r+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                "run",
-                str(run.path),
-                "is being trained by another process at this moment",
-                "Wait for it, or stop it first.",
-            ) from error
-        yield
+    # What its result will repeat.
+    checked_fields(file, values, {"versions": dict, "git": dict, "machine": dict}, PUT_BACK)
 
 
 def versions() -> dict[str, str]:

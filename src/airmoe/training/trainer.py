@@ -47,12 +47,12 @@ class AirMoeTrainer(Trainer):
         train_blocks: Any,
         eval_blocks: Any,
         save_tokenizer: Callable[[Path], None],
+        run_sha256: str,
     ) -> None:
         self.options = run_config.training
         self.order = EpochOrder(len(train_blocks), self.options.batch_size, self.options.seed)
-        self._save_tokenizer = save_tokenizer
+        self._save_tokenizer, self._run_sha256 = save_tokenizer, run_sha256
         self._sharded = False
-        self.log_bytes: Callable[[], int] = lambda: 0  # how long the log is, set by its writer
         self.seconds_before = 0.0  # spent by earlier parts of a resumed run
         self.training_seconds = 0.0  # of it on steps, without evaluations; counted by the log
         self._started = time.monotonic()
@@ -85,7 +85,7 @@ class AirMoeTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Shard first where asked to (parameters are replaced), then tell routers of every step."""
-        if self.options.sharding == "fsdp2" and not self._sharded:
+        if self.options.sharding == "fsdp2" and world_size() > 1 and not self._sharded:
             shard(self.airmoe_model)
             self._sharded = True
             # Accelerate takes a model marked so as it is; otherwise it would wrap it in DDP.
@@ -244,7 +244,7 @@ class AirMoeTrainer(Trainer):
         failure = None
         if rank() == 0:
             try:
-                checkpoints.write_checkpoint(folder, step, fill)
+                checkpoints.write_checkpoint(folder, step, self._run_sha256, fill)
                 checkpoints.remove_old(folder, self.options.keep_checkpoints, self._best())
             except RunError as error:
                 failure = error
@@ -266,7 +266,6 @@ class AirMoeTrainer(Trainer):
             "scaler": None if scaler is None else scaler.state_dict(),
             "last_logged": self._globalstep_last_logged,
             "total_loss": self._total_loss_scalar,
-            "log_bytes": self.log_bytes(),
             "seconds": self.seconds(),
             "training_seconds": self.training_seconds,
             "processes": world_size(),

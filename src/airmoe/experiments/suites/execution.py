@@ -8,25 +8,21 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
-from airmoe.distributed import is_distributed, rank
+from airmoe.distributed import on_first_rank, rank
 from airmoe.errors import ConfigError, RunError, visible
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.experiments.suites.plan import PlannedRun
 from airmoe.training import Finished, RunConfig, resume, train
-from airmoe.training.checkpoints import clean_up
-from airmoe.training.run_folder import locked, open_run
 
-Result = TypeVar("Result")
 RAISED = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")  # the line of a traceback that counts
 
 
@@ -96,7 +92,8 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "airmoe.experiments.suites.child"),
+            # -P: a file of the working folder must not pass for a module of ours.
+            *(sys.executable, "-P", "-m", "airmoe.experiments.suites.child"),
             *(str(suite.path), run.folder, *modules),
         ],
         stdin=subprocess.PIPE,  # never written to: its end tells the run of ours
@@ -138,8 +135,6 @@ class InThisGroup:
         output = suite.printed(run.folder) if rank() == 0 else Path(os.devnull)
         with output.open("a", encoding="utf-8") as file:
             try:
-                if begun:
-                    on_first_rank(lambda: _check_resumable(suite.run(run.folder)))
                 finished = train_or_resume(
                     suite.run(run.folder), run.config, Console(file=file), begun=begun
                 )
@@ -151,32 +146,9 @@ class InThisGroup:
         return Outcome(stopped_by=finished.stopped_by)
 
 
-def _check_resumable(path: Path) -> None:
-    """What only the first process looks at when a run goes on, so that all of them learn of it."""
-    run = open_run(path)
-    with locked(run):
-        clean_up(path, run.config.training.keep_checkpoints)
-
-
 def _free_memory() -> None:
     """What a run leaves in this process must not count as the next one's."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-def on_first_rank(job: Callable[[], Result]) -> Result:
-    """What the first rank finds or refuses, every rank finds or refuses."""
-    if not is_distributed():
-        return job()
-    answer: list[Any] = [None, None]
-    if rank() == 0:
-        try:
-            answer[0] = job()
-        except (ConfigError, OSError) as error:
-            answer[1] = error
-    dist.broadcast_object_list(answer)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]

@@ -8,9 +8,7 @@ OUT/  suite.json            the plan
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from typing import Any, Literal
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.suites.plan import Plan, PlannedRun
-from airmoe.files import read_json, write_json
+from airmoe.files import locked, read_json, write_json
 from airmoe.training import RunConfig, open_run
 from airmoe.training.run_folder import check_free
 
@@ -83,22 +81,10 @@ def read_config(suite: SuiteFolder, folder: str) -> RunConfig:
 
 @contextmanager
 def locked_suite(path: Path) -> Iterator[None]:
-    """Keep a second command out; a lock of the system, so none outlives a kill."""
+    """Keep a second command out."""
     path.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_RDONLY)  # the folder itself: its files are replaced
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                "out",
-                str(path),
-                "is being worked on by another airmoe suite at this moment",
-                "Wait for it, or stop it first.",
-            ) from error
+    with locked(path, "out", "is being worked on"):
         yield
-    finally:
-        os.close(handle)
 
 
 def differences(before: Any, now: Any) -> str:
@@ -138,8 +124,9 @@ def _read(suite: SuiteFolder) -> dict[str, Any]:
     try:
         values = read_json(suite.file)
         found = values["format"]
-        _ = [values[name] for name in ("suite", "preset", "budget", "seeds", "runs")]
-    except (ValueError, KeyError, TypeError) as error:
+        _ = [values[name] for name in ("suite", "preset", "budget")]
+        _ = set(values["seeds"]), [(run["folder"], run["config"]) for run in values["runs"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             "out", str(suite.file), f"must be the plan of a suite ({error!r})", "Use another --out."
         ) from error
@@ -178,9 +165,6 @@ def _check_same_suite(suite: SuiteFolder, plan: Plan) -> None:
 def _check_run_folder(suite: SuiteFolder, run: PlannedRun) -> None:
     path = suite.run(run.folder)
     if suite.state(run.folder) == "new":
-        draft = path / "run.json.draft"
-        if draft.exists() and [*path.iterdir()] == [draft]:
-            draft.unlink()  # of a run that was killed while it wrote its first file
         check_free(path, run.config)
         return
     different = differences(open_run(path).config.to_json(), run.config.to_json())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +9,8 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+from airmoe.training.run_log import parsed
 
 TAIL_BYTES = 2**16  # some hundred lines
 
@@ -43,7 +44,7 @@ def last_lines(log: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     # The first may have been cut by us, and the last is still being written.
-    return [json.loads(line) for line in lines[1 if start else 0 : -1]]
+    return [line for text in lines[1 if start else 0 : -1] if (line := parsed(text)) is not None]
 
 
 def pace_of(lines: Sequence[dict[str, Any]], steps: int) -> Pace | None:

@@ -22,8 +22,8 @@ from airmoe.experiments.suites.pace import (
     suite_left,
 )
 from airmoe.experiments.suites.plan import PlannedRun
-from airmoe.training.checkpoints import load_json
 from airmoe.training.display import say, summary
+from airmoe.training.run_folder import read_result
 
 SHOWN = ("loss", "perplexity", "tokens_per_second")
 
@@ -109,7 +109,7 @@ class Board:
     def _result(self, run: PlannedRun) -> dict[str, Any]:
         """Read once: it holds the whole log, and a line on a terminal is made twice a second."""
         if run.folder not in self._results:
-            self._results[run.folder] = load_json(self._suite.run(run.folder) / "result.json")
+            self._results[run.folder] = read_result(self._suite.run(run.folder) / "result.json")
         return self._results[run.folder]
 
     def _final_numbers(self, run: PlannedRun) -> str:

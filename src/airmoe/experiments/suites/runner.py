@@ -11,20 +11,19 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 
-from airmoe.distributed import rank, world_size
+from airmoe.distributed import on_first_rank, rank, world_size
 from airmoe.experiments.suites.execution import (
     Execution,
     InThisGroup,
     Outcome,
     OwnProcesses,
-    on_first_rank,
 )
 from airmoe.experiments.suites.folder import SuiteFolder, check_suite, locked_suite, write_plan
 from airmoe.experiments.suites.plan import Plan, PlannedRun, check_warmup
 from airmoe.experiments.suites.progress import Board
 from airmoe.files import write_json
 from airmoe.training import RunConfig
-from airmoe.training.arguments import check_device, total_steps
+from airmoe.training.arguments import check_device, check_sharding, total_steps
 from airmoe.training.display import PrepareDisplay
 from airmoe.training.text import check_blocks, prepared_data
 
@@ -102,6 +101,7 @@ def _run_one(suite: SuiteFolder, run: PlannedRun, board: Board, execution: Execu
 def _known_steps(config: RunConfig, console: Console) -> int:
     """Length of every run, from its text; what no run could do is said before the first starts."""
     check_device(config, world_size())
+    check_sharding(config, world_size())
     config.training.accumulation_steps(world_size())
     display = PrepareDisplay(console, config.data.corpus)
     with PartialState().main_process_first() if world_size() > 1 else nullcontext(), display:
