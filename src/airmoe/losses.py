@@ -24,6 +24,10 @@ from torch import Tensor
 from airmoe.distributed import all_reduce_sum, is_distributed, world_size
 from airmoe.routers.routing import CellRouting, Routing, check_routing
 
+# What records of runs say of their balance losses; those of older ones, whose f summed to 1 and
+# which were K times weaker, say nothing.
+BALANCE = "f sums to K"
+
 
 def load_balance_loss(routing: Routing, *, total_tokens: Tensor | int | None = None) -> Tensor:
     """Load balancing E * sum_e f_e P_e: K at perfect balance, more where few experts have most.

@@ -16,6 +16,7 @@ from airmoe.experiments.report.groups import Grouped, group_runs
 from airmoe.experiments.report.record import Record
 from airmoe.experiments.suites import SUITES
 from airmoe.files import read_json, write_json
+from airmoe.losses import BALANCE
 from airmoe.training import RunConfig, override
 
 EVALUATIONS = 6
@@ -42,6 +43,7 @@ def write_run(
         "versions": VERSIONS,
         "git": {"commit": "c" * 40, "changed": False},
         "machine": MACHINE,
+        "balance": BALANCE,
     } | numbers.pop("about", {})
     test, memory = numbers.pop("test", None), numbers.pop("memory", None)
     lines = _lines(perplexity, numbers)

@@ -19,6 +19,8 @@ from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.settings import settings
 from airmoe.experiments.report.structure import structure_table
 from airmoe.experiments.report.tables import (
+    COLLAPSE_NOTE,
+    WEAK_NOTE,
     ablation_table,
     codebook_table,
     granularity_table,
@@ -26,6 +28,7 @@ from airmoe.experiments.report.tables import (
     recall_table,
 )
 from airmoe.files import read_json, write_json
+from airmoe.losses import BALANCE
 from airmoe.training import override
 from tests.experiments.report_toys import WIKIPEDIA_HASH, write_run, write_suite, write_usage
 
@@ -120,6 +123,75 @@ def test_nothing_that_seeds_move_is_bold_where_rows_have_different_ones(tmp_path
     table = main_table(only_group(tmp_path))
     assert [bold(table, title) for title in moved] == [[], []]
     assert bold(table, "tokens/s (k)") == ["AIR"]
+
+
+@pytest.mark.parametrize("dead", [[0.05, 0.05], [0.0, 0.12]])
+def test_overlap_beside_dead_experts_is_never_bold(tmp_path: Path, dead: list[float]) -> None:
+    """With few experts left, lists find all of them: that is collapse, no merit."""
+    high = {"perplexity": [61.0, 62.0], "overlap": 0.99, "dead_experts": dead}
+    low = {"perplexity": [64.0, 65.0], "overlap": 0.7, "dead_experts": 0.05}
+    write_suite(tmp_path, "main", {"air": high, "hierarchical": low}, seeds=(42, 43))
+    table = main_table(only_group(tmp_path))
+    collapsed = dead[1] > 0.05
+    assert bold(table, "overlap") == ([] if collapsed else ["AIR"])
+    assert bold(table, "perplexity") == ["AIR"]
+    assert [note for note in table.notes if "dead experts" in note] == (
+        [f"{COLLAPSE_NOTE} Here: AIR."] if collapsed else []
+    )
+
+
+def test_the_best_overlap_of_those_that_live_is_bold(tmp_path: Path) -> None:
+    runs = {
+        "air": {"perplexity": 61.0, "overlap": 0.99, "dead_experts": 0.051},
+        "static": {"perplexity": 64.0, "overlap": 0.7, "mass_recall": 0.8},
+        "euclidean": {"perplexity": 65.0, "overlap": 0.8, "mass_recall": 0.7},
+    }
+    write_suite(tmp_path, "ablations", runs)
+    table = ablation_table(only_group(tmp_path))
+    assert bold(table, "overlap") == ["Euclidean"]
+    assert bold(table, "mass recall") == ["Static codebook"]
+
+
+def test_runs_with_the_weaker_balance_loss_are_marked(tmp_path: Path) -> None:
+    """Their records say nothing of the convention; one expert per token is the same in both."""
+    old = {"about": {"balance": None}}
+    runs = {
+        "air": {"perplexity": 61.0, **old},
+        "peer": {"perplexity": 64.0, "dead_experts": 0.01},
+        "exact": {"perplexity": 60.0, **old},
+        "coarse": {"perplexity": 66.0, **old},
+    }
+    write_suite(tmp_path / "mixed", "main", runs)
+    table = main_table(only_group(tmp_path / "mixed"))
+    marks = {row[0].text: row[0].mark for row in table.rows}
+    assert marks == {"AIR": "§", "PEER": "", "Exact granular": "‡§", "Coarse": ""}
+    assert WEAK_NOTE in table.notes
+    assert bold(table, "perplexity") == bold(table, "dead experts (%)") == []  # no fair contest
+    assert bold(table, "FLOPs at minimum, algorithmic (T)") == []  # all equal
+
+    write_suite(tmp_path / "old", "main", {name: runs[name] for name in ("air", "coarse")})
+    table = main_table(only_group(tmp_path / "old"))
+    assert [row[0].mark for row in table.rows] == ["§", ""]
+    assert bold(table, "perplexity") == ["AIR"]
+
+    write_suite(tmp_path / "new", "main", {"peer": runs["peer"]})
+    table = main_table(only_group(tmp_path / "new"))
+    assert WEAK_NOTE not in table.notes and table.rows[0][0].mark == ""
+
+
+def test_without_a_balance_loss_there_is_no_weaker_one(tmp_path: Path) -> None:
+    none = override(preset("tiny"), ["model.load_balance_weight=0"])
+    write_run(tmp_path / "run", none, perplexity=60.0, about={"balance": None})
+    assert main_table(only_group(tmp_path)).rows[0][0].mark == ""
+
+
+def test_a_suite_run_again_with_the_other_balance_loss_is_another_table(tmp_path: Path) -> None:
+    for name, balance in (("old", None), ("new", BALANCE)):
+        runs = {"air": {"perplexity": 61.0, "about": {"balance": balance}}}
+        write_suite(tmp_path / name, "main", runs)
+    groups = group_runs(read_all([tmp_path]).runs).groups
+    assert [len(group.runs) for group in groups] == [1, 1]
+    assert sorted(main_table(group).rows[0][0].mark for group in groups) == ["", "§"]
 
 
 def test_seeds_of_the_reference_do_not_matter(tmp_path: Path) -> None:

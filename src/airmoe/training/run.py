@@ -48,6 +48,7 @@ from airmoe.training.held_out import is_untested, measure_test
 from airmoe.training.run_folder import (
     RunFolder,
     check_same_data,
+    check_same_loss,
     claimed,
     create_run,
     machine,
@@ -100,6 +101,7 @@ def resume(folder: Path | str, console: Console | None = None) -> Finished:
     _check_folder_there(run.config)
     prepared = _data_on_every_process(run.config, console)
     check_same_data(run, prepared)
+    check_same_loss(run)
     with full_disk_explained(folder), ExitStack() as stack:
         on_first_rank(lambda: stack.enter_context(run.lock()))
         checkpoint = on_first_rank(lambda: _newest_checkpoint(run, prepared, console))

@@ -1,6 +1,7 @@
 """A run's folder: what was asked for, with which versions, and how far it came.
 
-RUN/  run.json         settings, hash and recipe of the text, versions, git state, machine
+RUN/  run.json         settings, hash and recipe of the text, versions, git state, machine, and
+                       which convention its balance loss has
       lock             who trains it, while somebody does
       log.jsonl        one line per log or evaluation
       log.damaged      lines that were none, taken out of it
@@ -30,6 +31,7 @@ import torch
 from airmoe.data import Prepared
 from airmoe.errors import ConfigError
 from airmoe.files import LOCK, check_unlocked, locked, read_json, write_json
+from airmoe.losses import BALANCE
 from airmoe.training.checkpoints import checked_fields, load_json
 from airmoe.training.config import RunConfig
 
@@ -104,6 +106,7 @@ def create_run(path: Path, config: RunConfig, prepared: Prepared) -> RunFolder:
             "versions": versions(),
             "git": git_state(),
             "machine": machine(),
+            "balance": BALANCE,
         },
     )
     return RunFolder(path, config)
@@ -197,6 +200,18 @@ def check_same_data(run: RunFolder, prepared: Prepared) -> None:
         )
     # What its result will repeat.
     checked_fields(file, values, {"versions": dict, "git": dict, "machine": dict}, PUT_BACK)
+
+
+def check_same_loss(run: RunFolder) -> None:
+    """Raise if the run began with the balance loss of older versions, K times weaker."""
+    found = read_json(run.path / "run.json").get("balance")
+    if found != BALANCE:
+        raise ConfigError(
+            "run.balance",
+            found,
+            f"must be {BALANCE!r}, the balance loss of this airmoe",
+            "Start a new run, or finish this one with the airmoe that began it (see its git).",
+        )
 
 
 def versions() -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from airmoe.experiments.report.corpora import PREPARING, corpus_title, own_recipe
 from airmoe.experiments.report.names import place_of
-from airmoe.experiments.report.record import Run
+from airmoe.experiments.report.record import OLD_BALANCE, Run
 from airmoe.experiments.suites import SUITES
 
 MOST_NAMED = 4  # differing settings in one line
@@ -195,6 +195,7 @@ def _changes(one: Run, other: Run) -> str:
 def options_of(run: Run) -> dict[str, Any]:
     """Settings as `section.option` -> value; of a text that was prepared before, its own."""
     options, recipe = flat(run.config), own_recipe(run)
+    options |= {"balance loss": OLD_BALANCE} if run.convention == OLD_BALANCE else {}
     if recipe is None:
         return options
     with_a_say = {key: value for key, value in options.items() if key not in PREPARING}

@@ -40,6 +40,7 @@ ESCAPES = str.maketrans(
         "–": "--",
         "†": r"$\dagger$",
         "‡": r"$\ddagger$",
+        "§": r"\S{}",
     }
 )
 # What T1 fonts have besides ASCII; anything else stops pdflatex.

@@ -18,6 +18,7 @@ from airmoe.files import read_json, write_json
 from airmoe.training import RunConfig
 
 FORMAT = 1
+OLD_BALANCE = "f sums to 1"  # of records that do not say
 MOST_POINTS = 600  # of a curve: ten passes of `small`, a point every 100 steps, are whole
 
 ROUTING_FIELDS = (
@@ -72,11 +73,20 @@ class Run:
     peak_memory_gib: float | None = None
     whole_seconds: float | None = None  # from start to end: compilers and evaluations too
     recipe: dict[str, Any] | None = None  # of the text, as its prepared folder had it
+    balance: str | None = None  # convention of its balance losses; None: OLD_BALANCE
 
     @property
     def method(self) -> str:
         """What its model is, however a table names it."""
         return method_of(self.config["model"])
+
+    @property
+    def convention(self) -> str | None:
+        """Of its balance losses; None where it makes no difference: no such loss, or K = 1."""
+        model = self.config["model"]
+        weights = [model.get(f"{what}_balance_weight") for what in ("load", "shortlist")]
+        several = model.get("num_experts_per_tok", 2) > 1 and model.get("moe_layers") != []
+        return (self.balance or OLD_BALANCE) if several and any(weights) else None
 
     @property
     def settings(self) -> RunConfig:

@@ -154,4 +154,5 @@ LATER: dict[str, Check] = {
     "peak_memory_gib": NUMBER,
     "whole_seconds": NUMBER,
     "recipe": or_none(_recipe),
+    "balance": or_none(check_text),
 }

@@ -58,6 +58,7 @@ def finished_run(name: str, place: Place, about: dict[str, Any], result: dict[st
         peak_memory_gib=number(result.get("peak_memory_gib")),
         whole_seconds=number(result.get("seconds")),
         recipe=about.get("data_recipe"),
+        balance=about.get("balance"),
     )
     check_run("run", vars(run))
     return run

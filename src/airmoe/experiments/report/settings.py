@@ -47,6 +47,7 @@ def _described(runs: Sequence[Run]) -> dict[str, str]:
     for run in runs:
         about = {
             "data hash": run.data_sha256,
+            "balance loss": run.convention,
             "git": run.git,
             "machine": run.machine,
             "versions": run.versions,

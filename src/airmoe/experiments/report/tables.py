@@ -11,7 +11,7 @@ from airmoe.experiments.report.document import Cell, Table
 from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.metrics import Metric, Summary, summarize, unit_of, written
 from airmoe.experiments.report.names import codebook_of, granularity_of, title_of
-from airmoe.experiments.report.record import Run
+from airmoe.experiments.report.record import OLD_BALANCE, Run
 
 MAIN = (
     metrics.PERPLEXITY,
@@ -52,6 +52,7 @@ CODEBOOK = (
 )
 GRANULARITY = (metrics.LOSS, metrics.PERPLEXITY, metrics.FLOPS, metrics.SECONDS, metrics.DEAD)
 PERPLEXITIES = (metrics.PERPLEXITY, metrics.TEST)
+AGREEMENT = (metrics.OVERLAP, metrics.RECALL)  # with exact routing
 MOVED_BY_SEEDS = (
     *PERPLEXITIES,
     metrics.LOSS,
@@ -61,9 +62,17 @@ MOVED_BY_SEEDS = (
     metrics.RECALL,
 )
 
-FUTURE_MARK, REFERENCE_MARK = "†", "‡"
+FUTURE_MARK, REFERENCE_MARK, WEAK_MARK = "†", "‡", "§"
 FUTURE_NOTE = "† Expert choice sees later tokens of the text: its perplexity is not comparable."
 REFERENCE_NOTE = "‡ Scores every expert: the reference, out of competition."
+WEAK_NOTE = (
+    "§ Balance loss with f summing to 1, K times weaker than now: does not compare with runs since."
+)
+MOST_DEAD = 0.05  # of the experts, where overlap still says something
+COLLAPSE_NOTE = (
+    "Overlap and mass recall beside more than 5 % dead experts are never bold: where few experts "
+    "are left, lists find them easily."
+)
 SPREAD_NOTE = (
     "± is the sample standard deviation over the seeds; without it there is one, or all agree."
 )
@@ -127,6 +136,8 @@ def _filled(
     notes += note_on_seeds(group, [metric for metric in shown if metric in PERPLEXITIES])
     notes += [FUTURE_NOTE] if any(sees_future(run) for run in every) else []
     notes += [REFERENCE_NOTE] if any(is_reference(run) for run in every) else []
+    notes += [WEAK_NOTE] if any(run.convention == OLD_BALANCE for run in every) else []
+    notes += note_on_collapse(group, shown)
     return Table(caption=caption, columns=titles, rows=rows, notes=notes)
 
 
@@ -135,6 +146,16 @@ def note_on_test(runs: Sequence[Run]) -> list[str]:
     text = known_text(runs[0])
     measured = summarize(metrics.TEST, runs) is not None
     return [f"Test text: {text.test}."] if measured and text and text.test else []
+
+
+def note_on_collapse(group: Group, shown: Sequence[Metric]) -> list[str]:
+    """Which rows are out of the contest for the overlap."""
+    found = [
+        title_of(variant)
+        for variant, runs in group.variants.items()
+        if is_collapsed(runs) and any(summarize(one, runs) for one in AGREEMENT if one in shown)
+    ]
+    return [f"{COLLAPSE_NOTE} Here: {', '.join(found)}."] if found else []
 
 
 def note_on_seeds(group: Group, shown: Sequence[Metric]) -> list[str]:
@@ -221,6 +242,8 @@ def _best(metric: Metric, group: Group, found: dict[str, Summary | None]) -> str
         and len({frozenset(run.seed for run in runs) for runs in competing}) > 1
     ):
         return None
+    if metric in MOVED_BY_SEEDS and len({runs[0].convention for runs in competing} - {None}) > 1:
+        return None
     if metric.ideal is not None and len({metric.ideal(runs[0]) for runs in competing}) > 1:
         return None
     return (min if metric.better == "low" else max)(means, key=means.__getitem__)
@@ -228,7 +251,13 @@ def _best(metric: Metric, group: Group, found: dict[str, Summary | None]) -> str
 
 def _competes(metric: Metric, runs: Sequence[Run]) -> bool:
     not_comparable = metric in PERPLEXITIES and sees_future(runs[0])
-    return not is_reference(runs[0]) and not not_comparable
+    collapsed = metric in AGREEMENT and is_collapsed(runs)
+    return not is_reference(runs[0]) and not not_comparable and not collapsed
+
+
+def is_collapsed(runs: Sequence[Run]) -> bool:
+    """Whether more experts are dead than an overlap can be judged beside; of any seed."""
+    return any((metrics.DEAD.read(run) or 0.0) > MOST_DEAD for run in runs)
 
 
 def is_reference(run: Run) -> bool:
@@ -246,7 +275,9 @@ def sees_future(run: Run) -> bool:
 def _name_cell(variant: str, runs: Sequence[Run]) -> Cell:
     marks = FUTURE_MARK if sees_future(runs[0]) else ""
     grey = is_reference(runs[0])
-    return Cell(text=title_of(variant), grey=grey, mark=REFERENCE_MARK if grey else marks)
+    marks = REFERENCE_MARK if grey else marks
+    marks += WEAK_MARK if runs[0].convention == OLD_BALANCE else ""
+    return Cell(text=title_of(variant), grey=grey, mark=marks)
 
 
 def _number_cell(value: float, *, grey: bool = False) -> Cell:

@@ -84,7 +84,10 @@ def load_balance(
     *,
     counted: bool,
 ) -> Iterator[Term]:
-    """E * sum_e f_e P_e over a token's candidates; their softmax may be counted already."""
+    """E * sum_e f_e P_e over a token's candidates; their softmax may be counted already.
+
+    f is counts per token (it sums to K): its scale is one factor of a micro-batch, not counted.
+    """
     if not losses.load_balance:
         return
     if not counted:
