@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from airmoe.errors import ConfigError, RunError
     from airmoe.losses import load_balance_loss, router_z_loss, shortlist_balance_loss
     from airmoe.model import AirMoeConfig, AirMoeForCausalLM
+    from airmoe.model.tracking import TrackOptimizerCallback
     from airmoe.moe import CoarseExperts, GranularExperts, MoELayer, MoEOutput
     from airmoe.moe.ffn import FfnExperts, load_swapped_ffn, swap_ffn
     from airmoe.moe.swap import calibrate, restore_routers, swap_routers
@@ -59,6 +60,7 @@ __all__ = [
     "RunError",
     "TokenRouting",
     "TopKRouter",
+    "TrackOptimizerCallback",
     "calibrate",
     "load_balance_loss",
     "load_swapped_ffn",
@@ -78,6 +80,7 @@ _HOMES = {
     "airmoe.errors": ("ConfigError", "RunError"),
     "airmoe.losses": ("load_balance_loss", "router_z_loss", "shortlist_balance_loss"),
     "airmoe.model": ("AirMoeConfig", "AirMoeForCausalLM"),
+    "airmoe.model.tracking": ("TrackOptimizerCallback",),
     "airmoe.moe": ("CoarseExperts", "GranularExperts", "MoELayer", "MoEOutput"),
     "airmoe.moe.swap": ("calibrate", "restore_routers", "swap_routers"),
     "airmoe.moe.ffn": ("FfnExperts", "load_swapped_ffn", "swap_ffn"),

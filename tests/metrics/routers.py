@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from airmoe import ROUTERS, AirRouter
+from airmoe import ROUTERS, AirRouter, track_optimizer
 
 DIM, NUM_EXPERTS, TOP_K = 8, 24, 5
 EXTRA: dict[str, dict[str, Any]] = {
@@ -26,13 +26,20 @@ def build(name: str, seed: int = 0, **options: Any) -> Any:
     return config(**{**sizes, **EXTRA[name], **options}).build()
 
 
+def track(router: AirRouter) -> None:
+    """An optimizer that lives as long as the router and never steps."""
+    router.its_optimizer = torch.optim.SGD(router.parameters())  # pyright: ignore
+    track_optimizer(router, router.its_optimizer)
+
+
 def trained_air(seed: int = 0, *, tracked: bool = True, **options: Any) -> AirRouter:
     """An AIR router in training mode that has seen two batches.
 
     Its optimizer is said to be tracked and never steps: the lists stay those of the first batch.
     """
     router: AirRouter = build("air", seed, **options)
-    router.set_tracked(router if tracked else None)  # an object that lives as long
+    if tracked:
+        track(router)
     for _ in range(2):
         router.observe(torch.randn(64, DIM))
     return router

@@ -18,7 +18,7 @@ from airmoe.metrics import (
     unlisted_experts,
     usage_entropy,
 )
-from tests.metrics.routers import DIM, NUM_EXPERTS, build, trained_air
+from tests.metrics.routers import DIM, NUM_EXPERTS, build, track, trained_air
 
 # -- closed forms ---------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ def replaced(before: Tensor, after: Tensor) -> float:
 @pytest.mark.parametrize("jitter_std", [0.0, 0.3])
 def test_staleness_of_moved_codewords(jitter_std: float) -> None:
     router: AirRouter = build("air", jitter_std=jitter_std)
-    router.set_tracked(router)  # an object that lives as long
+    track(router)
     router.observe(torch.randn(64, DIM))
     # Under the same jitter, or jitter alone would look like movement.
     assert shortlist_staleness(router) == 0.0

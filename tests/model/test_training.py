@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import airmoe
 from tests.distributed.launch import run_all
 from tests.model.common import VARIANTS, batch, build
 from tests.model.ranks import sharded, window
-from tests.state.common import assert_same, counting_observe, snapshot
+from tests.state.common import EXTRA, assert_same, counting_observe, snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:codebook:UserWarning")
 
@@ -188,6 +189,60 @@ def test_the_trainer_trains_and_evaluates_without_logits(tmp_path: Path) -> None
         halves = [twin(ids[rows], labels=labels[rows]).loss for rows in (slice(3), slice(3, 6))]
     assert trained == pytest.approx(float(whole), rel=1e-5)
     assert measured == pytest.approx(float(sum(halves)) / 2, rel=1e-5)
+
+
+class NotesRebuilds(TrainerCallback):
+    """Which micro-batch each step's lists were built in."""
+
+    def __init__(self, router: Any) -> None:
+        self.router, self.built = router, []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.built.append((int(self.router.micro_batches), int(self.router.built_at)))
+
+
+def trainer_of(model: Any, folder: Path, callbacks: list[Any], steps: int) -> Trainer:
+    examples: Any = [{"input_ids": row, "labels": row} for row in batch(41, (16, 12))]
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to=[],
+        save_steps=2,
+        disable_tqdm=True,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=0.1,
+        max_steps=steps,
+        lr_scheduler_type="constant",
+    )
+    return Trainer(model, arguments, train_dataset=examples, callbacks=callbacks)
+
+
+def test_the_trainer_tracks_its_optimizer_with_our_callback(tmp_path: Path) -> None:
+    """Lists are built in the first micro-batch of each step, and only there; also resumed."""
+    model = build("air", router_options={**EXTRA["air"], "jitter_std": 0.0})
+    (router,) = [module for module in model.modules() if isinstance(module, airmoe.AirRouter)]
+    notes = NotesRebuilds(router)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*tracked optimizer")
+        trainer = trainer_of(model, tmp_path, [airmoe.TrackOptimizerCallback(), notes], 4)
+        trainer.train()
+        assert notes.built == [(2, 1), (4, 3), (6, 5), (8, 7)]
+        assert not router.tracked  # the next optimizer may be another
+        whole = snapshot(model, derived=False)
+        trainer = trainer_of(model, tmp_path, [airmoe.TrackOptimizerCallback(), notes], 4)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert notes.built[4:] == [(6, 5), (8, 7)]
+    assert_same(snapshot(model, derived=False), whole)
+
+
+def test_the_trainer_without_our_callback_is_told_of_it_once(tmp_path: Path) -> None:
+    model = build("air")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_of(model, tmp_path, [], 3).train()
+    told = [str(one.message) for one in caught if "tracked optimizer" in str(one.message)]
+    assert len(told) == 1 and "callbacks=[airmoe.TrackOptimizerCallback()]" in told[0]
 
 
 def test_label_smoothing_predicts_the_next_token(tmp_path: Path) -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import airmoe
 from airmoe import ConfigError, MoELayer
-from tests.state.common import air_of, batch, build_layer, build_router, plain_shortlists
+from tests.state.common import (
+    air_of,
+    batch,
+    build_block,
+    build_layer,
+    build_router,
+    plain_shortlists,
+)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -32,6 +41,55 @@ def test_lists_wait_for_their_turn_and_norms_do_not(normalize: bool) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert rebuilt == [1, 7, 13]  # micro-batches of steps 0, 3 and 6
+
+
+def rebuilt_after(layer: MoELayer, steps: list[torch.optim.Optimizer]) -> list[int]:
+    """The steps before which lists were built, when these optimizers step in this order."""
+    router, found = air_of(layer), []
+    for step, optimizer in enumerate(steps):
+        layer(batch(step)).pow(3).sum().backward()
+        if int(router.built_at or 0) == step + 1:  # micro-batches are counted from 1
+            found.append(step)
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("lifetime", [1, 2, 4])
+def test_tracking_again_counts_no_step_twice(lifetime: int) -> None:
+    block = build_block("air", refresh_every=lifetime)
+    optimizer = torch.optim.AdamW(block.parameters())
+    wrapped = SimpleNamespace(optimizer=optimizer)
+    for model in (block.layer, block, block, block.layer.router):
+        airmoe.track_optimizer(model, optimizer)
+        airmoe.track_optimizer(model, wrapped)
+    assert rebuilt_after(block.layer, [optimizer] * 9) == [*range(0, 9, lifetime)]
+
+
+def test_tracking_again_makes_no_lists_due() -> None:
+    layer, optimizer = with_old_lists()
+    layer(batch(8))
+    lists = air_of(layer).training_lists
+    assert lists.due == "nothing"
+    airmoe.track_optimizer(layer, optimizer)
+    assert lists.due == "nothing"
+    airmoe.track_optimizer(layer, optimizer).remove()  # as good as the first one's
+    assert lists.stale and not air_of(layer).tracked
+
+
+def test_every_tracked_optimizer_of_the_centroids_counts_and_no_other() -> None:
+    layer = build_layer("air", refresh_every=4)
+    first = torch.optim.AdamW(layer.parameters())
+    second = torch.optim.SGD([air_of(layer).centroids], 0.1)
+    others = torch.optim.SGD(layer.experts.parameters(), 0.1)
+    airmoe.track_optimizer(layer, first)
+    handle = airmoe.track_optimizer(layer, second)
+    assert rebuilt_after(layer, [first, others, second, others, first, second, others]) == [0, 6]
+    handle.remove()
+    assert air_of(layer).tracked
+    layer(batch(7))
+    assert air_of(layer).training_lists.due == "nothing"
+    second.step()  # nobody hears of it any more
+    assert air_of(layer).training_lists.due == "nothing"
 
 
 def with_old_lists() -> tuple[MoELayer, torch.optim.Optimizer]:

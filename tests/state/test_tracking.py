@@ -304,8 +304,39 @@ def test_tracked_training_evaluation_and_other_routers_do_not_warn() -> None:
         airmoe.track_optimizer(tracked, owner)
         for layer in (tracked, build_layer("air").eval(), build_layer("topk")):
             for index in range(4):
-                with torch.set_grad_enabled(layer.training):
-                    layer(batch(index))
+                layer(batch(index))
+
+
+def test_training_in_evaluation_mode_is_untracked_training() -> None:
+    layer = build_layer("air").eval()
+    optimizer = adamw(layer, "fused")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        backward(layer, 0)
+        assert caught == []
+        for index in range(3):
+            optimizer.step()
+            backward(layer, index)
+    told = [w for w in caught if "trained without a tracked optimizer" in str(w.message)]
+    assert len(told) == len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "remedy"),
+    [
+        ("transformers.trainer", "callbacks=[airmoe.TrackOptimizerCallback()]"),
+        ("lightning.pytorch.loops.optimization", "airmoe.track_optimizer(self, self.optimizers())"),
+        ("pytorch_lightning", "airmoe.track_optimizer(self, self.optimizers())"),
+        ("transformers.trainers_of_mine", "airmoe.track_optimizer(model, optimizer)"),
+    ],
+)
+def test_the_remedy_is_that_of_whoever_trains(package: str, remedy: str) -> None:
+    layer = build_layer("air")
+    loop = "def train(backward, layer):\n    for index in range(3): backward(layer, index)"
+    exec(loop, module := {"__name__": package})
+    with pytest.warns(UserWarning, match="without a tracked optimizer") as told:
+        module["train"](backward, layer)
+    assert len(told) == 1 and remedy in str(told[0].message)
 
 
 # -- evaluation -----------------------------------------------------------------------------

@@ -23,10 +23,11 @@ from airmoe.routers.centroids import CentroidRouter
 from airmoe.routers.codebook import Codebook
 from airmoe.routers.gating import ScoredCells, binary, capacity_of, expert_choice, token_choice
 from airmoe.routers.routing import CellRouting, Lazy
-from airmoe.routers.seen import Seen
+from airmoe.routers.seen import OwnLock, Seen
 from airmoe.routers.shortlists import ShortlistCache
 from airmoe.routers.token_mean import TokenMean, less, without_mean
 from airmoe.routers.tokens import Tokens
+from airmoe.routers.tracking import how_to_track
 
 PLAN_BYTES = 256 * 2**20  # memory for the plans of forwards that wait for their backward
 
@@ -69,6 +70,7 @@ class AirRouter(CentroidRouter):
         self.training_lists = self._new_cache()
         self.evaluation_lists = self._new_cache()
         self._evaluated_at: tuple[int, int, Seen, Seen] | None = None
+        self._evaluating = OwnLock()
         # The micro-batch of the training lists. Derived like them, hence never saved.
         built_at = torch.zeros((), dtype=torch.int64)
         self.register_buffer("_built_at", built_at, persistent=False)
@@ -195,9 +197,8 @@ class AirRouter(CentroidRouter):
             return
         self._warned_rebuilding = True
         warnings.warn(
-            "AirRouter runs with gradients but without a tracked optimizer, so its shortlists are "
-            "rebuilt every time: correct, but slower. Call airmoe.track_optimizer(model, "
-            "optimizer) with the optimizer you keep, or use torch.no_grad() for inference.",
+            "AirRouter is trained without a tracked optimizer, so its shortlists are rebuilt for "
+            f"every micro-batch: correct, but slower. {how_to_track()}",
             stacklevel=2,
         )
 
@@ -250,17 +251,19 @@ class AirRouter(CentroidRouter):
                 return lists
             return self.training_lists
         if torch.is_grad_enabled() and self.centroids.requires_grad and not self.tracked:
-            # Somebody may be training a model in evaluation mode.
+            # Somebody may be training a model in evaluation mode; is, where a backward was.
             self._evaluated_at = None
-            self._warn_of_rebuilding()
+            if self.centroids.grad is not None:
+                self._warn_of_rebuilding()
             return self._fresh_lists()
-        moment = self._moment()
-        if self._evaluated_at != moment:
-            before = self._evaluated_at
-            if before is not None and before[:2] == moment[:2] and torch.is_grad_enabled():
-                return self._fresh_lists()  # a backward may want those of the other centroids
-            self._build(self.evaluation_lists, None)
-            self._evaluated_at = moment
+        with self._evaluating:  # one of several threads builds, the others find what it built
+            moment = self._moment()
+            if self._evaluated_at != moment:
+                before = self._evaluated_at
+                if before is not None and before[:2] == moment[:2] and torch.is_grad_enabled():
+                    return self._fresh_lists()  # a backward may want those of the other centroids
+                self._build(self.evaluation_lists, None)
+                self._evaluated_at = moment
         return self.evaluation_lists
 
     def _fresh_lists(self) -> ShortlistCache:

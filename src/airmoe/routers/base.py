@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from airmoe.config import check_count, check_number, config
 from airmoe.distributed import full_tensor, is_distributed, rank
@@ -125,7 +126,8 @@ class Router(nn.Module, ABC):
         self.noise_seed: Tensor
         self.micro_batches: Tensor
         self.parameter_changes = 0
-        self._tracking: tuple[int, weakref.ref[Any]] | None = None
+        # The hooks of the optimizers that report their steps, and to whom they do.
+        self._reporting: tuple[int, WeakKeyDictionary[Any, Any]] = (id(self), WeakKeyDictionary())
         self._warned_non_finite = False
         # The same dict under another name: compilers assume that hooks never change.
         self._watchers = self._forward_hooks
@@ -213,12 +215,10 @@ class Router(nn.Module, ABC):
     def tracked(self) -> bool:
         """True when a living optimizer's hook reports parameter changes to this very object.
 
-        A deep copy is another object that no hook knows, hence the comparison of identities.
+        A replica has the same attributes and is unknown to any hook: hence the identities.
         """
-        if self._tracking is None:
-            return False
-        whom, optimizer = self._tracking
-        return whom == id(self) and optimizer() is not None
+        whom, hooks = self._reporting
+        return whom == id(self) and len(hooks) > 0
 
     def cached_parameters(self) -> list[nn.Parameter]:
         """Parameters from which something is cached, so that their optimizer must be known."""
@@ -229,15 +229,27 @@ class Router(nn.Module, ABC):
         """How many forwards may wait for their backward under activation checkpointing."""
         return 64
 
-    def set_tracked(self, optimizer: Any | None) -> None:
-        """Called by `track_optimizer`."""
-        self._tracking = None if optimizer is None else (id(self), weakref.ref(optimizer))
+    def follow(self, optimizer: Optimizer) -> None:
+        """Hear of each step of an optimizer once, however often this is called."""
+        whom, hooks = self._reporting
+        if whom != id(self) or optimizer in hooks:
+            return
+        hooks[optimizer] = optimizer.register_step_post_hook(lambda *_: self.on_optimizer_step())
+        self.on_parameters_changed()
+
+    def unfollow(self, optimizer: Optimizer) -> None:
+        """Undo `follow`."""
+        hook = self._reporting[1].pop(optimizer, None)
+        if hook is not None:
+            hook.remove()
+            self.on_parameters_changed()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tracking": None}  # a copy is not known to the optimizer
+        return {**self.__dict__, "_reporting": None}  # a copy is not known to the optimizer
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._reporting = (id(self), WeakKeyDictionary())
         self._handle = new_handle(self)
 
     # -- under torch.compile ----------------------------------------------------------------

@@ -1,6 +1,9 @@
-"""Whether a tensor is still the one that something was derived from."""
+"""What a cache needs: whether a tensor is still that which it was derived from, and a lock."""
 
 from __future__ import annotations
+
+import threading
+from typing import Any
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -32,3 +35,19 @@ class Seen:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # pickled with a module: the same
+
+
+class OwnLock:
+    """A lock of a module's own: its copies, pickled or deep, have others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[OwnLock], tuple[()]]:
+        return OwnLock, ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from typing import Any
 
 from torch import nn
@@ -10,22 +12,46 @@ from torch.optim import Optimizer
 from airmoe.errors import ConfigError
 from airmoe.routers.base import Router
 
+# How an optimizer is tracked, by the package whose loop is running.
+REMEDIES = {
+    "transformers.trainer": "Give the Trainer callbacks=[airmoe.TrackOptimizerCallback()].",
+    "pytorch_lightning": "In on_train_start of your LightningModule call "
+    "airmoe.track_optimizer(self, self.optimizers()).",
+    "": "Call airmoe.track_optimizer(model, optimizer) with the optimizer you keep.",
+}
+REMEDIES["lightning.pytorch"] = REMEDIES["pytorch_lightning"]
+
+
+def how_to_track() -> str:
+    """The remedy that fits whoever is calling: a trainer, or a loop of one's own."""
+    frame = sys._getframe()
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        for package in filter(None, REMEDIES):
+            if f"{name}.".startswith(f"{package}."):
+                return REMEDIES[package]
+        frame = frame.f_back
+    return REMEDIES[""]
+
 
 class Tracking:
     """The live connection; `remove()` ends it and the routers fall back to rebuilding each time."""
 
-    def __init__(self, routers: list[Router], hook: Any) -> None:
-        self._routers, self._hook = routers, hook
+    def __init__(self, routers: list[Router], optimizer: Optimizer) -> None:
+        self._routers, self._optimizer = routers, weakref.ref(optimizer)
 
     def remove(self) -> None:
-        self._hook.remove()
-        for router in self._routers:
-            router.set_tracked(None)
-            router.on_parameters_changed()
+        optimizer = self._optimizer()
+        for router in self._routers if optimizer is not None else []:
+            router.unfollow(optimizer)
 
 
 def track_optimizer(model: nn.Module, optimizer: Any) -> Tracking:
     """After each step of `optimizer`, mark the shortlists of every router in `model` dirty.
+
+    Once per router and optimizer, however often it is called and with whatever part of the model.
+    Where several optimizers step the same centroids, track each: every step of any of them counts,
+    also towards `refresh_every`.
 
     Parameter versions would not do: fused optimizers and sharded parameters do not move them.
     Wrappers that keep the torch optimizer as `.optimizer` (Accelerate's) are looked through.
@@ -40,16 +66,9 @@ def track_optimizer(model: nn.Module, optimizer: Any) -> Tracking:
             "Pass the optimizer that steps the router's centroids.",
         )
     routers = _routers_of(model, optimizer)
-
-    def after_step(*_: Any) -> None:
-        for router in routers:
-            router.on_optimizer_step()
-
-    hook = optimizer.register_step_post_hook(after_step)
     for router in routers:
-        router.set_tracked(optimizer)
-        router.on_parameters_changed()
-    return Tracking(routers, hook)
+        router.follow(optimizer)
+    return Tracking(routers, optimizer)
 
 
 def _routers_of(model: nn.Module, optimizer: Optimizer) -> list[Router]:

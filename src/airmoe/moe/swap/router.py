@@ -23,7 +23,7 @@ from airmoe.routers.seen import Seen
 from airmoe.routers.tokens import read_tokens
 
 # What a swapped router has beyond the stock module.
-TAKEN = ("codebook", "shortlist_size", "scores_everything", "_notice", "_cached", "_cached_at")
+TAKEN = ("codebook", "shortlist_size", "scores_everything", "_notice", "_cached")
 # The stock class comes behind this one in every family's class.
 _Base = nn.Module if TYPE_CHECKING else object
 
@@ -50,8 +50,7 @@ class ShortlistRouter(_Base):
     shortlist_size: int
     scores_everything: bool  # while calibration looks for the exact activations
     _notice: Notice
-    _cached: Tensor | None
-    _cached_at: tuple[Any, ...] | None
+    _cached: tuple[tuple[Any, ...], Tensor] | None  # the moment, and its shortlists
 
     # -- coming and going -------------------------------------------------------------------
 
@@ -72,7 +71,7 @@ class ShortlistRouter(_Base):
         _rebind_forward(self)
 
     def _forget(self) -> None:
-        self._cached = self._cached_at = None
+        self._cached = None
 
     def train(self, mode: bool = True) -> Any:
         # Also where the mode stays: whoever wrote weights past their version (a fused optimizer,
@@ -135,9 +134,10 @@ class ShortlistRouter(_Base):
             self._forget()
             return self._build()
         moment = self._moment()
-        if self._cached is None or self._cached_at != moment:
-            self._cached, self._cached_at = self._build(), moment
-        return self._cached
+        cached = self._cached  # read once: another thread may forget it
+        if cached is None or cached[0] != moment:
+            cached = self._cached = moment, self._build()
+        return cached[1]
 
     def _build(self) -> Tensor:
         # Lists made while somebody only looks (inference mode) may later be needed in training.

@@ -1,0 +1,74 @@
+"""Several threads may evaluate one model: all get what one alone would."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from airmoe import AirMoeForCausalLM
+from airmoe.routers.shortlists import ShortlistCache
+from tests.model.common import batch, build, learn_a_little
+
+THREADS = 8
+
+
+def in_threads(evaluate: Callable[[int], Tensor]) -> list[Tensor]:
+    """What each of many threads gets that begin at the same time."""
+    barrier = Barrier(THREADS)
+
+    def run(index: int) -> Tensor:
+        barrier.wait()
+        with torch.no_grad():
+            return evaluate(index)
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        return list(threads.map(run, range(THREADS)))
+
+
+@pytest.fixture
+def slow_rebuilds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rebuilding takes its time on both sides of the write; as many entries as rebuilds."""
+    rebuild, calls = ShortlistCache.rebuild, []
+
+    def slow(self: Any, *arguments: Any, **options: Any) -> None:
+        calls.append(1)
+        time.sleep(0.02)
+        rebuild(self, *arguments, **options)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(ShortlistCache, "rebuild", slow)
+    return calls
+
+
+@pytest.mark.parametrize("router", ["air", "hierarchical", "peer"])
+def test_a_model_that_was_just_loaded(
+    router: str, tmp_path: Path, slow_rebuilds: list[int]
+) -> None:
+    trained = learn_a_little(build(router, moe_layers=[0, 2])).eval()
+    trained.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = [trained(batch(index)).logits for index in range(THREADS)]
+    for _ in range(3):
+        model = AirMoeForCausalLM.from_pretrained(tmp_path).eval()
+        slow_rebuilds.clear()
+        found = in_threads(lambda index, model=model: model(batch(index)).logits)
+        assert all(map(torch.equal, found, expected))
+        assert len(slow_rebuilds) == (2 if router == "air" else 0)  # one per layer
+
+
+def test_a_copy_has_a_lock_of_its_own() -> None:
+    model = learn_a_little(build("air")).eval()
+    (layer,) = [module for module in model.modules() if hasattr(module, "evaluation_lists")]
+    with layer._evaluating, torch.no_grad():
+        copied = copy.deepcopy(model)(batch(0)).logits  # would wait forever for the other's
+    with torch.no_grad():
+        assert torch.equal(model(batch(0)).logits, copied)
