@@ -19,6 +19,7 @@ PACKAGE = ROOT / "src" / "airmoe"
 # The parts of airmoe, lowest first: each imports only what stands before it.
 ORDER = (
     "errors",
+    "transformers_internals",
     "config",
     "files",
     "distributed",

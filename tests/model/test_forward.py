@@ -15,7 +15,7 @@ from airmoe.kernels.linear_cross_entropy import reference
 from airmoe.model import AirMoeConfig
 from tests.model.common import CAUSAL, SMALL, VARIANTS, batch, build
 from tests.model.test_linear_cross_entropy import LargestTensor
-from tests.state.common import assert_same, counting_observe, snapshot
+from tests.state.common import assert_same, checkpoint_activations, counting_observe, snapshot
 
 ALL_WEIGHTS = {"load_balance_weight": 0.3, "shortlist_balance_weight": 0.2, "router_z_weight": 0.1}
 
@@ -183,7 +183,7 @@ def test_the_future_does_not_show(variant: str) -> None:
 def test_hidden_states_and_attentions_are_recorded(checkpointing: bool) -> None:
     model, ids = build("air", attn_implementation="eager", moe_layers=[0, 2]), batch(7)
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        checkpoint_activations(model)
     output = model(ids, labels=ids, output_hidden_states=True, output_attentions=True)
     assert len(output.hidden_states) == 4 and len(output.attentions) == 3
     assert torch.equal(output.hidden_states[0], model.model.embed_tokens(ids))

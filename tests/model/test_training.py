@@ -16,7 +16,13 @@ import airmoe
 from tests.distributed.launch import run_all
 from tests.model.common import VARIANTS, batch, build
 from tests.model.ranks import sharded, window
-from tests.state.common import EXTRA, assert_same, counting_observe, snapshot
+from tests.state.common import (
+    EXTRA,
+    assert_same,
+    checkpoint_activations,
+    counting_observe,
+    snapshot,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:codebook:UserWarning")
 
@@ -61,9 +67,7 @@ def two_steps(variant: str, use_reentrant: bool | None) -> dict[str, Tensor]:
     """Two micro-batches each; the second step holds both forwards before its backwards."""
     model = build(variant, attention_dropout=0.1, moe_layers=[0, 2], **WEIGHTS).train()
     if use_reentrant is not None:
-        model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
-        )
+        checkpoint_activations(model, use_reentrant)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     airmoe.track_optimizer(model, optimizer)
     torch.manual_seed(1)
@@ -99,7 +103,7 @@ def test_router_losses_reach_the_router(use_reentrant: bool | None) -> None:
     for weight in (0.0, 0.5):
         model = build("topk", load_balance_weight=weight)
         if use_reentrant is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            checkpoint_activations(model, use_reentrant)
         torch.manual_seed(2)
         model(batch(0), labels=batch(0)).loss.backward()
         gradients.append(model.model.layers[1].mlp.router.centroids.grad)
@@ -117,7 +121,7 @@ def test_a_loss_of_one_s_own_trains_the_routers_too(
         weights["shortlist_balance_weight"] = 0.1
     built_in, own = (build(variant, **weights).train() for _ in range(2))
     if use_reentrant is not None:
-        own.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        checkpoint_activations(own, use_reentrant)
     ids = batch(0)
     expected = built_in(ids, labels=ids)
     expected.loss.backward()

@@ -17,6 +17,7 @@ import airmoe
 from airmoe import load_swapped_ffn, swap_ffn
 from airmoe.kernels.backend import use_backend
 from tests.moe.dense_models import DIM, air, dense, exact, ids, layer_of
+from tests.state.common import checkpoint_activations
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:AirRouter runs with gradients"),
@@ -95,8 +96,7 @@ def test_a_loaded_model_knows_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_changes_nothing(use_reentrant: bool) -> None:
     model = swapped()
-    options = {"use_reentrant": use_reentrant}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    checkpoint_activations(model, use_reentrant)
     assert_same(run(model, batch()), run(swapped(), batch()))
 
 

@@ -20,6 +20,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 import airmoe
 from airmoe import ConfigError, FfnExperts, MoELayer, load_swapped_ffn, swap_ffn
 from tests.moe.dense_models import DIM, NEURONS, air, dense, exact, ids, layer_of, logits_of
+from tests.state.common import checkpoint_activations
 
 UNTRACKED = "ignore:AirRouter runs with gradients:UserWarning"
 pytestmark = [pytest.mark.filterwarnings(UNTRACKED), pytest.mark.filterwarnings("ignore:codebook")]
@@ -74,8 +75,7 @@ def test_gradient_checkpointing_changes_nothing(use_reentrant: bool) -> None:
     for checkpointed in (False, True):
         model = swapped().train()
         if checkpointed:
-            kwargs = {"use_reentrant": use_reentrant}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+            checkpoint_activations(model, use_reentrant)
         torch.manual_seed(5)
         for seed in (7, 8):
             model(ids(seed), labels=ids(seed), use_cache=False).loss.backward()
@@ -168,14 +168,14 @@ def test_state_names(tmp_path: Path) -> None:
     assert note["layers"]["0"]["router"]["top_k"] == 12
 
 
-def test_a_bare_decoder_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bare_decoder_comes_back(tmp_path: Path) -> None:
     """Its class need not have been used before: transformers registers classes by name."""
     model = dense().model
     swap_ffn(model, layers=[1], router=exact(top_k=5), from_dense=True)
     with torch.no_grad():
         expected = model(ids(), output_hidden_states=True)
     model.save_pretrained(tmp_path)
-    monkeypatch.delitem(_CAN_RECORD_REGISTRY, str(type(model)))
+    dict.pop(_CAN_RECORD_REGISTRY, str(type(model)))
     loaded = load_swapped_ffn(tmp_path)
     with torch.no_grad():
         actual = loaded(ids(), output_hidden_states=True)

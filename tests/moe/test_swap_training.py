@@ -26,6 +26,7 @@ from tests.moe.families import (
     stock_routers,
     swapped_routers,
 )
+from tests.state.common import checkpoint_activations
 
 SIZE: dict[str, Any] = {"num_codewords": 4, "shortlist_size": 8}
 
@@ -73,7 +74,7 @@ def test_gradient_checkpointing_changes_nothing(family: str, reentrant: bool) ->
     model = calibrated(family).train()
     expected = gradients(model)
     before = copy.deepcopy(model.state_dict())
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_activations(model, reentrant)
     if reentrant:
         model.enable_input_require_grads()
     assert_same_gradients(gradients(model), expected)

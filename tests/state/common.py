@@ -136,3 +136,10 @@ def counting_observe(router: airmoe.Router) -> Iterator[list[int]]:
         yield seen
     finally:
         del router.observe  # the class's method shows again
+
+
+def checkpoint_activations(model: Any, use_reentrant: bool = False) -> None:
+    """Switch activation checkpointing on, under the name that this transformers has for it."""
+    current = hasattr(model, "activation_checkpointing_enable")
+    enable = "activation_checkpointing_enable" if current else "gradient_checkpointing_enable"
+    getattr(model, enable)({"use_reentrant": use_reentrant})

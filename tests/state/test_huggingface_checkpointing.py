@@ -1,4 +1,4 @@
-"""`gradient_checkpointing_enable()` of a Hugging Face model leaves routing and gradients be."""
+"""Activation checkpointing of a Hugging Face model leaves routing and gradients be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from torch import Tensor
 
 import airmoe
 from airmoe import GranularExperts, MoELayer
-from tests.state.common import CASES, assert_same, build_router, counting_observe, snapshot
+from tests.state.common import (
+    CASES,
+    assert_same,
+    build_router,
+    checkpoint_activations,
+    counting_observe,
+    snapshot,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -40,9 +47,8 @@ def train(case: str, use_reentrant: bool | None, tracked: bool) -> dict[str, Ten
     """Two steps of two micro-batches; the second step holds both forwards before its backward."""
     model = tiny_llama(case).train()
     if use_reentrant is not None:
-        kwargs = {"use_reentrant": use_reentrant}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-        assert model.is_gradient_checkpointing
+        checkpoint_activations(model, use_reentrant)
+        assert all(layer.gradient_checkpointing for layer in model.model.layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     if tracked:
         airmoe.track_optimizer(model, optimizer)
@@ -71,7 +77,7 @@ RUNS = [(case, True) for case in CASES] + [("air", False), ("air-probes", False)
 
 
 @pytest.mark.parametrize(("case", "tracked"), RUNS)
-def test_gradient_checkpointing_enable_changes_nothing(case: str, tracked: bool) -> None:
+def test_activation_checkpointing_changes_nothing(case: str, tracked: bool) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*without a tracked optimizer")
         expected = train(case, None, tracked)

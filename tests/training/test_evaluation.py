@@ -16,6 +16,7 @@ from airmoe.routers import Router
 from airmoe.training.evaluation import Evaluation, evaluate, num_batches
 from airmoe.training.watch import RoutingWatch
 from tests.model.common import VARIANTS, batch, build, learn_a_little
+from tests.state.common import checkpoint_activations
 
 Blocks = list[dict[str, Tensor]]
 LENGTH = 12
@@ -191,7 +192,7 @@ def test_where_experts_choose_the_sample_is_routed_among_the_whole_batch(variant
 def test_activation_checkpointing_counts_once(checkpointing: bool, reentrant: bool) -> None:
     model = build("air").train()
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        checkpoint_activations(model, reentrant)
     watch = RoutingWatch(model, 8)
     with watch.on():
         for index in range(2):

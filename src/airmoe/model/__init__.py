@@ -6,7 +6,6 @@ Importing this makes the model known to `AutoConfig`, `AutoModel` and `AutoModel
 from __future__ import annotations
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from airmoe.model.configuration import AirMoeConfig
 from airmoe.model.initialization import draw_weights
@@ -19,12 +18,12 @@ from airmoe.model.modeling import (
 )
 from airmoe.model.parameters import ParameterCounts, parameter_counts
 from airmoe.model.sizes import SIZES, model_size
+from airmoe.transformers_internals import shift_labels_of
 
 AutoConfig.register(AirMoeConfig.model_type, AirMoeConfig)
 AutoModel.register(AirMoeConfig, AirMoeModel)
 AutoModelForCausalLM.register(AirMoeConfig, AirMoeForCausalLM)
-# With label smoothing the Trainer shifts the labels of classes whose name it finds here.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AirMoeConfig.model_type] = AirMoeForCausalLM.__name__
+shift_labels_of(AirMoeConfig.model_type, AirMoeForCausalLM.__name__)
 
 __all__ = [
     "METHODS",

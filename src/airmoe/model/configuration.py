@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
 import warnings
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, get_type_hints
 
@@ -138,7 +140,7 @@ class AirMoeConfig(LlamaConfig):
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str]) -> Any:
         """The base class would give it to the constructor."""
-        return cls.from_dict(cls._dict_from_json_file(json_file))
+        return cls.from_dict(json.loads(Path(json_file).read_text(encoding="utf-8")))
 
     def check(self) -> None:
         """Raise `ConfigError` for settings that no model can be built from."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from airmoe.model.configuration import AirMoeConfig
 from airmoe.moe import CoarseExperts, GranularExperts
 from airmoe.routers import Codebook, Router
 from airmoe.routers.shortlists import ShortlistCache
+from airmoe.transformers_internals import is_loaded
 
 
 @torch.no_grad()
@@ -31,13 +32,13 @@ def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
     one common direction, which would drown rows of norm 0.3.
     """
     if isinstance(module, nn.LayerNorm):  # the post-norm; the decoder's own norms are of RMS
-        if not _is_loaded(module.weight):
+        if not is_loaded(module.weight):
             nn.init.constant_(module.weight, config.moe_post_norm_gain)
-        if not _is_loaded(module.bias):
+        if not is_loaded(module.bias):
             nn.init.zeros_(module.bias)
         return True
     if isinstance(module, nn.Embedding):
-        if not _is_loaded(module.weight):
+        if not is_loaded(module.weight):
             nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
         return True
     if isinstance(module, ShortlistCache):
@@ -51,7 +52,7 @@ def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
     loaded = [
         (tensor, tensor.clone())
         for tensor in (*module.parameters(), *module.buffers())
-        if _is_loaded(tensor)
+        if is_loaded(tensor)
     ]
     if experts:
         for weight in module.parameters():
@@ -61,10 +62,6 @@ def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
     for tensor, value in loaded:
         tensor.copy_(value)
     return True
-
-
-def _is_loaded(tensor: Tensor) -> bool:
-    return getattr(tensor, "_is_hf_initialized", False)
 
 
 @torch.no_grad()

@@ -17,8 +17,6 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
 )
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
 
 from airmoe.errors import ConfigError
 from airmoe.model.blocks import Attention, FeedForward
@@ -27,6 +25,11 @@ from airmoe.model.initialization import initialize_ours
 from airmoe.model.objective import model_losses, router_losses, weighted_sum
 from airmoe.moe import CoarseExperts, GranularExperts, MoELayer
 from airmoe.routers.base import run_eagerly
+from airmoe.transformers_internals import (
+    can_return_tuple,
+    capture_outputs,
+    merge_with_config_defaults,
+)
 
 
 @dataclass

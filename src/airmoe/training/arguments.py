@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 from airmoe.errors import ConfigError
 from airmoe.training.bfloat16 import check_bfloat16
 from airmoe.training.config import RunConfig
+from airmoe.transformers_internals import checkpointing_arguments
 
 
 def make_arguments(
@@ -48,8 +49,7 @@ def make_arguments(
         logging_steps=options.log_every,
         logging_first_step=True,
         logging_nan_inf_filter=False,  # it hides what must stop the run, and waits for the GPU
-        gradient_checkpointing=options.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
+        **checkpointing_arguments(options.gradient_checkpointing),
         ddp_broadcast_buffers=False,  # codebooks are equal by construction, and must not be halved
         ddp_find_unused_parameters=False,
         dataloader_drop_last=True,

@@ -29,11 +29,14 @@ from airmoe.training.order import EpochOrder
 from airmoe.training.random_state import random_state, set_random_state
 from airmoe.training.sharding import shard
 from airmoe.training.watch import RoutingWatch, looking
+from airmoe.transformers_internals import check_trainer
 
 # Of the schedule's state, what is plain numbers; the rest are functions made anew.
 SCHEDULE_KEYS = ("last_epoch", "_step_count", "_last_lr", "base_lrs")
 PLAIN_STEPS = 4  # before a capture: compilers, codebooks and the optimizer have started
 AUXILIARY = ("load_balance_loss", "shortlist_balance_loss", "router_z_loss")
+
+check_trainer(Trainer)
 
 
 class AirMoeTrainer(Trainer):

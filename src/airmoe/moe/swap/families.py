@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
-from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
-from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from airmoe.moe.swap.router import ShortlistRouter
+from airmoe.transformers_internals import (
+    DeepseekV3TopkRouter,
+    GptOssTopKRouter,
+    MixtralTopKRouter,
+    OlmoeTopKRouter,
+    Qwen3MoeTopKRouter,
+)
 
 
 class _SoftmaxFirst(ShortlistRouter):

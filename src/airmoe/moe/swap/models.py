@@ -13,6 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -22,16 +27,15 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from airmoe.moe.swap.codebook import ScaledCodebook
 from airmoe.moe.swap.replace import Settings, exchange, find_routers
 from airmoe.moe.swap.router import ShortlistRouter
+from airmoe.transformers_internals import (
+    convert_checkpoints_like,
+    record_outputs_like,
+    shift_labels_of,
+)
 
 FAMILIES = {
     "mixtral": "Mixtral",
@@ -41,13 +45,13 @@ FAMILIES = {
     "gpt_oss": "GPT-OSS",
 }
 PREFIX = "airmoe_"
-HEADS = (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoModelForQuestionAnswering,
-)
+HEADS = {  # and the classes of each, by config
+    AutoModel: MODEL_MAPPING,
+    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForSequenceClassification: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForTokenClassification: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoModelForQuestionAnswering: MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+}
 _Base = PreTrainedModel if TYPE_CHECKING else object
 
 
@@ -162,8 +166,7 @@ def swapped_class(stock: Any) -> Any:
             "config_class": config_class,
         }
         made = globals()[name] = type(name, (SwappedModel, stock), body)
-        # Transformers knows by the name of a class which outputs it can record.
-        _CAN_RECORD_REGISTRY[str(made)] = stock._can_record_outputs
+        record_outputs_like(made, stock)
     return made
 
 
@@ -189,16 +192,12 @@ def _register(model_type: str) -> None:
     config_class = CONFIGS[model_type]
     stock = _stock_class(config_class)
     AutoConfig.register(config_class.model_type, config_class)
-    for head in HEADS:
-        known = head._model_mapping
+    for head, known in HEADS.items():
         if stock in known:
             head.register(config_class, swapped_class(known[stock]))
-    # With label smoothing the Trainer shifts the labels of classes whose name it finds here.
-    causal = swapped_class(AutoModelForCausalLM._model_mapping[stock])
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] = causal.__name__
-    conversions = get_checkpoint_conversion_mapping(model_type)
-    if conversions is not None:  # between the layout of checkpoints and that in memory
-        register_checkpoint_conversion_mapping(config_class.model_type, conversions)
+    causal = swapped_class(MODEL_FOR_CAUSAL_LM_MAPPING[stock])
+    shift_labels_of(config_class.model_type, causal.__name__)
+    convert_checkpoints_like(config_class.model_type, model_type)
 
 
 CONFIGS = {model_type: _define_config(model_type) for model_type in FAMILIES}

@@ -1,0 +1,121 @@
+"""Everything that airmoe uses of transformers and that is not public; no other module does.
+
+Transformers may change these names in any release, so importing this module checks that they are
+there. Not here: what transformers documents for authors of models (`_init_weights`,
+`_can_record_outputs`, `config._attn_implementation`, layers of Llama to build on, ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import transformers
+from torch import Tensor
+
+from airmoe.errors import ConfigError
+
+KNOWN = ("5.17.0", "5.23.0")  # oldest and newest that the tests have run with
+TRAINER_METHODS = (
+    "_clip_grad_norm",
+    "_get_train_sampler",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_load_scaler",
+    "_prepare_inputs",
+    "_run_epoch",
+    "_save_checkpoint",
+)
+
+
+@contextmanager
+def _known_versions() -> Iterator[None]:
+    """Where a name is missing, say in one line which versions have it."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            "transformers",
+            transformers.__version__,
+            f"lacks a name that airmoe needs ({error}): it knows {' to '.join(KNOWN)}",
+            f"Run: pip install 'transformers=={KNOWN[1]}'.",
+        ) from error
+
+
+with _known_versions():
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+    from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+    from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, capture_outputs
+
+    _CAN_RECORD_REGISTRY.keys()  # by `str(model class)`
+
+__all__ = [
+    "DeepseekV3TopkRouter",
+    "GptOssTopKRouter",
+    "MixtralTopKRouter",
+    "OlmoeTopKRouter",
+    "Qwen3MoeTopKRouter",
+    "can_return_tuple",
+    "capture_outputs",
+    "check_trainer",
+    "checkpointing_arguments",
+    "convert_checkpoints_like",
+    "is_loaded",
+    "merge_with_config_defaults",
+    "record_outputs_like",
+    "shift_labels_of",
+]
+
+
+def record_outputs_like(made: Any, stock: Any) -> None:
+    """Let `output_hidden_states=True` and the like work for a class that models change to.
+
+    Transformers notes which outputs a class can record when it builds the first model of it. Since
+    5.23 the registry is a dict that wants a model in place of the name, but stores the name.
+    """
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(made), stock._can_record_outputs)
+
+
+def shift_labels_of(model_type: str, class_name: str) -> None:
+    """With label smoothing the Trainer shifts the labels of classes whose name it finds here."""
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] = class_name
+
+
+def convert_checkpoints_like(model_type: str, stock: str) -> None:
+    """Let weights be converted between files and memory as those of another model type."""
+    conversions = get_checkpoint_conversion_mapping(stock)
+    if conversions is not None:
+        register_checkpoint_conversion_mapping(model_type, conversions)
+
+
+def is_loaded(tensor: Tensor) -> bool:
+    """Whether `from_pretrained` has read this tensor from a file, so it keeps its values."""
+    return getattr(tensor, "_is_hf_initialized", False)
+
+
+def check_trainer(trainer: type) -> None:
+    """Check the methods that our Trainer replaces: one that is gone would never be called."""
+    with _known_versions():
+        for name in TRAINER_METHODS:
+            getattr(trainer, name)
+
+
+def checkpointing_arguments(enabled: bool) -> dict[str, Any]:
+    """Activation checkpointing in the words of `TrainingArguments`, which 5.23 has renamed."""
+    names = transformers.TrainingArguments.__dataclass_fields__
+    prefix = "activation" if "activation_checkpointing" in names else "gradient"
+    return {
+        f"{prefix}_checkpointing": enabled,
+        f"{prefix}_checkpointing_kwargs": {"use_reentrant": False},
+    }
