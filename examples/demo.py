@@ -25,6 +25,10 @@ TWINS = {
     "coarse": ("coarse", "#CC79A7"),
 }
 PROMPT = "The function returns"
+SHOWS = (
+    "The table can show that each method learns, and how many of its experts live; it cannot rank "
+    "them: that takes more seeds, and more tokens than a model has weights."
+)
 
 
 @dataclass(frozen=True)
@@ -106,9 +110,9 @@ def show_table(twins: list[Twin], console: Console) -> None:
     console.print(table)
     console.print(
         "weights: parameters in all. perplexity: on held-out text, lower is better. overlap: share "
-        "of the exact top-K that was found. dead: experts no held-out token used; most come to "
-        "life with longer training. entropy of their use: nats, of those equal use would have. So "
-        "short a run does not rank methods: see docs/decisions.md, 'How loud the mixture starts'.",
+        "of the exact top-K that was found; it says little where many experts are dead. dead: "
+        "experts no held-out token used. entropy of their use: nats, of those equal use would have."
+        f"\n{SHOWS}",
         highlight=False,
     )
 

@@ -21,9 +21,10 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 1,
-        "num_experts": 4096,
-        "num_experts_per_tok": 16,
-        "router_options": {"num_codewords": 32, "shortlist_size": 128},
+        "num_experts": 1024,
+        "num_experts_per_tok": 32,
+        "router_options": {"num_codewords": 64, "shortlist_size": 256},
+        "load_balance_weight": 0.01,  # the Switch paper's: 5e-5 is too slow for a few hundred steps
     },
     "small": {
         "hidden_size": 256,
