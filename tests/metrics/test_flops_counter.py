@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import airmoe
 from airmoe.kernels.backend import use_backend
+from airmoe.kernels.cell_experts import Activation, is_gated
 from airmoe.metrics.flops import Column, Workload, count_flops
 from airmoe.metrics.flops.counter import flop_counter
 from airmoe.model import METHODS, AirMoeConfig, AirMoeForCausalLM, with_method
@@ -82,13 +85,48 @@ def test_dense_parts_with_torch_alone() -> None:
     assert total - counted("mlp") - counted("self_attn") == head
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_executed_products_of_the_kernels(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "weight"),
+    [
+        (method, weight)
+        for method in METHODS
+        for weight in (0.01, 0.0)
+        if weight or method != "dense"
+    ],
+)
+def test_executed_products_of_the_kernels(method: str, weight: float) -> None:
     """Every product that the Triton path launches, forward and backward, to the last FLOP."""
     config = with_method(tiny_config(), method)
+    config.load_balance_weight = weight
     with use_backend("triton"):
         counted = measured(config, flop_counter())
     assert counted == ledger_products(config, "executed")
+
+
+@pytest.mark.parametrize(("gate", "top_k"), [("token_choice", 1), ("expert_choice", 8)])
+def test_gates_without_a_balance_loss(gate: str, top_k: int) -> None:
+    """Their own gradient needs the scores again where gates are shares of all candidates."""
+    config = tiny_config()
+    config.router_options["gate"] = gate
+    config.num_experts_per_tok, config.load_balance_weight = top_k, 0.0
+    with use_backend("triton"):
+        counted = measured(config, flop_counter())
+    assert counted == ledger_products(config, "executed")
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_every_activation_trains_and_is_counted(activation: Activation) -> None:
+    """Products as torch counts them, and between them what the paper counts per neuron."""
+    config = tiny_config()
+    config.expert_activation = activation
+    with use_backend("reference"):
+        assert measured(config, flop_counter()) == ledger_products(config, "executed")
+    found = count_flops(config, WORKLOAD).cost("algorithmic", "experts", kind="elementwise").forward
+    config.expert_activation = "relu" if not is_gated(activation) else "swiglu"
+    known = count_flops(config, WORKLOAD).cost("algorithmic", "experts", kind="elementwise").forward
+    costs = {"swiglu": 3, "geglu": 6, "geglu_tanh": 6, "gelu": 6, "relu": 1, "silu": 3}
+    per_neuron = costs[activation] - costs[config.expert_activation]
+    assert found - known == per_neuron * config.num_experts_per_tok
 
 
 @pytest.mark.parametrize("method", ["air", "hierarchical"])

@@ -21,8 +21,9 @@ from torch.utils.flop_counter import mm_flop, sdpa_backward_flop_count, sdpa_flo
 
 Kind = Literal["product", "elementwise"]
 
-# Per element; relu is ours, the others the appendix's.
-ACTIVATION_COSTS = {"silu": 3, "gelu": 6, "relu": 1}
+# Per element; relu is ours, the others the appendix's, which counts the operator aten.gelu,
+# whatever its formula.
+ACTIVATION_COSTS = {"silu": 3, "gelu": 6, "gelu_tanh": 6, "relu": 1}
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def _cell_gates_backward(args: Arguments) -> int:
     needed = (
         args["grad_log_z"] is not None
         or args["grad_probs"] is not None
-        or (args["top_k"] == 1 and args["grad_gates"] is not None)
+        or (args["over_all"] and args["grad_gates"] is not None)
     )
     again = needed and not math.prod(args["kept"])
     return (again + args["want_hidden"] + args["want_centroids"]) * _cells(args)
