@@ -200,7 +200,7 @@ def test_bad_tokens_never_reach_the_codebook(kind: str, bad: float) -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("case", CASES)
 def test_bad_tokens_spoil_only_their_own_row(case: str, training: bool) -> None:
-    """Other rows are those of the batch in which the bad tokens are masked out."""
+    """Other rows, and gradients, are those of the batch in which the bad tokens are masked out."""
     spoilt = batch(0).clone()
     spoilt[0, 3, 1], spoilt[1, 2, 5] = torch.nan, torch.inf
     mask = torch.ones(2, 11, dtype=torch.bool)
@@ -208,11 +208,21 @@ def test_bad_tokens_spoil_only_their_own_row(case: str, training: bool) -> None:
     layer, twin = build_layer(case).train(training), build_layer(case).train(training)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        output = layer(spoilt)
-    if case != "expert_choice":  # there no expert takes them, so they get nothing
-        assert output[~mask].isnan().all(), "a bad token must not look like a good one"
-    assert torch.equal(output[mask], twin(batch(0), mask)[mask])
+        result = layer.forward_with_routing(spoilt.requires_grad_())
+    output, expected = result.hidden, twin.forward_with_routing(batch(0), mask)
+    assert output[~mask].isnan().all(), "a bad token must not look like a good one"
+    assert torch.equal(output[mask], expected.hidden[mask])
     assert_same(snapshot(layer, derived=False), snapshot(twin, derived=False))
+    # Nor do they spoil a gradient, even where that of their own row is NaN.
+    for loss, routing in (
+        (output.square().sum(), result.routing),
+        (expected.hidden[mask].square().sum(), expected.routing),
+    ):
+        (loss + airmoe.load_balance_loss(routing) + airmoe.router_z_loss(routing)).backward()
+    assert spoilt.grad is not None and (spoilt.grad[~mask] == 0).all()
+    assert spoilt.grad.isfinite().all() and (spoilt.grad[mask] != 0).any()
+    for (name, weight), other in zip(layer.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(weight.grad, other.grad), name
 
 
 @pytest.mark.parametrize("case", CASES)

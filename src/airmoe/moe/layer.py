@@ -127,11 +127,14 @@ class MoELayer(nn.Module):
     def _forward(self, x: Tensor, mask: Tensor | None, learn: bool) -> MoEOutput:
         hidden, flat_mask = self._flatten(x, mask)
         routing = self._route(hidden, flat_mask, learn)
-        if flat_mask is not None:
-            hidden = hidden.masked_fill(~flat_mask.unsqueeze(-1), 0)  # padding may hold anything
-        output = self.experts(hidden, routing)
+        # Padding may hold anything. A bad token is NaN again at the end: it must not look like a
+        # good one, nor enter a gradient.
+        unused = ~routing.valid.unsqueeze(-1)  # [T, 1]
+        output = self.experts(hidden.masked_fill(unused, 0), routing)
         if self.post_norm is not None:
             output = self.post_norm(output)
+        bad = unused if flat_mask is None else unused & flat_mask.unsqueeze(-1)
+        output = output.masked_fill(bad, torch.nan)
         return MoEOutput(output.reshape(x.shape).to(x.dtype), routing)
 
     _forward_eagerly = run_eagerly(_forward)
