@@ -59,7 +59,8 @@ def config(cls: ConfigClass) -> ConfigClass:
 def read_fields(cls: type[Values], values: Any) -> Values:
     """Undo `asdict` of a dataclass of plain values; raises ValueError for what it cannot be."""
     hints = get_type_hints(cls)
-    if not isinstance(values, dict) or values.keys() != hints.keys():
+    needed = {name for name in hints if not hasattr(cls, name)}  # a default is a class attribute
+    if not isinstance(values, dict) or not needed <= values.keys() <= hints.keys():
         found = list(values) if isinstance(values, dict) else type(values).__name__
         raise ValueError(f"must have the fields {', '.join(hints)}, not {found}")
     for name, value in values.items():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from airmoe import ConfigError
-from airmoe.data import PrepareConfig, Prepared, prepare
+from airmoe.data import PrepareConfig, Prepared, make_tokenizer, prepare
 
 WORDS = ("token", "expert", "router", "layer", "model", "über", "naïve", "東京", "⚙️", "the", "of")
 
@@ -36,6 +38,31 @@ def folder_bytes(folder: Path) -> dict[str, bytes]:
         for file in sorted(folder.rglob("*"))
         if file.is_file()
     }
+
+
+def save_own(folder: Path, single: str | None, **options: Any) -> Path:
+    """A Hugging Face tokenizer as a user has one, with specials and settings of its own."""
+    library = pytest.importorskip("tokenizers")
+    make_tokenizer("bpe:400", make_texts(300)).save(folder / "plain")
+    backend = library.Tokenizer.from_file(str(folder / "plain" / "tokenizer.json"))
+    specials = ["<s>", "</s>", "<pad>", "[SEP]"]
+    backend.add_special_tokens(specials)
+    if single is not None:
+        backend.post_processor = library.processors.TemplateProcessing(
+            single=single, special_tokens=[(name, backend.token_to_id(name)) for name in specials]
+        )
+    own = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        padding_side="left",
+        model_max_length=77,
+        chat_template="{% for m in messages %}<s>{{ m.content }}{% endfor %}",
+        **options,
+    )
+    own.save_pretrained(folder / "own")
+    return folder / "own"
 
 
 def prepare_texts(

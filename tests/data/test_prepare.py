@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from airmoe import ConfigError
 from airmoe.data import PrepareConfig, Prepared, PrepareProgress, make_tokenizer, prepare
 from airmoe.data.shards import TOKEN_TYPE, SplitWriter
-from tests.data.common import assert_one_line, folder_bytes, make_texts, write_jsonl
+from tests.data.common import assert_one_line, folder_bytes, make_texts, save_own, write_jsonl
 
 SHARD_TOKENS = 5000
 MODULE = sys.modules[PrepareConfig.__module__]  # the package's `prepare` is the function
@@ -152,6 +153,21 @@ def test_rows_without_text_are_counted_and_left_out(tmp_path: Path) -> None:
     assert documents_of(prepared, "train") == ["one", "two"]
     skipped = {progress.split: progress.skipped for progress in seen}
     assert skipped == {"train": 3, "validation": 1}
+
+
+def test_documents_of_a_users_tokenizer_begin_as_it_begins_texts(
+    tmp_path: Path, texts: list[str]
+) -> None:
+    write_jsonl(tmp_path / "valid.jsonl", ["held out"])
+    own = save_own(tmp_path, "<s> $A")
+    config = settings(tmp_path, tokenizer=str(own), validation=str(tmp_path / "valid.jsonl"))
+    prepared = prepare(config)
+    opened = AutoTokenizer.from_pretrained(prepared.folder / "tokenizer")
+    expected = [token for text in texts for token in (*opened(text).input_ids, opened.eos_token_id)]
+    (shard,) = prepared.manifest.splits["train"].shards
+    assert np.fromfile(prepared.folder / shard.file, TOKEN_TYPE).tolist() == expected
+    assert opened.bos_token_id == expected[0] == prepared.manifest.tokenizer.bos_id
+    assert prepare(config).manifest == prepared.manifest
 
 
 @pytest.mark.parametrize("workers", [1, 3])

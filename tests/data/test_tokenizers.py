@@ -10,6 +10,7 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from airmoe import ConfigError
 from airmoe.data import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_choice
 from airmoe.data.tokenizers import safe_pieces
-from tests.data.common import assert_one_line, make_texts
+from tests.data.common import assert_one_line, folder_bytes, make_texts, save_own
 
 NAMES = ["bytes", "bpe:400", "llama-3"]
 SPECIALS = "<|endoftext|> <|end_of_text|> <|begin_of_text|>"
@@ -107,6 +108,108 @@ def test_llama3_has_the_published_ids() -> None:
     assert tokenizer.encode("hello world") == [15339, 1917]
     assert tokenizer.decode([128_000, 128_009]) == "<|begin_of_text|><|eot_id|>"
     assert tokenizer.decode([128_255]) == "<|reserved_special_token_250|>"
+
+
+VARIED = [
+    "Hello, world! It's 12345678 o'clock, WE'LL see.",
+    "  def f(x):\n\t\treturn  x**2   # squared\n\n\n    \r\n  end   ",
+    "naïve über 東京タワー العربية हिन्दी 👩‍👩‍👧‍👦 e\u0301 \u00a0\u2028\u3000x",
+    " " * 83 + "a" + "\n" * 20 + "7" * 50,
+    '{"key": [1.5e-7, null], "ключ": "\\u00e9"}',
+    "\x00\x1b[31m\ufffd\U0010ffff",
+    "<|begin_of_text|>system<|start_header_id|> <|eot_id|><|reserved_special_token_250|>",
+    *make_texts(30, seed=3),
+]
+
+
+@needs_llama
+def test_transformers_opens_llama3_whole(tmp_path: Path) -> None:
+    tokenizer = build("llama-3")
+    tokenizer.save(tmp_path)
+    opened = AutoTokenizer.from_pretrained(tmp_path)
+    assert (len(opened), opened.vocab_size + len(opened.added_tokens_decoder)) == (128_256,) * 2
+    assert (opened.bos_token_id, opened.eos_token_id) == (128_000, 128_001)
+    encode = tokenizer._encoding.encode  # type: ignore[attr-defined]
+    for text in VARIED:
+        ids = encode(text, allowed_special="all")
+        assert opened(text)["input_ids"] == ids, text  # nothing before it: training saw nothing
+        assert opened.decode(ids) == text
+        assert opened(text, split_special_tokens=True)["input_ids"] == tokenizer.encode(text), text
+    assert any(128_255 in opened(text)["input_ids"] for text in VARIED)
+
+
+@needs_llama
+@given(text=st.text())
+@settings(max_examples=200)
+def test_the_tokenizer_json_of_llama3_has_tiktokens_ids(text: str) -> None:
+    opened = llama3_json()
+    assert opened.encode(text).ids == build("llama-3").encode(text)
+
+
+@cache
+def llama3_json() -> Any:
+    library = pytest.importorskip("tokenizers")
+    return library.Tokenizer.from_str(build("llama-3")._definition)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("single", "options"),
+    [
+        (None, {}),
+        ("<s> $A", {}),
+        ("<s> $A </s>", {}),
+        ("$A </s>", {}),
+        (None, {"add_bos_token": True}),
+    ],
+)
+def test_training_text_is_what_the_saved_tokenizer_gives(
+    tmp_path: Path, single: str | None, options: dict[str, Any]
+) -> None:
+    own = save_own(tmp_path, single, **options)
+    for path in (own, own / "tokenizer.json"):
+        tokenizer = make_tokenizer(str(path))
+        tokenizer.save(tmp_path / "saved")
+        saved = load_tokenizer(tmp_path / "saved")
+        assert saved.identity == tokenizer.identity
+        saved.save(tmp_path / "checkpoint")
+        opened = AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
+        for text in make_texts(5):
+            used = opened(text)["input_ids"]
+            ended = used if used[-1] == opened.eos_token_id else [*used, opened.eos_token_id]
+            assert pickle.loads(pickle.dumps(saved)).encode_document(text) == ended
+            assert tokenizer.encode_start(text) == ended[:-1]
+        has_bos = "<s>" in (single or "") or bool(options)
+        assert tokenizer.identity.bos_id == (opened.bos_token_id if has_bos else None)
+
+
+def test_the_users_tokenizer_is_saved_whole(tmp_path: Path) -> None:
+    own = save_own(tmp_path, "<s> $A")
+    tokenizer = make_tokenizer(str(own))
+    tokenizer.save(tmp_path / "first")
+    load_tokenizer(tmp_path / "first").save(tmp_path / "saved")
+    saved = folder_bytes(tmp_path / "saved")
+    assert {"airmoe_tokenizer.json": saved["airmoe_tokenizer.json"]} | folder_bytes(own) == saved
+    opened = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert (opened.bos_token, opened.eos_token, opened.pad_token) == ("<s>", "</s>", "<pad>")
+    assert (opened.padding_side, opened.model_max_length) == ("left", 77)
+    messages = [{"role": "user", "content": "hi"}]
+    assert opened.apply_chat_template(messages, tokenize=False) == "<s>hi"
+
+
+def test_a_tokenizer_that_ends_texts_in_its_own_way_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_tokenizer(str(save_own(tmp_path, "<s> $A [SEP]")))
+    assert_one_line(raised, "own", "with transformers", "eos_token behind it", "save_pretrained")
+
+
+def test_a_folder_from_before_the_begin_was_kept_has_none(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(str(save_own(tmp_path, "<s> $A")))
+    tokenizer.save(tmp_path / "saved")
+    identity = json.loads((tmp_path / "saved" / "airmoe_tokenizer.json").read_text())
+    assert identity.pop("bos_id") == tokenizer.identity.bos_id is not None
+    (tmp_path / "saved" / "airmoe_tokenizer.json").write_text(json.dumps(identity))
+    former = load_tokenizer(tmp_path / "saved")
+    assert former.encode_document("a") == tokenizer.encode_document("a")[1:]
 
 
 @needs_llama
@@ -206,7 +309,7 @@ def test_a_downloaded_tokenizer_folder_opens_with_its_own_end_of_text(tmp_path: 
         "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0
     }  # fmt: skip
     (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
-    for eos in ("<|endoftext|>", {"content": "<|endoftext|>", "special": True}):
+    for eos in ("<|endoftext|>", {"__type": "AddedToken", "content": "<|endoftext|>"}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
         for path in (tmp_path, tmp_path / "tokenizer.json"):
             tokenizer = make_tokenizer(str(path))

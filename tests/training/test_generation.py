@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,14 @@ def test_an_empty_prompt_starts_a_document() -> None:
     model = model_of()
     assert text(model, "", temperature=0.0) == greedy(model, "", 12)
     assert text(model, "") != ""
+
+
+def test_a_begin_that_training_saw_stands_before_the_prompt() -> None:
+    model, begins = model_of(), tokenizer()
+    begins.identity = replace(begins.identity, bos_id=7)
+    for prompt in (PROMPT, ""):
+        answer = generate_text(model, begins, prompt, max_new_tokens=12, temperature=0.0)
+        assert "\x07" + answer == greedy(model, "\x07" + prompt, 12)
 
 
 def test_the_seed_decides() -> None:

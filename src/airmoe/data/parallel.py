@@ -26,7 +26,7 @@ _GOODBYE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """Tokens with the end of text behind them."""
+    """Tokens of a whole document, with the end of text behind them."""
 
     tokens: np.ndarray[Any, np.dtype[np.uint32]]
     is_validation: bool
@@ -44,8 +44,7 @@ class Encoder:
         return [self._encode_one(text) for text in texts]
 
     def _encode_one(self, text: str) -> EncodedDocument:
-        ids = self.tokenizer.encode(text)
-        ids.append(self.tokenizer.identity.eos_id)
+        ids = self.tokenizer.encode_document(text)
         return EncodedDocument(
             np.array(ids, TOKEN_TYPE), in_validation(text, self.validation_fraction)
         )

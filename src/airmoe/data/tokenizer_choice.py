@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from airmoe.data.optional import require
 from airmoe.data.tokenizers import (
@@ -23,6 +25,9 @@ from airmoe.data.tokenizers import (
     read_hugging_face,
 )
 from airmoe.errors import ConfigError
+
+# Words, digits, spaces and a character of three bytes: what tokenizers treat differently.
+_PROBE = "Return the  2024 items,\n\tas 東京 do."
 
 LEAST_BPE_VOCAB = 257  # 256 bytes and the end of text
 _TRAINING_CHARACTERS = 1 << 25  # more text changes few merges and costs minutes
@@ -69,12 +74,12 @@ def bpe_vocab_size(name: str) -> int:
 
 
 def _open_path(path: Path) -> Tokenizer:
-    if path.suffix == ".model":
+    if path.suffix == ".model" and path.is_file():
         return Llama3Tokenizer.from_file(path)
     if (path / IDENTITY_FILE).exists():
         return load_tokenizer(path)
     folder = path if path.is_dir() else path.parent
-    if not (folder / HUGGING_FACE_FILE).exists() or path.name not in (
+    if not (folder / HUGGING_FACE_FILE).is_file() or path.name not in (
         folder.name,
         HUGGING_FACE_FILE,
     ):
@@ -86,7 +91,8 @@ def _open_path(path: Path) -> Tokenizer:
         )
     try:
         if (folder / HUGGING_FACE_CONFIG).exists():
-            return read_hugging_face(folder)
+            tokenizer = read_hugging_face(folder, bos_id=None)
+            return read_hugging_face(folder, _bos_id(tokenizer, path))
         return _open_bare(folder / HUGGING_FACE_FILE)
     except ConfigError:
         raise
@@ -97,6 +103,38 @@ def _open_path(path: Path) -> Tokenizer:
             f"could not be opened ({type(error).__name__}: {error})",
             "Save it again with save_pretrained; tokenizer_config.json must name the eos_token.",
         ) from error
+
+
+def _bos_id(tokenizer: Tokenizer, path: Path) -> int | None:
+    """What `transformers` will put before a text once this tokenizer is saved with a model.
+
+    Training text must look the same, so whatever else it would change is refused.
+    """
+    plain = tokenizer.encode(_PROBE)
+    with tempfile.TemporaryDirectory() as copy:
+        tokenizer.save(Path(copy))
+        used = _as_transformers_does(copy)(_PROBE)["input_ids"]
+    ends = ([], [tokenizer.identity.eos_id])
+    for begin in (0, 1):
+        if used[begin : begin + len(plain)] == plain and used[begin + len(plain) :] in ends:
+            return used[0] if begin else None
+    raise ConfigError(
+        "tokenizer",
+        str(path),
+        f"turns {_PROBE!r} into {used} with transformers, but tokenizer.json says {plain}, with at "
+        "most one token before and eos_token behind it",
+        "Open it with transformers.AutoTokenizer and save it again with save_pretrained.",
+    )
+
+
+def _as_transformers_does(folder: str) -> Any:
+    transformers = require("transformers", "to open this tokenizer")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception:  # it does not say which class it is of, or code of its own would be needed
+        return transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
 def _open_bare(file: Path) -> Tokenizer:

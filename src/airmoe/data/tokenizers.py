@@ -20,6 +20,18 @@ from airmoe.files import read_json
 
 END_OF_TEXT = "<|endoftext|>"  # of the tokenizers made here
 
+# The files of a Hugging Face tokenizer that are kept, where it has them.
+HUGGING_FACE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+)
 IDENTITY_FILE = "airmoe_tokenizer.json"
 HUGGING_FACE_FILE = "tokenizer.json"
 HUGGING_FACE_CONFIG = "tokenizer_config.json"
@@ -36,6 +48,8 @@ class TokenizerIdentity:
     vocab_size: int
     sha256: str
     eos_id: int
+    bos_id: int | None = None
+    """What stands before every document; None where nothing does."""
 
 
 class Tokenizer(ABC):
@@ -46,6 +60,15 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Ids of the text. No special is added, and one written in the text is plain text."""
+
+    def encode_document(self, text: str) -> list[int]:
+        """Ids of a whole document: as `encode_start`, with the end of text behind them."""
+        return [*self.encode_start(text), self.identity.eos_id]
+
+    def encode_start(self, text: str) -> list[int]:
+        """Ids of a document that begins like this, as the saved tokenizer will give them."""
+        bos_id = self.identity.bos_id
+        return self.encode(text) if bos_id is None else [bos_id, *self.encode(text)]
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -92,9 +115,17 @@ class HuggingFaceTokenizer(Tokenizer):
     recursion and merges with a heap, n log n for one word of n letters.
     """
 
-    def __init__(self, definition: str, eos_token: str) -> None:
+    def __init__(
+        self,
+        definition: str,
+        eos_token: str,
+        *,
+        files: dict[str, bytes] | None = None,
+        bos_id: int | None = None,
+    ) -> None:
         self._definition = definition
         self._eos_token = eos_token
+        self._files = files  # all of it, where it comes from a folder
         vocab = self._library.get_vocab(with_added_tokens=True)
         if eos_token not in vocab:
             raise ConfigError(
@@ -106,6 +137,7 @@ class HuggingFaceTokenizer(Tokenizer):
             vocab_size=max(vocab.values()) + 1,
             sha256=hashlib.sha256(definition.encode()).hexdigest(),
             eos_id=vocab[eos_token],
+            bos_id=bos_id,
         )
 
     @cached_property
@@ -126,7 +158,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._library.decode(list(ids), skip_special_tokens=False)
 
     def _write(self, folder: Path) -> None:
-        _write_hugging_face(folder, self._definition, self._eos_token)
+        if self._files is None:
+            _write_hugging_face(folder, self._definition, self._eos_token)
+        for name, content in (self._files or {}).items():
+            (folder / name).write_bytes(content)
 
 
 class Llama3Tokenizer(Tokenizer):
@@ -175,17 +210,31 @@ class Llama3Tokenizer(Tokenizer):
 
     @cached_property
     def _encoding(self) -> Any:
-        reserved = (f"reserved_special_token_{n}" for n in itertools.count())
-        names = [self._NAMED_SPECIALS.get(n) or next(reserved) for n in range(self._NUM_SPECIALS)]
         return require("tiktoken", "for the Llama-3 tokenizer").Encoding(
             name="llama-3",
             pat_str=self._WORDS,
             mergeable_ranks=self._ranks(),
-            special_tokens={f"<|{name}|>": self._NUM_PAIRS + n for n, name in enumerate(names)},
+            special_tokens={name: self._NUM_PAIRS + n for n, name in enumerate(self._specials())},
         )
 
+    def _specials(self) -> list[str]:
+        reserved = (f"reserved_special_token_{n}" for n in itertools.count())
+        names = (self._NAMED_SPECIALS.get(n) or next(reserved) for n in range(self._NUM_SPECIALS))
+        return [f"<|{name}|>" for name in names]
+
+    @cached_property
+    def _definition(self) -> str:
+        """The same tokenizer as a tokenizer.json. It takes seconds to make."""
+        module = require("transformers.convert_slow_tokenizer", "to write tokenizer.json")
+        converter = module.TikTokenConverter(
+            pattern=self._WORDS, extra_special_tokens=self._specials()
+        )
+        converter.load_tiktoken_bpe = lambda _: self._ranks()  # its own goes through a cache
+        return converter.converted().to_str()
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_encoding"}
+        made = ("_encoding", "_definition")
+        return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def encode(self, text: str) -> list[int]:
         encode = self._encoding.encode_ordinary
@@ -199,6 +248,8 @@ class Llama3Tokenizer(Tokenizer):
 
     def _write(self, folder: Path) -> None:
         (folder / LLAMA3_FILE).write_bytes(self._model)
+        begin, end, *_ = self._specials()
+        _write_hugging_face(folder, self._definition, end, bos_token=begin)
 
 
 def safe_pieces(text: str, limit: int = 25_000) -> Iterator[str]:
@@ -223,7 +274,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     file = folder / IDENTITY_FILE
     try:
         expected = read_fields(TokenizerIdentity, read_json(file))
-        tokenizer = _read_kind(expected.kind, folder)
+        tokenizer = _read_kind(expected, folder)
     except ConfigError:
         raise
     except Exception as error:  # the library raises plain Exception for a bad definition
@@ -243,30 +294,45 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def _read_kind(kind: str, folder: Path) -> Tokenizer:
-    if kind == "bytes":
+def _read_kind(identity: TokenizerIdentity, folder: Path) -> Tokenizer:
+    if identity.kind == "bytes":
         return BytesTokenizer()
-    if kind == "llama-3":
+    if identity.kind == "llama-3":
         return Llama3Tokenizer.from_file(folder / LLAMA3_FILE)
-    if kind == "hugging-face":
-        return read_hugging_face(folder)
-    raise ValueError(f"unknown kind {kind!r}")
+    if identity.kind == "hugging-face":
+        return read_hugging_face(folder, identity.bos_id)
+    raise ValueError(f"unknown kind {identity.kind!r}")
 
 
-def read_hugging_face(folder: Path) -> HuggingFaceTokenizer:
-    """Read `tokenizer.json`, and the end of text from `tokenizer_config.json`."""
-    settings = json.loads((folder / HUGGING_FACE_CONFIG).read_text(encoding="utf-8"))
+def read_hugging_face(folder: Path, bos_id: int | None) -> HuggingFaceTokenizer:
+    """Read the tokenizer's own files: `tokenizer_config.json` names the end of text."""
+    settings = read_json(folder / HUGGING_FACE_CONFIG)
+    names = folder / "special_tokens_map.json"  # where older ones keep the end of text
+    if "eos_token" not in settings and names.is_file():
+        settings = read_json(names)
     eos = settings["eos_token"]
-    definition = (folder / HUGGING_FACE_FILE).read_text(encoding="utf-8")
-    return HuggingFaceTokenizer(definition, eos["content"] if isinstance(eos, dict) else eos)
+    files = {
+        name: (folder / name).read_bytes()
+        for name in HUGGING_FACE_FILES
+        if (folder / name).is_file()
+    }
+    return HuggingFaceTokenizer(
+        files[HUGGING_FACE_FILE].decode("utf-8"),
+        eos["content"] if isinstance(eos, dict) else eos,
+        files=files,
+        bos_id=bos_id,
+    )
 
 
-def _write_hugging_face(folder: Path, definition: str, eos_token: str) -> None:
+def _write_hugging_face(
+    folder: Path, definition: str, eos_token: str, bos_token: str | None = None
+) -> None:
     """The files that `transformers.AutoTokenizer.from_pretrained(folder)` opens."""
     (folder / HUGGING_FACE_FILE).write_text(definition, encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eos_token,
+        **({"bos_token": bos_token} if bos_token else {}),
         "clean_up_tokenization_spaces": False,
     }
     text = json.dumps(settings, indent=2) + "\n"

@@ -27,7 +27,8 @@ def generate_text(
     check_number("generate.seed", seed, below=2**63)
     check_number("generate.temperature", temperature)
     check_number("generate.nucleus", nucleus, strict=True, below=1.0 + 1e-9)
-    ids = tokenizer.encode(prompt) or [tokenizer.identity.eos_id]  # a document begins after eos
+    # Where nothing stands before a document, it begins after the end of another.
+    ids = tokenizer.encode_start(prompt) or [tokenizer.identity.eos_id]
     longest = model.config.max_position_embeddings
     if len(ids) + max_new_tokens > longest:
         raise ConfigError(

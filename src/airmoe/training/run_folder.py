@@ -187,11 +187,10 @@ def _digest(values: dict[str, Any]) -> str:
 
 def check_same_data(run: RunFolder, prepared: Prepared) -> None:
     """Raise if the text changed since the run began: it would go on as another run."""
-    former = _digest(asdict(prepared.manifest))  # what older runs noted
     file = run.path / "run.json"
     values = read_json(file)
     found = values.get("data_sha256")
-    if found not in (data_sha256(prepared), former):
+    if found != data_sha256(prepared):
         raise ConfigError(
             "data.folder",
             str(prepared.folder),
