@@ -75,6 +75,8 @@ def check_count(field: str, value: object, *, least: int = 1) -> None:
         raise ConfigError(field, value, "must be a whole number", "Give an int.")
     if value < least:
         raise ConfigError(field, value, f"must be >= {least}", f"Give {least} or more.")
+    if value.bit_length() > 63:  # torch takes no larger one
+        raise ConfigError(field, value, "must be < 2^63", "Give a smaller one.")
 
 
 def check_number(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from airmoe import (
@@ -19,7 +21,7 @@ from airmoe import (
     TopKRouter,
 )
 from airmoe.config import config
-from airmoe.model import AirMoeConfig
+from airmoe.model import AirMoeConfig, AirMoeForCausalLM
 from tests.model.common import CAUSAL, SMALL, VARIANTS, config_of
 
 
@@ -193,3 +195,56 @@ def test_a_config_does_not_share_what_it_was_given() -> None:
 def test_only_experts_that_choose_tokens_are_not_causal() -> None:
     assert [name for name in VARIANTS if config_of(name).routes_causally] == CAUSAL
     assert len(VARIANTS) - len(CAUSAL) == 2
+
+
+# -- files that somebody changed ------------------------------------------------------------
+
+ODD = [None, True, 0, -1, 1.5, float("nan"), 10**30, 10**400, "", "abc", "\ud800"]
+ODD += [[], ["x"], {}, {"type": "linear"}]
+ANYTHING = {"architectures", "transformers_version"}  # notes of transformers'
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    config_of("air").save_pretrained(tmp_path)
+    return tmp_path / "config.json"
+
+
+def test_no_change_of_a_file_makes_a_traceback(saved: Path) -> None:
+    """It is refused in one line, or the config that comes of it makes a model."""
+    good, refused = json.loads(saved.read_text()), []
+    for name in good:
+        for value in ODD:
+            saved.write_text(json.dumps({**good, name: value}))
+            try:
+                found = AirMoeConfig.from_pretrained(saved.parent)
+                with torch.device("meta"):
+                    AirMoeForCausalLM(found)
+            except ConfigError as error:
+                refused.append((name, error))
+    assert good.keys() - {name for name, _ in refused} <= ANYTHING
+    assert len(refused) > 350
+    for name, error in refused:
+        assert "\n" not in str(error) and error.field.startswith("model") and name in str(error)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"7",
+        b'{"vocab_size": 53, "vocab_size": 54}',
+        b'{"vocab_size": ' + b"9" * 5_000 + b"}",
+        b'{"router_options": ' + b"[" * 5_000 + b"]" * 5_000 + b"}",
+        b'{"router": "\xff"}',
+    ],
+    ids=lambda content: content[:30].decode(errors="replace"),
+)
+def test_a_file_that_is_no_config_is_named(saved: Path, content: bytes) -> None:
+    saved.write_bytes(content)
+    for load in (AirMoeConfig.from_pretrained, AirMoeForCausalLM.from_pretrained):
+        with pytest.raises(ConfigError, match=r"config: got '.*config\.json', must be") as caught:
+            load(saved.parent)
+        assert "\n" not in str(caught.value)

@@ -73,7 +73,6 @@ def check_text(path: str, value: Any) -> None:
 def whole(least: int) -> Check:
     def check(path: str, value: Any) -> None:
         check_count(path, value, least=least)
-        _check_bits(path, value)
 
     return check
 

@@ -6,16 +6,22 @@ import copy
 import dataclasses
 import json
 import os
+import re
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, get_type_hints
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, LlamaConfig
+from transformers.activations import ACT2FN
 
 from airmoe.config import check_choice, check_count, check_number
 from airmoe.errors import ConfigError
+from airmoe.files import read_json
 from airmoe.kernels.cell_experts import Activation
 from airmoe.moe.layer import PostNorm
 from airmoe.routers import (
@@ -29,6 +35,7 @@ from airmoe.routers import (
 from airmoe.routers.registry import ADD_YOURS
 
 ExpertsKind = Literal["granular", "coarse"]
+MOST_LAYERS = 10_000
 KINDS = (CellRouting, TokenRouting, ExpertRouting)
 
 # What transformers gives a config besides its fields: written by `to_dict`, or taken by
@@ -118,13 +125,18 @@ class AirMoeConfig(LlamaConfig):
         """From a file. What others have written there is kept, with a warning, and saved again.
 
         (Tools leave marks in a model's config; options that a program gives are those of the
-        constructor, which refuses what it does not know.)
+        constructor, which refuses what it does not know.) What is wrong there is a `ConfigError`,
+        whoever finds it.
         """
+        _check_transformers_own(config_dict)
         unknown = {name: config_dict[name] for name in config_dict if cls._is_foreign(name)}
         for name in unknown.keys() & kwargs.keys():
             unknown[name] = kwargs.pop(name)
         known = {name: config_dict[name] for name in config_dict if name not in unknown}
-        result = super().from_dict(known, **kwargs)
+        try:
+            result = super().from_dict(known, **kwargs)
+        except (StrictDataclassError, KeyError, TypeError, AttributeError) as error:
+            raise refused(error, {**known, **kwargs}) from error
         config = result[0] if isinstance(result, tuple) else result
         config.check()  # again, because the base class sets `kwargs` after the checks
         if unknown:
@@ -142,20 +154,30 @@ class AirMoeConfig(LlamaConfig):
         """The base class would give it to the constructor."""
         return cls.from_dict(json.loads(Path(json_file).read_text(encoding="utf-8")))
 
+    @classmethod
+    def _dict_from_json_file(cls, json_file: str | os.PathLike[str]) -> dict[str, Any]:
+        """transformers' own reader lets tracebacks through."""
+        try:
+            values = read_json(Path(json_file))
+            if not isinstance(values, dict):
+                raise ValueError("it must be an object")
+        except ValueError as error:
+            raise ConfigError(
+                "config",
+                str(json_file),
+                f"must be the JSON of a model's config ({error})",
+                "Take the file of another copy, or save the model again.",
+            ) from error
+        return values
+
     def check(self) -> None:
         """Raise `ConfigError` for settings that no model can be built from."""
         for name in ("num_experts", "num_experts_per_tok", "expert_size"):
             check_count(f"model.{name}", getattr(self, name))
+        self._check_decoder()
         for name in ("load_balance_weight", "shortlist_balance_weight", "router_z_weight"):
             check_number(f"model.{name}", getattr(self, name))
         check_number("model.moe_post_norm_gain", self.moe_post_norm_gain, strict=True)
-        if self.num_attention_heads % (self.num_key_value_heads or 1):
-            raise ConfigError(
-                "model.num_key_value_heads",
-                self.num_key_value_heads,
-                f"must divide num_attention_heads = {self.num_attention_heads}",
-                "Choose a divisor.",
-            )
         check_choice("model.experts", self.experts, ExpertsKind)
         check_choice("model.expert_activation", self.expert_activation, Activation)
         check_choice("model.moe_post_norm", self.moe_post_norm, PostNorm)
@@ -169,9 +191,46 @@ class AirMoeConfig(LlamaConfig):
                 "Set it to 0, or choose a router with cells (air, hierarchical).",
             )
 
+    def _check_decoder(self) -> None:
+        """Llama's part, as far as its own checks let through what breaks when a model is built."""
+        for name in ("intermediate_size", "num_key_value_heads", "head_dim"):
+            if getattr(self, name) is not None:
+                check_count(f"model.{name}", getattr(self, name))
+        if self.num_hidden_layers > MOST_LAYERS:
+            raise ConfigError(
+                "model.num_hidden_layers",
+                self.num_hidden_layers,
+                f"must be <= {MOST_LAYERS:,}",
+                "Give fewer.",
+            )
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
+            raise ConfigError(
+                "model.num_key_value_heads",
+                self.num_key_value_heads,
+                f"must divide num_attention_heads = {self.num_attention_heads}",
+                "Choose a divisor.",
+            )
+        check_number("model.rms_norm_eps", self.rms_norm_eps, below=1.0, strict=True)
+        check_number("model.attention_dropout", self.attention_dropout or 0, below=1.0)
+        if self.hidden_act not in ACT2FN:
+            raise ConfigError(
+                "model.hidden_act",
+                self.hidden_act,
+                "must be an activation that transformers knows",
+                'Llama has "silu".',
+            )
+        pad = self.pad_token_id
+        if pad is not None and not -self.vocab_size <= pad < self.vocab_size:
+            raise ConfigError(
+                "model.pad_token_id",
+                pad,
+                f"must be < vocab_size = {self.vocab_size}",
+                "Give the tokenizer's, or none.",
+            )
+
     def router_config(self) -> RouterConfig:
         """The checked settings of this model's routers."""
-        if self.router not in ROUTERS:
+        if not isinstance(self.router, str) or self.router not in ROUTERS:
             raise ConfigError(
                 "model.router",
                 self.router,
@@ -269,3 +328,27 @@ class AirMoeConfig(LlamaConfig):
             if name == "top_k":
                 remedy = "The number of active experts is num_experts_per_tok. " + remedy
             raise ConfigError(f"model.{name}", value, "is not an option", remedy)
+
+
+def refused(error: Exception, given: Mapping[str, Any]) -> ConfigError:
+    """What transformers' own checks, which take several lines, have found among options."""
+    reason = str(error).splitlines()[-1].strip().rstrip(".")
+    found = re.search(r"for field '(\w+)'", str(error))
+    if found is None or found[1] not in given:
+        rule = f"must make a model ({reason})"
+        return ConfigError("model", "these options", rule, "Change one of them.")
+    name = found[1]
+    return ConfigError(f"model.{name}", given[name], f"is refused ({reason})", "Change it.")
+
+
+def _check_transformers_own(values: Mapping[str, Any]) -> None:
+    """What transformers takes from a file without looking."""
+    kind = values.get("model_type", "")
+    if not isinstance(kind, str):
+        raise ConfigError("model.model_type", kind, "must be a text", 'It is "airmoe".')
+    for name in ("dtype", "torch_dtype"):
+        value = values.get(name)
+        named = getattr(torch, value, None) if isinstance(value, str) else value
+        if value is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):
+            rule = "must be a floating-point type of torch"
+            raise ConfigError(f"model.{name}", value, rule, 'Give for example "float32".')

@@ -12,6 +12,7 @@ from airmoe.config import check_choice, check_count, check_flag, check_number, c
 from airmoe.errors import ConfigError
 from airmoe.files import can_be_written
 from airmoe.model import AirMoeConfig
+from airmoe.model.configuration import refused
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Sharding = Literal["none", "fsdp2"]
@@ -227,11 +228,8 @@ class RunConfig:
             return AirMoeConfig(
                 **given, vocab_size=wanted or vocab_size, bos_token_id=None, eos_token_id=eos_id
             )
-        except (StrictDataclassError, TypeError) as error:  # transformers' own rules, several lines
-            reason = str(error).splitlines()[-1].strip().rstrip(".")
-            raise ConfigError(
-                "model", "these options", f"must make a model ({reason})", "Change one of them."
-            ) from error
+        except (StrictDataclassError, TypeError) as error:  # transformers' own rules
+            raise refused(error, given) from error
 
     def to_json(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self)))

@@ -42,7 +42,7 @@ def load_trained(folder: Path, which: Which = "best") -> Trained:
     transformers_logging.disable_progress_bar()
     try:
         model = AirMoeForCausalLM.from_pretrained(checkpoint, local_files_only=True)
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, SafetensorError, RuntimeError, TypeError, OverflowError) as error:
         raise ConfigError(
             "checkpoint",
             str(checkpoint),
