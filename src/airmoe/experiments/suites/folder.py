@@ -128,7 +128,7 @@ def _read(suite: SuiteFolder) -> dict[str, Any]:
         _ = set(values["seeds"]), [(run["folder"], run["config"]) for run in values["runs"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
-            "out", str(suite.file), f"must be the plan of a suite ({error!r})", "Use another --out."
+            "out", str(suite.file), f"must be the plan of a suite ({error})", "Use another --out."
         ) from error
     if found != FORMAT:
         raise ConfigError(
