@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 from airmoe.experiments import preset
 from airmoe.experiments.report import write_report
+from airmoe.experiments.report.contents import NO_FIGURES
 from airmoe.experiments.report.document import (
     Bullets,
     Cell,
@@ -119,6 +122,27 @@ def test_report_json_writes_all_the_others_again(out: Path, tmp_path: Path) -> N
         file for file in files if (out / file).read_bytes() != (tmp_path / file).read_bytes()
     ]
     assert different == []
+
+
+def test_without_matplotlib_all_but_the_figures(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.util.find_spec
+    hidden = {"matplotlib": None}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: hidden.get(name, real(name, *rest))
+    )
+    for name in [*filter(lambda name: name.startswith("matplotlib"), sys.modules), "matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)  # importing it raises
+    written = write_report([out / "report.json"], tmp_path)
+    assert [line for line in written.problems if "matplotlib" in line] == [NO_FIGURES]
+    assert "pip install 'airmoe[plot]'" in NO_FIGURES
+    text, with_figures = ((folder / "report.md").read_text() for folder in (tmp_path, out))
+    tables = [line for line in with_figures.splitlines() if line.startswith("|")]
+    assert tables and [line for line in text.splitlines() if line.startswith("|")] == tables
+    assert "![" not in text and "![" in with_figures and not (tmp_path / "figures").exists()
+    assert "<figure" not in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "report.json").read_bytes() == (out / "report.json").read_bytes()
 
 
 def test_report_json_is_small_and_knows_no_machine(out: Path, folder: Path) -> None:

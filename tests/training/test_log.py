@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import subprocess
+import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -29,9 +30,9 @@ from airmoe.training.load import load_trained
 from airmoe.training.run import build_model
 from airmoe.training.run_folder import git_state
 from airmoe.training.run_log import read_log
+from airmoe.training.tensorboard import LEFT_OUT
 from tests.training import kills
 from tests.training.command import airmoe as command
-from tests.training.command import assert_one_line
 from tests.training.runs import (
     assignments,
     in_process,
@@ -301,19 +302,23 @@ def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path: Path) -> No
     assert [step for step, _ in found["eval/loss"]] == [4, 8]
 
 
-def test_without_tensorboard_the_run_says_so_before_it_starts(tmp_path: Path) -> None:
-    """And leaves no folder behind that would refuse the corrected command."""
-
+def test_without_tensorboard_a_run_trains_and_says_so_in_one_line(tmp_path: Path) -> None:
     def patch() -> None:
         real = importlib.util.find_spec
         importlib.util.find_spec = lambda name, *rest: (
             None if name == "tensorboard" else real(name, *rest)
         )
+        for name in list(sys.modules):
+            if name.partition(".")[0] == "tensorboard":
+                del sys.modules[name]
+        sys.modules["tensorboard"] = None  # pyright: ignore (importing it raises)
 
-    config = small_run(tmp_path, tensorboard=True)
-    outcome = command("train", "tiny", *assignments(config), "--run", tmp_path / "run", patch=patch)
-    assert_one_line(outcome, 2, "training.tensorboard", "airmoe[track]", "tensorboard=false")
-    assert not (tmp_path / "run").exists()
+    config, folder = small_run(tmp_path, tensorboard=True, steps=4), tmp_path / "run"
+    outcome = command("train", "tiny", *assignments(config), "--run", folder, patch=patch)
+    assert outcome.code == 0, outcome.err
+    assert [line for line in outcome.out.splitlines() if "TensorBoard" in line] == [LEFT_OUT]
+    assert "airmoe[track]" in LEFT_OUT and not (folder / "tensorboard").exists()
+    assert read_log(folder / "log.jsonl")[-1]["step"] == 4
 
 
 def test_times_leave_out_what_is_not_training(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ from airmoe.training.run_folder import (
     versions,
 )
 from airmoe.training.run_log import check_log, check_never_saved, put_back, read_log
-from airmoe.training.tensorboard import TensorBoard, check_installed
+from airmoe.training.tensorboard import LEFT_OUT, TensorBoard, is_installed
 from airmoe.training.text import check_blocks, data_folder, prepared_data
 from airmoe.training.trainer import AirMoeTrainer
 
@@ -143,8 +143,6 @@ def _start_processes(config: RunConfig) -> None:
     state = PartialState(cpu=not torch.cuda.is_available())
     check_device(config, state.num_processes)
     config.training.accumulation_steps(state.num_processes)
-    if config.training.tensorboard:
-        check_installed()
 
 
 def _data_on_every_process(config: RunConfig, console: Console) -> Prepared:
@@ -243,7 +241,9 @@ def _add_callbacks(
     sinks: list[Callable[[dict[str, Any]], None]] = [display.show]
     closing = [stop.restore, display.close]
     first_step = 0 if checkpoint is None else step_of(checkpoint)
-    if options.tensorboard and rank() == 0:
+    if options.tensorboard and not is_installed():
+        _say(console, LEFT_OUT)
+    elif options.tensorboard and rank() == 0:
         board = TensorBoard(run.path / "tensorboard", first_step)
         sinks.append(board.write)
         closing.append(board.close)

@@ -12,18 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from airmoe.errors import ConfigError
+LEFT_OUT = (
+    "TensorBoard: left out, because it is not installed (log.jsonl has the same numbers). "
+    "Run: pip install 'airmoe[track]'"
+)
 
 
-def check_installed() -> None:
-    """Raise where a run with TensorBoard cannot write it."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "training.tensorboard",
-            True,
-            "needs the package tensorboard, which is not installed",
-            "Run: pip install 'airmoe[track]', or set training.tensorboard=false.",
-        )
+def is_installed() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
 
 
 class TensorBoard:
@@ -33,7 +29,6 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        check_installed()
         self._events = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summaries = importlib.import_module("tensorboard.compat.proto.summary_pb2")
         self._file: IO[bytes] | None = None

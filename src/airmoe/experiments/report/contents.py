@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from airmoe.errors import ConfigError
@@ -17,7 +17,7 @@ from airmoe.experiments.report.document import (
     Pictures,
 )
 from airmoe.experiments.report.fair import fair_groups
-from airmoe.experiments.report.figures import Drawing
+from airmoe.experiments.report.figures import Drawing, can_draw
 from airmoe.experiments.report.figures.curves import (
     perplexity_figures,
     quality_figures,
@@ -41,6 +41,9 @@ from airmoe.experiments.report.tables import (
 from airmoe.experiments.scaling_law import ScalingLaw, fit_scaling_law
 
 TITLE = "airmoe report"
+NO_FIGURES = (
+    "Figures: left out, because matplotlib is not installed. Run: pip install 'airmoe[plot]'"
+)
 INTRODUCTION = (
     "Every number is taken at the evaluation with the lowest validation loss. FLOPs are counted "
     "twice: algorithmic, in the paper's convention, and executed, what the kernels compute. Bold: "
@@ -55,10 +58,15 @@ class Contents:
 
     blocks: list[Block] = field(default_factory=list)
     drawings: list[Drawing] = field(default_factory=list)
+    draws: bool = True  # False without matplotlib
 
-    def show(self, drawings: Sequence[Drawing | None]) -> None:
-        found = [drawing for drawing in drawings if drawing is not None]
+    def show(
+        self, draw: Callable[[], Sequence[Drawing | None]], heading: Heading | None = None
+    ) -> None:
+        """Add what `draw` makes, under its heading if there is anything."""
+        found = [drawing for drawing in draw() if drawing is not None] if self.draws else []
         if found:
+            self.blocks += [heading] if heading else []
             self.drawings += found
             self.blocks.append(Pictures([drawing.picture for drawing in found]))
 
@@ -75,11 +83,13 @@ class Report:
 def make_report(record: Record) -> Report:
     """Compare the runs of a record and draw them."""
     grouped = fair_groups(group_runs(record.runs))
-    contents = Contents([Paragraph(INTRODUCTION)])
+    contents = Contents([Paragraph(INTRODUCTION)], draws=can_draw())
     for group in grouped.groups:
         _group_section(group, contents)
     contents.blocks += study_blocks(record.studies)
     left_out = [*record.problems, *grouped.left_out]
+    if not contents.draws:
+        left_out.append(NO_FIGURES)
     _problem_section(left_out, grouped.notes, contents)
     document = Document(TITLE, contents.blocks)
     return Report(document, contents.drawings, [*left_out, *grouped.notes])
@@ -89,7 +99,7 @@ def _group_section(group: Group, contents: Contents) -> None:
     contents.blocks.append(Heading(2, group.title, group.slug))
     if all(codebook_of(variant) is not None for variant in group.variants):
         contents.blocks.append(codebook_table(group))
-        contents.show([codebook_figure(group)])
+        contents.show(lambda: [codebook_figure(group)])
     elif all(granularity_of(variant) is not None for variant in group.variants):
         _granularity(group, contents)
     else:
@@ -101,7 +111,7 @@ def _granularity(group: Group, contents: Contents) -> None:
     contents.blocks.append(granularity_table(group))
     fit = _fitted(group)
     contents.blocks.append(Paragraph(fit.words))
-    contents.show([granularity_figure(group, fit.law), *perplexity_figures(group)])
+    contents.show(lambda: [granularity_figure(group, fit.law), *perplexity_figures(group)])
 
 
 @dataclass(frozen=True)
@@ -132,19 +142,17 @@ def _methods(group: Group, contents: Contents) -> None:
     contents.blocks.append(tables.get(group.key.suite or "", main_table)(group))
     if compared := beside_paper(group):
         contents.blocks += [Heading(3, "The paper beside ours", f"{group.slug}-paper"), *compared]
-    contents.blocks.append(Heading(3, "Perplexity through training", f"{group.slug}-curves"))
-    contents.show([*perplexity_figures(group), reduction_figure(group)])
-    usage = [usage_figure(group), codeword_figure(group)]
-    if any(usage):
-        contents.blocks.append(Heading(3, "Who is used", f"{group.slug}-used"))
-        contents.show(usage)
-        contents.blocks += structure_table(group)
-    if quality := quality_figures(group):
-        contents.blocks.append(Heading(3, "Against exact routing", f"{group.slug}-quality"))
-        contents.show(quality)
-    if health := health_figures(group):
-        contents.blocks.append(Heading(3, "Health of the router", f"{group.slug}-health"))
-        contents.show(health)
+    contents.show(
+        lambda: [*perplexity_figures(group), reduction_figure(group)],
+        Heading(3, "Perplexity through training", f"{group.slug}-curves"),
+    )
+    used = Heading(3, "Who is used", f"{group.slug}-used")
+    contents.show(lambda: [usage_figure(group), codeword_figure(group)], used)
+    contents.blocks += structure_table(group)
+    quality = Heading(3, "Against exact routing", f"{group.slug}-quality")
+    contents.show(lambda: quality_figures(group), quality)
+    health = Heading(3, "Health of the router", f"{group.slug}-health")
+    contents.show(lambda: health_figures(group), health)
 
 
 def _problem_section(left_out: list[str], notes: list[str], contents: Contents) -> None:

@@ -44,7 +44,7 @@ def write_report(
     report = make_report(record)
     folder = out or default_folder(paths)
     figures = folder / "figures"
-    figures.mkdir(parents=True, exist_ok=True)
+    (figures if report.drawings else folder).mkdir(parents=True, exist_ok=True)
     for drawing in report.drawings:
         (figures / f"{drawing.picture.name}.svg").write_text(drawing.svg, encoding="utf-8")
         (figures / f"{drawing.picture.name}.pdf").write_bytes(drawing.pdf)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from airmoe.experiments.report.figures.drawing import Drawing
+from airmoe.experiments.report.figures.drawing import Drawing, can_draw
 
-__all__ = ["Drawing"]
+__all__ = ["Drawing", "can_draw"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import re
 from collections.abc import Iterator
@@ -11,7 +12,6 @@ from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from airmoe.errors import ConfigError
 from airmoe.experiments.report.document import Picture
 from airmoe.experiments.report.figures.palettes import with_palettes
 
@@ -78,15 +78,16 @@ class Drawing:
         return f"{opening}{label}>{rest}".strip()
 
 
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 @contextmanager
 def matplotlib_style(name: str) -> Iterator[None]:
     """matplotlib set up for these figures alone."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "report", name, "needs matplotlib for its figures", "Run: pip install 'airmoe[plot]'"
-        ) from None
+    import matplotlib
+
     options: Any = STYLE | {"svg.hashsalt": name}
     with matplotlib.rc_context(options):
         yield
