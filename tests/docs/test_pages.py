@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from airmoe import ROUTERS, AirRouter
-from airmoe.experiments.presets import WEB_STEPS
 from airmoe.kernels.noise import normal
 from airmoe.model import model_size, parameter_counts
 from airmoe.routers.air import PLAN_BYTES
@@ -127,10 +126,6 @@ def test_numbers_of_the_model_in_decisions() -> None:
     assert f"16,384 experts ({parameter_counts(small).total / 1e6:.1f} M)" in text
     assert f"initializer_range` {small.initializer_range}" in text
     assert small.moe_layers == [8] and "the ninth of 16" in text
-    medium_steps, large_steps = (WEB_STEPS[f"{size}-c5"] for size in ("medium", "large"))
-    assert f"make {medium_steps:,} and {large_steps:,} steps" in text
-    c5, openwebtext2 = (WEB_STEPS[f"small-{name}"] for name in ("c5", "openwebtext2"))
-    assert f"{c5:,} steps on C5 and {openwebtext2:,} steps on OpenWebText2" in text
 
 
 def anchors(page: Path) -> set[str]:

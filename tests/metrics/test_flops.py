@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from airmoe.errors import ConfigError
+from airmoe.experiments import preset
 from airmoe.metrics.flops import COLUMNS, PARTS, Cost, Ledger, Workload, count_flops
 from airmoe.model import METHODS, AirMoeConfig, model_size, with_method
 from airmoe.routers import ROUTERS, RouterConfig
 
-SEQUENCES_PER_DEVICE, DEVICES = 16, 4  # stated for small and medium
+SEQUENCES_PER_DEVICE, DEVICES = 16, 4  # twice as many for the large model
 EPOCH = 121_000_000  # WikiText-103's training text in tokens (PAPER-NOTES: "about 121 M")
 C5, OPENWEBTEXT2 = 28_500 * 65_536, 23_000 * 65_536
 
@@ -54,7 +55,7 @@ def paper_config(size: str, method: str) -> AirMoeConfig:
 
 
 def paper_ledger(size: str, method: str, block: int) -> Ledger:
-    per_device = SEQUENCES_PER_DEVICE * block
+    per_device = SEQUENCES_PER_DEVICE * block * (2 if size == "large" else 1)
     workload = Workload(
         sequence_length=block,
         tokens_per_step=DEVICES * per_device,
@@ -110,6 +111,36 @@ def test_exact_on_c5_is_one_evaluation_longer() -> None:
         assert c5 / openwebtext2 == pytest.approx(steps / 23_000, rel=6e-4), method
     found = paper_ledger("small", "exact", 1024).run(29_000 * 65_536) / 1e15
     assert found == pytest.approx(WEB["exact"][0], rel=0.006)
+
+
+# AIR's row of the main table.
+WEB_CELLS = {
+    "small-c5": "625.5 P",
+    "small-openwebtext2": "505.0 P",
+    "medium-c5": "4.1 E",
+    "medium-openwebtext2": "3.6 E",
+    "large-c5": "14.3 E",
+    "large-openwebtext2": "11.2 E",
+}
+
+
+def test_lengths_of_the_web_presets() -> None:
+    """FLOPs at the minimum by FLOPs of a step, as docs/decisions.md shows it."""
+    lines = [
+        "| preset | FLOPs at the minimum | FLOPs per token | tokens a step | steps |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, cell in WEB_CELLS.items():
+        size = name.partition("-")[0]
+        ledger, tokens = paper_ledger(size, "air", 1024), 131_072 if size == "large" else 65_536
+        number, unit = cell.split()
+        steps = float(number) * {"P": 1e15, "E": 1e18}[unit] / ledger.run(tokens)
+        assert preset(name).training.steps == round(steps, -2), name
+        per_token = f"{ledger.run(1) / 1e6:,.1f} M"
+        lines.append(f"| `{name}` | {cell} | {per_token} | {tokens:,} | {steps:,.0f} |")
+    text = (Path(__file__).parents[2] / "docs" / "decisions.md").read_text(encoding="utf-8")
+    _, _, rest = text.partition("<!-- lengths: start -->\n")
+    assert rest.partition("\n<!-- lengths: end -->")[0] == "\n".join(lines)
 
 
 def test_differences_between_methods() -> None:

@@ -9,15 +9,15 @@ from airmoe.model import model_size, with_method
 from airmoe.model.methods import check_method
 from airmoe.training import DataOptions, RunConfig, TrainingOptions, model_options
 
-# Steps of the paper's runs on the two web corpora. Small: from its FLOP table. Medium and large:
-# its rule of ten tokens per parameter (0.27 B and 0.45 B) at 65,536 and 131,072 tokens a step.
+# Steps of the paper's runs on the two web corpora: the FLOPs of AIR in its main table by those of a
+# step, to the nearest hundred. Medium and large are known to two or three digits.
 WEB_STEPS = {
     "small-c5": 28_500,
     "small-openwebtext2": 23_000,
-    "medium-c5": 41_200,
-    "medium-openwebtext2": 41_200,
-    "large-c5": 34_300,
-    "large-openwebtext2": 34_300,
+    "medium-c5": 61_900,
+    "medium-openwebtext2": 54_400,
+    "large-c5": 62_000,
+    "large-openwebtext2": 48_600,
 }
 # The paper trains no large model on WikiText-103: `large` means its OpenWebText2 run.
 PRESETS = ("tiny", "small", "medium", "large", *WEB_STEPS)

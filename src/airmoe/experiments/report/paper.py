@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from airmoe.experiments.presets import WEB_STEPS
+
 P, E = 1e15, 1e18
 
 
@@ -30,17 +32,18 @@ DEVICES = 4
 PRECISION = "fp16"
 WIKITEXT_TOKENS = 10 * 121_000_000  # ten epochs
 
+
+def _web(preset: str) -> PaperRuns:
+    size, _, corpus = preset.partition("-")
+    return PaperRuns(corpus, WEB_STEPS[preset] * (131_072 if size == "large" else 65_536))
+
+
 # Our preset -> the paper's runs it stands for.
 RUNS = {
     "small": PaperRuns("wikitext103", WIKITEXT_TOKENS),
-    "small-c5": PaperRuns("c5", 28_500 * 65_536),
-    "small-openwebtext2": PaperRuns("openwebtext2", 23_000 * 65_536),
     "medium": PaperRuns("wikitext103", WIKITEXT_TOKENS),
-    "medium-c5": PaperRuns("c5", 41_200 * 65_536),
-    "medium-openwebtext2": PaperRuns("openwebtext2", 41_200 * 65_536),
-    "large": PaperRuns("openwebtext2", 34_300 * 131_072),
-    "large-c5": PaperRuns("c5", 34_300 * 131_072),
-    "large-openwebtext2": PaperRuns("openwebtext2", 34_300 * 131_072),
+    "large": _web("large-openwebtext2"),
+    **{preset: _web(preset) for preset in WEB_STEPS},
 }
 
 LARGE_OPENWEBTEXT2 = {
