@@ -7,15 +7,26 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from airmoe.data import open_prepared
 from airmoe.experiments.doctor import examine
+from airmoe.files import read_json
 from airmoe.training.load import load_trained
+from tests.experiments.forked import fork_runs
 from tests.training.command import airmoe, assert_one_line, pythonpath
-from tests.training.runs import assignments, in_process, small_run, train_here, write_text
+from tests.training.runs import (
+    assignments,
+    in_process,
+    small_model,
+    small_run,
+    train_here,
+    write_text,
+)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +128,73 @@ def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     )
     assert outcome.code == 0, outcome.err
     assert "2/2" in outcome.out and "{1} [b]" in outcome.out and "preparing" in outcome.out
+
+
+def lost(lines: int) -> None:
+    """Both streams are a pipe, whose reader goes away after so many lines."""
+    reader, writer = os.pipe()
+    for stream in (1, 2):
+        os.dup2(writer, stream)
+    os.close(writer)
+
+    def read() -> None:
+        left = lines
+        while left:
+            left -= os.read(reader, 1) == b"\n"
+        os.close(reader)
+
+    if lines:
+        Thread(target=read, daemon=True).start()
+    else:
+        read()
+
+
+def closed() -> None:
+    """As after `airmoe ... >&- 2>&-`."""
+    os.close(1)
+    os.close(2)
+    sys.stdout = sys.stderr = None  # type: ignore[assignment]
+
+
+LOST: dict[str, Callable[[], None]] = {
+    "at once": lambda: lost(0),
+    "after a line": lambda: lost(1),
+    "closed": closed,
+}
+
+
+@pytest.mark.parametrize("how", LOST)
+def test_a_run_whose_reader_is_gone_trains_to_its_end(how: str, run: Path, tmp_path: Path) -> None:
+    config = small_run(run.parent, steps=6, eval_every=2, log_every=1)
+    outcome = airmoe(
+        *("train", "tiny", *assignments(config), "--run", tmp_path / "run"), patch=LOST[how]
+    )
+    assert outcome.code == 0, outcome
+    assert read_json(tmp_path / "run" / "result.json")["last"]["step"] == 6
+
+
+def test_other_commands_whose_reader_is_gone_come_to_their_end(run: Path, tmp_path: Path) -> None:
+    prepare = ("prepare", run.parent / "text.txt", "--out", tmp_path / "tokens")
+    prepare = (*prepare, "--tokenizer", "bytes", "--validation-fraction", 0.1, "--workers", 1)
+    assert airmoe(*prepare, patch=LOST["at once"]).code == 0
+    assert open_prepared(tmp_path / "tokens").manifest.splits
+    assert airmoe("report", run, "--out", tmp_path / "report", patch=LOST["at once"]).code == 0
+    assert (tmp_path / "report" / "report.json").exists()
+
+    def suite_without_reader() -> None:
+        fork_runs()()
+        lost(0)
+
+    model = small_model(num_experts_per_tok=2)
+    config = small_run(run.parent, model, steps=2, eval_every=2)
+    suite = ("suite", "granularity", "tiny", *assignments(config), "--out", tmp_path / "suite")
+    assert airmoe(*suite, patch=suite_without_reader).code == 0
+    assert len(list((tmp_path / "suite").glob("*/result.json"))) == 2
+
+
+def test_what_cannot_be_said_is_still_a_mistake(tmp_path: Path) -> None:
+    arguments = ("train", "tiny", "training.stepz=5", "--run", tmp_path / "run")
+    assert airmoe(*arguments, patch=LOST["at once"]).code == 2
 
 
 def test_eval(run: Path) -> None:

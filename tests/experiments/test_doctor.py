@@ -77,9 +77,14 @@ def test_nothing_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_cpu_that_refuses_its_own_instructions(
-    killed: bool, monkeypatch: pytest.MonkeyPatch
+    killed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Some virtual machines do; the product is tried, in a process of its own."""
+    """Some virtual machines do; the product is tried, in a process of its own.
+
+    That process takes no file of the working folder for a module.
+    """
+    (tmp_path / "signal.py").write_text("open('planted', 'w')")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(bfloat16.VARIABLE, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     end = "os.kill(os.getpid(), signal.SIGILL)" if killed else "pass"
@@ -96,6 +101,7 @@ def test_a_cpu_that_refuses_its_own_instructions(
         bfloat16.check_bfloat16("precision", "cuda")
     finally:
         bfloat16.product_kills.cache_clear()
+    assert not (tmp_path / "planted").exists()
 
 
 def test_the_product_that_is_tried() -> None:

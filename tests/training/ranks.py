@@ -15,14 +15,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
 from airmoe.data import open_prepared
-from airmoe.distributed import rank, world_size
+from airmoe.distributed import full_tensor, rank, world_size
 from airmoe.errors import ConfigError, RunError
 from airmoe.routers import Router
 from airmoe.training import RunConfig, checkpoints, evaluate
 from airmoe.training.held_out import measure_test
 from airmoe.training.load import load_trained
+from airmoe.training.optimizer_state import optimizer_state
 from airmoe.training.run_folder import open_run
 from airmoe.training.trainer import AirMoeTrainer
 from tests.training import kills
@@ -90,7 +92,12 @@ class BrokenOffError(Exception): ...
 
 def broken(folder: Path, name: str) -> None:
     """Both processes stop in the seventh step, but live on for the next job."""
-    now, original = kills.nth(7), AirMoeTrainer.compute_loss
+    break_off(7, lambda: train_here(read_config(folder, name), folder / name))
+
+
+def break_off(micro_batch: int, job: Callable[[], None]) -> None:
+    """Leave `job` in the micro-batch of that number."""
+    now, original = kills.nth(micro_batch), AirMoeTrainer.compute_loss
 
     def compute_loss(self: AirMoeTrainer, *arguments: Any, **named: Any) -> Any:
         if now():
@@ -99,9 +106,42 @@ def broken(folder: Path, name: str) -> None:
 
     setattr(AirMoeTrainer, "compute_loss", compute_loss)  # noqa: B010
     try:
-        train_here(read_config(folder, name), folder / name)
+        job()
     except BrokenOffError:
         setattr(AirMoeTrainer, "compute_loss", original)  # noqa: B010
+
+
+def take_up(run: Path, name: str) -> None:
+    """Load a run's newest checkpoint for the steps to come, and write down what was loaded.
+
+    Nothing is trained: what another number of processes makes of it differs in the last bit.
+    """
+    break_off(1, lambda: resume_here(run))
+    trainer = SEEN[-1]
+    weights = {
+        key: full_tensor(value).detach().cpu().clone()
+        for key, value in trainer.airmoe_model.state_dict().items()
+    }
+    moments = optimizer_state(trainer.airmoe_model, trainer.torch_optimizer)
+    numbers = {
+        "steps": torch.tensor([trainer.state.global_step]),
+        "rates": torch.tensor(trainer.lr_scheduler.get_last_lr()),  # pyright: ignore
+        "shards": torch.tensor([isinstance(one, DTensor) for one in trainer.model.parameters()]),
+    }
+    save_file(
+        {
+            f"{part}/{key}": value
+            for part, values in {"model": weights, "optimizer": moments, "trainer": numbers}.items()
+            for key, value in values.items()
+        },
+        run.parent / f"{name}-{rank()}.safetensors",
+    )
+
+
+def take_up_together(folder: Path, name: str) -> None:
+    """One that two processes made, and one that one process made."""
+    assert world_size() == 2
+    take_up(folder / name, f"{name}-by-two")
 
 
 def copy(folder: Path, name: str) -> None:
@@ -143,6 +183,7 @@ JOBS: dict[str, Callable[[Path, str], None]] = {
     "killed": killed,
     "broken": broken,
     "copy": copy,
+    "take_up": take_up_together,
     "refused": refused,
     "fail": fail,
 }

@@ -15,13 +15,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.distributed.run import parse_args
 
 from airmoe.data import open_prepared
+from airmoe.errors import ConfigError
 from airmoe.model import AirMoeForCausalLM
-from airmoe.training import RunConfig, evaluate, run
-from airmoe.training.checkpoints import checkpoints, step_of
+from airmoe.training import RunConfig, TrainingOptions, evaluate, run
+from airmoe.training.checkpoints import checkpoints, step_of, write_manifest
 from airmoe.training.load import load_trained
+from airmoe.training.run_folder import open_run
+from tests.training import kills, ranks
 from tests.training.command import pythonpath
 from tests.training.runs import (
     assert_same_run,
@@ -98,10 +102,12 @@ def start_processes(folder: Path) -> None:
     torch.save([blocks[index] for index in range(9)], folder / "blocks.pt")
     assert in_process(lambda: train_here(one, folder / "one")) == 0
     # The last job is the end of the processes; a finished run is resumed to see who writes results.
+    half_done(two, folder / "one-killed")
     jobs = [
         *("train:ddp", "measure:ddp", "train:fsdp", "measure:fsdp", "resume:fsdp"),
         *("evaluate:ddp", "fail:full", "refused:ddp"),
-        *("broken:fsdp-killed", "copy:fsdp-killed", "resume:fsdp-killed", "killed:ddp-killed"),
+        *("broken:fsdp-killed", "copy:fsdp-killed", "resume:fsdp-killed"),
+        *("take_up:one-killed", "take_up:fsdp-killed-copy", "killed:ddp-killed"),
     ]
     first = torchrun("tests.training.ranks", folder, *jobs)
     assert first.stdout.count("done: ") == 2 * (len(jobs) - 1), first.stderr[-3000:]
@@ -110,6 +116,17 @@ def start_processes(folder: Path) -> None:
     second = torchrun("airmoe", "train", "--resume", folder / "ddp-killed")
     assert second.returncode == 0, second.stderr[-3000:]
     assert second.stdout.count("Finished: ") == 1
+
+
+def half_done(config: RunConfig, run: Path) -> None:
+    """By one process, with a checkpoint of step 4."""
+
+    def job() -> None:
+        kills.before_step(6)()
+        train_here(config, run)
+
+    assert in_process(job) < 0
+    assert [step_of(path) for path in checkpoints(run)] == [4]
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
@@ -163,16 +180,21 @@ def tolerance(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "ddp-killed-copy", "fsdp-killed-copy"])
 def test_the_curve_is_that_of_one_process(
-    name: str, runs: Runs, tolerance: dict[str, float]
+    name: str, runs: Runs, tolerance: dict[str, float], tmp_path: Path
 ) -> None:
     """Also where one process went on with what two had begun."""
+    folder = runs.folder
     if name.endswith("copy"):
-        config = json.loads((runs.folder / name / "run.json").read_text())
+        shutil.copytree(runs.folder / name, tmp_path / name)
+        folder = tmp_path
+        config = json.loads((folder / name / "run.json").read_text())
+        # As much in a micro-batch as two processes had, to be comparable: then it is another run.
         config["config"]["training"] |= {"sharding": "none", "micro_batch_size": 32}
-        (runs.folder / name / "run.json").write_text(json.dumps(config))
-        assert [step_of(path) for path in checkpoints(runs.folder / name)] == [4]
-        assert in_process(lambda: resume_here(runs.folder / name)) == 0
-    found, expected = (timeless_log(runs.folder / which) for which in (name, "one"))
+        (folder / name / "run.json").write_text(json.dumps(config))
+        (checkpoint,) = checkpoints(folder / name)
+        write_manifest(checkpoint, 4, open_run(folder / name).sha256())
+        assert in_process(lambda: resume_here(folder / name)) == 0
+    found, expected = timeless_log(folder / name), timeless_log(runs.folder / "one")
     assert [(line["kind"], line["step"]) for line in found] == [
         (line["kind"], line["step"]) for line in expected
     ]
@@ -194,6 +216,60 @@ def test_a_killed_group_resumes_exactly(name: str, runs: Runs) -> None:
     ]
     assert not torch.equal(random[0]["running_loss"], torch.ones(1))
     assert random[0].keys() == random[1].keys()
+
+
+def assert_taken_up(loaded: Path, checkpoint: Path) -> dict[str, Tensor]:
+    """Everything that was loaded equals what the checkpoint holds; gives the rest."""
+    found = load_file(loaded)
+    for part in ("model", "optimizer"):
+        taken = {
+            name.removeprefix(f"{part}/"): found.pop(name)
+            for name in list(found)
+            if name.startswith(f"{part}/")
+        }
+        saved = load_file(checkpoint / f"{part}.safetensors")
+        for one in (taken, saved):
+            one.pop("lm_head.weight", None)  # the embedding, which only shards save twice
+        assert taken and differing(taken, saved) == []
+    schedule = json.loads((checkpoint / "training.json").read_text())["schedule"]
+    assert found["trainer/steps"].item() == step_of(checkpoint)
+    assert found["trainer/rates"].tolist() == torch.tensor(schedule["_last_lr"]).tolist()
+    return found
+
+
+@pytest.mark.parametrize("name", ["ddp-killed-copy", "fsdp-killed-copy"])
+def test_one_process_takes_up_what_two_made(name: str, runs: Runs, tmp_path: Path) -> None:
+    """With the settings as they are, and goes on to the end."""
+    shutil.copytree(runs.folder / name, tmp_path / name)
+
+    def job() -> None:
+        ranks.remember_trainers()
+        ranks.take_up(tmp_path / name, "loaded")
+
+    assert in_process(job) == 0
+    rest = assert_taken_up(tmp_path / "loaded-0.safetensors", tmp_path / name / "checkpoint-4")
+    assert not rest["trainer/shards"].any()
+    assert in_process(lambda: resume_here(tmp_path / name)) == 0
+    steps = [line["step"] for line in timeless_log(tmp_path / name)]
+    assert steps == [line["step"] for line in timeless_log(runs.folder / "one")]
+
+
+@pytest.mark.parametrize(
+    ("name", "sharded"), [("one-killed", False), ("fsdp-killed-copy", True)], ids=["ddp", "fsdp"]
+)
+def test_two_processes_take_up_what_there_is(name: str, sharded: bool, runs: Runs) -> None:
+    """One process made the first of them, two the second."""
+    for rank in (0, 1):
+        loaded = runs.folder / f"{name}-by-two-{rank}.safetensors"
+        rest = assert_taken_up(loaded, runs.folder / name / "checkpoint-4")
+        assert rest["trainer/shards"].all() == sharded
+
+
+def test_numbers_of_processes_that_do_not_fit() -> None:
+    options = TrainingOptions(batch_size=32, micro_batch_size=4, steps=1)
+    assert [options.accumulation_steps(count) for count in (1, 2, 4, 8)] == [8, 4, 2, 1]
+    with pytest.raises(ConfigError, match="use 1, 2, 4, 8 processes"):
+        options.accumulation_steps(3)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])

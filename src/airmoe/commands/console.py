@@ -53,7 +53,7 @@ def keep_streams() -> None:
         except OSError:  # else the next file that is opened would get what is printed
             os.open(os.devnull, os.O_RDWR)
     sys.stdout, sys.stderr = (
-        stream if stream is None else cast(Any, KeptStream(stream))
+        cast(Any, KeptStream(stream or open(os.devnull, "w")))  # noqa: SIM115
         for stream in (sys.stdout, sys.stderr)
     )
 
