@@ -128,6 +128,18 @@ def test_replacements_reach_every_valid_token_and_no_other():
     assert ((shares - 1 / 6).abs() < 5 * 0.0305).all(), shares
 
 
+def test_dead_codes_are_replaced_each_by_a_draw_of_its_own():
+    """Of 64 tokens, five draws that agree are none: by chance once in 16 million updates."""
+    router = router_with(decay=0.5, dead_below=1.0)
+    hidden = tokens(64, DIM, 4).abs()
+    codewords = -oracles.project(tokens(CODEWORDS, DIM, 5).abs())
+    codewords[0] = oracles.project(torch.ones(1, DIM))
+    set_codebook(router, codewords, torch.tensor([9.0] + [0.0] * (CODEWORDS - 1)))
+    router.codebook.update(hidden)
+    pick = replacement(router.codebook, oracles.project(hidden.double()))
+    assert len({pick(code) for code in range(1, CODEWORDS)}) > 2
+
+
 @pytest.mark.parametrize("kind", ["spherical", "euclidean"])
 def test_the_first_update_starts_from_distinct_tokens(kind: str):
     """c = distinct tokens, n = T/G, m = token x T/G, then the ordinary EMA step."""

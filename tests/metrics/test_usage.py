@@ -108,6 +108,15 @@ def test_staleness_of_moved_codewords(jitter_std: float) -> None:
         assert stale == pytest.approx(replaced(lists, fresh.eval().shortlists()))
 
 
+def test_staleness_has_the_jitter_of_the_lists_in_use() -> None:
+    """Micro-batches draw anew; with a codebook that stands still the lists do not age by that."""
+    router: AirRouter = build("air", jitter_std=0.3, codebook="static")
+    router.set_tracked(router)  # its optimizer never steps
+    for _ in range(3):
+        router.observe(torch.randn(64, DIM))
+        assert shortlist_staleness(router) == 0.0
+
+
 def test_staleness_follows_alg_3() -> None:
     """Codebook steps add to it, an optimizer step too, the next micro-batch clears it."""
     router: AirRouter = build("air", codebook_decay=0.0)

@@ -58,6 +58,15 @@ def test_methods_keep_the_papers_equivalences() -> None:
     assert with_method(small, "air").to_dict() == small.to_dict() == model_size("small").to_dict()
 
 
+def test_coarse_experts_are_rounded_up() -> None:
+    """ceil(E / K): a coarse model never has fewer neurons than the granular one."""
+    small = model_size("small")
+    small.num_experts, small.num_experts_per_tok = 4100, 16
+    small.router_options = {"num_codewords": 4, "shortlist_size": 64}
+    coarse = with_method(small, "coarse")
+    assert (coarse.num_experts, coarse.expert_size) == (257, 16)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_granular_and_coarse_experts_are_as_many(size: str) -> None:
     air = parameter_counts(model_size(size))
