@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import airmoe
 from airmoe import AirRouter, ConfigError, GranularExperts, MoELayer
+from airmoe.moe.swap.activations import hold_out
 from airmoe.moe.swap.layers import AirLayer
 from airmoe.moe.swap.trials import fit
 from tests.moe.families import (
@@ -209,24 +210,20 @@ def test_layers_of_our_own() -> None:
     # What the second layer saw was exactly routed by the first.
     exact = airmoe.TopKRouter.Config(dim=16, num_experts=40, top_k=4).build().eval()
     exact.centroids = first.centroids
-    batch = torch.cat(BATCHES)
+    assert len(BATCHES) >= 4
+    learned = [batch for place, batch in enumerate(BATCHES) if place % 4 != 3]
     with torch.no_grad():
-        hidden = model.embed(batch)
+        hidden = model.embed(torch.cat(learned))
         layer = model.layers[0]
         flat = hidden.reshape(-1, 16)
         mixed = layer.post_norm(layer.experts(flat, exact(flat)))
-        expected = fit(AirLayer("", second), split(flat + mixed), 5, passes=10, seed=0).codewords
+        expected = fit(AirLayer("", second), flat + mixed, 5, passes=10, seed=0).codewords
     torch.testing.assert_close(second.codebook.codewords, expected, rtol=0, atol=1e-4)
     moved = first.codebook.codewords.clone()
     airmoe.calibrate(model, BATCHES[:3])
     assert not torch.equal(first.codebook.codewords, moved)
     model.train()(BATCHES[0]).sum().backward()  # and training goes on from there
     assert first.codebook.updates > 0 and first.micro_batches == 1
-
-
-def split(rows: Tensor) -> Tensor:
-    """The three quarters that are learned from."""
-    return rows[torch.arange(rows.shape[0]) % 4 != 3]
 
 
 def test_padding_teaches_nothing() -> None:
@@ -253,7 +250,8 @@ def test_padding_teaches_nothing() -> None:
     ("batches", "options", "match"),
     [
         ([], {}, "must show every router some tokens"),
-        ([torch.zeros(1, 4, dtype=torch.int64)], {}, "more than one per codeword"),
+        ([torch.zeros(1, 4, dtype=torch.int64)], {}, "a single sequence', must hold two"),
+        ([torch.zeros(2, 4, dtype=torch.int64)], {}, "more than one per codeword"),
         ([torch.zeros(4, dtype=torch.int64)], {}, r"shape \[batch, length\]"),
         ([["text"]], {}, "id tensors or dicts"),
         ({"input_ids": BATCHES[0]}, {}, r"got 'dict', must be a list .* pass \[batch\]"),
@@ -283,5 +281,56 @@ def test_a_model_without_codebooks() -> None:
 
 def test_few_tokens_are_remarked_upon() -> None:
     model = airmoe.swap_routers(build("mixtral"), num_codewords=16, shortlist_size=8)
-    with pytest.warns(UserWarning, match=r"1\.7 tokens per codeword"):
+    with pytest.warns(UserWarning, match=r"1\.5 tokens per codeword"):
         airmoe.calibrate(model, [ids(1)], passes=1)
+
+
+def test_whole_texts_are_held_out() -> None:
+    """Every fourth batch, of fewer the last, of one its sequences: never a token of a text."""
+    rows = torch.arange(8 * 3).view(8, 3)
+    eight = [part for part in rows.split(1)]
+    for given, expected in (
+        (eight, [3, 7]),
+        (eight[:3], [2]),
+        ([rows], [3, 7]),
+        ([rows[:2]], [1]),
+        ([{"input_ids": rows, "attention_mask": rows > 0, "use_cache": False}], [3, 7]),
+    ):
+        learned, held_out = hold_out(given)
+        ids_of = [b if isinstance(b, Tensor) else b["input_ids"] for b in (*learned, *held_out)]
+        kept = torch.cat(ids_of[len(learned) :])
+        assert torch.equal(kept, rows[expected])
+        assert sorted(torch.cat(ids_of)[:, 0].tolist()) == rows[: len(ids_of), 0].tolist()
+
+
+def test_losses_are_those_of_the_model_with_these_sizes() -> None:
+    """On the held-out text: exact, with one expert less, as it is, and as suggested."""
+    _, report = report_of(SIZE)
+    held_out = torch.cat([TEXT[3], TEXT[7]])
+
+    def loss(**sizes: int) -> float:
+        other = copy.deepcopy(trained())
+        if "top_k" in sizes:
+            for module in other.modules():
+                if hasattr(module, "top_k"):
+                    module.top_k = sizes["top_k"]
+        elif sizes:
+            airmoe.swap_routers(other, **sizes)
+            airmoe.calibrate(other, TEXT)
+        logits = logits_of(other, held_out)
+        return float(
+            nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), held_out[:, 1:].flatten())
+        )
+
+    sizes = report.suggestion
+    assert report.losses is not None
+    close = {"abs": 1e-4}
+    assert report.losses.exact == pytest.approx(loss(), **close)
+    assert report.losses.fewer == pytest.approx(loss(top_k=TOP_K - 1), **close)
+    assert report.losses.fewer != pytest.approx(report.losses.exact, **close)
+    now = loss(num_codewords=CODEWORDS, shortlist_size=SIZE)
+    assert report.losses.calibrated == pytest.approx(now, **close)
+    suggested = loss(num_codewords=sizes.num_codewords, shortlist_size=sizes.shortlist_size)
+    assert report.losses.suggested == pytest.approx(suggested, **close)
+    cost = f"suggested sizes {report.losses.suggested - report.losses.exact:+.4f}"
+    assert cost in str(report) and "exact routing with K - 1 experts +" in str(report)

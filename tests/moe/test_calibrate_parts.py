@@ -157,4 +157,4 @@ def test_labels_are_left_out() -> None:
     )
     airmoe.calibrate(model, [{"input_ids": ids(1), "labels": ids(1)}], passes=1)
     handle.remove()
-    assert seen == [["input_ids"]]
+    assert seen and all(names == ["input_ids"] for names in seen)

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from airmoe.distributed import all_reduce_sum
 from airmoe.errors import ConfigError
 from airmoe.moe.swap.layers import Layer
 from airmoe.routers.tokens import read_tokens
@@ -47,14 +49,55 @@ class Sample:
         return lots[lots.topk(min(self.limit, lots.shape[0])).indices.sort().values]
 
 
+HELD_OUT = 4  # one batch of so many is kept for measuring
+
+
+def hold_out(batches: Iterable[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """(batches to learn from, batches to measure on): whole texts, or the measure would flatter.
+
+    Every fourth batch is held out, of fewer the last. A single batch is split by its sequences.
+    """
+    _check_iterable(batches)
+    given = list(batches)
+    for batch in given:
+        _check_batch(batch)
+    if len(given) == 1:
+        given = _sequences(given[0])
+    if not given:
+        return [], []
+    held_out = range(HELD_OUT - 1, len(given), HELD_OUT) or range(len(given) - 1, len(given))
+    learned = [batch for place, batch in enumerate(given) if place not in held_out]
+    return learned, [given[place] for place in held_out]
+
+
+def _sequences(batch: Batch) -> list[Batch]:
+    """A batch as batches of one sequence each."""
+    first = next(iter(batch.values()), None) if isinstance(batch, Mapping) else batch
+    if not isinstance(first, Tensor) or first.ndim < 2 or first.shape[0] < 2:
+        raise ConfigError(
+            "calibrate.batches",
+            "a single sequence",
+            "must hold two sequences or more, because whole ones are held out for measuring",
+            "Pass more text, or the same in shorter sequences.",
+        )
+    count = first.shape[0]
+
+    def part(value: Any, row: int) -> Any:
+        whole = not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != count
+        return value if whole else value[row : row + 1]
+
+    if isinstance(batch, Tensor):
+        return [part(batch, row) for row in range(count)]
+    return [{name: part(v, row) for name, v in batch.items()} for row in range(count)]
+
+
 def collect(
-    model: nn.Module, layers: Sequence[Layer], batches: Iterable[Batch], limit: int, seed: int
+    model: nn.Module, layers: Sequence[Layer], batches: Sequence[Batch], limit: int, seed: int
 ) -> list[Tensor]:
     """Run the model over the batches, without gradients; one sample [n, D] per layer.
 
     Padding (0 in `attention_mask`) is left out, and so are states that are not finite.
     """
-    _check_iterable(batches)
     samples = [Sample(limit, seed + number) for number in range(len(layers))]
     padding = Padding()
     handles = []
@@ -101,9 +144,7 @@ class Padding:
     real: Tensor | None = None  # [B * L] bool
 
 
-def _run(model: nn.Module, batch: Batch, padding: Padding) -> None:
-    device = next(model.parameters()).device
-    padding.real = None
+def _check_batch(batch: object) -> None:
     if isinstance(batch, Tensor):
         if batch.ndim != 2 or batch.is_floating_point():
             raise ConfigError(
@@ -112,15 +153,20 @@ def _run(model: nn.Module, batch: Batch, padding: Padding) -> None:
                 "must hold token ids of shape [batch, length]",
                 "Add a batch dimension, or pass a dict of the model's inputs.",
             )
-        model(batch.to(device))
-        return
-    if not isinstance(batch, Mapping):
+    elif not isinstance(batch, Mapping):
         raise ConfigError(
             "calibrate.batches",
             type(batch).__name__,
             "must hold id tensors or dicts of the model's inputs",
             "Pass, for example, what the tokenizer returns with return_tensors='pt'.",
         )
+
+
+def _run(model: nn.Module, batch: Batch, padding: Padding) -> Any:
+    device = next(model.parameters()).device
+    padding.real = None
+    if isinstance(batch, Tensor):
+        return model(batch.to(device))
     inputs = {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in batch.items()
@@ -129,7 +175,27 @@ def _run(model: nn.Module, batch: Batch, padding: Padding) -> None:
     mask = inputs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:
         padding.real = mask.reshape(-1) != 0
-    model(**inputs)
+    return model(**inputs)
+
+
+def next_token_loss(model: nn.Module, batches: Sequence[Batch]) -> float | None:
+    """Mean over the tokens of all ranks; None for a model that gives no logits of tokens."""
+    padding = Padding()
+    total = torch.zeros(2, dtype=torch.float64)  # loss, tokens
+    with torch.no_grad(), _evaluating(model):
+        for batch in batches:
+            logits = getattr(_run(model, batch, padding), "logits", None)
+            ids = batch if isinstance(batch, Tensor) else batch.get("input_ids")
+            if not isinstance(ids, Tensor) or not isinstance(logits, Tensor) or logits.ndim != 3:
+                return None
+            targets = ids.to(logits.device).clone()
+            if padding.real is not None:
+                targets[~padding.real.view(targets.shape).to(targets.device)] = -100
+            targets = targets[:, 1:].flatten()
+            losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum")
+            total += torch.stack([losses.double().cpu(), (targets >= 0).sum().double().cpu()])
+    total = all_reduce_sum(total.to(next(model.parameters()).device))
+    return float(total[0] / total[1].clamp_min(1))
 
 
 def _watcher(layer: Layer, sample: Sample, padding: Padding) -> Any:

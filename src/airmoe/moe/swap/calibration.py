@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +15,15 @@ from airmoe.config import check_choice, check_count, check_number
 from airmoe.distributed import all_reduce_sum
 from airmoe.errors import ConfigError
 from airmoe.moe.model_check import check_model
-from airmoe.moe.swap.activations import Batch, collect
-from airmoe.moe.swap.layers import Layer, find_layers
-from airmoe.moe.swap.report import CalibrationReport, Criterion, LayerReport, Trial
+from airmoe.moe.swap.activations import HELD_OUT, Batch, collect, hold_out, next_token_loss
+from airmoe.moe.swap.layers import Layer, SwappedLayer, find_layers
+from airmoe.moe.swap.report import (
+    CalibrationReport,
+    Criterion,
+    LayerReport,
+    Losses,
+    Trial,
+)
 from airmoe.moe.swap.trials import (
     Quality,
     codewords_to_try,
@@ -27,7 +35,7 @@ from airmoe.moe.swap.trials import (
 )
 from airmoe.routers.codebook import Codebook
 
-HELD_OUT = 4  # every fourth token is kept for measuring
+Split = tuple[Tensor, Tensor]  # hidden states [n, D] to learn from, and to measure on
 
 
 def calibrate(
@@ -44,8 +52,9 @@ def calibrate(
 
     `batches` are id tensors [batch, length] or dicts of the model's inputs. The model reads them
     once, without gradients, while its swapped routers score every expert; an even sample of at
-    most `max_tokens` hidden states per router is kept. On three quarters of them each codebook
-    is fitted by `passes` steps of k-means; the rest measures it, and tries other sizes: the report
+    most `max_tokens` hidden states per router is kept. Every fourth batch is held out (of a single
+    batch every fourth sequence): on the others each codebook is fitted by `passes` steps of
+    k-means; the held-out ones measure it, and try other sizes: the report
     suggests those that keep `wanted_recall` of the exact top-K ("overlap") or of the whole routing
     distribution ("mass_recall", hard to keep where the distribution is flat). No weight is
     touched, and an error leaves the codebooks as they were. In a process group every rank must
@@ -62,33 +71,85 @@ def calibrate(
     check_count("calibrate.max_tokens", max_tokens)
     check_count("calibrate.seed", seed, least=0)
     layers = find_layers(model)
-    samples = collect(model, layers, batches, max_tokens, seed)
+    few = -(-max_tokens // HELD_OUT)
+    learned, held_out = hold_out(batches)
+    parts = ((learned, max_tokens - few), (held_out, few))
+    samples = list(zip(*(collect(model, layers, *part, seed) for part in parts), strict=True))
     _check_enough(layers, samples)
     wanted = (float(wanted_recall), criterion)
     reports, fitted = [], []
     for layer, sample in zip(layers, samples, strict=True):
-        codebook, quality, trials = _calibrate(layer, sample, passes, seed)
+        codebooks, quality, trials = _calibrate(layer, sample, passes, seed)
         reports.append(_report(layer, quality, trials, *wanted))
-        fitted.append(codebook)
-    for layer, codebook in zip(layers, fitted, strict=True):
-        layer.install(codebook)
-    return CalibrationReport(tuple(reports), *_counts(layers[0], samples[0]), *wanted)
+        fitted.append(codebooks)
+    report = CalibrationReport(tuple(reports), *_counts(layers[0], samples[0]), *wanted)
+    report = replace(report, losses=_losses(model, layers, fitted, report, held_out))
+    for layer, codebooks in zip(layers, fitted, strict=True):
+        layer.install(codebooks[layer.num_codewords])
+    return report
+
+
+def _losses(
+    model: nn.Module,
+    layers: list[Layer],
+    fitted: list[dict[int, Codebook]],
+    report: CalibrationReport,
+    batches: list[Batch],
+) -> Losses | None:
+    """Of the model itself with each setting in turn, which is taken back again."""
+    routers = [layer.module for layer in layers if isinstance(layer, SwappedLayer)]
+    if len(routers) < len(layers):
+        return None
+    own = [(router.codebook, router.shortlist_size, router.top_k) for router in routers]
+
+    def loss(settings: list[tuple[Any, int, int]]) -> float | None:
+        for router, setting in zip(routers, settings, strict=True):
+            router.codebook, router.shortlist_size, router.top_k = setting
+            router.eval()  # lists of another codebook are not this one's
+        return next_token_loss(model, batches)
+
+    def with_sizes(trials: list[Trial]) -> list[tuple[Any, int, int]]:
+        return [
+            (books[trial.num_codewords].to(_device(layer)), trial.shortlist_size, top_k)
+            for layer, books, trial, (_, _, top_k) in zip(layers, fitted, trials, own, strict=True)
+        ]
+
+    flags = [router.training for router in routers]
+    suggestions = [report.suggestion or layer.suggestion for layer in report.layers]
+    present = [Trial(layer.num_codewords, layer.shortlist_size, 0, 0, 0) for layer in report.layers]
+    everything = [
+        (book, router.num_experts, top_k)
+        for router, (book, _, top_k) in zip(routers, own, strict=True)
+    ]
+    fewer = [(book, size, max(1, top_k - 1)) for book, size, top_k in everything]
+    try:
+        settings = (everything, fewer, with_sizes(present), with_sizes(suggestions))
+        found = [loss(setting) for setting in settings]
+    finally:
+        for router, setting, flag in zip(routers, own, flags, strict=True):
+            router.codebook, router.shortlist_size, router.top_k = setting
+            router.train(flag)
+    exact, one_less, calibrated, suggested = found
+    if exact is None or calibrated is None or suggested is None:
+        return None
+    single = any(top_k == 1 for _, _, top_k in own)
+    return Losses(exact, None if single else one_less, calibrated, suggested)
 
 
 @torch.no_grad()
 def _calibrate(
-    layer: Layer, sample: Tensor, passes: int, seed: int
-) -> tuple[Codebook, Quality, list[Trial]]:
-    """The fitted codebook of the layer's own size, what it keeps, and what other sizes keep."""
-    learned, measured = (part.to(_device(layer)) for part in _split(sample))
-    trials, own = [], None
+    layer: Layer, sample: Split, passes: int, seed: int
+) -> tuple[dict[int, Codebook], Quality, list[Trial]]:
+    """Fitted codebooks by size, what that of the layer's own keeps, and what other sizes keep."""
+    learned, measured = (part.to(_device(layer)) for part in sample)
+    trials: list[Trial] = []
+    codebooks: dict[int, Codebook] = {}
     for num_codewords in codewords_to_try(layer, _counts(layer, sample)[0]):
         codebook = fit(layer, learned, num_codewords, passes, seed)
         trials += recalls(layer, codebook, measured, sizes_to_try(layer))
-        if num_codewords == layer.num_codewords:
-            own = codebook
-    assert own is not None
-    return own, measure(layer, own, measured, layer.shortlist_size), trials
+        codebooks[num_codewords] = codebook
+    own = codebooks[layer.num_codewords]
+    return codebooks, measure(layer, own, measured, layer.shortlist_size), trials
 
 
 def _report(
@@ -118,19 +179,13 @@ def _device(layer: Layer) -> torch.device:
     return next(layer.module.parameters()).device
 
 
-def _counts(layer: Layer, sample: Tensor) -> tuple[int, int]:
+def _counts(layer: Layer, sample: Split) -> tuple[int, int]:
     """Tokens of all ranks (to learn from, to measure on)."""
-    learned, measured = (over_ranks(part.shape[0], _device(layer)) for part in _split(sample))
+    learned, measured = (over_ranks(part.shape[0], _device(layer)) for part in sample)
     return learned, measured
 
 
-def _split(sample: Tensor) -> tuple[Tensor, Tensor]:
-    """(to learn from, to measure on)"""
-    held_out = torch.arange(sample.shape[0]) % HELD_OUT == HELD_OUT - 1
-    return sample[~held_out], sample[held_out]
-
-
-def _check_enough(layers: list[Layer], samples: list[Tensor]) -> None:
+def _check_enough(layers: list[Layer], samples: list[Split]) -> None:
     tightest = math.inf
     for layer, sample in zip(layers, samples, strict=True):
         learned, measured = _counts(layer, sample)

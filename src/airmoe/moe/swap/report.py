@@ -52,6 +52,16 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class Losses:
+    """Next-token loss of the model on the held-out text, by how all its layers route."""
+
+    exact: float  # over all experts
+    fewer: float | None  # exactly, with K - 1 experts per token, as a yardstick; None for K = 1
+    calibrated: float  # with the sizes it has
+    suggested: float  # with the suggested sizes, or each layer's own where there are none for all
+
+
+@dataclass(frozen=True)
 class CalibrationReport:
     """`str(report)` is a table."""
 
@@ -60,6 +70,7 @@ class CalibrationReport:
     num_measured: int  # tokens per layer that the numbers were measured on
     wanted_recall: float
     criterion: Criterion
+    losses: Losses | None = None  # None where the model gives no logits or has AirRouters
 
     @property
     def suggestion(self) -> Trial | None:
@@ -92,7 +103,19 @@ class CalibrationReport:
         for row in rows:
             cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
             lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
-        return "\n".join([*lines, self._advice()])
+        return "\n".join([*lines, self._advice(), *self._costs()])
+
+    def _costs(self) -> list[str]:
+        """What that costs in loss."""
+        if self.losses is None:
+            return []
+        exact, named = self.losses.exact, {}
+        named["suggested sizes"] = self.losses.suggested
+        named["present sizes"] = self.losses.calibrated
+        if self.losses.fewer is not None:
+            named["exact routing with K - 1 experts"] = self.losses.fewer
+        costs = ", ".join(f"{name} {loss - exact:+.4f}" for name, loss in named.items())
+        return [f"Loss on the held-out text {exact:.4f}; {costs}."]
 
     @property
     def _criterion(self) -> str:
