@@ -111,11 +111,11 @@ class CalibrationReport:
             return []
         exact, named = self.losses.exact, {}
         named["suggested sizes"] = self.losses.suggested
-        named["present sizes"] = self.losses.calibrated
+        named["present ones"] = self.losses.calibrated
         if self.losses.fewer is not None:
             named["exact routing with K - 1 experts"] = self.losses.fewer
         costs = ", ".join(f"{name} {loss - exact:+.4f}" for name, loss in named.items())
-        return [f"Loss on the held-out text {exact:.4f}; {costs}."]
+        return [f"Held-out loss {exact:.4f}; {costs}."]
 
     @property
     def _criterion(self) -> str:
