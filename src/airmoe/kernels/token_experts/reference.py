@@ -30,8 +30,8 @@ def token_experts(
 def weigh(activation: Activation, up: Tensor, gate: Tensor | None, weights: Tensor) -> Tensor:
     """Activated values times `weights`: 0 where the weight is, even if the activation overflows."""
     unused = weights == 0
-    up, gate = (None if pre is None else pre.masked_fill(unused, 0) for pre in (up, gate))
-    return activate(activation, up, gate) * weights
+    gate = None if gate is None else gate.masked_fill(unused, 0)
+    return activate(activation, up.masked_fill(unused, 0), gate) * weights
 
 
 def neuron_rows(expert_ids: Tensor, expert_size: int) -> Tensor:
