@@ -318,3 +318,83 @@ def test_help_loads_nothing_it_does_not_need(loaded_by_help: set[str]) -> None:
 
 def test_help_does_not_load_torch(loaded_by_help: set[str]) -> None:
     assert "torch" not in loaded_by_help
+
+
+# Colours text, names the window, rings a bell, and is markup to rich.
+HOSTILE = "\x1b[31mred\x1b]0;title\x07[bold]"
+SHOWN = r"\x1b[31mred\x1b]0;title\x07[bold]"
+
+
+def test_names_reach_the_terminal_escaped(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / HOSTILE
+    folder.mkdir()
+    text = write_text(folder, 60)
+    config = small_run(tmp_path, steps=1, eval_every=1, tensorboard=False)
+    new_text = (f"data.corpus={text}", f"data.folder={folder}/new", "data.validation_fraction=0.1")
+    prepare = ("prepare", text, "--tokenizer", "bytes", "--validation-fraction", 0.1)
+    empty = folder / "empty"
+    empty.mkdir()
+    for code, command in (
+        (0, (*prepare, "--out", folder / "tokens")),
+        (0, ("train", "tiny", *assignments(config), *new_text, "--run", folder / "run")),
+        (2, ("prepare", folder / "nothere", "--out", "x")),
+        (2, ("train", "tiny", f"data.folder={folder}", "--run", tmp_path / "other")),
+        (2, ("train", "--resume", folder)),
+        (2, ("eval", folder)),
+        (2, ("eval", run, "--data", folder)),
+        (2, ("suite", "main", "tiny", "--out", folder / "run")),  # holds a single run
+        (2, ("report", empty)),
+        (2, ("report", run, "--out", text)),
+    ):
+        outcome = airmoe(*command)
+        assert outcome.code == code, (command, outcome)
+        assert SHOWN in (outcome.err if code else outcome.out), (command, outcome)
+        for odd in ("\x1b", "\x07"):
+            assert odd not in outcome.out + outcome.err, (command, outcome)
+        if code:
+            assert_one_line(outcome, code)
+
+
+def test_names_reach_a_bar_escaped(tmp_path: Path) -> None:
+    folder = tmp_path / HOSTILE
+    folder.mkdir()
+    config = small_run(tmp_path, steps=1, eval_every=1, tensorboard=False)
+    text = write_text(folder, 60)
+    new_text = (f"data.corpus={text}", f"data.folder={folder}/new", "data.validation_fraction=0.1")
+    terminal = {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "COLUMNS": "400"}
+    outcome = airmoe(
+        *("train", "tiny", *assignments(config), *new_text, "--run", folder / HOSTILE),
+        patch=lambda: os.environ.update(terminal),
+    )
+    assert outcome.code == 0, outcome
+    assert f"preparing {tmp_path}/{SHOWN}/text.txt" in outcome.out
+    assert f"{SHOWN}  valid" in outcome.out and "\x07" not in outcome.out + outcome.err
+
+
+def test_an_argument_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    write_text(tmp_path, 5)
+    for command in (
+        ("prepare", "text.txt", "--tokenizer", "bytes", "--out", "t\udcffo"),
+        ("train", "tiny", "--run", "t\udcffo"),
+        ("suite", "main", "tiny", "--out", "t\udcffo"),
+        ("report", ".", "--out", "t\udcffo"),
+    ):
+        assert_one_line(airmoe(*command, cwd=tmp_path), 2, r"got 't\udcffo', must be UTF-8")
+    assert [file.name for file in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_text_in_the_place_of_prepared_text_is_not_to_be_deleted(tmp_path: Path) -> None:
+    texts = write_text(tmp_path, 60).parent
+    outcome = airmoe("train", "tiny", f"data.folder={texts}", "--run", tmp_path / "run")
+    assert_one_line(outcome, 2, "holds text.txt", f"airmoe prepare {texts} --out", "data.folder=")
+    assert "elete" not in outcome.err
+
+
+def test_prepare_counts_rows_without_text(tmp_path: Path) -> None:
+    rows = ['{"text": null}\n' if n % 20 == 0 else f'{{"text": "text {n}"}}\n' for n in range(60)]
+    (tmp_path / "text.jsonl").write_text("".join(rows))
+    arguments = ("prepare", tmp_path / "text.jsonl", "--out", tmp_path / "out", "--workers", 1)
+    options = ("--tokenizer", "bytes", "--validation-fraction", 0.2)
+    outcome = airmoe(*arguments, *options)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.splitlines()[0] == "skipped 3 rows without text"

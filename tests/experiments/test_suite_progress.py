@@ -144,3 +144,14 @@ def test_on_a_terminal_the_line_is_updated_in_place(tmp_path: Path) -> None:
     assert erase and going_on.count("\n") == 1
     assert "air-seed42  step 0/360  ? left  suite ? left" in going_on
     assert over.startswith("air-seed42  done  step 360/360") and over.count("\n") == 1
+
+
+def test_the_name_of_the_folder_is_neither_markup_nor_escape_codes(tmp_path: Path) -> None:
+    suite = SuiteFolder(tmp_path / "\x1b[31m[bold]x")
+    plan = make_plan("main", "tiny", [])
+    console = Console(file=io.StringIO(), width=200)
+    board = Board(console, suite, plan.runs, 360)
+    for run in plan.runs:
+        write_result(suite.run(run.folder), perplexity=30.0, seconds=60.0)
+    board.summary()
+    assert r"\x1b[31m[bold]x" in "\n".join(shown(board)) and "\x1b" not in "\n".join(shown(board))
