@@ -150,7 +150,8 @@ def test_the_name_of_the_folder_is_neither_markup_nor_escape_codes(tmp_path: Pat
     suite = SuiteFolder(tmp_path / "\x1b[31m[bold]x")
     plan = make_plan("main", "tiny", [])
     console = Console(file=io.StringIO(), width=200)
-    board = Board(console, suite, plan.runs, 360)
+    board = Board(suite, plan.runs, 360, console)
+    suite.path.mkdir()
     for run in plan.runs:
         write_result(suite.run(run.folder), perplexity=30.0, seconds=60.0)
     board.summary()
