@@ -378,6 +378,8 @@ def test_an_argument_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
         ("train", "tiny", "--run", "t\udcffo"),
         ("suite", "main", "tiny", "--out", "t\udcffo"),
         ("report", ".", "--out", "t\udcffo"),
+        ("bench", "--quick", "--out", "t\udcffo"),
+        ("flops", "tiny", "t\udcffo"),
     ):
         assert_one_line(airmoe(*command, cwd=tmp_path), 2, r"got 't\udcffo', must be UTF-8")
     assert [file.name for file in tmp_path.iterdir()] == ["text.txt"]

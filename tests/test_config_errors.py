@@ -167,7 +167,9 @@ def test_impossible_settings_are_refused(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         CONFIGS[name](**{**GOOD[name], **options})
-    assert_explains(caught.value, f"{name}.{field}", value, rule, remedy)
+    assert_explains(
+        caught.value, f"{ROUTER_CLASSES[name].__name__}.Config.{field}", value, rule, remedy
+    )
 
 
 COUNTS = [
@@ -184,7 +186,9 @@ def test_sizes_are_whole_numbers_of_at_least_one(name: str, field: str, value: o
         CONFIGS[name](**{**GOOD[name], field: value})
     whole = isinstance(value, int) and not isinstance(value, bool)
     rule, remedy = (">= 1", "1 or more") if whole else ("whole number", "int")
-    assert_explains(caught.value, f"{name}.{field}", value, rule, remedy)
+    assert_explains(
+        caught.value, f"{ROUTER_CLASSES[name].__name__}.Config.{field}", value, rule, remedy
+    )
 
 
 @pytest.mark.parametrize("value", NOT_STDS, ids=repr)
@@ -194,14 +198,22 @@ def test_jitter_is_a_finite_number_of_at_least_zero(name: str, value: object) ->
         CONFIGS[name](**{**GOOD[name], "jitter_std": value})
     real = isinstance(value, float)
     rule, remedy = (">= 0", "range") if real else ("a number", "float")
-    assert_explains(caught.value, f"{name}.jitter_std", value, rule, remedy)
+    assert_explains(
+        caught.value, f"{ROUTER_CLASSES[name].__name__}.Config.jitter_std", value, rule, remedy
+    )
 
 
 @pytest.mark.parametrize("name", ["air", "hierarchical", "topk", "expert_choice"])
 def test_no_router_takes_more_experts_than_there_are(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         CONFIGS[name](**{**GOOD[name], "top_k": 37})
-    assert_explains(caught.value, f"{name}.top_k", 37, "<= ", "Lower top_k or raise num_experts")
+    assert_explains(
+        caught.value,
+        f"{ROUTER_CLASSES[name].__name__}.Config.top_k",
+        37,
+        "<= ",
+        "Lower top_k or raise num_experts",
+    )
     assert "36" in caught.value.rule
 
 
@@ -210,7 +222,7 @@ def test_peer_counts_its_experts_per_head() -> None:
     build("peer", num_experts=4, top_k=8, num_heads=2)
     with pytest.raises(ConfigError) as caught:
         build("peer", num_experts=4, top_k=10, num_heads=2)
-    assert_explains(caught.value, "peer.top_k", 10, "<= 8", "Lower top_k")
+    assert_explains(caught.value, "PeerRouter.Config.top_k", 10, "<= 8", "Lower top_k")
 
 
 @pytest.mark.parametrize("name", ROUTERS)
@@ -218,7 +230,13 @@ def test_unknown_options_list_the_valid_ones(name: str) -> None:
     config = CONFIGS[name]
     with pytest.raises(ConfigError) as caught:
         config(**GOOD[name], shortlist=5)
-    assert_explains(caught.value, f"{name}.shortlist", 5, "is not an option", "Valid options: ")
+    assert_explains(
+        caught.value,
+        f"{ROUTER_CLASSES[name].__name__}.Config.shortlist",
+        5,
+        "is not an option",
+        "Valid options: ",
+    )
     for field in dataclasses.fields(config):
         assert field.name in caught.value.remedy
 
@@ -231,7 +249,13 @@ def test_missing_options_are_named(name: str) -> None:
             options = {key: value for key, value in GOOD[name].items() if key != field.name}
             with pytest.raises(ConfigError) as caught:
                 config(**options)
-            assert_explains(caught.value, f"{name}.{field.name}", None, "must be given", field.name)
+            assert_explains(
+                caught.value,
+                f"{ROUTER_CLASSES[name].__name__}.Config.{field.name}",
+                None,
+                "must be given",
+                field.name,
+            )
 
 
 @pytest.mark.parametrize("name", ROUTERS)
@@ -334,7 +358,9 @@ def test_routers_refuse_hidden_states_of_another_width_or_rank(name: str, call: 
     for shape in [(5, 7), (5, 9), (8,), (2, 5, 8)]:
         with pytest.raises(ConfigError) as caught:
             getattr(router, call)(torch.zeros(shape))
-        assert_explains(caught.value, f"{name}.hidden", shape, "dim = 8", "Flatten")
+        assert_explains(
+            caught.value, f"{ROUTER_CLASSES[name].__name__}.hidden", shape, "dim = 8", "Flatten"
+        )
 
 
 @pytest.mark.parametrize("dtype", BAD_DTYPES, ids=str)
@@ -345,7 +371,9 @@ def test_routers_refuse_integers_and_complex_numbers(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         getattr(build(name), call)(torch.zeros(5, 8, dtype=dtype))
-    assert_explains(caught.value, f"{name}.hidden", dtype, "floating point", "Cast")
+    assert_explains(
+        caught.value, f"{ROUTER_CLASSES[name].__name__}.hidden", dtype, "floating point", "Cast"
+    )
 
 
 BAD_MASKS = {
@@ -365,7 +393,13 @@ def test_routers_refuse_masks_of_another_shape_or_dtype(name: str, call: str, ma
     with pytest.raises(ConfigError) as caught:
         getattr(build(name), call)(torch.zeros(5, 8), bad)
     got = (tuple(bad.shape), bad.dtype)
-    assert_explains(caught.value, f"{name}.mask", got, "bool tensor of shape [5]", "padding")
+    assert_explains(
+        caught.value,
+        f"{ROUTER_CLASSES[name].__name__}.mask",
+        got,
+        "bool tensor of shape [5]",
+        "padding",
+    )
 
 
 @pytest.mark.parametrize("name", ROUTERS)

@@ -148,11 +148,11 @@ def allowed(router: Any, hidden: Tensor) -> Tensor:
     """[T, E] bool: the candidates of each token, as the paper defines them."""
     config = router.config
     every = torch.ones(hidden.shape[0], NUM_EXPERTS, dtype=torch.bool)
-    if config.label == "air":
+    if config.label == "AirRouter.Config":
         near = (hidden @ router.codebook.codewords.T).topk(config.probes, dim=1).indices
         lists = router.shortlists()[near].flatten(1)
         return torch.zeros_like(every).scatter_(1, lists, True)
-    if config.label == "hierarchical":
+    if config.label == "HierarchicalRouter.Config":
         clusters = hidden @ F.normalize(router.cluster_centroids.detach(), dim=1).T
         near = clusters.topk(config.num_selected_clusters, dim=1).indices
         chosen = torch.zeros(clusters.shape, dtype=torch.bool).scatter_(1, near, True)
@@ -163,7 +163,7 @@ def allowed(router: Any, hidden: Tensor) -> Tensor:
 def plain_logits(router: Any, hidden: Tensor, params: dict[str, Tensor]) -> Tensor:
     """[T, E] logits, -inf outside the candidates."""
     logits = hidden @ F.normalize(params["centroids"], dim=1).T
-    if router.config.label == "hierarchical":
+    if router.config.label == "HierarchicalRouter.Config":
         clusters = hidden @ F.normalize(params["cluster_centroids"], dim=1).T
         logits = logits + clusters.repeat_interleave(NUM_EXPERTS // clusters.shape[1], dim=1)
     return logits.masked_fill(~allowed(router, hidden.detach().float()), -torch.inf)
@@ -176,7 +176,7 @@ def plain_loss(
     logits, count = plain_logits(router, hidden, params), TOP_K
     if loss is router_z_loss:
         return logits.logsumexp(1).square().mean()
-    if loss is shortlist_balance_loss and router.config.label == "air":
+    if loss is shortlist_balance_loss and router.config.label == "AirRouter.Config":
         codewords = F.normalize(router.codebook.codewords.to(hidden), dim=1)
         logits, count = F.normalize(hidden, dim=1) @ codewords.T, router.config.probes
     elif loss is shortlist_balance_loss:

@@ -16,7 +16,7 @@ from airmoe.commands.console import keep_streams, say
 from airmoe.commands.costs import bench, doctor, flops
 from airmoe.commands.models import evaluate, generate, prepare, train
 from airmoe.errors import ConfigError, RunError
-from airmoe.files import disk_is_full
+from airmoe.files import can_be_written, disk_is_full
 
 # A path that cannot be made or read is the user's to change.
 PATH_ERRORS = (
@@ -72,7 +72,7 @@ def main() -> None:
     _let_waiting_threads_sleep()
     keep_streams()
     try:
-        _check_arguments()
+        _check_arguments(sys.argv[1:])
         app()
     except ConfigError as error:
         _stop(str(error), 2)
@@ -90,11 +90,12 @@ def main() -> None:
         _leave_process_group()
 
 
-def _check_arguments() -> None:
-    """Files and folders are named in JSON and by libraries that take UTF-8 only."""
-    for argument in sys.argv[1:]:
-        if not argument.isascii() and any("\ud800" <= c <= "\udfff" for c in argument):
-            raise ConfigError("argument", argument, "must be UTF-8", "Rename what it names.")
+def _check_arguments(arguments: list[str]) -> None:
+    """Names that are not UTF-8 fit into no record, and tokenizers and tensors open no such file."""
+    for number, argument in enumerate(arguments, 1):
+        if not can_be_written(argument):
+            rule = "must be UTF-8, also where it is a path"
+            raise ConfigError(f"argument {number}", argument, rule, "Rename it.")
 
 
 def _let_waiting_threads_sleep() -> None:

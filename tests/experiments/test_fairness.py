@@ -140,8 +140,16 @@ def test_a_coarse_model_rounds_its_experts_up(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("variant", "options", "parts"),
     [
-        ("air", {"shortlist_size": 8}, ["air.shortlist_size 8 (must be >= top_k = 16", "Raise"]),
-        ("air", {"shortlist_size": 5000}, ["air.shortlist_size 5000 (must be <= num_exp", "Low"]),
+        (
+            "air",
+            {"shortlist_size": 8},
+            ["shortlist_size 8 (must be >= num_experts_per_tok = 16", "Raise"],
+        ),
+        (
+            "air",
+            {"shortlist_size": 5000},
+            ["model.router_options.shortlist_size 5000 (must be <= num_exp", "Low"],
+        ),
         ("hierarchical", {"num_clusters": 33}, ["num_clusters 33 (must divide num_expe", "Choos"]),
         (
             "hierarchical",

@@ -109,14 +109,14 @@ def test_only_what_it_returns_must_be_readable(monkeypatch: pytest.MonkeyPatch) 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"router": "random"}, "model.router"),
-    ({"router_options": {"num_code_words": 3}}, "air.num_code_words"),
-    ({"router_options": {"shortlist_size": 3}}, "air.shortlist_size"),
+    ({"router_options": {"num_code_words": 3}}, "model.router_options.num_code_words"),
+    ({"router_options": {"shortlist_size": 3}}, "model.router_options.shortlist_size"),
     ({"router_options": {"top_k": 3}}, "model.router_options.top_k"),
     ({"router_options": [3]}, "model.router_options"),
     ({"num_experts": 0}, "model.num_experts"),
     ({"num_experts": 36.0}, "model.num_experts"),
     ({"num_experts_per_tok": True}, "model.num_experts_per_tok"),
-    ({"num_experts_per_tok": 37}, "air.top_k"),
+    ({"num_experts_per_tok": 37}, "model.num_experts_per_tok"),
     ({"expert_size": -1}, "model.expert_size"),
     ({"experts": "huge"}, "model.experts"),
     ({"expert_activation": "sine"}, "model.expert_activation"),
@@ -199,7 +199,7 @@ def test_only_experts_that_choose_tokens_are_not_causal() -> None:
 
 # -- files that somebody changed ------------------------------------------------------------
 
-ODD = [None, True, 0, -1, 1.5, float("nan"), 10**30, 10**400, "", "abc", "\ud800"]
+ODD = [None, True, 0, -1, 1.5, float("nan"), 10**30, 10**400, "", "abc"]
 ODD += [[], ["x"], {}, {"type": "linear"}]
 ANYTHING = {"architectures", "transformers_version"}  # notes of transformers'
 

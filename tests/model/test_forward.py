@@ -10,10 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from airmoe import MoELayer, load_balance_loss, router_z_loss, shortlist_balance_loss
+from airmoe import (
+    ConfigError,
+    MoELayer,
+    load_balance_loss,
+    router_z_loss,
+    shortlist_balance_loss,
+)
 from airmoe.kernels.linear_cross_entropy import reference
 from airmoe.model import AirMoeConfig
-from tests.model.common import CAUSAL, SMALL, VARIANTS, batch, build
+from tests.model.common import CAUSAL, SMALL, VARIANTS, batch, build, config_of
 from tests.model.test_linear_cross_entropy import LargestTensor
 from tests.state.common import assert_same, checkpoint_activations, counting_observe, snapshot
 
@@ -237,3 +243,15 @@ def test_the_moe_layer_stands_where_it_is_looked_for() -> None:
     layer = model.model.layers[0].mlp
     assert layer.experts.expert_size == 2 and layer.post_norm is None
     assert layer.router.config == model.config.router_config()
+
+
+def test_router_logits_are_refused_and_never_ignored() -> None:
+    model, ids = build("air"), batch(7)
+    assert model(ids, output_router_logits=False).logits.shape == (3, 12, 53)
+    with pytest.raises(ConfigError, match=r"output_router_logits: got True.*full_logits"):
+        model(ids, output_router_logits=True)
+    with pytest.raises(ConfigError, match=r"output_router_logits: got True.*is not an option"):
+        config_of("air", output_router_logits=True)
+    model.config.output_router_logits = True
+    with pytest.raises(ConfigError, match="output_router_logits: got True"):
+        model(ids)

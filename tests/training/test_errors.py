@@ -82,7 +82,10 @@ def assert_no_run(folder: Path) -> None:
         (["tiny", "training.stepz=5"], ["training.stepz: got 5", "batch_size, ", "tensorboard."]),
         (["tiny", "model.top_k=5"], ["model.top_k: got 5", "num_experts_per_tok"]),
         (["tiny", "data.blocks=5"], ["data.blocks: got 5", "block_size"]),
-        (["tiny", "model.router_options.shortlists=5"], ["air.shortlists", "shortlist_size"]),
+        (
+            ["tiny", "model.router_options.shortlists=5"],
+            ["model.router_options.shortlists: got 5", "shortlist_size"],
+        ),
         (["tiny", "steps=5"], ["steps: got 5", "model, data, training"]),
         (["tiny", "training.steps"], ["overrides: got 'training.steps'", "key.path=value"]),
         (["tiny", "training.steps=many"], ["training.steps: got 'many'", "whole number"]),

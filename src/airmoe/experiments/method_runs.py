@@ -36,7 +36,7 @@ def _with_air(name: str, of_air: list[str], method: str) -> RunConfig:
     except ConfigError as error:
         # The preset's lists may not fit other sizes. Only clusters are made from them: for the
         # others lists that follow from the sizes will do.
-        if method == "hierarchical" or error.field != "air.shortlist_size":
+        if method == "hierarchical" or error.field != f"{OPTIONS}.shortlist_size":
             raise
         return override(preset(name), [f"{OPTIONS}={{}}", *of_air])
 

@@ -254,7 +254,11 @@ class AirMoeConfig(LlamaConfig):
                 "is set by the model",
                 "Set hidden_size, num_experts or num_experts_per_tok instead.",
             )
-        return ROUTERS[self.router].Config.with_options(options, **budget)
+        router = ROUTERS[self.router].Config
+        try:
+            return router.with_options(options, **budget)
+        except ConfigError as error:
+            raise _as_typed(error, router.label) from error
 
     @property
     def routes_causally(self) -> bool:
@@ -328,6 +332,22 @@ class AirMoeConfig(LlamaConfig):
             if name == "top_k":
                 remedy = "The number of active experts is num_experts_per_tok. " + remedy
             raise ConfigError(f"model.{name}", value, "is not an option", remedy)
+
+
+# The router's names for what the model has other names for.
+TYPED = {"dim": "hidden_size", "num_experts": "num_experts", "top_k": "num_experts_per_tok"}
+
+
+def _as_typed(error: ConfigError, label: str) -> ConfigError:
+    """A router's error with the names of the model's options."""
+    before, _, name = error.field.rpartition(".")
+    if before != label:
+        return error
+    field = f"model.{TYPED[name]}" if name in TYPED else f"model.router_options.{name}"
+    rule, remedy = (
+        re.sub(r"\btop_k\b", TYPED["top_k"], text) for text in (error.rule, error.remedy)
+    )
+    return ConfigError(field, error.value, rule, remedy)
 
 
 def refused(error: Exception, given: Mapping[str, Any]) -> ConfigError:

@@ -88,7 +88,7 @@ def _cluster_options(config: AirMoeConfig) -> dict[str, int]:
     selected, rest = divmod(candidates * air.num_codewords, air.num_experts)
     if rest or not selected:
         raise ConfigError(
-            "air.shortlist_size",
+            "model.router_options.shortlist_size",
             air.shortlist_size,
             "must be a whole number of clusters of num_experts / num_codewords = "
             f"{air.num_experts / air.num_codewords:g} experts, for an equal pool of candidates",

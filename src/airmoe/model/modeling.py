@@ -254,6 +254,14 @@ class AirMoeForCausalLM(AirMoePreTrainedModel, GenerationMixin):
         largest tensor of a training step and the loss is computed without them, so whoever wants
         both says True. Labels are shifted here; -100 marks a position without a target.
         """
+        if kwargs.get("output_router_logits", getattr(self.config, "output_router_logits", False)):
+            raise ConfigError(
+                "output_router_logits",
+                True,
+                "is not available: a router need not score all experts",
+                "Training's losses of the routers are in router_loss; for metrics ask a router for "
+                "full_logits(hidden).",
+            )
         if use_cache is None and labels is not None:
             use_cache = False  # whoever computes a loss does not go on writing
         outputs = self.model(

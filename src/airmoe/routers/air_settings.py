@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from airmoe.config import check_choice, check_count, check_flag, check_number, config
 from airmoe.errors import ConfigError
@@ -21,8 +21,6 @@ class AirSettings(CentroidConfig):
     (for experts taken from a dense network); with "expert_choice" experts take tokens.
     """
 
-    label: ClassVar[str] = "air"
-
     num_codewords: int
     shortlist_size: int
     codebook_decay: float = 0.95
@@ -38,20 +36,20 @@ class AirSettings(CentroidConfig):
     def check(self) -> None:
         super().check()
         for name in ("num_codewords", "shortlist_size", "probes", "refresh_every"):
-            check_count(f"air.{name}", getattr(self, name))
+            check_count(f"{self.label}.{name}", getattr(self, name))
         for name in ("list_all", "center_tokens"):
-            check_flag(f"air.{name}", getattr(self, name))
-        check_number("air.codebook_decay", self.codebook_decay, below=1.0)
-        check_number("air.dead_below", self.dead_below)
-        check_number("air.capacity_factor", self.capacity_factor, strict=True)
-        check_choice("air.codebook", self.codebook, CodebookKind)
-        check_choice("air.gate", self.gate, Gate)
+            check_flag(f"{self.label}.{name}", getattr(self, name))
+        check_number(f"{self.label}.codebook_decay", self.codebook_decay, below=1.0)
+        check_number(f"{self.label}.dead_below", self.dead_below)
+        check_number(f"{self.label}.capacity_factor", self.capacity_factor, strict=True)
+        check_choice(f"{self.label}.codebook", self.codebook, CodebookKind)
+        check_choice(f"{self.label}.gate", self.gate, Gate)
         self._check_sizes()
 
     def _check_sizes(self) -> None:
         if self.shortlist_size < self.top_k:
             raise ConfigError(
-                "air.shortlist_size",
+                f"{self.label}.shortlist_size",
                 self.shortlist_size,
                 f"must be >= top_k = {self.top_k}, because the K active experts come from "
                 "one shortlist",
@@ -59,14 +57,14 @@ class AirSettings(CentroidConfig):
             )
         if self.shortlist_size > self.num_experts:
             raise ConfigError(
-                "air.shortlist_size",
+                f"{self.label}.shortlist_size",
                 self.shortlist_size,
                 f"must be <= num_experts = {self.num_experts}",
                 "Lower shortlist_size or raise num_experts.",
             )
         if self.probes > self.num_codewords:
             raise ConfigError(
-                "air.probes",
+                f"{self.label}.probes",
                 self.probes,
                 f"must be <= num_codewords = {self.num_codewords}",
                 "Lower probes or raise num_codewords.",
@@ -74,7 +72,7 @@ class AirSettings(CentroidConfig):
         places = self.num_codewords * self.shortlist_size
         if self.list_all and places < self.num_experts:
             raise ConfigError(
-                "air.list_all",
+                f"{self.label}.list_all",
                 True,
                 f"needs a place for each of the {self.num_experts} experts, but all shortlists "
                 f"together have {places}",
@@ -82,14 +80,14 @@ class AirSettings(CentroidConfig):
             )
         if self.center_tokens and self.codebook == "static":
             raise ConfigError(
-                "air.center_tokens",
+                f"{self.label}.center_tokens",
                 True,
                 'needs a codebook that follows the mean, which one of kind "static" does not',
                 "Leave center_tokens out, or choose another codebook.",
             )
         if self.gate != "expert_choice" and self.capacity_factor != 1.0:
             raise ConfigError(
-                "air.capacity_factor",
+                f"{self.label}.capacity_factor",
                 self.capacity_factor,
                 'only has a meaning with gate = "expert_choice"',
                 'Leave it at 1.0 or set gate="expert_choice".',

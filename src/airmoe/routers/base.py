@@ -37,7 +37,12 @@ run_eagerly = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 class RouterConfig:
     """What every router needs to know."""
 
-    label: ClassVar[str] = "router"
+    label: ClassVar[str]  # how errors name it: as it is typed, AirRouter.Config
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "label" not in vars(cls):
+            cls.label = cls.__qualname__.rpartition("<locals>.")[2]
 
     dim: int
     num_experts: int
@@ -288,7 +293,7 @@ class Router(nn.Module, ABC):
 
     def read(self, hidden: Tensor, mask: Tensor | None) -> Tokens:
         """Check the input and find the tokens that count."""
-        return read_tokens(self.config.label, self.config.dim, hidden, mask)
+        return read_tokens(type(self).__name__, self.config.dim, hidden, mask)
 
     def _warn_if_non_finite(self, hidden: Tensor, mask: Tensor | None) -> None:
         # Reading a flag would stall a GPU, so only the CPU looks; statistics are safe on both.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import torch
 
@@ -24,13 +23,11 @@ class ExpertChoiceRouter(CentroidRouter):
 
     @config
     class Config(CentroidConfig):
-        label: ClassVar[str] = "expert_choice"
-
         capacity_factor: float = 1.0
 
         def check(self) -> None:
             super().check()
-            check_number("expert_choice.capacity_factor", self.capacity_factor, strict=True)
+            check_number(f"{self.label}.capacity_factor", self.capacity_factor, strict=True)
 
         def build(self) -> ExpertChoiceRouter:
             return ExpertChoiceRouter(self)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,25 +27,23 @@ class HierarchicalRouter(CentroidRouter):
 
     @config
     class Config(CentroidConfig):
-        label: ClassVar[str] = "hierarchical"
-
         num_clusters: int
         num_selected_clusters: int
 
         def check(self) -> None:
             super().check()
-            check_count("hierarchical.num_clusters", self.num_clusters)
-            check_count("hierarchical.num_selected_clusters", self.num_selected_clusters)
+            check_count(f"{self.label}.num_clusters", self.num_clusters)
+            check_count(f"{self.label}.num_selected_clusters", self.num_selected_clusters)
             if self.num_experts % self.num_clusters:
                 raise ConfigError(
-                    "hierarchical.num_clusters",
+                    f"{self.label}.num_clusters",
                     self.num_clusters,
                     f"must divide num_experts = {self.num_experts}, because clusters are equal",
                     "Choose a divisor of num_experts.",
                 )
             if self.num_selected_clusters > self.num_clusters:
                 raise ConfigError(
-                    "hierarchical.num_selected_clusters",
+                    f"{self.label}.num_selected_clusters",
                     self.num_selected_clusters,
                     f"must be <= num_clusters = {self.num_clusters}",
                     "Lower num_selected_clusters.",
@@ -54,7 +51,7 @@ class HierarchicalRouter(CentroidRouter):
             candidates = self.num_selected_clusters * self.num_experts // self.num_clusters
             if candidates < self.top_k:
                 raise ConfigError(
-                    "hierarchical.num_selected_clusters",
+                    f"{self.label}.num_selected_clusters",
                     self.num_selected_clusters,
                     f"gives {candidates} candidates, must be >= top_k = {self.top_k}",
                     "Raise num_selected_clusters, or lower num_clusters or top_k.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +35,6 @@ class PeerRouter(Router):
 
     @config
     class Config(RouterConfig):
-        label: ClassVar[str] = "peer"
-
         num_heads: int = 8
 
         @property
@@ -45,7 +42,7 @@ class PeerRouter(Router):
             return self.num_heads * self.num_experts  # heads choose independently
 
         def check(self) -> None:
-            check_count("peer.num_heads", self.num_heads)
+            check_count(f"{self.label}.num_heads", self.num_heads)
             super().check()
             self._check_shapes()
 
@@ -53,19 +50,21 @@ class PeerRouter(Router):
             side = math.isqrt(self.num_experts)
             if side * side != self.num_experts:
                 raise ConfigError(
-                    "peer.num_experts",
+                    f"{self.label}.num_experts",
                     self.num_experts,
                     "must be a square, because experts are pairs of sub-keys",
                     f"Use {side * side} or {(side + 1) ** 2}.",
                 )
             if self.dim % 2:
                 raise ConfigError(
-                    "peer.dim", self.dim, "must be even, because queries are split in half",
+                    f"{self.label}.dim",
+                    self.dim,
+                    "must be even, because queries are split in half",
                     "Use an even width.",
-                )  # fmt: skip
+                )
             if self.top_k % self.num_heads:
                 raise ConfigError(
-                    "peer.top_k",
+                    f"{self.label}.top_k",
                     self.top_k,
                     f"must be divisible by num_heads = {self.num_heads}; it is the total per token",
                     "Choose a multiple of num_heads.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,13 +31,11 @@ class TopKRouter(CentroidRouter):
         and the centroids learn nothing from the output (for experts taken from a dense network).
         """
 
-        label: ClassVar[str] = "topk"
-
         gate: TokenGate = "token_choice"
 
         def check(self) -> None:
             super().check()
-            check_choice("topk.gate", self.gate, TokenGate)
+            check_choice(f"{self.label}.gate", self.gate, TokenGate)
 
         def build(self) -> TopKRouter:
             return TopKRouter(self)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.bench.report import fastest_air, fastest_baseline, timed, typical
+from airmoe.files import write_bytes
 
 DARK, OURS, NAMED, OTHER = "#222222", "#3b6fb6", "#8c96a3", "#d3d8df"
 
@@ -41,8 +43,11 @@ def draw(results: dict[str, Any], path: Path) -> None:
     axes.xaxis.set_visible(False)
     axes.spines[:].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=130)
+    kind, content = path.suffix.lstrip(".") or "png", io.BytesIO()
+    metadata = {"Date": None} if kind == "svg" else None
+    figure.savefig(content, format=kind, metadata=metadata, dpi=130)
     plt.close(figure)
+    write_bytes(path, content.getvalue())
 
 
 def _colours(bars: list[dict[str, Any]], *named: dict[str, Any] | None) -> list[str]:

@@ -15,6 +15,7 @@ from airmoe.experiments.report.reading import read_everything
 from airmoe.experiments.report.record import write_record
 from airmoe.experiments.report.records import plan_records, write_records
 from airmoe.experiments.report.study_records import plan_studies, write_studies
+from airmoe.files import write_bytes
 
 REPORT = "report.json"
 
@@ -46,8 +47,8 @@ def write_report(
     figures = folder / "figures"
     (figures if report.drawings else folder).mkdir(parents=True, exist_ok=True)
     for drawing in report.drawings:
-        (figures / f"{drawing.picture.name}.svg").write_text(drawing.svg, encoding="utf-8")
-        (figures / f"{drawing.picture.name}.pdf").write_bytes(drawing.pdf)
+        write_bytes(figures / f"{drawing.picture.name}.svg", drawing.svg.encode())
+        write_bytes(figures / f"{drawing.picture.name}.pdf", drawing.pdf)
     inline = {drawing.picture.name: drawing.inline for drawing in report.drawings}
     texts = {
         "report.md": markdown(report.document),
@@ -55,7 +56,7 @@ def write_report(
         "report.html": html(report.document, inline),
     }
     for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        write_bytes(folder / name, text.encode())
     write_record(record, folder / REPORT)
     write_records(planned)
     write_studies(studies)
