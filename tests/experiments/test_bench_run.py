@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from airmoe import MoELayer
+from airmoe import ConfigError, MoELayer
 from airmoe.experiments.bench import run as bench
 from airmoe.experiments.bench import step
 from airmoe.experiments.bench.entries import ENTRIES
@@ -315,3 +315,11 @@ def test_a_figure_of_stored_results_measures_nothing(tmp_path: Path) -> None:
     outcome = airmoe(*arguments, cwd=tmp_path)
     assert (outcome.code, outcome.out) == (0, "figure: speed.svg\n"), outcome
     assert (tmp_path / "speed.svg").exists()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"phase": 7}', "[" * 5000])
+def test_stored_results_that_are_none(content: str, tmp_path: Path) -> None:
+    (tmp_path / "paper.json").write_text(content)
+    options = bench.Options(out=tmp_path, figure=tmp_path / "speed.svg")
+    with pytest.raises(ConfigError, match=r"bench\.out: got .*must be"):
+        bench.Bench(options, Console())._draw([])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import re
 import shutil
@@ -143,6 +144,23 @@ def test_without_matplotlib_all_but_the_figures(
     assert "![" not in text and "![" in with_figures and not (tmp_path / "figures").exists()
     assert "<figure" not in (tmp_path / "report.html").read_text()
     assert (tmp_path / "report.json").read_bytes() == (out / "report.json").read_bytes()
+
+
+def test_a_full_disk_leaves_what_was_there(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_report([out / "report.json"], tmp_path)
+    for file in (tmp_path / "figures").iterdir():
+        file.write_bytes(b"old")
+
+    def full(_handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("airmoe.files.os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_report([out / "report.json"], tmp_path)
+    found = list((tmp_path / "figures").iterdir())
+    assert found and {file.read_bytes() for file in found} == {b"old"}
 
 
 def test_report_json_is_small_and_knows_no_machine(out: Path, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,6 +123,26 @@ def test_a_single_run_is_no_suite(tmp_path: Path) -> None:
 def test_a_damaged_plan(text: str, part: str, tmp_path: Path) -> None:
     (tmp_path / "suite.json").write_text(text)
     with pytest.raises(ConfigError, match=part):
+        open_suite(tmp_path, make_plan("main", "tiny"))
+
+
+PLAN = {"format": 1, "suite": "main", "preset": "tiny", "budget": {}}
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        {"seeds": [[]], "runs": []},
+        {"seeds": 7, "runs": []},
+        {"seeds": [], "runs": [{}]},
+        {"seeds": [], "runs": [7]},
+        {"seeds": [], "runs": [{"folder": [], "config": {}}]},
+    ],
+    ids=str,
+)
+def test_a_plan_with_other_fields(rest: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "suite.json").write_text(json.dumps(PLAN | rest))
+    with pytest.raises(ConfigError, match="must be the plan of a suite"):
         open_suite(tmp_path, make_plan("main", "tiny"))
 
 

@@ -79,7 +79,9 @@ def test_an_own_router_needs_no_budget_where_its_options_are_given(
     monkeypatch.setitem(ROUTERS, "own", OwnRouter)
     router: Any = config_of("topk", router="own", router_options={"depth": 3}).router_config()
     assert (router.dim, router.num_experts, router.top_k, router.depth) == (16, 36, 4, 3)
-    with pytest.raises(ConfigError, match=r"own\.depth: .*router_options.*Config\.for_budget"):
+    with pytest.raises(
+        ConfigError, match=r"model\.router_options\.depth: .*router_options.*Config\.for_budget"
+    ):
         config_of("topk", router="own", router_options={})
     with pytest.raises(ConfigError, match=r"own\.width: .*is not an option"):
         config_of("topk", router="own", router_options={"depth": 3, "width": 3})

@@ -235,14 +235,26 @@ class Bench:
             if not file.is_file():
                 rule = f"is drawn from {file}, which is not there"
                 raise ConfigError("bench.figure", str(path), rule, "Measure first: airmoe bench.")
-            drawable = [read_json(file)]
-        draw(drawable[0], path)
+            drawable = [_stored(file)]
+        try:
+            draw(drawable[0], path)
+        except (LookupError, TypeError, AttributeError) as error:
+            rule = f"must be what `airmoe bench` wrote ({type(error).__name__}: {error})"
+            raise ConfigError("bench.out", str(self.options.out), rule, "Measure again.") from error
         self._say(f"figure: {path}")
 
     def _say(self, text: str, style: str = "default") -> None:
         self.console.print(
             visible(text), style=style, markup=False, highlight=False, soft_wrap=True
         )
+
+
+def _stored(file: Path) -> dict[str, Any]:
+    try:
+        return read_json(file)
+    except ValueError as error:
+        rule = f"must be JSON ({error})"
+        raise ConfigError("bench.out", str(file), rule, "Measure again: airmoe bench.") from error
 
 
 def _summary(result: Result) -> str:

@@ -125,8 +125,8 @@ def _read(suite: SuiteFolder) -> dict[str, Any]:
         values = read_json(suite.file)
         found = values["format"]
         _ = [values[name] for name in ("suite", "preset", "budget")]
-        _ = set(values["seeds"]), [(run["folder"], run["config"]) for run in values["runs"]]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        _ = set(values["seeds"]), {run["folder"]: run["config"] for run in values["runs"]}
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             "out", str(suite.file), f"must be the plan of a suite ({error})", "Use another --out."
         ) from error
