@@ -344,9 +344,8 @@ def _as_typed(error: ConfigError, label: str) -> ConfigError:
     if before != label:
         return error
     field = f"model.{TYPED[name]}" if name in TYPED else f"model.router_options.{name}"
-    rule, remedy = (
-        re.sub(r"\btop_k\b", TYPED["top_k"], text) for text in (error.rule, error.remedy)
-    )
+    remedy = error.remedy.replace(f"options: {', '.join(TYPED)}, ", "options: ")  # the model's
+    rule, remedy = (re.sub(r"\btop_k\b", TYPED["top_k"], text) for text in (error.rule, remedy))
     return ConfigError(field, error.value, rule, remedy)
 
 
