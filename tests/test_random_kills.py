@@ -1,0 +1,152 @@
+"""Whatever is killed at whatever moment ends, begun again, like what never was."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from airmoe.data import PrepareConfig, prepare
+from airmoe.errors import ConfigError
+from airmoe.experiments.report import write_report
+from airmoe.experiments.suites import Plan, make_plan, run_suite
+from airmoe.files import LOCK, check_unlocked
+from airmoe.training import RunConfig
+from tests.data.common import folder_bytes
+from tests.experiments.forked import fork_runs
+from tests.random_kills import KILLS, kill_at_random
+from tests.training.runs import (
+    assert_same_run,
+    assignments,
+    in_process,
+    quiet,
+    resume_here,
+    small_model,
+    small_run,
+    train_here,
+    write_text,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+    """A short run with lists that live several steps, and the one that was never killed."""
+    folder = tmp_path_factory.mktemp("kills")
+    model = small_model(num_experts_per_tok=2)
+    model["router_options"] = {**model["router_options"], "refresh_every": 3}
+    config = small_run(folder, model, documents=60, steps=8, eval_every=2, log_every=1)
+    assert in_process(lambda: train_here(config, folder / "whole")) == 0
+    return config, folder
+
+
+def killed(
+    job: Callable[[], object], folder: Path, check: Callable[[], object], share: int
+) -> None:
+    """As many as this part of the work gets, and no fewer than asked for."""
+    wanted = max(1, KILLS * share // 8)
+    assert kill_at_random(job, folder, check, wanted, seed=share) >= wanted
+
+
+def test_train(toy: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    config, folder = toy
+    run = tmp_path / "run"
+
+    def job() -> None:
+        if (run / "run.json").exists():
+            resume_here(run)
+        else:
+            train_here(config, run)
+
+    def check() -> None:
+        assert_same_run(run, folder / "whole")
+        shutil.rmtree(run)
+
+    killed(job, run, check, 3)
+
+
+def test_prepare(tmp_path: Path) -> None:
+    text = write_text(tmp_path, 120)
+    os.mkdir(tmp_path / "work")
+
+    def settings(out: Path) -> PrepareConfig:
+        return PrepareConfig(
+            corpus=str(text), tokenizer="bpe:280", out=str(out), validation_fraction=0.1, workers=1
+        )
+
+    prepare(settings(tmp_path / "whole"), _shard_tokens=700)
+    whole = folder_bytes(tmp_path / "whole")
+
+    def check() -> None:
+        assert os.listdir(tmp_path / "work") == ["out"]
+        assert folder_bytes(tmp_path / "work" / "out") == whole
+        shutil.rmtree(tmp_path / "work" / "out")
+
+    out = tmp_path / "work" / "out"
+    killed(lambda: prepare(settings(out), _shard_tokens=700), out.parent, check, 2)
+
+
+def plan_of(config: RunConfig) -> Plan:
+    short = ["training.steps=4", "training.eval_every=2"]
+    return make_plan("granularity", "tiny", [*assignments(config), *short])
+
+
+@pytest.fixture(scope="module")
+def suite(toy: tuple[RunConfig, Path]) -> Path:
+    config, folder = toy
+
+    def job() -> None:
+        fork_runs()()
+        assert run_suite(plan_of(config), folder / "suite", quiet()) == 0
+
+    assert in_process(job) == 0
+    return folder / "suite"
+
+
+def wait_for_runs(suite: Path) -> None:
+    """A run ends a moment after its suite."""
+    deadline = time.monotonic() + 20
+    for lock in suite.glob(f"*/{LOCK}"):
+        while time.monotonic() < deadline:
+            try:
+                check_unlocked(lock.parent, "run", "is being trained")
+                break
+            except ConfigError:
+                time.sleep(0.01)
+
+
+def test_suite(toy: tuple[RunConfig, Path], suite: Path, tmp_path: Path) -> None:
+    """The suite's own process is killed, and with it the run it waits for."""
+    config, _ = toy
+    plan, out = plan_of(config), tmp_path / "suite"
+
+    def job() -> None:
+        wait_for_runs(out)
+        fork_runs()()
+        assert run_suite(plan, out, quiet()) == 0
+
+    def check() -> None:
+        for run in plan.runs:
+            assert_same_run(out / run.folder, suite / run.folder)
+        names = sorted(path.name for path in suite.iterdir())
+        assert sorted(path.name for path in out.iterdir()) == names
+        shutil.rmtree(out)
+
+    killed(job, out, check, 2)
+
+
+def test_report(suite: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    write_report([suite], tmp_path / "whole")
+    whole = folder_bytes(tmp_path / "whole")
+
+    def check() -> None:
+        assert folder_bytes(out) == whole
+        shutil.rmtree(out)
+
+    killed(lambda: write_report([suite], out), out, check, 1)
