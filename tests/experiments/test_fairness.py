@@ -20,7 +20,7 @@ Runs = dict[str, RunConfig]
 
 @pytest.fixture
 def runs() -> Runs:
-    """E = 4096, K = 16, G = 32, M = 128, and their equals."""
+    """E = 1024, K = 32, G = 64, M = 256, and their equals."""
     return dict(SUITES["main"].variants(preset("tiny")))
 
 
@@ -52,31 +52,31 @@ ROUTER = "model.router_options"
             "exact",
             ["model.num_experts_per_tok=8"],
             Rule.ACTIVE,
-            ["16 x 1 = 16 in air, hierarchical", "8 x 1 = 8 in exact", "num_experts_per_tok"],
+            ["32 x 1 = 32 in air, hierarchical", "8 x 1 = 8 in exact", "num_experts_per_tok"],
         ),
         (
             "peer",
-            ["model.num_experts_per_tok=32"],
+            ["model.num_experts_per_tok=64"],
             Rule.ACTIVE,
-            ["16 x 1 = 16 in air", "8 heads x 4 x 1 = 32 in peer", "heads x experts per head"],
+            ["32 x 1 = 32 in air", "8 heads x 8 x 1 = 64 in peer", "heads x experts per head"],
         ),
         (
             "hierarchical",
-            [f"{ROUTER}.num_clusters=64", f"{ROUTER}.num_selected_clusters=2"],
+            [f"{ROUTER}.num_clusters=128", f"{ROUTER}.num_selected_clusters=32"],
             Rule.STRUCTURE,
-            ["32 codewords in air", "64 clusters in hierarchical", "num_codewords"],
+            ["64 codewords in air", "128 clusters in hierarchical", "num_codewords"],
         ),
         (
             "air",
             [f"{ROUTER}.probes=2"],
             Rule.CANDIDATES,
-            ["2 x 128 = 256 in air", "1 x 128 = 128 in hierarchical", "PEER are exempt"],
+            ["2 x 256 = 512 in air", "16 x 16 = 256 in hierarchical", "PEER are exempt"],
         ),
         (
             "coarse",
             ["model.num_experts=128"],
             Rule.PARAMETERS,
-            ["128 experts x 16 in coarse", "4096 experts x 1, 16 active in air", "= 256 experts"],
+            ["128 experts x 32 in coarse", "1024 experts x 1, 32 active in air", "= 32 experts"],
         ),
         (
             "air",
@@ -120,21 +120,21 @@ def test_one_difference_breaks_one_rule(
     assert text in str(caught.value) and "must be a fair comparison" in str(caught.value)
 
 
-def test_fewer_experts_are_fewer_neurons(runs: Runs) -> None:
-    runs["peer"] = changed(runs["peer"], "model.num_experts=1024")
+def test_more_experts_are_more_neurons(runs: Runs) -> None:
+    runs["peer"] = changed(runs["peer"], "model.num_experts=4096")
     first, second = violations(runs)
-    assert "4096 experts x 1 in air, hierarchical, exact; 1024 experts x 1 in peer" in str(first)
+    assert "1024 experts x 1 in air, hierarchical, exact; 4096 experts x 1 in peer" in str(first)
     assert (first.rule, second.rule) == (Rule.PARAMETERS, Rule.PARAMETERS)
-    assert "1024 experts x 1, 16 active in peer" in str(second)
-    assert "Give coarse ceil(E / K) = 64 experts of K x size = 16 neurons." in str(second)
+    assert "4096 experts x 1, 32 active in peer" in str(second)
+    assert "Give coarse ceil(E / K) = 128 experts of K x size = 32 neurons." in str(second)
 
 
 def test_a_coarse_model_rounds_its_experts_up(runs: Runs) -> None:
-    """ceil(E / K): 4100 experts, 16 active, make 257."""
+    """ceil(E / K): 4100 experts, 32 active, make 129."""
     granular = changed(runs["exact"], "model.num_experts=4100")
-    coarse = changed(runs["coarse"], "model.num_experts=257")
+    coarse = changed(runs["coarse"], "model.num_experts=129")
     assert violations({"exact": granular, "coarse": coarse}) == []
-    assert "= 257 experts" in str(only({"exact": granular, "coarse": runs["coarse"]}))
+    assert "= 129 experts" in str(only({"exact": granular, "coarse": runs["coarse"]}))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_coarse_model_rounds_its_experts_up(runs: Runs) -> None:
         (
             "air",
             {"shortlist_size": 8},
-            ["shortlist_size 8 (must be >= num_experts_per_tok = 16", "Raise"],
+            ["shortlist_size 8 (must be >= num_experts_per_tok = 32", "Raise"],
         ),
         (
             "air",
@@ -154,7 +154,7 @@ def test_a_coarse_model_rounds_its_experts_up(runs: Runs) -> None:
         (
             "hierarchical",
             {"num_clusters": 1024},
-            ["gives 4 candidates, must be >= top_k = 16", "Raise num_selected_clusters"],
+            ["gives 16 candidates, must be >= top_k = 32", "Raise num_selected_clusters"],
         ),
     ],
 )
@@ -174,7 +174,7 @@ def test_settings_no_router_can_have(
 
 
 def test_only_the_rules_of_a_suite_are_asked(runs: Runs) -> None:
-    runs["air"] = changed(runs["air"], f"{ROUTER}.num_codewords=64", f"{ROUTER}.shortlist_size=256")
+    runs["air"] = changed(runs["air"], f"{ROUTER}.num_codewords=32", f"{ROUTER}.shortlist_size=128")
     found = [violation.rule for violation in violations(runs)]
     assert found == [Rule.STRUCTURE, Rule.CANDIDATES]
     assert violations(runs, SUITES["codebook"].rules) == []

@@ -12,7 +12,7 @@ from airmoe.model import METHODS
 from airmoe.training import RunConfig
 
 SIZES = [
-    ["model.num_experts=1024"],
+    ["model.num_experts=4096"],
     ["model.num_experts_per_tok=64"],
     ["model.router_options.num_codewords=32", "model.router_options.shortlist_size=256"],
     ["model.expert_size=2", "model.hidden_size=64", "model.router_options.jitter_std=0.05"],
@@ -61,9 +61,9 @@ def test_options_of_the_method_s_own_router() -> None:
 @pytest.mark.parametrize("method", ["exact", "peer", "coarse", "expert_choice", "dense"])
 def test_sizes_that_the_lists_of_the_preset_do_not_fit(method: str) -> None:
     run = method_run("tiny", method, ["model.num_experts=64"])
-    assert run.model["num_experts"] == (4 if method == "coarse" else 64)
+    assert run.model["num_experts"] == (2 if method == "coarse" else 64)
     for needs_lists in ("air", "hierarchical"):
-        with pytest.raises(ConfigError, match=r"model\.router_options\.shortlist_size: got 128"):
+        with pytest.raises(ConfigError, match=r"model\.router_options\.shortlist_size: got 256"):
             method_run("tiny", needs_lists, ["model.num_experts=64"])
     sizes = ["model.num_experts=64", "model.router_options.shortlist_size=99"]
     with pytest.raises(ConfigError, match=r"model\.router_options\.shortlist_size: got 99"):

@@ -104,8 +104,8 @@ def test_mean_and_spread(main: Table) -> None:
 
 def test_entropy_stands_beside_its_maximum(main: Table) -> None:
     cells = column(main, "entropy, nats")
-    assert cells["AIR"].text == f"7.90 of {math.log(4096):.2f}"
-    assert cells["Coarse"].text == f"4.90 of {math.log(256):.2f}"
+    assert cells["AIR"].text == f"7.90 of {math.log(1024):.2f}"
+    assert cells["Coarse"].text == f"4.90 of {math.log(32):.2f}"
 
 
 def bold(table: Table, title: str) -> list[str]:
@@ -384,12 +384,12 @@ def test_granularity_and_codebook_rows(tmp_path: Path) -> None:
     table = granularity_table(only_group(tmp_path / "g"))
     assert [row[0].text for row in table.rows] == ["1", "2", "16"]
     assert column(table, "loss, nats")["1"].text == f"{math.log(90):.2f}"
-    books = {"g64-m64-p1": {"perplexity": 62.0}, "g16-m256-p2": {"perplexity": 60.0}}
+    books = {"g64-m128-p1": {"perplexity": 62.0}, "g32-m256-p2": {"perplexity": 60.0}}
     write_suite(tmp_path / "c" / "s", "codebook", books)
     table = codebook_table(only_group(tmp_path / "c"))
     first = [[cell.text for cell in row[:4]] for row in table.rows]
-    assert first == [["16", "256", "2", "1"], ["64", "64", "1", "1"]]
-    assert column(table, "its bound")["16"].text == "1e-09"
+    assert first == [["32", "256", "2", "1"], ["64", "128", "1", "1"]]
+    assert column(table, "its bound")["32"].text == "1e-09"
 
 
 @pytest.mark.parametrize(
