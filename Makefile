@@ -1,4 +1,4 @@
-# Every target works from a bare clone: it makes .venv and installs what it needs, once.
+# Every target works from a bare clone: it makes .venv and installs what the lock pins, once.
 PYTHON ?= python3
 PYTEST_ARGS ?=
 
@@ -7,17 +7,19 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 CONSTRAINTS := constraints/cpu.txt
 
-.PHONY: help install check test test-oldest test-torch test-browser test-gpu demo report bench
+.PHONY: help install lock check test test-oldest test-newest test-torch test-browser test-gpu demo report bench
 help:
 	@echo "make demo      train a tiny AIR model and its twins at equal budget, and compare them"
 	@echo "make report    five methods and four ablations at tiny size, then tables and figures"
 	@echo "make test      lint, type-check and test"
 	@echo "make check     lint and type-check only"
 	@echo "make test-gpu  the tests that need a CUDA device"
-	@echo "make test-oldest  the tests of swapped models with the oldest transformers supported"
+	@echo "make test-oldest  all tests with the oldest packages supported (constraints/oldest.txt)"
+	@echo "make test-newest  types and all tests with the newest packages, not those of the lock"
 	@echo "make test-torch  all tests with the oldest torch supported, or TORCH=2.15.0 (gigabytes of CUDA)"
 	@echo "make test-browser  those of the report's page, in a headless Chromium"
 	@echo "make bench     speed and memory beside the paper's listing and PEER-pytorch, on the CPU"
+	@echo "make lock      pin every package anew: constraints/cpu.txt and constraints/oldest.txt"
 	@echo "make install   set up $(VENV) (all of the above do it by themselves)"
 
 install: $(VENV)/installed
@@ -48,15 +50,34 @@ check: install
 test: check
 	$(RUN) -m pytest -n auto $(PYTEST_ARGS)
 
-# Everything else runs with the newest transformers that installs.
 test-oldest: $(VENV)-oldest/installed
-	$(VENV)-oldest/bin/python -m pytest -n auto tests/moe tests/docs/test_drop_in.py $(PYTEST_ARGS)
+	$(VENV)-oldest/bin/python -m pytest -n auto $(PYTEST_ARGS)
 
-$(VENV)-oldest/installed: pyproject.toml $(CONSTRAINTS) constraints/oldest.txt
+$(VENV)-oldest/installed: pyproject.toml constraints/oldest.txt
 	$(PYTHON) -m venv $(VENV)-oldest
-	$(VENV)-oldest/bin/python -m pip --disable-pip-version-check install -q -c $(CONSTRAINTS) \
+	$(VENV)-oldest/bin/python -m pip --disable-pip-version-check install -q \
 	  -c constraints/oldest.txt -e '.[dev]'
 	@touch $@
+
+# Types too, since a new release may break them first; not ruff, whose new rules break no user.
+# Installed anew each time: what was newest last week is not what this is about.
+test-newest:
+	$(PYTHON) -m venv --clear $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip --disable-pip-version-check install -q \
+	  -c constraints/torch.txt -e '.[dev]'
+	$(VENV)-newest/bin/python -m pyright --pythonpath $(VENV)-newest/bin/python
+	$(VENV)-newest/bin/python -m pytest -n auto $(PYTEST_ARGS)
+
+# Every package, transitive ones too, of all extras and Pythons. Without hashes: torch is another file
+# in every index (a CPU build here, one with CUDA there), and pip wants hashes for all or for none.
+LOCK = $(VENV)-lock/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --all-extras \
+  --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" pyproject.toml
+lock: constraints/cpu.in constraints/oldest.in constraints/torch.txt
+	$(PYTHON) -m venv $(VENV)-lock
+	$(VENV)-lock/bin/python -m pip --disable-pip-version-check install -q uv
+	$(LOCK) -c constraints/torch.txt -c constraints/cpu.in -o constraints/cpu.txt
+	$(LOCK) -c constraints/torch.txt -c constraints/oldest.in -o constraints/oldest.txt
+	sed -i 's/^\(torch==[^+ ]*\)+[a-z0-9.]*/\1/' constraints/cpu.txt constraints/oldest.txt
 
 # With the Triton that this torch brings.
 TORCH ?= 2.11.0

@@ -7,11 +7,17 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "airmoe"
@@ -171,6 +177,31 @@ def test_no_file_contains_a_machine_path() -> None:
                 if MACHINE_PATH.search(text)
             ]
     assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("lock", ["cpu", "oldest"])
+def test_the_lock_pins_every_package(lock: str) -> None:
+    """All extras and what they need in turn, exactly, and without the address of an index."""
+    text = (ROOT / "constraints" / f"{lock}.txt").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    wrong = [line for line in lines if not re.match(r"[a-z0-9.-]+==[0-9][\w.]*( ; .+)?$", line)]
+    assert not wrong
+    pinned = {line.partition("==")[0] for line in lines}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].values()
+    todo = [Requirement(text) for text in chain(project["dependencies"], *extras)]
+    seen: set[str] = {"airmoe"}
+    while todo:
+        name = canonicalize_name(todo.pop().name)
+        if name in seen:
+            continue
+        seen.add(name)
+        if f"transformers=={version('transformers')}" not in lines:
+            continue  # what this one needs in turn is not known here
+        with suppress(PackageNotFoundError):  # of the extras, some are not installed here
+            needs = map(Requirement, requires(name) or ())
+            todo += [need for need in needs if need.marker is None or need.marker.evaluate()]
+    assert len(seen) > 20 and not seen - pinned - {"airmoe"}
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
