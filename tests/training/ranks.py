@@ -126,7 +126,9 @@ def take_up(run: Path, name: str) -> None:
     numbers = {
         "steps": torch.tensor([trainer.state.global_step]),
         "rates": torch.tensor(trainer.lr_scheduler.get_last_lr()),  # pyright: ignore
-        "shards": torch.tensor([isinstance(one, DTensor) for one in trainer.model.parameters()]),
+        "shards": torch.tensor(
+            [isinstance(one, DTensor) for one in trainer.airmoe_model.parameters()]
+        ),
     }
     save_file(
         {

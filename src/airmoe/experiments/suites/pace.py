@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import mean
 from typing import Any
-
-from airmoe.training.run_log import parsed
 
 TAIL_BYTES = 2**16  # some hundred lines
 
@@ -44,7 +43,16 @@ def last_lines(log: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     # The first may have been cut by us, and the last is still being written.
-    return [line for text in lines[1 if start else 0 : -1] if (line := parsed(text)) is not None]
+    return [line for text in lines[1 if start else 0 : -1] if (line := _line(text)) is not None]
+
+
+def _line(text: bytes) -> dict[str, Any] | None:
+    """None for a damaged one."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and "step" in line else None
 
 
 def pace_of(lines: Sequence[dict[str, Any]], steps: int) -> Pace | None:
