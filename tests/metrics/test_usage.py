@@ -111,7 +111,8 @@ def test_staleness_of_moved_codewords(jitter_std: float) -> None:
 def test_staleness_has_the_jitter_of_the_lists_in_use() -> None:
     """Micro-batches draw anew; with a codebook that stands still the lists do not age by that."""
     router: AirRouter = build("air", jitter_std=0.3, codebook="static")
-    router.set_tracked(router)  # its optimizer never steps
+    optimizer = torch.optim.SGD(router.parameters())  # never steps
+    track_optimizer(router, optimizer)
     for _ in range(3):
         router.observe(torch.randn(64, DIM))
         assert shortlist_staleness(router) == 0.0

@@ -41,9 +41,9 @@ class Tracking:
         self._routers, self._optimizer = routers, weakref.ref(optimizer)
 
     def remove(self) -> None:
-        optimizer = self._optimizer()
-        for router in self._routers if optimizer is not None else []:
-            router.unfollow(optimizer)
+        if (optimizer := self._optimizer()) is not None:
+            for router in self._routers:
+                router.unfollow(optimizer)
 
 
 def track_optimizer(model: nn.Module, optimizer: Any) -> Tracking:
