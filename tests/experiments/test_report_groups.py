@@ -55,7 +55,7 @@ def test_where_no_one_is_to_blame_it_is_a_note(tmp_path: Path) -> None:
 def test_seeds_of_a_variant_share_their_settings(tmp_path: Path) -> None:
     runs = {"air": {"perplexity": [60.0, 61.0]}, "peer": {"perplexity": [62.0, 63.0]}}
     write_suite(tmp_path / "s", "main", runs, seeds=(42, 43))
-    change_config(tmp_path / "s" / "air-seed43", "model", num_experts_per_tok=32)
+    change_config(tmp_path / "s" / "air-seed43", "model", num_experts_per_tok=16)
     found = grouped(read_all([tmp_path]))
     first, other = found.groups
     assert [(run.variant, run.seed) for run in first.runs] == [
@@ -64,7 +64,7 @@ def test_seeds_of_a_variant_share_their_settings(tmp_path: Path) -> None:
         ("peer", 43),
     ]
     assert [(run.variant, run.seed) for run in other.runs] == [("air", 43)]
-    assert other.title == f"{first.title}, with model.num_experts_per_tok = 32"
+    assert other.title == f"{first.title}, with model.num_experts_per_tok = 16"
     (note,) = found.notes
     assert note.endswith("not every variant has every seed (42 of air; 42, 43 of peer)")
 

@@ -80,9 +80,10 @@ def test_runs_import_the_modules_of_their_suite(
     started: list[list[str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda words, **_: started.append(words))
     start_process(suite, plan.runs[0], BytesIO(), ["no_such_module"])
-    assert started[0][3:] == [str(tmp_path), plan.runs[0].folder, "no_such_module"]
+    assert started[0][1:3] == ["-P", "-m"]
+    assert started[0][4:] == [str(tmp_path), plan.runs[0].folder, "no_such_module"]
     monkeypatch.setattr(child, "end_with_parent", lambda: None)
-    monkeypatch.setattr(sys, "argv", started[0][2:])
+    monkeypatch.setattr(sys, "argv", started[0][3:])
     with pytest.raises(SystemExit) as stop:
         child.main()
     assert stop.value.code == 2 and "import: got 'no_such_module'" in capfd.readouterr().err
@@ -316,7 +317,10 @@ def test_seeds_and_budgets() -> None:
             ["overrides: got 'training.steps=9'", "cannot be given with --tokens"],
         ),
         (["main", "tiny", "model.router=topk"], ["model.router: got 'topk'", "must be 'air'"]),
-        (["main", "tiny", "model.router_options.shortlist_size=8"], ["must be >= top_k = 32"]),
+        (
+            ["main", "tiny", "model.router_options.shortlist_size=8"],
+            ["must be >= num_experts_per_tok = 32"],
+        ),
         (
             ["granularity", "tiny", "model.num_experts=4100"],
             ["model.num_experts: got 4100", "must be a multiple of num_experts_per_tok = 32"],
