@@ -386,7 +386,9 @@ def test_an_argument_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 
 
 def test_text_in_the_place_of_prepared_text_is_not_to_be_deleted(tmp_path: Path) -> None:
-    texts = write_text(tmp_path, 60).parent
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    write_text(texts, 60)
     outcome = airmoe("train", "tiny", f"data.folder={texts}", "--run", tmp_path / "run")
     assert_one_line(outcome, 2, "holds text.txt", f"airmoe prepare {texts} --out", "data.folder=")
     assert "elete" not in outcome.err

@@ -154,7 +154,10 @@ def test_a_coarse_model_rounds_its_experts_up(runs: Runs) -> None:
         (
             "hierarchical",
             {"num_clusters": 1024},
-            ["gives 16 candidates, must be >= top_k = 32", "Raise num_selected_clusters"],
+            [
+                "gives 16 candidates, must be >= num_experts_per_tok = 32",
+                "Raise num_selected_clusters",
+            ],
         ),
     ],
 )

@@ -26,6 +26,7 @@ from airmoe.experiments.report.reading import read_everything
 from airmoe.experiments.report.study_records import plan_studies
 from airmoe.experiments.report.words import ROW_FIELDS, filled, named_runs
 from airmoe.files import read_json, write_json
+from airmoe.training.checkpoints import write_manifest
 from airmoe.training.run_folder import open_run
 from tests.experiments.report_toys import write_run
 from tests.training.command import airmoe, assert_one_line
@@ -164,6 +165,7 @@ def untrained(run: Path) -> None:
     (name,) = (name for name in tensors if name.endswith("codebook.initialized"))
     tensors[name] = torch.tensor(False)
     save_file(tensors, file, metadata={"format": "pt"})
+    write_manifest(file.parent, 2, open_run(run).sha256())
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def exact_logits(router: Any, hidden: Tensor) -> Tensor:
         return hidden @ (F.normalize(rows, dim=1) if normalize else rows).T
 
     logits = scores(router.centroids)
-    if router.config.label == "hierarchical":
+    if router.config.label == "HierarchicalRouter.Config":
         clusters = scores(router.cluster_centroids)
         logits = logits + clusters.repeat_interleave(NUM_EXPERTS // clusters.shape[1], dim=1)
     return logits
@@ -73,11 +73,11 @@ def nearest(router: AirRouter, hidden: Tensor) -> Tensor:
 def candidates(router: Any, hidden: Tensor) -> list[set[int]]:
     """The experts each token may choose from, without jitter."""
     config = router.config
-    if config.label == "air":
+    if config.label == "AirRouter.Config":
         of_codewords = exact_logits(router, router.codebook.codewords)
         lists = of_codewords.topk(config.shortlist_size, dim=1).indices
         return [set(lists[codes].flatten().tolist()) for codes in nearest(router, hidden)]
-    if config.label == "hierarchical":
+    if config.label == "HierarchicalRouter.Config":
         rows = router.cluster_centroids.detach().double()
         rows = F.normalize(rows, dim=1) if config.normalize_centroids else rows
         chosen = (hidden.double() @ rows.T).topk(config.num_selected_clusters, dim=1).indices

@@ -54,7 +54,7 @@ ARGUMENTS: list[Refusal] = [
             )
         },
         "router.gate",
-        "got 'hierarchical', must be 'binary'",
+        "got 'HierarchicalRouter.Config', must be 'binary'",
     ),
     (
         "experts that choose",

@@ -72,10 +72,10 @@ class CellExperts(torch.autograd.Function):
             weights = _per_neuron(gates[rows].to(work), size)  # [rows, neurons]
             # Who was not chosen adds nothing, even where its activation overflows: act(0) is 0.
             unused = weights == 0
-            part_up = (tokens_hidden @ read_up(pool).T).masked_fill_(unused, 0)
+            part_up = (tokens_hidden @ read_up(pool).T).masked_fill(unused, 0)
             part_gate = None
             if read_gate is not None and pre_gate is not None:
-                part_gate = (tokens_hidden @ read_gate(pool).T).masked_fill_(unused, 0)
+                part_gate = (tokens_hidden @ read_gate(pool).T).masked_fill(unused, 0)
                 if form.keep:
                     pre_gate[rows] = part_gate
             if form.keep:
@@ -112,7 +112,7 @@ class CellExperts(torch.autograd.Function):
             tokens_grad = grad_output.index_select(0, tokens)
             weights = _per_neuron(gates[rows].to(work), size)
             grad_weighted = tokens_grad @ read["down"](pool).T  # [rows, neurons]
-            grad_weighted.masked_fill_(weights == 0, 0)
+            grad_weighted = grad_weighted.masked_fill(weights == 0, 0)
             active, grads = _activation_backward(
                 form.activation,
                 pre_up[rows],
