@@ -147,17 +147,29 @@ def test_any_pre_activation_gives_what_the_formula_does(
 @dtypes
 @pytest.mark.usefixtures("_both_sizes")
 def test_extreme_experts(activation: Activation, dtype: torch.dtype) -> None:
-    """In a list, and in an unused slot, where not even an overflow shows."""
+    """Pre-activations of 100 and +-10,000."""
     case = Case(tokens=6, top_k=8, dim=40, activation=activation, popular=0)
     inputs = case.inputs(dtype)
-    inputs["expert_ids"] %= 2  # but for these three; the weight of the first is 0
+    inputs["expert_ids"] %= 2  # but for these three
     inputs["expert_ids"][:, 1:4] = torch.tensor([2, 3, 4])
-    inputs["weights"][:, 2:4] = 0.1
+    inputs["weights"][:, 1:4] = 0.1
     inputs["hidden"][:, 0] = 4
     inputs["down"] /= 16  # float16 ends at 65504
     pre = inputs["gate" if is_gated(activation) else "up"]  # the first column: a quarter of it
-    pre[2:5, 0] = torch.tensor([torch.finfo(dtype).max, 2.5e3, -2.5e3])
+    pre[2:5, 0] = torch.tensor([25.0, 2.5e3, -2.5e3])
     assert_as_good(case.run, inputs)
+
+
+@pytest.mark.usefixtures("_both_sizes")
+def test_a_weight_of_0_has_its_gradient() -> None:
+    """A router of one's own may start there: every expert of a list was chosen."""
+    case = Case(tokens=6, top_k=8, dim=40, popular=0)
+    inputs = case.inputs(torch.float32)
+    inputs["weights"].zero_()
+    assert_as_good(case.run, inputs)
+    weights = inputs["weights"].requires_grad_()
+    (grad,) = torch.autograd.grad(case.run(inputs)["output"].sum(), weights)
+    assert (grad != 0).all()
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 100), (7, 37), (64, 3), (65, 3)])

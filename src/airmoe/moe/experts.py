@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from airmoe.config import check_choice, check_count
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
-from airmoe.kernels.cell_experts import Activation, cell_experts, is_gated
+from airmoe.kernels.cell_experts import Activation, activate, cell_experts, is_gated
 from airmoe.kernels.cells import make_cells
 from airmoe.kernels.rows import gather_dot, scatter_total
 from airmoe.kernels.token_experts import SMALL_BATCH, token_experts
-from airmoe.kernels.token_experts.reference import weigh
 from airmoe.routers.base import run_eagerly
 from airmoe.routers.routing import (
     CellRouting,
@@ -149,9 +148,9 @@ class _Experts(nn.Module):
     ) -> Tensor:
         tokens = routing.token_ids.repeat_interleave(self.expert_size, dim=0)  # [E * S, C]
         pre_gate = None if gate is None else gather_dot(gate, hidden, tokens)
-        weights = routing.weights.to(hidden.dtype).repeat_interleave(self.expert_size, dim=0)
-        weighted = weigh(self.activation, gather_dot(up, hidden, tokens), pre_gate, weights)
-        return scatter_total(weighted, down, tokens, hidden.shape[0])
+        active = activate(self.activation, gather_dot(up, hidden, tokens), pre_gate)
+        weights = routing.weights.to(active.dtype).repeat_interleave(self.expert_size, dim=0)
+        return scatter_total(active * weights, down, tokens, hidden.shape[0])
 
     def _check(self, hidden: Tensor, routing: Routing) -> None:
         label = type(self).__name__

@@ -22,16 +22,9 @@ def token_experts(
     """sum_k weights[t, k] * act(<hidden[t], up[id]>) * down[id], over all neurons of an expert."""
     neurons = neuron_rows(expert_ids, expert_size)  # [T, K * S]
     pre_gate = None if gate is None else gather_dot(hidden, gate, neurons)
-    weights = weights.to(hidden.dtype).repeat_interleave(expert_size, dim=-1)
-    weighted = weigh(activation, gather_dot(hidden, up, neurons), pre_gate, weights)
-    return gather_total(weighted, down, neurons)
-
-
-def weigh(activation: Activation, up: Tensor, gate: Tensor | None, weights: Tensor) -> Tensor:
-    """Activated values times `weights`: 0 where the weight is, even if the activation overflows."""
-    unused = weights == 0
-    gate = None if gate is None else gate.masked_fill(unused, 0)
-    return activate(activation, up.masked_fill(unused, 0), gate) * weights
+    active = activate(activation, gather_dot(hidden, up, neurons), pre_gate)
+    weights = weights.to(active.dtype).repeat_interleave(expert_size, dim=-1)
+    return gather_total(active * weights, down, neurons)
 
 
 def neuron_rows(expert_ids: Tensor, expert_size: int) -> Tensor:

@@ -68,7 +68,6 @@ def _small_batch_kernel(
             tl.store(pre_gate + kept, gate_dots.to(pre_gate.dtype.element_ty), mask=mask)
     exact: tl.constexpr = hidden.dtype.element_ty == tl.float32
     weighted = activate(up_dots, gate_dots, ACTIVATION, exact) * factors
-    weighted = tl.where(factors == 0.0, 0.0, weighted)  # an unused slot adds nothing at all
     part = token * tl.num_programs(1) + tl.program_id(1)
     for column in range(0, DIM, BLOCK_D):
         columns = column + tl.arange(0, BLOCK_D)

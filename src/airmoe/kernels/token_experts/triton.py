@@ -32,10 +32,9 @@ def _weigh_kernel(
 ):  # fmt: skip
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = places < size
+    up_values = tl.load(up + places, mask=mask, other=0.0).to(tl.float32)
+    gate_values = tl.load(gate + places, mask=mask, other=0.0).to(tl.float32)
     factors = tl.load(weights + places // SIZE, mask=mask, other=0.0).to(tl.float32)
-    used = mask & (factors != 0.0)  # an unused slot adds nothing, whatever it would give
-    up_values = tl.load(up + places, mask=used, other=0.0).to(tl.float32)
-    gate_values = tl.load(gate + places, mask=used, other=0.0).to(tl.float32)
     exact: tl.constexpr = up.dtype.element_ty == tl.float32
     values = activate(up_values, gate_values, ACTIVATION, exact) * factors
     tl.store(weighted + places, values.to(weighted.dtype.element_ty), mask=mask)
@@ -62,11 +61,10 @@ def _weigh_grads_kernel(
 ):  # fmt: skip
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = places < size
+    grad = tl.load(grad_weighted + places, mask=mask, other=0.0)
+    up_values = tl.load(up + places, mask=mask, other=0.0).to(tl.float32)
+    gate_values = tl.load(gate + places, mask=mask, other=0.0).to(tl.float32)
     factors = tl.load(weights + places // SIZE, mask=mask, other=0.0).to(tl.float32)
-    used = mask & (factors != 0.0)
-    grad = tl.load(grad_weighted + places, mask=used, other=0.0)
-    up_values = tl.load(up + places, mask=used, other=0.0).to(tl.float32)
-    gate_values = tl.load(gate + places, mask=used, other=0.0).to(tl.float32)
     exact: tl.constexpr = up.dtype.element_ty == tl.float32
     active, grad_up_values, grad_gate_values = activation_grads(
         up_values, gate_values, grad * factors, ACTIVATION, exact
