@@ -45,7 +45,9 @@ def damaged(content: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]
     """`count` damaged versions of a JSON file, each with a word on what was done to it."""
     chance = random.Random(seed)
     for _ in range(count):
-        kind = chance.choice((_cut, _flip, _nest, _change, _change, _change, _remove, _add))
+        kind = chance.choice(
+            (_cut, _flip, _nest, _repeat, _change, _change, _change, _remove, _add)
+        )
         yield kind(content, chance)
 
 
@@ -66,6 +68,16 @@ def _nest(content: bytes, chance: random.Random) -> tuple[str, bytes]:
     place = chance.choice(places) + 1
     return f"deep at {place}", (
         text[:place] + "[" * DEEP + "]" * DEEP + "," + text[place:]
+    ).encode()
+
+
+def _repeat(content: bytes, chance: random.Random) -> tuple[str, bytes]:
+    """A name twice in one object, the second time with another value."""
+    text = content.decode()
+    place = chance.choice([place for place, character in enumerate(text) if character == "{"]) + 1
+    name = text[place:].lstrip().partition(":")[0]
+    return f"{name} twice", (
+        text[:place] + f"{name}: 0," * (name[:1] == '"') + text[place:]
     ).encode()
 
 

@@ -181,10 +181,22 @@ def read_suite(folder: Path) -> object:
 
 
 def read_records(folder: Path) -> object:
-    """Whatever else a record says is another record: only errors count, and none is raised."""
-    record = read_all([folder / "records"])
-    for problem in record.problems:
-        raise ConfigError("record", "mine.json", problem, "")
+    return _without_problems([folder / "records"])
+
+
+def read_result_file(folder: Path) -> object:
+    """The run as a report sees it."""
+    return _without_problems([folder / "mine"])
+
+
+def _without_problems(paths: list[Path]) -> object:
+    """What differs in a valid record is another record: only errors count, in words."""
+    try:
+        problems = read_all(paths).problems
+    except ConfigError as error:
+        problems = [str(error)]
+    for problem in problems:
+        raise ConfigError("record", str(paths[0]), problem, "")
     return None
 
 
@@ -198,6 +210,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     "mine/checkpoint-4/generation_config.json": read_model,
     "mine/checkpoint-4/trainer_state.json": read_model,
     "mine/checkpoint-4/training.json": read_model,
+    "mine/checkpoint-4/manifest.json": read_model,
+    "mine/result.json": read_result_file,
     "suite/suite.json": read_suite,
     "records/single/mine.json": read_records,
 }

@@ -80,11 +80,11 @@ _TOO_DEEP = f"it is nested deeper than {MOST_JSON_LEVELS} levels"
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"it gives {twice[:60]!r} twice in one object")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"it gives {name[:60]!r} twice in one object")
+        found[name] = value
     return found
 
 
@@ -143,9 +143,27 @@ def check_unlocked(folder: Path, field: str, work: str) -> None:
         os.close(_lock(folder, field, work))
 
 
+def _open_lock(folder: Path, field: str) -> int:
+    """A plain file: through a link the note would overwrite what it leads to."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        handle = os.open(folder / LOCK, flags, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise
+        handle = None
+    if handle is None or not stat.S_ISREG(os.fstat(handle).st_mode):
+        if handle is not None:
+            os.close(handle)
+        raise ConfigError(
+            field, str(folder / LOCK), "must be a plain file, or not be there", "Remove it."
+        )
+    return handle
+
+
 def _lock(folder: Path, field: str, work: str) -> int:
     while True:
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = _open_lock(folder, field)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -16,6 +18,7 @@ from airmoe import ConfigError
 from airmoe.data import Tokenizer, TokenizerIdentity
 from airmoe.data.parallel import Encoder, EncoderPool, in_validation
 from tests.data.common import assert_one_line
+from tests.training.command import pythonpath
 
 WORKERS = 3
 
@@ -98,3 +101,28 @@ def test_the_hash_decides_the_split() -> None:
     assert not in_validation("abc", 0.0)
     share = sum(in_validation(f"text {number}", 0.1) for number in range(5000)) / 5000
     assert 0.085 < share < 0.115  # 3.5 standard deviations
+
+
+PLANTED = "open('ran', 'w')\n"
+POOL = """
+from airmoe.data.parallel import Encoder, EncoderPool
+from airmoe.data.tokenizers import BytesTokenizer
+
+if __name__ == "__main__":
+    with EncoderPool(Encoder(BytesTokenizer(), 0.0), 2) as pool:
+        print(sum(len(batch) for batch in pool.encode([["text"]] * 40)))
+"""
+
+
+def test_workers_import_nothing_from_the_working_folder(tmp_path: Path) -> None:
+    for name in ("numpy", "json", "torch"):
+        (tmp_path / f"{name}.py").write_text(PLANTED)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", POOL],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": pythonpath()},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "40\n"), done
+    assert not (tmp_path / "ran").exists()

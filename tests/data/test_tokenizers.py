@@ -182,6 +182,19 @@ def test_training_text_is_what_the_saved_tokenizer_gives(
         assert tokenizer.identity.bos_id == (opened.bos_token_id if has_bos else None)
 
 
+def test_a_bare_tokenizer_json_keeps_its_begin_of_text(tmp_path: Path) -> None:
+    own = save_own(tmp_path, "<s> $A")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (own / name).unlink(missing_ok=True)
+    tokenizer = make_tokenizer(str(own))
+    tokenizer.save(tmp_path / "saved")
+    opened = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    (text,) = make_texts(1)
+    used = opened(text)["input_ids"]
+    assert used[0] == tokenizer.identity.bos_id is not None
+    assert tokenizer.encode_document(text) == [*used, opened.eos_token_id]
+
+
 def test_the_users_tokenizer_is_saved_whole(tmp_path: Path) -> None:
     own = save_own(tmp_path, "<s> $A")
     tokenizer = make_tokenizer(str(own))

@@ -182,7 +182,7 @@ def timeless_files(checkpoint: Path) -> dict[str, Any]:
             files[file.name] = read_json(file)
         elif file.suffix != ".safetensors":
             files[file.name] = file.read_bytes()
-    for name in ("seconds", "training_seconds"):
+    for name in ("seconds", "training_seconds", "log"):
         del files["training.json"][name]
     del files["manifest.json"]["files"]["training.json"]
     return files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -254,11 +255,11 @@ def test_a_damaged_line_is_found_before_training(text: str, run: Path, runs: Pat
 
     first = airmoe("train", "--resume", run, patch=die)
     assert first.out.splitlines()[0] == (
-        f"{run}/log.jsonl: dropped what is no log line (line 3; now in {DAMAGED}), kept the rest."
+        f"{run}/log.jsonl: moved damaged lines to {DAMAGED} (line 3), kept the rest."
     )
     assert (run / DAMAGED).read_text() == text + "\n"
     second = airmoe("train", "--resume", run)
-    assert second.code == 0 and "dropped" not in second.out, second
+    assert second.code == 0 and "moved" not in second.out, second
     assert timeless_log(run) == expected[:2] + expected[3:]
     assert len(read_log(run / "log.jsonl")) == len((run / "log.jsonl").read_text().splitlines())
     result = read_json(run / "result.json")
@@ -273,8 +274,36 @@ def test_the_last_line_before_the_checkpoint_is_damaged(run: Path) -> None:
     for number in (last, last + 1):
         damage_line(run, number, "x")
     killed = airmoe("train", "--resume", run, patch=kills.before_step(5))
-    assert killed.code < 0 and f"(line {last}, {last + 1};" in killed.out
+    assert killed.code < 0 and f"(line {last}, {last + 1})" in killed.out
     assert airmoe("train", "--resume", run).code == 0
+
+
+@pytest.mark.parametrize("change", ["removed", "edited", "emptied"])
+def test_a_log_that_is_not_what_it_was(change: str, run: Path) -> None:
+    """The result repeats it, so it is known by its hash."""
+    log = run / "log.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    lines[1] = {
+        "removed": "",
+        "edited": json.dumps(json.loads(lines[1]) | {"loss": 0.5}) + "\n",
+    }.get(change, lines[1])
+    log.write_text("" if change == "emptied" else "".join(lines))
+    outcome = airmoe("train", "--resume", run)
+    assert_one_line(outcome, 2, str(log), "lines it had at checkpoint-4, unchanged")
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_a_lock_that_is_no_plain_file(kind: str, run: Path, tmp_path: Path) -> None:
+    precious, lock = tmp_path / "precious", run / "lock"
+    precious.write_text("mine")
+    lock.unlink(missing_ok=True)
+    {
+        "link": lambda: lock.symlink_to(precious),
+        "pipe": lambda: os.mkfifo(lock),
+        "folder": lock.mkdir,
+    }[kind]()
+    assert_one_line(airmoe("train", "--resume", run), 2, str(lock), "must be a plain file")
+    assert precious.read_text() == "mine"
 
 
 def test_a_finished_run_without_its_last_evaluation(runs: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections.abc import Callable
@@ -33,9 +32,7 @@ class KeptStream:
     def _unless_lost(self, job: Callable[[], Any]) -> Any:
         try:
             return job()
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: the terminal is gone
-                raise
+        except OSError:  # no reader, no terminal, a full disk behind a redirection
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)

@@ -35,8 +35,11 @@ ENDINGS = (
 MAX_DOCUMENT_BYTES = 1 << 24
 """16 MiB of UTF-8, several of the longest books; also the longest line of a .jsonl file."""
 
+MAX_ROW_GROUP_BYTES = 1 << 29
+"""512 MiB of one column of a .parquet file, which is unpacked at once."""
+
 _TITLE = re.compile(r" = [^=\s](?:.*[^=\s])? = \r?\n?")  # level 2 is ` = = Title = = `
-_PARQUET_ROWS = 256
+_PARQUET_ROWS = 16  # 256 MiB of the longest documents
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,7 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[Document | None]:
             columns, total, row = file.schema_arrow.names, file.metadata.num_rows, 0
             if text_field not in columns:
                 raise _no_such_field(str(path), text_field, columns)
+            _check_parquet_size(file.metadata, text_field, path)
             for batch in file.iter_batches(_PARQUET_ROWS, columns=[text_field]):
                 for value in batch.column(0):
                     row += 1
@@ -168,6 +172,22 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[Document | None]:
         raise ConfigError(
             "corpus", str(path), f"is not a whole parquet file ({error})", "Fetch the file again."
         ) from error
+
+
+def _check_parquet_size(metadata: Any, text_field: str, path: Path) -> None:
+    """A row group is unpacked at once: one that is too large is refused before that."""
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for place in range(group.num_columns):
+            column = group.column(place)
+            size = column.total_uncompressed_size
+            if column.path_in_schema == text_field and size > MAX_ROW_GROUP_BYTES:
+                raise ConfigError(
+                    "corpus",
+                    f"{path}, row group {number + 1}",
+                    f"holds {size:,} bytes of text, must be at most {MAX_ROW_GROUP_BYTES:,}",
+                    "Write the file again with smaller row groups (pyarrow: row_group_size=1000).",
+                )
 
 
 def _parquet_text(value: Any, text_field: str, place: str) -> str | None:

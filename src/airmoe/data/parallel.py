@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import multiprocessing
+import os
 import signal
 import traceback
 from collections.abc import Generator, Iterable, Iterator
@@ -75,8 +76,16 @@ class EncoderPool:
         # imported (torch, with the package) is loaded once for all workers.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        for _ in range(self._wanted):
-            self._start(context)
+        # The server must not import what happens to lie in the working folder.
+        safe = os.environ.get("PYTHONSAFEPATH")
+        os.environ["PYTHONSAFEPATH"] = "1"
+        try:
+            for _ in range(self._wanted):
+                self._start(context)
+        finally:
+            os.environ.pop("PYTHONSAFEPATH")
+            if safe is not None:
+                os.environ["PYTHONSAFEPATH"] = safe
 
     def _start(self, context: Any) -> None:
         ours, theirs = context.Pipe()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from airmoe.data.tokenizers import (
     read_hugging_face,
 )
 from airmoe.errors import ConfigError
+from airmoe.files import parse_json
 
 # Words, digits, spaces and a character of three bytes: what tokenizers treat differently.
 _PROBE = "Return the  2024 items,\n\tas 東京 do."
@@ -93,7 +93,8 @@ def _open_path(path: Path) -> Tokenizer:
         if (folder / HUGGING_FACE_CONFIG).exists():
             tokenizer = read_hugging_face(folder, bos_id=None)
             return read_hugging_face(folder, _bos_id(tokenizer, path))
-        return _open_bare(folder / HUGGING_FACE_FILE)
+        bare = _open_bare(folder / HUGGING_FACE_FILE, bos_id=None)
+        return _open_bare(folder / HUGGING_FACE_FILE, _bos_id(bare, path))
     except ConfigError:
         raise
     except Exception as error:  # the library raises plain Exception for a bad definition
@@ -137,13 +138,13 @@ def _as_transformers_does(folder: str) -> Any:
         return transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
-def _open_bare(file: Path) -> Tokenizer:
+def _open_bare(file: Path, bos_id: int | None) -> Tokenizer:
     """A tokenizer.json with no tokenizer_config.json beside it."""
     definition = file.read_text(encoding="utf-8")
-    added = {token["content"] for token in json.loads(definition).get("added_tokens", [])}
+    added = {token["content"] for token in parse_json(definition).get("added_tokens", [])}
     for name in _END_OF_TEXT_NAMES:
         if name in added:
-            return HuggingFaceTokenizer(definition, name)
+            return HuggingFaceTokenizer(definition, name, bos_id=bos_id)
     raise ConfigError(
         "tokenizer",
         str(file),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 from pathlib import Path
 from typing import Any
 
 from airmoe.errors import ConfigError
-from airmoe.files import write_bytes
+from airmoe.files import parse_json, write_bytes
 from airmoe.training.checkpoints import load_json, step_of
 
 Line = dict[str, Any]
@@ -23,8 +23,8 @@ def read_log(path: Path) -> list[Line]:
 def parsed(text: bytes) -> Line | None:
     """A line of a log; None for what is none."""
     try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
+        line = parse_json(text)
+    except ValueError:
         return None
     if not isinstance(line, dict) or line.get("kind") not in ("train", "eval"):
         return None
@@ -43,16 +43,28 @@ def parsed(text: bytes) -> Line | None:
     return line if is_line else None
 
 
+def log_state(log: Path) -> dict[str, Any]:
+    """By what a checkpoint recognizes the log up to its step."""
+    return _state(_texts(log))
+
+
+def _state(texts: list[bytes]) -> dict[str, Any]:
+    return {"lines": len(texts), "sha256": hashlib.sha256(b"\n".join(texts)).hexdigest()}
+
+
 def check_log(log: Path, checkpoint: Path) -> None:
-    """Raise if the log lost lines from before the checkpoint: they cannot be made again."""
-    logged = load_json(checkpoint / "training.json")["last_logged"]
-    reached = max((line["step"] for line in read_log(log)), default=0)
-    # Lines that were taken out of it as damaged were spoken of then.
-    if reached < logged and not log.with_name(DAMAGED).exists() and not _damaged_lines(log):
+    """Raise if lines from before the checkpoint are lost or changed: the result repeats them."""
+    noted = load_json(checkpoint / "training.json")["log"]
+    kept = _lines_until(log, step_of(checkpoint))
+    if _state(kept) == noted:
+        return
+    # Damaged lines, of now or of an earlier resume, may be missing, but no others.
+    damaged = len(_damaged_lines(log)) + len(_texts(log.with_name(DAMAGED)))
+    if not damaged or len(kept) + damaged < noted["lines"]:
         raise ConfigError(
             "log",
             str(log),
-            f"must reach step {logged}, as it did at {checkpoint.name}, not {reached}",
+            f"must hold the {noted['lines']} lines it had at {checkpoint.name}, unchanged",
             "Put the file back, or start a new run.",
         )
 
@@ -76,8 +88,8 @@ def check_never_saved(log: Path, first_checkpoint: int) -> None:
 def put_back(log: Path, checkpoint: Path | None) -> str | None:
     """Cut a log back to its checkpoint, or to nothing; what was taken out besides, in a sentence.
 
-    Damaged lines are kept in a file of their own. One that a kill tore is not worth a word: it has
-    no end, and comes again.
+    Damaged lines are kept in a file of their own. One that a kill cut off is not mentioned: it has
+    no end, and is written again.
     """
     if not log.is_file():
         return None
@@ -86,16 +98,19 @@ def put_back(log: Path, checkpoint: Path | None) -> str | None:
         with log.with_name(DAMAGED).open("ab") as file:
             file.writelines(text + b"\n" for text in damaged.values())
     step = 0 if checkpoint is None else step_of(checkpoint)
-    kept = [
-        text for text in _texts(log) if (line := parsed(text)) is not None and line["step"] <= step
-    ]
-    content = b"".join(text + b"\n" for text in kept)
+    content = b"".join(text + b"\n" for text in _lines_until(log, step))
     if content != log.read_bytes():
         write_bytes(log, content)
     if not damaged:
         return None
     numbers = ", ".join(map(str, damaged))
-    return f"{log}: dropped what is no log line (line {numbers}; now in {DAMAGED}), kept the rest."
+    return f"{log}: moved damaged lines to {DAMAGED} (line {numbers}), kept the rest."
+
+
+def _lines_until(log: Path, step: int) -> list[bytes]:
+    return [
+        text for text in _texts(log) if (line := parsed(text)) is not None and line["step"] <= step
+    ]
 
 
 def _texts(log: Path) -> list[bytes]:

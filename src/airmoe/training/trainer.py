@@ -27,6 +27,7 @@ from airmoe.training.living_lists import LISTS, living_lists, restore_lists
 from airmoe.training.optimizer_state import OPTIMIZER, load_optimizer_state, optimizer_state
 from airmoe.training.order import EpochOrder
 from airmoe.training.random_state import random_state, set_random_state
+from airmoe.training.run_log import log_state
 from airmoe.training.sharding import shard
 from airmoe.training.watch import RoutingWatch, looking
 from airmoe.transformers_internals import check_trainer
@@ -268,6 +269,7 @@ class AirMoeTrainer(Trainer):
             "schedule": {key: schedule[key] for key in SCHEDULE_KEYS},
             "scaler": None if scaler is None else scaler.state_dict(),
             "last_logged": self._globalstep_last_logged,
+            "log": log_state(Path(str(self.args.output_dir)) / "log.jsonl"),
             "total_loss": self._total_loss_scalar,
             "seconds": self.seconds(),
             "training_seconds": self.training_seconds,

@@ -150,8 +150,10 @@ def _check_same_suite(suite: SuiteFolder, plan: Plan) -> None:
         different = f"seeds {before['seeds']} (now {list(plan.seeds)})"
     planned = {run["folder"]: run["config"] for run in now["runs"]}
     for run in before["runs"]:
-        if not different:
-            different = differences(run["config"], planned.get(run["folder"]))
+        if not different and run["folder"] not in planned:
+            different = f"run {run['folder']!r} (now no run of it)"
+        elif not different:
+            different = differences(run["config"], planned[run["folder"]])
     if different:
         raise ConfigError(
             "out",
