@@ -389,7 +389,7 @@ def test_resume_without_the_log(text: Path, tmp_path: Path) -> None:
     whole = (run / "log.jsonl").read_bytes()
     (run / "log.jsonl").write_bytes(whole[:10])
     assert_one_line(
-        airmoe("train", "--resume", run), CONFIG_ERROR, "log.jsonl", "lines it had at", "not 0"
+        airmoe("train", "--resume", run), CONFIG_ERROR, "log.jsonl", "lines it had at", "unchanged"
     )
     (run / "log.jsonl").unlink()
     assert_one_line(airmoe("train", "--resume", run), CONFIG_ERROR, "log.jsonl", "not 0")
