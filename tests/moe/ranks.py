@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import airmoe
+from airmoe.moe.swap.activations import next_token_loss
 from tests.moe.families import build, ids, swapped_routers
 
 BATCHES = [ids(seed) for seed in range(10, 22)]
@@ -28,3 +29,20 @@ def calibrate_a_part(rank: int | None, join: Callable[[], None]) -> dict[str, An
         "trials": [trial.overlap for layer in report.layers for trial in layer.trials],
         "tokens": [report.num_fitted, report.num_measured],
     }
+
+
+def calibrate_one_sequence(rank: int, join: Callable[[], None]) -> dict[str, Any]:
+    """One rank has a single sequence, which cannot be split, and the other one has many."""
+    join()
+    torch.set_num_threads(1)
+    model = airmoe.swap_routers(build("gpt_oss"), num_codewords=4, shortlist_size=8)
+    report = airmoe.calibrate(model, [BATCHES[0][:1]] if rank == 0 else BATCHES[1:9], passes=2)
+    return {"report": str(report), "tokens": [report.num_fitted, report.num_measured]}
+
+
+def loss_without_logits(rank: int, join: Callable[[], None]) -> list[float | None]:
+    """One rank's batch has no ids to predict; no rank may wait for the other."""
+    join()
+    model = build("mixtral")
+    embedded = {"inputs_embeds": model.get_input_embeddings()(BATCHES[0]).detach()}
+    return [next_token_loss(model, [embedded] if rank == 0 else [BATCHES[0]])]

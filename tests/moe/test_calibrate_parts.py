@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import airmoe
 from airmoe import AirRouter, metrics
 from airmoe.moe.swap import trials
-from airmoe.moe.swap.activations import Sample, collect
+from airmoe.moe.swap.activations import Sample, collect, hold_out, next_token_loss
 from airmoe.moe.swap.codebook import new_codebook
 from airmoe.moe.swap.layers import AirLayer, SwappedLayer
 from airmoe.moe.swap.trials import fit, measure, recalls, sizes_to_try
@@ -158,3 +160,32 @@ def test_labels_are_left_out() -> None:
     airmoe.calibrate(model, [{"input_ids": ids(1), "labels": ids(1)}], passes=1)
     handle.remove()
     assert seen and all(names == ["input_ids"] for names in seen)
+
+
+def test_a_batch_is_cut_by_its_ids() -> None:
+    """Whatever stands before them, and only what has a row for each sequence."""
+    rows, sizes = torch.arange(12).view(4, 3), torch.arange(4)
+    given = {"sizes": sizes, "cache": torch.zeros(1, 5), "input_ids": rows, "mask": rows > 0}
+    learned, held_out = hold_out([given])
+    parts: list[Any] = [*learned, *held_out]
+    for place, part in enumerate(parts):
+        assert torch.equal(part["input_ids"], rows[place : place + 1])
+        assert torch.equal(part["mask"], rows[place : place + 1] > 0)
+        assert part["sizes"] is sizes and part["cache"] is given["cache"]
+    learned, held_out = hold_out([{"sizes": sizes[:2], "inputs_embeds": torch.zeros(4, 3, 5)}])
+    last: Any = held_out[0]
+    assert len(learned) == 3 and last["inputs_embeds"].shape == (1, 3, 5)
+    with pytest.raises(airmoe.ConfigError, match="single sequence"):
+        hold_out([{"input_ids": rows[:1], "cache": torch.zeros(4, 5)}])
+
+
+def test_the_loss_leaves_padding_out() -> None:
+    model, text = calibrated("mixtral").eval(), ids(1)
+    mask = torch.ones_like(text)
+    mask[0, -3:] = 0
+    with torch.no_grad():
+        logits = model(text, attention_mask=mask).logits[:, :-1]
+    real = mask[:, 1:].bool()
+    expected = torch.nn.functional.cross_entropy(logits[real], text[:, 1:][real])
+    found = next_token_loss(model, [{"input_ids": text, "attention_mask": mask}])
+    assert found == pytest.approx(float(expected), rel=1e-5)

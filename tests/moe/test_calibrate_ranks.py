@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from tests.distributed.launch import run_all
-from tests.moe.ranks import calibrate_a_part
+from tests.moe.ranks import (
+    BATCHES,
+    calibrate_a_part,
+    calibrate_one_sequence,
+    loss_without_logits,
+)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -24,3 +29,15 @@ def test_ranks_agree(tmp_path: Path) -> None:
     alone = calibrate_a_part(None, lambda: None)
     assert first["tokens"] == alone["tokens"]
     assert first["overlap"] == pytest.approx(alone["overlap"], abs=0.1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_rank_waits_for_one_with_little_text(tmp_path: Path) -> None:
+    scenarios = {"one sequence": calibrate_one_sequence, "no logits": loss_without_logits}
+    found = run_all(scenarios, tmp_path)
+    first, second = found["one sequence"]
+    assert not isinstance(first, str), first
+    assert first == second
+    rows, length = BATCHES[0].shape
+    assert first["tokens"] == [6 * rows * length, (2 * rows + 1) * length]
+    assert found["no logits"] == [[None], [None]]

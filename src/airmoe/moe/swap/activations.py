@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from airmoe.distributed import all_reduce_sum
+from airmoe.distributed import all_reduce_sum, is_distributed
 from airmoe.errors import ConfigError
 from airmoe.moe.swap.layers import Layer
+from airmoe.moe.swap.trials import over_ranks
 from airmoe.routers.tokens import read_tokens
 
 Batch = Tensor | Mapping[str, Any]
@@ -72,23 +73,32 @@ def hold_out(batches: Iterable[Batch]) -> tuple[list[Batch], list[Batch]]:
 
 def _sequences(batch: Batch) -> list[Batch]:
     """A batch as batches of one sequence each."""
-    first = next(iter(batch.values()), None) if isinstance(batch, Mapping) else batch
-    if not isinstance(first, Tensor) or first.ndim < 2 or first.shape[0] < 2:
+    ids = batch if isinstance(batch, Tensor) else _sized_like_the_batch(batch)
+    count = 1 if ids is None or ids.ndim < 2 else ids.shape[0]
+    if count < 2:
+        if is_distributed():  # the other ranks would wait for one that raised; they may have more
+            return [batch]
         raise ConfigError(
             "calibrate.batches",
             "a single sequence",
             "must hold two sequences or more, because whole ones are held out for measuring",
             "Pass more text, or the same in shorter sequences.",
         )
-    count = first.shape[0]
 
     def part(value: Any, row: int) -> Any:
-        whole = not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != count
-        return value if whole else value[row : row + 1]
+        cut = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[0] == count
+        return value[row : row + 1] if cut else value
 
     if isinstance(batch, Tensor):
         return [part(batch, row) for row in range(count)]
     return [{name: part(v, row) for name, v in batch.items()} for row in range(count)]
+
+
+def _sized_like_the_batch(inputs: Mapping[str, Any]) -> Tensor | None:
+    """`input_ids`, or else the first tensor with two dimensions or more."""
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.ndim >= 2]
+    ids = inputs.get("input_ids")
+    return ids if isinstance(ids, Tensor) else next(iter(tensors), None)
 
 
 def collect(
@@ -115,7 +125,7 @@ def collect(
         for handle in handles:
             handle.remove()
     for layer, sample in zip(layers, samples, strict=True):
-        if sample.seen == 0:
+        if over_ranks(sample.seen, next(layer.module.parameters()).device) == 0:
             raise ConfigError(
                 "calibrate.batches",
                 f"no token for {layer.name!r}",
@@ -123,7 +133,10 @@ def collect(
                 "Pass a list of id tensors [batch, length] or of dicts of the model's inputs. A "
                 "copy that the model does not use (PEFT keeps some) must be merged first.",
             )
-    return [sample.rows() for sample in samples]
+    return [
+        sample.rows() if sample.seen else next(layer.module.parameters()).new_empty(0, layer.dim)
+        for layer, sample in zip(layers, samples, strict=True)
+    ]
 
 
 def _check_iterable(batches: object) -> None:
@@ -181,21 +194,23 @@ def _run(model: nn.Module, batch: Batch, padding: Padding) -> Any:
 def next_token_loss(model: nn.Module, batches: Sequence[Batch]) -> float | None:
     """Mean over the tokens of all ranks; None for a model that gives no logits of tokens."""
     padding = Padding()
-    total = torch.zeros(2, dtype=torch.float64)  # loss, tokens
+    total = torch.zeros(3, dtype=torch.float64)  # loss, tokens, batches without logits of tokens
     with torch.no_grad(), _evaluating(model):
         for batch in batches:
             logits = getattr(_run(model, batch, padding), "logits", None)
             ids = batch if isinstance(batch, Tensor) else batch.get("input_ids")
             if not isinstance(ids, Tensor) or not isinstance(logits, Tensor) or logits.ndim != 3:
-                return None
+                total[2] += 1  # all ranks must reach the sum below
+                continue
             targets = ids.to(logits.device).clone()
             if padding.real is not None:
                 targets[~padding.real.view(targets.shape).to(targets.device)] = -100
-            targets = targets[:, 1:].flatten()
-            losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum")
-            total += torch.stack([losses.double().cpu(), (targets >= 0).sum().double().cpu()])
-    total = all_reduce_sum(total.to(next(model.parameters()).device))
-    return float(total[0] / total[1].clamp_min(1))
+            for row, target in zip(logits[:, :-1], targets[:, 1:], strict=True):
+                # One sequence at a time: float32 logits of a whole batch may not fit.
+                total[0] += F.cross_entropy(row.float(), target, reduction="sum").double().cpu()
+            total[1] += (targets[:, 1:] >= 0).sum().cpu()
+    loss, tokens, unknown = all_reduce_sum(total.to(next(model.parameters()).device)).tolist()
+    return None if unknown else loss / max(tokens, 1)
 
 
 def _watcher(layer: Layer, sample: Sample, padding: Padding) -> Any:
