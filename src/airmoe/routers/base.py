@@ -234,13 +234,14 @@ class Router(nn.Module, ABC):
         """How many forwards may wait for their backward under activation checkpointing."""
         return 64
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Hear of each step of an optimizer once, however often this is called."""
+    def follow(self, optimizer: Optimizer) -> bool:
+        """Be told once of each step of an optimizer; True if the connection is new."""
         whom, hooks = self._reporting
         if whom != id(self) or optimizer in hooks:
-            return
+            return False
         hooks[optimizer] = optimizer.register_step_post_hook(lambda *_: self.on_optimizer_step())
         self.on_parameters_changed()
+        return True
 
     def unfollow(self, optimizer: Optimizer) -> None:
         """Undo `follow`."""

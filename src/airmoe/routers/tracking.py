@@ -35,7 +35,10 @@ def how_to_track() -> str:
 
 
 class Tracking:
-    """The live connection; `remove()` ends it and the routers fall back to rebuilding each time."""
+    """The live connection; `remove()` ends it and the routers fall back to rebuilding each time.
+
+    It ends only what its own call connected: routers that were tracked before stay tracked.
+    """
 
     def __init__(self, routers: list[Router], optimizer: Optimizer) -> None:
         self._routers, self._optimizer = routers, weakref.ref(optimizer)
@@ -66,9 +69,7 @@ def track_optimizer(model: nn.Module, optimizer: Any) -> Tracking:
             "Pass the optimizer that steps the router's centroids.",
         )
     routers = _routers_of(model, optimizer)
-    for router in routers:
-        router.follow(optimizer)
-    return Tracking(routers, optimizer)
+    return Tracking([router for router in routers if router.follow(optimizer)], optimizer)
 
 
 def _routers_of(model: nn.Module, optimizer: Optimizer) -> list[Router]:
