@@ -240,6 +240,11 @@ def test_the_trainer_tracks_its_optimizer_with_our_callback(tmp_path: Path) -> N
     assert_same(snapshot(model, derived=False), whole)
 
 
+def test_our_callback_leaves_a_dense_model_alone(tmp_path: Path) -> None:
+    trainer = trainer_of(build(moe_layers=[]), tmp_path, [airmoe.TrackOptimizerCallback()], 2)
+    assert trainer.train().global_step == 2
+
+
 def test_the_trainer_without_our_callback_is_told_of_it_once(tmp_path: Path) -> None:
     model = build("air")
     with warnings.catch_warnings(record=True) as caught:
