@@ -173,6 +173,23 @@ def test_what_others_wrote_into_a_saved_config_is_kept(tmp_path: Path) -> None:
         AirMoeConfig(**config.to_dict())  # written down by a program
 
 
+NO_CONFIGS = {
+    "list": "[1, 2]",
+    "half": "{",
+    "deep": '{"a": ' * 5_000 + "1" + "}" * 5_000,
+    "digits": '{"num_experts": ' + "7" * 5_000 + "}",
+}
+
+
+@pytest.mark.parametrize("kind", NO_CONFIGS)
+def test_a_file_that_is_no_config_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(NO_CONFIGS[kind])
+    for load in (AirMoeConfig.from_json_file, AirMoeConfig.from_pretrained):
+        with pytest.raises(ConfigError, match="must be the JSON of a model's config"):
+            load(path)
+
+
 @pytest.mark.parametrize("name", ["top_k", "temperature", "has_shortlists", "to_dict"])
 def test_what_would_mean_something_else_is_refused_in_a_file_too(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"model\.{name}: .* is not an option"):

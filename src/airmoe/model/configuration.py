@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import os
 import re
 import warnings
@@ -152,7 +151,7 @@ class AirMoeConfig(LlamaConfig):
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str]) -> Any:
         """The base class would give it to the constructor."""
-        return cls.from_dict(json.loads(Path(json_file).read_text(encoding="utf-8")))
+        return cls.from_dict(cls._dict_from_json_file(json_file))
 
     @classmethod
     def _dict_from_json_file(cls, json_file: str | os.PathLike[str]) -> dict[str, Any]:
