@@ -248,10 +248,12 @@ def test_the_moe_layer_stands_where_it_is_looked_for() -> None:
 def test_router_logits_are_refused_and_never_ignored() -> None:
     model, ids = build("air"), batch(7)
     assert model(ids, output_router_logits=False).logits.shape == (3, 12, 53)
-    with pytest.raises(ConfigError, match=r"output_router_logits: got True.*full_logits"):
-        model(ids, output_router_logits=True)
+    for asked in (model, model.model):
+        with pytest.raises(ConfigError, match=r"output_router_logits: got True.*full_logits"):
+            asked(ids, output_router_logits=True)
     with pytest.raises(ConfigError, match=r"output_router_logits: got True.*is not an option"):
         config_of("air", output_router_logits=True)
     model.config.output_router_logits = True
-    with pytest.raises(ConfigError, match="output_router_logits: got True"):
-        model(ids)
+    for asked in (model, model.model):
+        with pytest.raises(ConfigError, match="output_router_logits: got True"):
+            asked(ids)

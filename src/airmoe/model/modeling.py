@@ -167,6 +167,7 @@ class AirMoeModel(AirMoePreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds, and not both.")
+        refuse_router_logits(self.config, kwargs)  # also those that AirMoeForCausalLM passes on
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         learn = past_key_values is None
         if use_cache and past_key_values is None:
@@ -207,6 +208,18 @@ class AirMoeModel(AirMoePreTrainedModel):
             last_hidden_state=self.norm(hidden),
             past_key_values=past_key_values,
             router_losses=torch.stack(losses) if losses else None,
+        )
+
+
+def refuse_router_logits(config: AirMoeConfig, options: dict[str, Any]) -> None:
+    """Raise where a caller or the config asks for the router logits that other models return."""
+    if options.get("output_router_logits", getattr(config, "output_router_logits", False)):
+        raise ConfigError(
+            "output_router_logits",
+            True,
+            "is not available: a router need not score all experts",
+            "Training's losses of the routers are in router_loss; for metrics ask a router for "
+            "full_logits(hidden).",
         )
 
 
@@ -254,14 +267,6 @@ class AirMoeForCausalLM(AirMoePreTrainedModel, GenerationMixin):
         largest tensor of a training step and the loss is computed without them, so whoever wants
         both says True. Labels are shifted here; -100 marks a position without a target.
         """
-        if kwargs.get("output_router_logits", getattr(self.config, "output_router_logits", False)):
-            raise ConfigError(
-                "output_router_logits",
-                True,
-                "is not available: a router need not score all experts",
-                "Training's losses of the routers are in router_loss; for metrics ask a router for "
-                "full_logits(hidden).",
-            )
         if use_cache is None and labels is not None:
             use_cache = False  # whoever computes a loss does not go on writing
         outputs = self.model(
