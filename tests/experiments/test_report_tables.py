@@ -152,6 +152,9 @@ def test_the_best_overlap_of_those_that_live_is_bold(tmp_path: Path) -> None:
     assert bold(table, "mass recall") == ["Static codebook"]
 
 
+ONE_CLUSTER = ['router_options={"num_clusters": 4, "num_selected_clusters": 1}']
+
+
 def test_runs_with_the_weaker_balance_loss_are_marked(tmp_path: Path) -> None:
     """Their records say nothing of the convention; one expert per token is the same in both."""
     old = {"about": {"balance": None}}
@@ -183,6 +186,29 @@ def test_without_a_balance_loss_there_is_no_weaker_one(tmp_path: Path) -> None:
     none = override(preset("tiny"), ["model.load_balance_weight=0"])
     write_run(tmp_path / "run", none, perplexity=60.0, about={"balance": None})
     assert main_table(only_group(tmp_path)).rows[0][0].mark == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "matters"),
+    [
+        (["load_balance_weight=0.1"], True),
+        (["load_balance_weight=0.1", "num_experts_per_tok=1"], False),
+        (["load_balance_weight=0.1", "moe_layers=[]"], False),
+        (["shortlist_balance_weight=0.1"], False),  # one probe
+        (["shortlist_balance_weight=0.1", "router_options.probes=2"], True),
+        (["shortlist_balance_weight=0.1", "router=hierarchical", "router_options={}"], True),
+        (["shortlist_balance_weight=0.1", "router=hierarchical", *ONE_CLUSTER], False),
+    ],
+    ids=str,
+)
+def test_the_convention_matters_for_several_experts_or_lists(
+    options: list[str], matters: bool, tmp_path: Path
+) -> None:
+    changes = [f"model.{option}" for option in ("load_balance_weight=0", *options)]
+    config = override(preset("tiny"), changes)
+    write_run(tmp_path / "run", config, perplexity=60.0, about={"balance": None})
+    (run,) = read_all([tmp_path]).runs
+    assert (run.convention is not None) == matters
 
 
 def test_a_suite_run_again_with_the_other_balance_loss_is_another_table(tmp_path: Path) -> None:

@@ -82,11 +82,17 @@ class Run:
 
     @property
     def convention(self) -> str | None:
-        """Of its balance losses; None where it makes no difference: no such loss, or K = 1."""
-        model = self.config["model"]
-        weights = [model.get(f"{what}_balance_weight") for what in ("load", "shortlist")]
-        several = model.get("num_experts_per_tok", 2) > 1 and model.get("moe_layers") != []
-        return (self.balance or OLD_BALANCE) if several and any(weights) else None
+        """Of its balance losses; None where it makes no difference.
+
+        That is without such a loss, and where a token has one expert or one list only.
+        """
+        model = self.settings.model_config(vocab_size=2, eos_id=1)  # any vocabulary will do
+        router = model.router_config()
+        lists = getattr(router, "num_selected_clusters", getattr(router, "probes", 1))
+        experts_count = model.load_balance_weight > 0 and model.num_experts_per_tok > 1
+        lists_count = model.shortlist_balance_weight > 0 and lists > 1
+        matters = bool(model.moe_layers) and (experts_count or lists_count)
+        return (self.balance or OLD_BALANCE) if matters else None
 
     @property
     def settings(self) -> RunConfig:
