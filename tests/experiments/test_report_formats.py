@@ -37,6 +37,7 @@ from airmoe.experiments.report.markdown import markdown
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.record import Run
 from airmoe.files import read_json
+from airmoe.losses import BALANCE
 from airmoe.training import override
 from tests.experiments.report_toys import write_run, write_suite, write_usage
 from tests.training.command import airmoe, assert_one_line
@@ -319,6 +320,18 @@ def test_reduction_of_pairs(folder: Path) -> None:
     assert found.spread == pytest.approx([50**0.5])
     assert reduction("air", [evaluated(run, 3, {2: 1})], peer) is None
     assert reduction("air", ours, []) is None
+
+
+def test_reduction_only_with_the_same_balance_loss(folder: Path) -> None:
+    run = read_all([folder / "main"]).runs[0]
+    new, old = replace(run, balance=BALANCE), replace(run, balance=None)
+    model = {**run.config["model"], "load_balance_weight": 0.0, "shortlist_balance_weight": 0.0}
+    without = replace(old, config={**run.config, "model": model})
+    peer = [evaluated(new, 1, {2: 80})]
+    assert reduction("air", [evaluated(old, 1, {2: 72})], peer) is None
+    for ours in (new, without):
+        found = reduction("air", [evaluated(ours, 1, {2: 72})], peer)
+        assert found is not None and found.y == pytest.approx([10.0])
 
 
 def test_the_command(folder: Path) -> None:

@@ -122,13 +122,20 @@ def reduction(variant: str, runs: Sequence[Run], baseline: Sequence[Run]) -> Ser
     """100 (1 - ours / PEER's) of the seeds that both have, where both were evaluated.
 
     Runs with the same seed are pairs (they start and read alike), means over different ones not.
+    Nor are runs whose balance losses follow different conventions: one is K times weaker.
     """
     theirs = {run.seed: run for run in baseline}
-    found = (_cuts(run, theirs[run.seed]) for run in runs if run.seed in theirs)
+    pairs_of_runs = [(run, theirs[run.seed]) for run in runs if run.seed in theirs]
+    found = (_cuts(*pair) for pair in pairs_of_runs if _same_convention(*pair))
     pairs = [cuts for cuts in found if cuts]
     shared = sorted(set.intersection(*map(set, pairs))) if pairs else []
     values = [[of_pair[tokens] for of_pair in pairs] for tokens in shared]
     return _over_seeds(variant, shared, values) if shared else None
+
+
+def _same_convention(ours: Run, theirs: Run) -> bool:
+    """Also where it makes no difference to one of them."""
+    return len({ours.convention, theirs.convention} - {None}) < 2
 
 
 def _cuts(ours: Run, theirs: Run) -> dict[float, float]:
