@@ -70,7 +70,7 @@ class CellExperts(torch.autograd.Function):
         for rows, tokens, pool in cell_parts(token_ids, offsets, pools, size):
             tokens_hidden = hidden.index_select(0, tokens).to(work)
             weights = _per_neuron(gates[rows].to(work), size)  # [rows, neurons]
-            # Who was not chosen adds nothing, even where its activation overflows: act(0) is 0.
+            # Experts that were not chosen add nothing, even if they overflow: act(0) is 0.
             unused = weights == 0
             part_up = (tokens_hidden @ read_up(pool).T).masked_fill(unused, 0)
             part_gate = None

@@ -81,7 +81,7 @@ def _activations_kernel(
             mask=mask,
             other=0.0,
         ).to(tl.float32)
-        # Who was not chosen adds nothing, even where its activation overflows: act(0) is 0.
+        # Experts that were not chosen add nothing, even if they overflow: act(0) is 0.
         up = tl.where(weight == 0.0, 0.0, up)
         gate = tl.where(weight == 0.0, 0.0, gate)
         if KEEP:

@@ -51,13 +51,14 @@ def calibrate(
     """Fit every codebook of a model (swapped routers, AirRouters) and report what it keeps.
 
     `batches` are id tensors [batch, length] or dicts of the model's inputs. The model reads them
-    once, without gradients, while its swapped routers score every expert; an even sample of at
-    most `max_tokens` hidden states per router is kept. Every fourth batch is held out (of a single
+    without gradients, while its swapped routers score every expert; an even sample of at most
+    `max_tokens` hidden states per router is kept. Every fourth batch is held out (of a single
     batch every fourth sequence): on the others each codebook is fitted by `passes` steps of
-    k-means; the held-out ones measure it, and try other sizes: the report
-    suggests those that keep `wanted_recall` of the exact top-K ("overlap") or of the whole routing
-    distribution ("mass_recall", hard to keep where the distribution is flat). No weight is
-    touched, and an error leaves the codebooks as they were. In a process group every rank must
+    k-means; the held-out ones measure it, and try other sizes: the report suggests those that
+    keep `wanted_recall` of the exact top-K ("overlap") or of the whole routing distribution
+    ("mass_recall", hard to keep where the distribution is flat). If all routers are swapped ones,
+    the model reads the held-out batches four more times, for the losses in the report. No weight
+    is touched, and an error leaves the codebooks as they were. In a process group every rank must
     call it, with text of its own: they learn from the tokens of all and get the same report.
     """
     check_model("calibrate.model", model)

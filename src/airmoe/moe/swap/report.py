@@ -111,7 +111,7 @@ class CalibrationReport:
             return []
         exact, named = self.losses.exact, {}
         named["suggested sizes"] = self.losses.suggested
-        named["present ones"] = self.losses.calibrated
+        named["current sizes"] = self.losses.calibrated
         if self.losses.fewer is not None:
             named["exact routing with K - 1 experts"] = self.losses.fewer
         costs = ", ".join(f"{name} {loss - exact:+.4f}" for name, loss in named.items())
