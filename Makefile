@@ -15,7 +15,7 @@ help:
 	@echo "make check     lint and type-check only"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-oldest  all tests with the oldest packages supported (constraints/oldest.txt)"
-	@echo "make test-newest  types and all tests with the newest packages, not those of the lock"
+	@echo "make test-newest  all tests with the newest packages (torch excepted), not those of the lock"
 	@echo "make test-torch  all tests with the oldest torch supported, or TORCH=2.15.0 (gigabytes of CUDA)"
 	@echo "make test-browser  those of the report's page, in a headless Chromium"
 	@echo "make bench     speed and memory beside the paper's listing and PEER-pytorch, on the CPU"
@@ -59,13 +59,12 @@ $(VENV)-oldest/installed: pyproject.toml constraints/oldest.txt
 	  -c constraints/oldest.txt -e '.[dev]'
 	@touch $@
 
-# Types too, since a new release may break them first; not ruff, whose new rules break no user.
+# Not lint and types: new rules of ruff and new type hints in Triton's language break no user.
 # Installed anew each time: what was newest last week is not what this is about.
 test-newest:
 	$(PYTHON) -m venv --clear $(VENV)-newest
 	$(VENV)-newest/bin/python -m pip --disable-pip-version-check install -q \
 	  -c constraints/torch.txt -e '.[dev]'
-	$(VENV)-newest/bin/python -m pyright --pythonpath $(VENV)-newest/bin/python
 	$(VENV)-newest/bin/python -m pytest -n auto $(PYTEST_ARGS)
 
 # Every package, transitive ones too, of all extras and Pythons. Without hashes: torch is another file
