@@ -72,8 +72,8 @@ def test_tracking_again_makes_no_lists_due() -> None:
     assert lists.due == "nothing"
     airmoe.track_optimizer(layer, optimizer)
     assert lists.due == "nothing"
-    airmoe.track_optimizer(layer, optimizer).remove()  # as good as the first one's
-    assert lists.stale and not air_of(layer).tracked
+    airmoe.track_optimizer(layer, optimizer).remove()  # the first call's connection stays
+    assert lists.due == "nothing" and air_of(layer).tracked
 
 
 def test_every_tracked_optimizer_of_the_centroids_counts_and_no_other() -> None:
