@@ -1,4 +1,4 @@
-# Every target works from a bare clone: it makes .venv and installs what the lock pins, once.
+# Every target works in a bare clone: it creates .venv and installs the locked packages once.
 PYTHON ?= python3
 PYTEST_ARGS ?=
 
@@ -7,24 +7,25 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 CONSTRAINTS := constraints/cpu.txt
 
-.PHONY: help install lock check test test-oldest test-newest test-torch test-browser test-gpu demo report bench
+.PHONY: help install lock check test test-quick test-oldest test-newest test-torch test-browser test-gpu demo report bench
 help:
-	@echo "make demo      train a tiny AIR model and its twins at equal budget, and compare them"
-	@echo "make report    five methods and four ablations at tiny size, then tables and figures"
-	@echo "make test      lint, type-check and test"
-	@echo "make check     lint and type-check only"
-	@echo "make test-gpu  the tests that need a CUDA device"
-	@echo "make test-oldest  all tests with the oldest packages supported (constraints/oldest.txt)"
-	@echo "make test-newest  all tests with the newest packages (torch excepted), not those of the lock"
-	@echo "make test-torch  all tests with the oldest torch supported, or TORCH=2.15.0 (gigabytes of CUDA)"
-	@echo "make test-browser  those of the report's page, in a headless Chromium"
-	@echo "make bench     speed and memory beside the paper's listing and PEER-pytorch, on the CPU"
-	@echo "make lock      pin every package anew: constraints/cpu.txt and constraints/oldest.txt"
-	@echo "make install   set up $(VENV) (all of the above do it by themselves)"
+	@echo "make demo          train a tiny AIR model and three baselines on the CPU, and compare them"
+	@echo "make test          lint, type-check and test"
+	@echo "make test-quick    the fast tests only, for while you edit"
+	@echo "make check         lint and type-check only"
+	@echo "make test-oldest   all tests with the oldest supported packages (constraints/oldest.txt)"
+	@echo "make test-newest   all tests with the newest releases (torch excepted), not those of the lock"
+	@echo "make test-torch    all tests with the oldest supported torch, or TORCH=2.15.0 (gigabytes of CUDA)"
+	@echo "make test-gpu      the tests that need a CUDA device"
+	@echo "make test-browser  the tests of the report page, in headless Chromium"
+	@echo "make report        run five methods and four ablations at tiny size, then tables and figures"
+	@echo "make bench         speed and memory of one layer on the CPU"
+	@echo "make lock          pin every package anew: constraints/cpu.txt and constraints/oldest.txt"
+	@echo "make install       set up $(VENV) (the others do it by themselves)"
 
 install: $(VENV)/installed
 
-# The stamps: newer than what they were installed from, so nothing installs twice.
+# Stamp files: newer than what they were installed from, so nothing is installed twice.
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "airmoe needs Python 3.11 or newer; '$(PYTHON) --version' says: $$($(PYTHON) --version 2>&1 | head -n 1)" >&2; \
@@ -50,6 +51,9 @@ check: install
 test: check
 	$(RUN) -m pytest -n auto $(PYTEST_ARGS)
 
+test-quick: install
+	$(RUN) -m pytest -n auto -m "not slow" $(PYTEST_ARGS)
+
 test-oldest: $(VENV)-oldest/installed
 	$(VENV)-oldest/bin/python -m pytest -n auto $(PYTEST_ARGS)
 
@@ -59,16 +63,16 @@ $(VENV)-oldest/installed: pyproject.toml constraints/oldest.txt
 	  -c constraints/oldest.txt -e '.[dev]'
 	@touch $@
 
-# Not lint and types: new rules of ruff and new type hints in Triton's language break no user.
-# Installed anew each time: what was newest last week is not what this is about.
+# Tests only: new lint rules and type hints break no user. A fresh environment each time, because the
+# newest releases of last week are not the point.
 test-newest:
 	$(PYTHON) -m venv --clear $(VENV)-newest
 	$(VENV)-newest/bin/python -m pip --disable-pip-version-check install -q \
 	  -c constraints/torch.txt -e '.[dev]'
 	$(VENV)-newest/bin/python -m pytest -n auto $(PYTEST_ARGS)
 
-# Every package, transitive ones too, of all extras and Pythons. Without hashes: torch is another file
-# in every index (a CPU build here, one with CUDA there), and pip wants hashes for all or for none.
+# Pins every package, transitive ones too, for all extras and Pythons. No hashes: torch is a different
+# file in each index (CPU here, CUDA there), and pip wants hashes for all packages or for none.
 LOCK = $(VENV)-lock/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --all-extras \
   --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" pyproject.toml
 lock: constraints/cpu.in constraints/oldest.in constraints/torch.txt
@@ -78,7 +82,7 @@ lock: constraints/cpu.in constraints/oldest.in constraints/torch.txt
 	$(LOCK) -c constraints/torch.txt -c constraints/oldest.in -o constraints/oldest.txt
 	sed -i 's/^\(torch==[^+ ]*\)+[a-z0-9.]*/\1/' constraints/cpu.txt constraints/oldest.txt
 
-# With the Triton that this torch brings.
+# With the Triton version that this torch depends on.
 TORCH ?= 2.11.0
 test-torch: $(VENV)-torch-$(TORCH)/installed
 	$(VENV)-torch-$(TORCH)/bin/python -m pytest -n auto $(PYTEST_ARGS)
@@ -88,14 +92,14 @@ $(VENV)-torch-%/installed: pyproject.toml
 	$(@D)/bin/python -m pip --disable-pip-version-check install -q torch==$* 'numpy<2.4' -e '.[dev]'
 	@touch $@
 
-# Needs a Chromium of the system (Debian: apt install chromium); playwright's own is not fetched.
+# Uses the system's Chromium (Debian: apt install chromium); playwright's own is not downloaded.
 test-browser: $(VENV)/installed-browser
 	$(RUN) -m pytest -m browser $(PYTEST_ARGS)
 
 demo: install
 	@$(RUN) examples/demo.py
 
-# A run that fails does not keep the rest from its report; a signal does.
+# If a suite fails, the report still covers the rest; a signal stops everything.
 report: install
 	@failed=0; for suite in main ablations; do \
 	  $(RUN) -m airmoe suite $$suite tiny --out runs/suites/$$suite || failed=$$?; \
@@ -105,7 +109,7 @@ report: install
 bench: $(VENV)/installed-bench
 	@$(RUN) -m benchmarks.cpu
 
-# With $(PYTHON) itself where it already has pytest and a torch that sees a GPU (a GPU image): no install.
+# Installs nothing if $(PYTHON) already has pytest and a torch that sees a GPU (a GPU image).
 test-gpu:
 	@if $(PYTHON) -c 'import pytest, torch; assert torch.cuda.is_available()' 2>/dev/null; \
 	then python=$(PYTHON); else $(MAKE) --no-print-directory install && python=$(RUN); fi && \
