@@ -1,38 +1,24 @@
 """Committed result files -> docs/results.md, its figures, the README's table:
 `python docs/draw_results.py`.
 
-Reads everything under results/, a section per folder: what `airmoe report --records` wrote, and
-words.md, where people write about it. Numbers of records are not typed by hand, in words neither
-(see words.py of the report): a test compares. Figures need the extra `plot`.
+Reads everything under results/, a section per folder: what `airmoe report --records` wrote. A test
+compares. Figures need the extra `plot`.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from airmoe.experiments.marked import with_part
-from airmoe.experiments.recall_study.record import Row
 from airmoe.experiments.report.contents import INTRODUCTION, Report, make_report
 from airmoe.experiments.report.document import Block, Heading, Paragraph
 from airmoe.experiments.report.markdown import markdown_blocks
 from airmoe.experiments.report.reading import NEVER_RUNS, read_all
 from airmoe.experiments.report.readme import readme_block
-from airmoe.experiments.report.record import Run
-from airmoe.experiments.report.words import filled, named_runs
 
 ROOT = Path(__file__).parents[1]
-# Then the other folders by name.
-FIRST = (
-    "wikipedia",
-    "wikipedia-quiet",
-    "wikipedia-three",
-    "wikipedia-three-quiet",
-    "wikipedia-ten",
-    "wikipedia-cpu",
-)
 PART = "quality"  # of the README
 ABOUT = (
     "Made by `docs/draw_results.py` from the files in `results/`; `airmoe report results/` makes "
@@ -42,20 +28,18 @@ ABOUT = (
 
 @dataclass(frozen=True)
 class Section:
-    """A folder of results/: its words with their numbers, and its report."""
+    """A folder of results/ and its report."""
 
     name: str
-    words: str
     report: Report
 
     @property
     def text(self) -> str:
-        """Its Markdown; where the words begin with a heading, that is the section's."""
-        head = "" if self.words.startswith("#") else f"## {self.name.capitalize()}"
+        """Its Markdown."""
         blocks = [_lowered(block) for block in self.report.document.blocks]
         tables = markdown_blocks([one for one in blocks if one != Paragraph(INTRODUCTION)])
         figures = tables.replace("](figures/", f"](figures/results/{self.name}/")
-        return "\n\n".join(filter(None, [head, self.words, figures]))
+        return f"## {self.name.capitalize()}\n\n{figures}"
 
 
 def _lowered(block: Block) -> Block:
@@ -67,22 +51,7 @@ def sections(root: Path = ROOT) -> list[Section]:
     """Everything committed."""
     folders = [path for path in (root / "results").iterdir() if path.is_dir()]
     folders = [path for path in folders if path.name not in NEVER_RUNS]
-    named = named_runs(root / "results")
-    return [_section(path, named) for path in sorted(folders, key=lambda one: _place(one.name))]
-
-
-def _place(name: str) -> tuple[int, str]:
-    return FIRST.index(name) if name in FIRST else len(FIRST), name
-
-
-def _section(folder: Path, named: Mapping[str, Run | Row]) -> Section:
-    """Its words call its own runs main/..., those of other sections wikipedia/main/..."""
-    file, inside = folder / "words.md", f"{folder.name}/"
-    words = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
-    own = {name.removeprefix(inside): run for name, run in named.items() if name.startswith(inside)}
-    report = make_report(read_all([folder]))
-    label = f"results/{inside}words.md"
-    return Section(folder.name, filled(words, {**named, **own}, label), report)
+    return [Section(path.name, make_report(read_all([path]))) for path in sorted(folders)]
 
 
 def page(made: list[Section]) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from airmoe.commands.comparisons import recall, report, suite
+from airmoe.commands.comparisons import report, suite
 from airmoe.commands.console import keep_streams, say
 from airmoe.commands.costs import bench, doctor, flops
 from airmoe.commands.models import evaluate, generate, prepare, train
@@ -60,7 +60,6 @@ app.command()(train)
 app.command(name="eval")(evaluate)
 app.command()(generate)
 app.command()(suite)
-app.command()(recall)
 app.command()(report)
 app.command()(bench)
 app.command()(flops)

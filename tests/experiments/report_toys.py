@@ -149,21 +149,6 @@ def write_usage(run: Path, experts: np.ndarray, cells: np.ndarray | None = None)
     save_file(tensors, run / "usage.safetensors")
 
 
-def write_study(file: Path, run: str, config: RunConfig) -> None:
-    """What `airmoe recall` would leave, with two rows."""
-    usual = {"stage": "own", "num_codewords": 32, "probes": 1, "cosine": 0.9}
-    costs = {"products_every_step": 704.0, "products_every_16_steps": 464.0}
-    rows = [
-        usual | costs | {"shortlist_size": size, "overlap": share, "unlisted_experts": 0.125}
-        for size, share in ((64, 0.5), (128, 0.7125))
-    ]
-    layer = {"layer": "1", "num_experts": 4096, "top_k": 16, "shortlist_size": 128, "rows": rows}
-    about = {"data": None, "data_sha256": HASH, "versions": VERSIONS, "git": {}, "machine": MACHINE}
-    numbers = {"seed": 0, "fit_tokens": 8192, "tokens": 1024, "layers": [layer]}
-    head = {"kind": "recall", "format": 1, "run": run, "checkpoint": "checkpoint-360"}
-    write_json(file, head | {"config": config.to_json()} | about | numbers)
-
-
 def write_main_suite(folder: Path) -> Path:
     """Four methods of one seed, equally good."""
     runs = {name: {"perplexity": 60.0} for name in ("air", "peer", "hierarchical", "coarse")}

@@ -90,7 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_usage(folder / "main" / f"{variant}-seed42", random.poisson(9, 4096), np.arange(32))
     levels = {f"q{level}": {"perplexity": 70 + 20 / level} for level in (1, 2, 4, 16)}
     write_suite(folder / "granularity", "granularity", levels)
-    books = {f"g{g}-m{m}-p1": {"perplexity": 60.0 + g / m} for g in (32, 64) for m in (128, 256)}
+    books = {f"g{g}-m{m}": {"perplexity": 60.0 + g / m} for g in (32, 64) for m in (128, 256)}
     write_suite(folder / "codebook", "codebook", books)
     (folder / "nothing").mkdir()
     config = override(preset("tiny", "hierarchical"), [f"data.folder={NASTY}", "training.steps=9"])

@@ -155,7 +155,7 @@ def test_a_record_met_twice_counts_once(runs: Path, tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     suite = tmp_path / "runs" / "suite"  # of a kind with a single figure
-    write_suite(suite, "codebook", {"g32-m128-p1": {"perplexity": 66.0}})
+    write_suite(suite, "codebook", {"g32-m128": {"perplexity": 66.0}})
     records, out = tmp_path / "records", tmp_path / "runs" / "out"
     out.mkdir()
     write_record(read_all([suite]), out / "report.json")  # to be replaced
@@ -163,7 +163,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert (outcome.code, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
     assert lines[0] == "1 runs reported:"
-    assert lines[-1] == f"  {records / 'codebook' / 'g32-m128-p1-seed42.json'}"
+    assert lines[-1] == f"  {records / 'codebook' / 'g32-m128-seed42.json'}"
 
 
 def test_a_report_is_never_one_of_the_records(runs: Path, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from airmoe.experiments import preset
-from airmoe.experiments.report.beside_paper import beside_paper
 from airmoe.experiments.report.document import Cell, Table
 from airmoe.experiments.report.figures.usage_maps import maps
 from airmoe.experiments.report.groups import Group, group_runs
@@ -25,7 +24,6 @@ from airmoe.experiments.report.tables import (
     codebook_table,
     granularity_table,
     main_table,
-    recall_table,
 )
 from airmoe.files import read_json, write_json
 from airmoe.losses import BALANCE
@@ -372,21 +370,6 @@ def test_time_is_that_of_the_steps_where_it_is_logged(tmp_path: Path) -> None:
     assert set(group.runs[0].evaluations["seconds"]) == {12.5}
 
 
-def test_recall_rows(tmp_path: Path) -> None:
-    names = ("exact", "lazy_finer", "air", "probes")
-    write_suite(tmp_path / "s", "recall", {name: {"perplexity": 60.0} for name in names})
-    group = only_group(tmp_path)
-    table = recall_table(group)
-    assert [row[0].text for row in table.rows] == [
-        *("AIR", "Exact granular", "Two probes", "Lazy refresh, more codewords"),
-    ]
-    assert [row[0].grey for row in table.rows] == [False, True, False, False]
-    assert {"overlap", "mass recall"} <= {*table.columns}
-    assert sum(column.startswith("FLOPs at minimum") for column in table.columns) == 2
-    write_suite(tmp_path / "small", "recall", {"air": {"perplexity": 60.0}}, name="small")
-    assert not beside_paper(only_group(tmp_path / "small"))  # its settings are not the paper's
-
-
 def test_time_is_without_the_first_step(tmp_path: Path) -> None:
     """There compilers work: 40 s in one run and 5 in another that finds their work done."""
     write_run(tmp_path / "run", preset("tiny"), perplexity=60.0)
@@ -410,11 +393,11 @@ def test_granularity_and_codebook_rows(tmp_path: Path) -> None:
     table = granularity_table(only_group(tmp_path / "g"))
     assert [row[0].text for row in table.rows] == ["1", "2", "16"]
     assert column(table, "loss, nats")["1"].text == f"{math.log(90):.2f}"
-    books = {"g64-m128-p1": {"perplexity": 62.0}, "g32-m256-p2": {"perplexity": 60.0}}
+    books = {"g64-m128": {"perplexity": 62.0}, "g32-m256": {"perplexity": 60.0}}
     write_suite(tmp_path / "c" / "s", "codebook", books)
     table = codebook_table(only_group(tmp_path / "c"))
-    first = [[cell.text for cell in row[:4]] for row in table.rows]
-    assert first == [["32", "256", "2", "1"], ["64", "128", "1", "1"]]
+    first = [[cell.text for cell in row[:3]] for row in table.rows]
+    assert first == [["32", "256", "1"], ["64", "128", "1"]]
     assert column(table, "its bound")["32"].text == "1e-09"
 
 

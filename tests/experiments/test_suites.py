@@ -153,91 +153,17 @@ def test_granularity_takes_steps_that_divide() -> None:
 
 def test_codebook_leaves_out_what_cannot_be() -> None:
     plan = make_plan("codebook", "tiny")
-    assert len(plan.runs) == 18
-    variant = models(plan)["g128-m512-p2"]
+    assert len(plan.runs) == 9
+    variant = models(plan)["g128-m512"]
     assert sizes(variant) == ("air", 1024, 32, 1, 128, 512)
-    assert variant["router_options"]["probes"] == 2
     tight = ["model.num_experts=256", "model.router_options.shortlist_size=128"]
     names = [run.variant for run in make_plan("codebook", "tiny", tight).runs]
-    # 2 x 256 of 256 experts are too many, and 64 are no fewer than the 32 that are chosen.
     assert names == [
-        f"g{codewords}-{lists}"
-        for codewords in (32, 64, 128)
-        for lists in ("m64-p1", "m64-p2", "m128-p1", "m128-p2", "m256-p1")
+        f"g{codewords}-{lists}" for codewords in (32, 64, 128) for lists in ("m64", "m128", "m256")
     ]
     few = ["model.router_options.num_codewords=1", "model.router_options.shortlist_size=32"]
     names = [run.variant for run in make_plan("codebook", "tiny", few).runs]
-    assert names == ["g1-m32-p1", "g1-m64-p1", "g2-m32-p1", "g2-m32-p2", "g2-m64-p1", "g2-m64-p2"]
-
-
-# At tiny's own sizes products are so few that the rest of `lazy_all` is 1.3 % of the cost.
-LARGER = [
-    *("model.num_experts=4096", "model.num_experts_per_tok=16"),
-    *("model.router_options.num_codewords=32", "model.router_options.shortlist_size=128"),
-]
-
-
-@pytest.mark.parametrize(
-    ("preset", "overrides"), [("tiny", LARGER), ("small", []), ("small-c5", [])]
-)
-def test_recall_costs_what_air_does(preset: str, overrides: list[str]) -> None:
-    """By the ledger, which knows more than products; exact routing is the reference."""
-    plan = make_plan("recall", preset, overrides)
-    costs = {}
-    for run in plan.runs:
-        tokens = run.config.training.batch_size * run.config.data.block_size
-        workload = Workload(
-            sequence_length=run.config.data.block_size,
-            tokens_per_step=tokens,
-            tokens_per_micro_batch=tokens,
-        )
-        ledger = count_flops(run.config.model_config(128_256, 0), workload)
-        routing = ("router coarse", "router refresh", "router fine")
-        costs[run.variant] = sum(ledger.cost("algorithmic", part).total for part in routing)
-    assert list(costs) == [
-        *("air", "probes", "fewer_codewords", "lazy_longer", "lazy_finer", "lazy_all", "centered"),
-        "exact",
-    ]
-    for variant, cost in costs.items():
-        # Whole candidates, and what is no product: sorting, jitter.
-        equal = cost == pytest.approx(costs["air"], rel=0.01)
-        assert equal is (variant != "exact"), (variant, cost / costs["air"])
-
-
-def test_recall_at_the_paper_s_sizes() -> None:
-    options = {
-        name: model["router_options"]
-        for name, model in models(make_plan("recall", "small")).items()
-    }
-    found = {
-        name: tuple(given[key] for key in ("num_codewords", "shortlist_size", "probes"))
-        for name, given in options.items()
-        if name != "exact"
-    }
-    assert found == {
-        "air": (1024, 2048, 1),
-        "probes": (1024, 1024, 2),
-        "fewer_codewords": (512, 3072, 1),
-        "lazy_longer": (1024, 3328, 1),
-        "lazy_finer": (2730, 2048, 1),
-        "lazy_all": (1024, 2048, 1),
-        "centered": (1024, 2048, 1),
-    }
-    assert [name for name, given in options.items() if given.get("center_tokens")] == ["centered"]
-    lazy = {name for name, given in options.items() if given.get("refresh_every") == 16}
-    assert lazy == {"lazy_longer", "lazy_finer"}
-
-
-def test_recall_leaves_out_what_cannot_be() -> None:
-    short = ["model.router_options.shortlist_size=40"]  # half of it is fewer than the 32 chosen
-    assert "probes" not in models(make_plan("recall", "tiny", short))
-    one = ["model.router_options.num_codewords=1"]
-    assert not {"fewer_codewords", "probes"} & {*models(make_plan("recall", "tiny", one))}
-    few = ["model.router_options.num_codewords=2"]  # no place for every expert
-    assert "lazy_all" not in models(make_plan("recall", "tiny", few))
-    for option in ("probes=2", "refresh_every=2", "list_all=true", "center_tokens=true"):
-        with pytest.raises(ConfigError, match="starts from probes = 1"):
-            make_plan("recall", "tiny", [f"model.router_options.{option}"])
+    assert names == ["g1-m32", "g1-m64", "g2-m32", "g2-m64"]
 
 
 TOY = [
@@ -255,7 +181,6 @@ TOY = [
         ("granularity", 8),
         ("granularity", 32),
         ("codebook", 8),
-        ("recall", 8),
     ],
 )
 def test_every_variant_is_a_model_that_learns(suite: str, codewords: int) -> None:
@@ -300,7 +225,7 @@ def test_seeds_and_budgets() -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["mian", "tiny"], ["suite: got 'mian'", "main, ablations, granularity, codebook, recall"]),
+        (["mian", "tiny"], ["suite: got 'mian'", "main, ablations, granularity, codebook"]),
         (["main", "tinny"], ["preset: got 'tinny'"]),
         (["main", "tiny", "--seeds", "0"], ["seeds: got 0"]),
         (["main", "tiny", "--tokens", "0"], ["tokens: got 0"]),

@@ -1,4 +1,4 @@
-"""Runs beside each other: training them, what their routers miss, tables and figures."""
+"""Runs beside each other: training them, tables and figures."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from airmoe.commands.console import say, wide_console
+from airmoe.commands.console import say
 
 
 def suite(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="main, ablations, granularity, codebook, recall")],
+    name: Annotated[str, typer.Argument(help="main, ablations, granularity, codebook")],
     preset: Annotated[str, typer.Argument(help="tiny, small, medium, small-c5, ...")],
     out: Annotated[Path, typer.Option(help="folder of the suite, new or begun")],
     overrides: Annotated[
@@ -37,41 +37,6 @@ def suite(
         raise typer.Exit(code)
 
 
-def recall(
-    run: Annotated[Path, typer.Argument(help="folder of a run with AIR")],
-    data: Annotated[
-        Path | None, typer.Option(help="prepared text; default: that of the run")
-    ] = None,
-    fit_tokens: Annotated[
-        int, typer.Option(help="of the training split, to fit codebooks to; fewer if it has fewer")
-    ] = 262_144,
-    tokens: Annotated[
-        int, typer.Option(help="of the validation split, to measure on; fewer if it has fewer")
-    ] = 16_384,
-    out: Annotated[
-        Path | None, typer.Option(help="JSON file to write; default: recall.json in the run")
-    ] = None,
-) -> None:
-    """Which share of exact routing's experts other codebooks and shortlists would find."""
-    from airmoe.experiments.recall_study.command import check_out, measure_run
-    from airmoe.experiments.recall_study.record import FILE
-    from airmoe.experiments.report.coarse_stages import show_study
-    from airmoe.files import write_json
-    from airmoe.training.run_folder import open_run
-
-    open_run(run)  # what is no run is said before what is wrong with a file in it
-    file = out or run / FILE
-    check_out(file)
-    study = measure_run(
-        run, data, fit_tokens=fit_tokens, tokens=tokens, console=Console(stderr=True)
-    )
-    console = wide_console()
-    show_study(study, console)  # first: writing may still fail
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, study.to_json())
-    say(console, f"Written: {file}")
-
-
 def report(
     runs: Annotated[
         list[Path],
@@ -82,7 +47,7 @@ def report(
     ] = None,
     records: Annotated[
         Path | None,
-        typer.Option(help="folder that gets a JSON file per run and study, small enough to commit"),
+        typer.Option(help="folder that gets a JSON file per run, small enough to commit"),
     ] = None,
 ) -> None:
     """Tables and figures of finished runs: Markdown, LaTeX, one HTML page, and their data."""

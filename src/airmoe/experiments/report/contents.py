@@ -1,4 +1,4 @@
-"""What a report says, in order: a section per group and study, then what was left out and why."""
+"""What a report says, in order: a section per group, then what was left out and why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.report.beside_paper import beside_paper
-from airmoe.experiments.report.coarse_stages import study_blocks
 from airmoe.experiments.report.document import (
     Block,
     Bullets,
@@ -36,7 +35,6 @@ from airmoe.experiments.report.tables import (
     codebook_table,
     granularity_table,
     main_table,
-    recall_table,
 )
 from airmoe.experiments.scaling_law import ScalingLaw, fit_scaling_law
 
@@ -86,7 +84,6 @@ def make_report(record: Record) -> Report:
     contents = Contents([Paragraph(INTRODUCTION)], draws=can_draw())
     for group in grouped.groups:
         _group_section(group, contents)
-    contents.blocks += study_blocks(record.studies)
     left_out = [*record.problems, *grouped.left_out]
     if not contents.draws:
         left_out.append(NO_FIGURES)
@@ -138,8 +135,8 @@ def _fitted(group: Group) -> Fit:
 
 def _methods(group: Group, contents: Contents) -> None:
     """Methods, ablations or settings against each other."""
-    tables = {"ablations": ablation_table, "recall": recall_table}
-    contents.blocks.append(tables.get(group.key.suite or "", main_table)(group))
+    table = ablation_table if group.key.suite == "ablations" else main_table
+    contents.blocks.append(table(group))
     if compared := beside_paper(group):
         contents.blocks += [Heading(3, "The paper beside ours", f"{group.slug}-paper"), *compared]
     contents.show(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from airmoe.experiments.presets import PRESETS, preset
-from airmoe.experiments.recall_study.record import RecallStudy
 from airmoe.experiments.report.record import Run
 
 
@@ -37,7 +36,7 @@ WITHOUT_HASH = {"wikipedia-10m": Text(f"10 M tokens of the {WIKIPEDIA}")}
 PREPARING = ("data.corpus", "data.validation", "data.validation_fraction", "data.max_tokens")
 
 
-def known_text(run: Run | RecallStudy) -> Text | None:
+def known_text(run: Run) -> Text | None:
     """What is known of the text of a run."""
     if run.data_sha256 is not None:
         return KNOWN.get(run.data_sha256)
@@ -45,18 +44,16 @@ def known_text(run: Run | RecallStudy) -> Text | None:
     return WITHOUT_HASH.get(Path(folder).name) if folder is not None else None
 
 
-def corpus_title(run: Run | RecallStudy) -> str:
+def corpus_title(run: Run) -> str:
     """The known name, or that of the corpus and of the folder it was prepared in."""
     if (text := known_text(run)) is not None:
         return text.title
-    if isinstance(run, RecallStudy) and run.data is not None:
-        return run.data
     folder = run.config["data"].get("folder")
     names = [corpus_of(run), None if folder is None else Path(folder).name]
     return " from ".join(dict.fromkeys(name for name in names if name is not None))
 
 
-def corpus_of(run: Run | RecallStudy) -> str | None:
+def corpus_of(run: Run) -> str | None:
     """What the text was prepared from; None where nobody says."""
     data = run.config["data"]
     if (recipe := own_recipe(run)) is not None:
@@ -70,11 +67,11 @@ def _usual_corpus(name: str) -> str | None:
     return preset(name).data.corpus if name in PRESETS else None
 
 
-def own_recipe(run: Run | RecallStudy) -> dict[str, Any] | None:
+def own_recipe(run: Run) -> dict[str, Any] | None:
     """That of a folder that the run was given, where it was noted.
 
     Without such a folder the run's own settings are the recipe.
     """
-    if isinstance(run, RecallStudy) or run.config["data"].get("folder") is None:
+    if run.config["data"].get("folder") is None:
         return None
     return run.recipe

@@ -19,17 +19,11 @@ TITLES = {
     "static": "Static codebook",
     "expert_choice": "Expert choice",
     "euclidean": "Euclidean",
-    "probes": "Two probes",
-    "fewer_codewords": "Fewer codewords, longer lists",
-    "lazy_longer": "Lazy refresh, longer lists",
-    "lazy_finer": "Lazy refresh, more codewords",
-    "lazy_all": "Lazy refresh, all listed",
-    "centered": "Centred tokens",
 }
 ORDER = tuple(TITLES)
 AMOUNT = "([1-9][0-9]{0,11})"  # others are names like any: figures have them on a log axis
 GRANULARITY = re.compile(f"q{AMOUNT}")
-CODEBOOK = re.compile(f"g{AMOUNT}-m{AMOUNT}-p{AMOUNT}")
+CODEBOOK = re.compile(f"g{AMOUNT}-m{AMOUNT}")
 
 
 @dataclass(frozen=True)
@@ -38,7 +32,6 @@ class Codebook:
 
     num_codewords: int
     shortlist_size: int
-    probes: int
 
 
 @dataclass(frozen=True)
@@ -70,12 +63,6 @@ SLOTS = {
     "expert_choice": 3,
     "euclidean": 2,
     "dense": 5,
-    "probes": 1,
-    "fewer_codewords": 2,
-    "lazy_longer": 3,
-    "lazy_finer": 4,
-    "lazy_all": 5,
-    "centered": 6,
 }
 
 
@@ -111,8 +98,7 @@ def title_of(variant: str) -> str:
     if (amount := granularity_of(variant)) is not None:
         return f"Q = {amount}"
     if (book := codebook_of(variant)) is not None:
-        plural = "" if book.probes == 1 else "s"
-        return f"G = {book.num_codewords}, M = {book.shortlist_size}, {book.probes} probe{plural}"
+        return f"G = {book.num_codewords}, M = {book.shortlist_size}"
     return TITLES.get(variant, variant)
 
 
@@ -128,7 +114,7 @@ def place_of(variant: str) -> tuple[int, tuple[int, ...], str]:
     if (amount := granularity_of(variant)) is not None:
         return 1, (amount,), variant
     if (book := codebook_of(variant)) is not None:
-        return 1, (book.num_codewords, book.shortlist_size, book.probes), variant
+        return 1, (book.num_codewords, book.shortlist_size), variant
     return 2, (), variant
 
 

@@ -116,8 +116,6 @@ ABLATIONS = {
 
 def paper_cell(suite: str | None, preset: str, variant: str) -> PaperCell | None:
     """The paper's run that this variant of a suite repeats, if it has one."""
-    if suite == "recall":  # settings the paper has not
-        return None
     if suite == "ablations":
         return ABLATIONS.get(variant) if preset == "small" else None
     return MAIN.get(preset, {}).get(variant)

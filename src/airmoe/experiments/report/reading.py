@@ -12,8 +12,6 @@ from safetensors import SafetensorError
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.fairness import Rule
-from airmoe.experiments.recall_study.record import FILE as STUDY
-from airmoe.experiments.recall_study.record import RecallStudy
 from airmoe.experiments.report.drawn_maps import one_map_each
 from airmoe.experiments.report.groups import key_of
 from airmoe.experiments.report.record import Record, Run, read_record
@@ -37,23 +35,15 @@ WRONG_JSON = (ValueError, KeyError, TypeError, AttributeError)
 
 @dataclass
 class Reading:
-    """Collects runs, studies of them and problems; a folder or file met twice counts once."""
+    """Collects runs and problems; a folder or file met twice counts once."""
 
     runs: list[Run] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    studies: list[RecallStudy] = field(default_factory=list)
     seen: set[Path] = field(default_factory=set)
 
     def problem(self, name: str, text: str) -> None:
         """One line, whatever the message was."""
         self.problems.append(f"{name}: {' '.join(text.split())}")
-
-    def add_study(self, name: str, study: RecallStudy) -> None:
-        """One that is there already, in the run and among the records of it, counts once."""
-        if study in self.studies:
-            self.problem(name, f"the same study of {study.run} as one before it: left out")
-        else:
-            self.studies.append(study)
 
     def attempt(self, name: str, read: Callable[[], None]) -> None:
         """Read something that the system may refuse to show."""
@@ -73,7 +63,7 @@ def read_everything(paths: Sequence[Path], ignored: Path | None = None) -> Recor
     reading = Reading(seen=set() if ignored is None else {ignored.resolve()})
     for path in paths:
         reading.attempt(str(path), lambda path=path: _read_path(path, reading))
-    if not reading.runs and not reading.studies:
+    if not reading.runs:
         found = f" ({'; '.join(reading.problems)})" if reading.problems else ""
         raise ConfigError(
             "runs",
@@ -81,7 +71,7 @@ def read_everything(paths: Sequence[Path], ignored: Path | None = None) -> Recor
             f"must hold at least one finished run{found}",
             "Give run folders, suite folders, or a report.json.",
         )
-    return Record(runs=reading.runs, problems=reading.problems, studies=reading.studies)
+    return Record(runs=reading.runs, problems=reading.problems)
 
 
 def _read_path(path: Path, reading: Reading) -> None:
@@ -94,7 +84,7 @@ def _read_path(path: Path, reading: Reading) -> None:
 
 
 def _read_report(path: Path, name: str, reading: Reading) -> None:
-    """A report.json, the record of one run, or a study."""
+    """A report.json or the record of one run."""
     if path.resolve() in reading.seen:
         return
     reading.seen.add(path.resolve())
@@ -105,8 +95,6 @@ def _read_report(path: Path, name: str, reading: Reading) -> None:
         return
     reading.runs += record.runs
     reading.problems += record.problems
-    for study in record.studies:
-        reading.add_study(name, study)
 
 
 def _read_folder(path: Path, name: str, reading: Reading) -> None:
@@ -248,8 +236,6 @@ def _read_run(path: Path, name: str, place: Place, reading: Reading) -> None:
     except (ConfigError, *WRONG_JSON) as error:
         reading.problem(name, str(error).replace(str(path / "run.json"), "run.json"))
         return
-    if (path / STUDY).is_file():
-        _read_report(path / STUDY, f"{name}/{STUDY}", reading)
     if not (path / "result.json").is_file():
         reading.problem(name, f"is not finished: no result.json{_progress(path, config)}")
         return

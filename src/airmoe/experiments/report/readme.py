@@ -16,10 +16,7 @@ from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.tables import PERPLEXITIES, variant_table
 
 RUNS_FOLDER = Path("wikipedia", "main")
-MORE = (
-    "What differs from the paper's runs, what to keep in mind, figures: [results](docs/results.md)"
-    ", with the [ablations](docs/results.md#the-parts-of-air)."
-)
+MORE = "What differs from the paper's runs, what to keep in mind: [results](docs/results.md)."
 CORPORA = {"wikitext103": "WikiText-103"}
 COLUMNS = (
     *PERPLEXITIES,

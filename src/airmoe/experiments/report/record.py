@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.json_fields import brief, is_number
-from airmoe.experiments.recall_study.reading import is_study, study_from_json
-from airmoe.experiments.recall_study.record import RecallStudy
 from airmoe.experiments.report.names import method_of
 from airmoe.experiments.report.run_checks import check_run
 from airmoe.experiments.report.usage import CellUsage, ExpertMap, Usage
@@ -101,45 +99,36 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """All that was found: runs, studies of runs, a line for everything that is not among them."""
+    """All that was found: runs, a line for everything that is not among them."""
 
     runs: list[Run]
     problems: list[str]
-    studies: list[RecallStudy] = field(default_factory=list)
 
 
 def write_record(record: Record, path: Path) -> None:
-    studies = [study.to_json() for study in record.studies]
-    write_json(path, {"format": FORMAT, **asdict(replace(record, studies=[])), "studies": studies})
+    write_json(path, {"format": FORMAT, **asdict(record)})
 
 
 def read_record(path: Path, name: str | None = None) -> Record:
-    """What `write_record` or `airmoe recall` wrote; raises ConfigError where it is neither.
+    """What `write_record` wrote; raises ConfigError where it is something else.
 
-    A garbled run or study is left out, with a line that begins with `name`, by default the file's.
+    A garbled run is left out, with a line that begins with `name`, by default the file's.
     """
     values = _json_of(path)
-    if is_study(values):
-        return Record(runs=[], problems=[], studies=[study_from_json(values)])
-    runs, studies, problems = [], [], [_one_line(line) for line in values["problems"]]
+    runs, problems = [], [_one_line(line) for line in values["problems"]]
     for place, one in enumerate(values["runs"]):
         try:
             runs.append(_run(f"runs[{place}]", one))
         except ConfigError as error:
             problems.append(f"{name or path.name}: {error}")
-    for place, one in enumerate(values.get("studies", [])):  # older files lack them
-        try:
-            studies.append(study_from_json(one))
-        except ConfigError as error:
-            problems.append(f"{name or path.name}: studies[{place}]: {error}")
-    return Record(runs=runs, problems=problems, studies=studies)
+    return Record(runs=runs, problems=problems)
 
 
 def _json_of(path: Path) -> dict[str, Any]:
-    """Of a study, or of the format of reports with its lists."""
+    """Of the format of reports, with its lists."""
     try:
         values = read_json(path)
-        found = FORMAT if is_study(values) else values["format"]
+        found = values["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             "report",
@@ -154,8 +143,8 @@ def _json_of(path: Path) -> dict[str, Any]:
             f"must be {FORMAT}, the format of this airmoe",
             "Write it again from its runs.",
         )
-    for part in () if is_study(values) else ("runs", "problems", "studies"):
-        if not isinstance(values.get(part, [] if part == "studies" else None), list):
+    for part in ("runs", "problems"):
+        if not isinstance(values.get(part), list):
             rule = f"lacks or misnames a field ({part} must be a list)"
             raise ConfigError("report", path.name, rule, "Write it again.")
     return values

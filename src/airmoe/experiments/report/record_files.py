@@ -1,5 +1,5 @@
-"""What all files of a folder of records keep to, of runs and of studies: each lies in a folder
-inside it, and none takes the place of something else."""
+"""What all files of a folder of records keep to: each lies in a folder inside it, and none takes
+the place of something else."""
 
 from __future__ import annotations
 

@@ -39,7 +39,6 @@ ABLATIONS = (
     metrics.RECALL,
     metrics.ENTROPY,
 )
-RECALL = (*ABLATIONS[:3], metrics.EXECUTED, *ABLATIONS[3:])
 CODEBOOK = (
     metrics.OVERLAP,
     metrics.RECALL,
@@ -86,11 +85,6 @@ def ablation_table(group: Group) -> Table:
     return variant_table(group, ABLATIONS, "AIR without one of its parts.")
 
 
-def recall_table(group: Group) -> Table:
-    caption = "Other settings of AIR that cost as many algorithmic FLOPs, beside exact routing."
-    return variant_table(group, RECALL, caption)
-
-
 def variant_table(group: Group, columns: Sequence[Metric], caption: str) -> Table:
     """One row per variant."""
     variants = group.variants
@@ -113,10 +107,10 @@ def codebook_table(group: Group) -> Table:
     for variant, runs in group.variants.items():
         book = codebook_of(variant)
         assert book is not None  # contents.py asks before
-        sizes = (book.num_codewords, book.shortlist_size, book.probes, len(runs))
+        sizes = (book.num_codewords, book.shortlist_size, len(runs))
         rows.append([_number_cell(size) for size in sizes])
-    heads = ["codewords G", "shortlist M", "probes", "seeds"]
-    return _filled(group, CODEBOOK, "Codewords, shortlists and probes.", heads, rows)
+    heads = ["codewords G", "shortlist M", "seeds"]
+    return _filled(group, CODEBOOK, "Codewords and shortlists.", heads, rows)
 
 
 def _filled(

@@ -14,7 +14,6 @@ from airmoe.experiments.report.markdown import markdown
 from airmoe.experiments.report.reading import read_everything
 from airmoe.experiments.report.record import write_record
 from airmoe.experiments.report.records import plan_records, write_records
-from airmoe.experiments.report.study_records import plan_studies, write_studies
 from airmoe.files import write_bytes
 
 REPORT = "report.json"
@@ -35,12 +34,10 @@ def write_report(
 ) -> Written:
     """Report on everything under `paths`; by default in or beside the first of them.
 
-    `records`: a folder that gets a file per run too, with its map whatever the report draws, and
-    one per study.
+    `records`: a folder that gets a file per run too, with its map whatever the report draws.
     """
     found = read_everything(paths, ignored=_own_report(paths, out))
     planned = {} if records is None else plan_records(found.runs, records)
-    studies = {} if records is None else plan_studies(found.studies, records, planned)
     record = one_map_each(found)
     report = make_report(record)
     folder = out or default_folder(paths)
@@ -59,9 +56,8 @@ def write_report(
         write_bytes(folder / name, text.encode())
     write_record(record, folder / REPORT)
     write_records(planned)
-    write_studies(studies)
     files = [folder / name for name in (*texts, REPORT)]
-    return Written(files, [*planned, *studies], len(record.runs), report.problems)
+    return Written(files, [*planned], len(record.runs), report.problems)
 
 
 def _own_report(paths: Sequence[Path], out: Path | None) -> Path | None:

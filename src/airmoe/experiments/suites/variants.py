@@ -1,4 +1,4 @@
-"""The five suites: what each compares, made from one run with AIR."""
+"""The four suites: what each compares, made from one run with AIR."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.fairness import ALL_RULES, Rule
-from airmoe.experiments.suites.recall import equal_cost
 from airmoe.model import AirMoeConfig, with_method
 from airmoe.routers import AirRouter
 from airmoe.training import RunConfig, model_options
@@ -85,29 +84,15 @@ def granularity_variants(base: RunConfig) -> Variants:
 
 
 def codebook_variants(base: RunConfig) -> Variants:
-    """Half, the same and twice the codewords and shortlists, with one and two probes."""
+    """Half, the same and twice the codewords and shortlists."""
     model = model_of(base)
     router = _air(model)
     variants: Variants = {}
-    for codewords, size, probes in product(
-        _around(router.num_codewords), _around(router.shortlist_size), (1, 2)
-    ):
-        enough = size >= router.top_k and codewords >= probes
-        if enough and probes * size <= router.num_experts:
-            options = {"num_codewords": codewords, "shortlist_size": size, "probes": probes}
-            variants[f"g{codewords}-m{size}-p{probes}"] = with_model(base, _routed(model, options))
+    for codewords, size in product(_around(router.num_codewords), _around(router.shortlist_size)):
+        if router.top_k <= size <= router.num_experts:
+            options = {"num_codewords": codewords, "shortlist_size": size}
+            variants[f"g{codewords}-m{size}"] = with_model(base, _routed(model, options))
     return variants
-
-
-def recall_variants(base: RunConfig) -> Variants:
-    """AIR and exact routing, and between them AIR with other settings that cost as much as its."""
-    model = model_of(base)
-    tokens_per_step = base.training.batch_size * base.data.block_size
-    found = {
-        name: with_model(base, _routed(model, options))
-        for name, options in equal_cost(_air(model), tokens_per_step).items()
-    }
-    return {**found, "exact": with_model(base, with_method(model, "exact"))}
 
 
 WITHOUT_STRUCTURE = tuple(
@@ -119,7 +104,6 @@ SUITES: dict[str, Suite] = {
     # These vary the sizes of the two stages by design.
     "granularity": Suite(granularity_variants, WITHOUT_STRUCTURE),
     "codebook": Suite(codebook_variants, WITHOUT_STRUCTURE),
-    "recall": Suite(recall_variants, WITHOUT_STRUCTURE),
 }
 
 
@@ -145,7 +129,7 @@ def _at_granularity(model: AirMoeConfig, level: int) -> AirMoeConfig:
         num_experts_per_tok=level,
         expert_size=model.expert_size * active // level,
     )
-    if router.num_codewords + router.probes * shortlist_size < changed.num_experts:
+    if router.num_codewords + shortlist_size < changed.num_experts:
         return changed
     exact = with_method(changed, "exact")
     if exact.expert_size > 1:  # each expert one product with its tokens, no row fetched per token

@@ -1,4 +1,4 @@
-"""Figures of the suites that turn one knob: granularity, and codewords x shortlists x probes."""
+"""Figures of the suites that turn one knob: granularity, and codewords x shortlists."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def granularity_figure(group: Group, law: ScalingLaw | None) -> Drawing:
 
 
 def codebook_figure(group: Group) -> Drawing:
-    """A panel per quantity over the shortlist size, a line per codebook size and probes."""
+    """A panel per quantity over the shortlist size, a line per codebook size."""
     lines = _lines(group)
-    caption = "What codewords G, shortlists M and probes buy and cost, at the lowest perplexity."
+    caption = "What codewords G and shortlists M buy and cost, at the lowest perplexity."
     alt = f"{caption} {len(group.variants)} settings; the table has the numbers."
     picture = Picture(name=f"{group.slug}-codebook", caption=caption, alt=alt, wide=True)
     with matplotlib_style(picture.name):
@@ -103,7 +103,7 @@ def _lines(group: Group) -> dict[str, dict[int, str]]:
     for variant in group.variants:
         book = codebook_of(variant)
         if book is not None:
-            label = f"G = {book.num_codewords}, {book.probes} probe{'s' * (book.probes > 1)}"
+            label = f"G = {book.num_codewords}"
             lines.setdefault(label, {})[book.shortlist_size] = variant
     return lines
 
