@@ -1,8 +1,7 @@
 """Benchmark results -> figure and tables of the pages: `python docs/draw_speed.py` (extra `plot`).
 
-Reads benchmarks/results: `airmoe bench` writes what the README shows, `make bench` cpu.json, which
-benchmarks/README.md shows. Without results the figure shows the idea only and the tables say that
-nothing was measured. Numbers are never typed by hand: a test compares.
+Reads what `airmoe bench` and `make bench` wrote to benchmarks/results, and rewrites the tables of
+benchmarks/README.md. Numbers are never typed by hand: a test compares.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 CPU_RESULTS, GPU_RESULTS = RESULTS / "cpu.json", RESULTS / "paper.json"
 FIGURE = ROOT / "docs" / "figures" / "cells.svg"
-README, CPU_PAGE = ROOT / "README.md", ROOT / "benchmarks" / "README.md"
-PART = "results"  # of both pages
+PAGE = ROOT / "benchmarks" / "README.md"
 GIB = 2**30
 CELL_COLOURS = ("#3b6fb6", "#d0803c", "#4c9a6a")
 STEPS = (
@@ -103,13 +101,11 @@ def _notes(report: Report) -> list[str]:
     return [" ".join(notes)] if notes else []
 
 
-def pages() -> dict[Path, str]:
-    """The pages with results, as they should read."""
-    blocks = {README: block(RESULTS), CPU_PAGE: table(load())}
-    return {
-        page: with_part(page.name, page.read_text(encoding="utf-8"), PART, text)
-        for page, text in blocks.items()
-    }
+def page() -> str:
+    """The page with results, as it should read."""
+    text = PAGE.read_text(encoding="utf-8")
+    text = with_part(PAGE.name, text, "results", table(load()))
+    return with_part(PAGE.name, text, "gpu", block(RESULTS))
 
 
 # -- the figure ---------------------------------------------------------------------------------
@@ -198,9 +194,8 @@ def main() -> None:
     report = load(GPU_RESULTS)
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
     draw(report, FIGURE)
-    for page, text in pages().items():
-        page.write_text(text, encoding="utf-8")
-        print(page.relative_to(ROOT))
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE.relative_to(ROOT))
     print(f"{FIGURE.relative_to(ROOT)}: {digest(report)}")
 
 

@@ -1,9 +1,8 @@
-"""`make demo`: a tiny AIR language model and its twins, trained at equal budget and compared."""
+"""`make demo`: train a tiny AIR language model and three baselines at equal budget, and compare."""
 
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,28 @@ from airmoe.files import read_json
 from airmoe.training import generate_text, open_run, override, resume, train
 from airmoe.training.load import load_trained
 
-# Method -> how it is called in table and figure, and its colour (Okabe and Ito's palette).
-TWINS = {
+# Method -> name and colour (Okabe and Ito's palette) in table and figure.
+METHODS = {
     "air": ("AIR", "#0072B2"),
     "exact": ("exact top-K", "#D55E00"),
     "peer": ("PEER", "#009E73"),
     "coarse": ("coarse", "#CC79A7"),
 }
 PROMPT = "The function returns"
-SHOWS = (
-    "The table can show that each method learns, and how many of its experts live; it cannot rank "
-    "them: that takes more seeds, and more tokens than a model has weights."
-)
+COLUMNS = ("parameters", "perplexity", "tokens/s", "overlap", "unused")
+EXPLANATION = """\
+perplexity  on held-out text; lower is better
+tokens/s    of training, on this machine
+overlap     share of the exact top-K experts that the router found
+unused      experts that no token of the held-out text used
+
+Every method should learn (guessing has a perplexity of about 2,000) and use
+its experts. One short run with one seed does not rank the methods;
+docs/results.md has longer ones."""
 
 
 @dataclass(frozen=True)
-class Twin:
+class Finished:
     """One finished run."""
 
     method: str
@@ -41,7 +46,7 @@ class Twin:
 
     @property
     def name(self) -> str:
-        return TWINS[self.method][0]
+        return METHODS[self.method][0]
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -50,25 +55,27 @@ class Twin:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder to write to")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="output folder")
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs")
     arguments = parser.parse_args()
-    console = Console()
+    out: Path = arguments.out
+    console = Console(highlight=False)
     introduce(console)
     few = ["training.steps=6", "training.eval_every=3", "training.eval_blocks=8"]
     changes = few if arguments.quick else []
-    twins = [train_twin(method, arguments.out / method, changes, console) for method in TWINS]
-    show_table(twins, console)
-    figure = draw_curves(twins, arguments.out / "curves.png")
-    sample = write_sample(twins[0], arguments.out / "sample.txt")
-    console.print(f"\nThe AIR model goes on from [bold]{PROMPT}[/bold]:\n")
-    console.print(sample, markup=False, highlight=False)
-    console.print(f"\nCurves: {figure}    text: {arguments.out / 'sample.txt'}", highlight=False)
+    runs = [train_one(method, out / method, changes, console) for method in METHODS]
+    show_table(runs, console)
+    draw_curves(runs, out / "curves.png")
+    sample = write_sample(runs[0], out / "sample.txt")
+    console.print("\nText by the AIR model, which has learned the style but little sense yet:\n")
+    console.print(sample, markup=False)
     console.print(
-        f"More text: airmoe generate {arguments.out / 'air'} 'your words'    "
-        "longer training: airmoe train tiny training.steps=3000",
-        highlight=False,
+        f"\nFiles: {out / 'curves.png'}, {out / 'sample.txt'}\n"
+        f"More text: airmoe generate {out / 'air'} 'your words'\n"
+        f"Look inside the model: python examples/routing_tour.py {out / 'air'}\n"
+        "Train longer: airmoe train tiny training.steps=3000",
         markup=False,
+        soft_wrap=True,
     )
 
 
@@ -78,65 +85,59 @@ def introduce(console: Console) -> None:
     router = model.router_config()
     assert isinstance(router, AirRouter.Config)
     console.print(
-        "Four language models learn the prose inside this Python. One feed-forward layer of "
-        f"{model.num_hidden_layers} is a mixture of experts: {model.num_experts:,} single neurons, "
-        f"{model.num_experts_per_tok} of them for each token. AIR scores {router.shortlist_size} "
-        "candidates per token, exact top-K scores all, PEER finds pairs of sub-keys; the coarse "
-        "twin has the same neurons in few large experts. Same text, order, steps and seed.\n",
-        highlight=False,
+        "Four small language models learn from the documentation inside this Python: same text, "
+        "order, steps and seed. In each, one of the feed-forward layers is a mixture of experts. "
+        f"It has {model.num_experts:,} single neurons and uses {model.num_experts_per_tok} of them "
+        "for each token.\n\n"
+        f"  AIR          scores {router.shortlist_size} experts per token, from the shortlist of "
+        "its codeword\n"
+        f"  exact top-K  scores all {model.num_experts:,}\n"
+        "  PEER         finds experts by pairs of sub-keys\n"
+        "  coarse       has the same neurons in a few large experts\n"
     )
 
 
-def train_twin(method: str, folder: Path, changes: list[str], console: Console) -> Twin:
-    """Train it, go on with it, or take it as it is if it is finished."""
+def train_one(method: str, folder: Path, changes: list[str], console: Console) -> Finished:
+    """Train it, resume it, or take it as it is if it has finished."""
     config = override(preset("tiny", method), ["training.tensorboard=false", *changes])
     if (folder / "run.json").exists() and open_run(folder).config == config:
         finished = resume(folder, console)
     else:
         finished = train(config, folder, console)
     if finished.stopped_by is not None:
-        raise SystemExit("Stopped. The same command goes on from here.")
-    return Twin(method, folder, read_json(folder / "result.json"))
+        raise SystemExit("Stopped. Run the same command again to continue.")
+    return Finished(method, folder, read_json(folder / "result.json"))
 
 
-def show_table(twins: list[Twin], console: Console) -> None:
-    table = Table(title="After equal training", title_justify="left")
+def show_table(runs: list[Finished], console: Console) -> None:
+    table = Table(title="After the same training", title_justify="left")
     table.add_column("method", no_wrap=True)
-    for heading in ("weights", "perplexity", "tokens/s", "overlap", "dead", "entropy"):
+    for heading in COLUMNS:
         table.add_column(heading, justify="right", no_wrap=True)
-    for twin in twins:
-        table.add_row(*row_of(twin))
+    for run in runs:
+        table.add_row(*row_of(run))
     console.print()
     console.print(table)
-    console.print(
-        "weights: parameters in all. perplexity: on held-out text, lower is better. overlap: share "
-        "of the exact top-K that was found; it says little where many experts are dead. dead: "
-        "experts no held-out token used. entropy of their use: nats, of those equal use would have."
-        f"\n{SHOWS}",
-        highlight=False,
-    )
+    console.print(EXPLANATION)
 
 
-def row_of(twin: Twin) -> list[str]:
-    """What the table says of one run."""
-    last, counts = twin.result["last"], twin.result["parameters"]
-    num_experts = open_run(twin.folder).config.model["num_experts"]
+def row_of(run: Finished) -> list[str]:
+    last = run.result["last"]
 
     def shown(name: str, form: str) -> str:
         return form.format(last[name]) if name in last else "-"
 
     return [
-        twin.name,
-        f"{counts['total'] / 1e6:.2f} M",
+        run.name,
+        f"{run.result['parameters']['total'] / 1e6:.2f} M",
         shown("perplexity", "{:.1f}"),
-        f"{twin.result['tokens_per_second']:,.0f}",
+        f"{run.result['tokens_per_second']:,.0f}",
         shown("overlap", "{:.3f}"),
         shown("dead_experts", "{:.0%}"),
-        shown("entropy", "{:.1f}") + f" of {math.log(num_experts):.1f}",
     ]
 
 
-def draw_curves(twins: list[Twin], path: Path) -> Path:
+def draw_curves(runs: list[Finished], path: Path) -> None:
     """Validation perplexity against tokens, and against the time they took."""
     import matplotlib
 
@@ -144,23 +145,23 @@ def draw_curves(twins: list[Twin], path: Path) -> Path:
     import matplotlib.pyplot as plt
 
     figure, (by_tokens, by_time) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
-    for twin in twins:
-        colour = TWINS[twin.method][1]
-        perplexity = [line["perplexity"] for line in twin.evaluations]
+    for run in runs:
+        colour = METHODS[run.method][1]
+        perplexity = [line["perplexity"] for line in run.evaluations]
         by_tokens.plot(
-            [line["tokens"] / 1e3 for line in twin.evaluations],
+            [line["tokens"] / 1e3 for line in run.evaluations],
             perplexity,
             marker="o",
             color=colour,
-            label=twin.name,
+            label=run.name,
         )
         by_time.plot(
-            [line["seconds"] for line in twin.evaluations], perplexity, marker="o", color=colour
+            [line["seconds"] for line in run.evaluations], perplexity, marker="o", color=colour
         )
     by_tokens.set(xlabel="thousand tokens", ylabel="validation perplexity", yscale="log")
     by_time.set(xlabel="seconds on this machine")
     for labels in (by_tokens.yaxis.set_major_formatter, by_tokens.yaxis.set_minor_formatter):
-        labels("{x:.0f}")  # 200 instead of 2 x 10^2
+        labels("{x:.0f}")  # 200, not 2 x 10^2
     for axes in (by_tokens, by_time):
         axes.grid(alpha=0.3)
     by_tokens.legend()
@@ -168,12 +169,10 @@ def draw_curves(twins: list[Twin], path: Path) -> Path:
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
-    return path
 
 
-def write_sample(twin: Twin, path: Path) -> str:
-    """Text by the trained model; at this size it has the sound of the documentation, no sense."""
-    trained = load_trained(twin.folder)
+def write_sample(run: Finished, path: Path) -> str:
+    trained = load_trained(run.folder)
     text = generate_text(trained.model, trained.tokenizer, PROMPT, max_new_tokens=80)
     path.write_text(text + "\n", encoding="utf-8")
     return text

@@ -1,4 +1,4 @@
-"""The stored results as a block of Markdown: what the README shows."""
+"""The stored results as a block of Markdown: what benchmarks/README.md shows."""
 
 from __future__ import annotations
 

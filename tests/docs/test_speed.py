@@ -1,4 +1,4 @@
-"""The README's numbers come from the benchmark, its commands and folders exist."""
+"""The speed tables and the figure come from the benchmark's stored results."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.measure import Result, Sample
-from tests.docs.common import ROOT, load_script
+from tests.docs.common import load_script
 
 draw_speed = load_script("docs/draw_speed.py")
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_tables_are_what_the_script_makes() -> None:
-    pages = draw_speed.pages()
-    assert set(pages) == {ROOT / "README.md", ROOT / "benchmarks" / "README.md"}
-    for page, expected in pages.items():
-        found = page.read_text(encoding="utf-8")
-        assert found.count("<!-- results: start -->") == 1
-        assert expected == found, "run docs/draw_speed.py"
+    found = draw_speed.PAGE.read_text(encoding="utf-8")
+    assert draw_speed.page() == found, "run docs/draw_speed.py"
 
 
 def test_figure_is_drawn_from_these_results() -> None:
@@ -33,24 +28,6 @@ def test_figure_is_drawn_from_these_results() -> None:
     assert drawn and drawn[1] == draw_speed.digest(draw_speed.load(draw_speed.GPU_RESULTS)), (
         "run: python docs/draw_speed.py"
     )
-
-
-def test_exactly_two_commands_and_they_exist() -> None:
-    listed = re.findall(r"^    make (\w+)", README, re.MULTILINE)
-    assert listed == ["demo", "test"]
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in (*listed, "bench"):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-
-
-def test_tree_names_what_exists() -> None:
-    tree = README.partition("## Where things are")[2].partition("[The method]")[0]
-    entries = re.findall(r"^( +)([\w/.]+) {2,}|^( +)([\w/.]+)$", tree, re.MULTILINE)
-    names = [first or second for _, first, _, second in entries]
-    assert len(names) >= 9
-    for name in names:
-        inside = ROOT / "src" / "airmoe" / name
-        assert inside.exists() or (ROOT / name).exists(), name
 
 
 def made_up_report() -> dict[str, Any]:
