@@ -146,16 +146,16 @@ def test_numbers_on_the_first_screen() -> None:
     """Measured: the paper's shape and a training step on a GPU, one layer on a CPU."""
     text = " ".join(README.partition("![")[0].split())
     on_gpu = {result["key"]: result for result in stored("paper")["results"]}
-    air, peer, listing = (
-        on_gpu[key]["median"]["total_ms"] for key in ("air-triton", "peer", "listing")
-    )
+    keys = ("air-triton", "hierarchical", "peer", "listing")
+    air, hierarchical, peer, listing = (on_gpu[key]["median"]["total_ms"] for key in keys)
+    assert f"**{air:.1f} ms** for {stored('paper')['shape']['num_tokens']:,} tokens" in text
+    assert f"{hierarchical / air:.1f} times faster than hierarchical routing" in text
     assert f"{peer / air:.1f} times faster than PEER and {listing / air:.0f} times" in text
-    assert f"{air:.1f} ms for {stored('paper')['shape']['num_tokens']:,} tokens" in text
     on_cpu = {result["name"]: result for result in stored("cpu")["results"]["gelu"]}
     air, peer = on_cpu["AIR"], on_cpu["PEER-pytorch"]
     seconds, theirs = air["median"]["total"], peer["median"]["total"]
+    assert f"**{seconds:.2f} s** for {stored('cpu')['shape']['num_tokens']:,} tokens" in text
     assert f"{theirs / seconds:.1f} times faster than PEER-pytorch" in text
-    assert f"{seconds:.2f} s for {stored('cpu')['shape']['num_tokens']:,} tokens" in text
     assert round(peer["peak_bytes"] / air["peak_bytes"]) == 16 and "a sixteenth of" in text
     (step,) = (r for r in stored("step-text")["results"] if r["key"] == "compiled-graph")
     speed = sorted(step["work"]["tokens_per_second"])[len(step["work"]["tokens_per_second"]) // 2]
