@@ -16,10 +16,11 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from airmoe import AirRouter, CellRouting, ConfigError, MoELayer
 from airmoe.metrics import dead_experts, routing_quality
+from airmoe.model.modeling import AirMoeDecoderLayer
 from airmoe.training.load import load_trained
 
 NUM_TOKENS, SHOWN_CELLS = 4096, 8
@@ -58,16 +59,20 @@ def main() -> None:
 def route(run: Path, text: str) -> Routed:
     """Run the model on the text and keep what its first mixture of experts receives."""
     trained = load_trained(run)
-    layers = [layer for layer in trained.model.model.layers if isinstance(layer.mlp, MoELayer)]
-    router = layers[0].mlp.router if layers else None
-    if not isinstance(router, AirRouter):
+    blocks = [block for block in trained.model.modules() if isinstance(block, AirMoeDecoderLayer)]
+    block = next((block for block in blocks if isinstance(block.mlp, MoELayer)), None)
+    router = getattr(block and block.mlp, "router", None)
+    if block is None or not isinstance(router, AirRouter):
         raise ConfigError("run", str(run), "must be a run with AIR", "Train it with --method air.")
     ids = trained.tokenizer.encode(text)[:NUM_TOKENS]
     length = min(len(ids), trained.run.config.data.block_size)
     ids = ids[: len(ids) // length * length]
     received: list[Tensor] = []
-    norm = layers[0].post_attention_layernorm
-    hook = norm.register_forward_hook(lambda module, args, output: received.append(output))
+
+    def keep(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        received.append(output)
+
+    hook = block.post_attention_layernorm.register_forward_hook(keep)
     trained.model(torch.tensor(ids, device=trained.model.device).view(-1, length))
     hook.remove()
     hidden = received[0].flatten(0, 1)  # [T, D]
