@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 CONSTRAINTS := constraints/cpu.txt
 
-.PHONY: help install lock check test test-quick test-oldest test-newest test-torch test-browser test-gpu demo report bench
+.PHONY: help install lock check test test-quick test-oldest test-newest test-torch test-browser test-gpu demo report results bench
 help:
 	@echo "make demo          train a tiny AIR model and three baselines on the CPU, and compare them"
 	@echo "make test          lint, type-check and test"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-gpu      the tests that need a CUDA device"
 	@echo "make test-browser  the tests of the report page, in headless Chromium"
 	@echo "make report        run five methods and four ablations at tiny size, then tables and figures"
+	@echo "make results       docs/results.md, its figures and the table of the README, from results/"
 	@echo "make bench         speed and memory of one layer on the CPU"
 	@echo "make lock          pin every package anew: constraints/cpu.txt and constraints/oldest.txt"
 	@echo "make install       set up $(VENV) (the others do it by themselves)"
@@ -105,6 +106,9 @@ report: install
 	  $(RUN) -m airmoe suite $$suite tiny --out runs/suites/$$suite || failed=$$?; \
 	  [ $$failed -lt 128 ] || exit $$failed; done; \
 	$(RUN) -m airmoe report runs/suites --out runs/report && exit $$failed
+
+results: install
+	@$(RUN) docs/draw_results.py
 
 bench: $(VENV)/installed-bench
 	@$(RUN) -m benchmarks.cpu

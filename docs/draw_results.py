@@ -1,84 +1,136 @@
-"""Committed result files -> docs/results.md, its figures, the README's table:
-`python docs/draw_results.py`.
+"""Committed records -> docs/results.md, its figures and the README's table: `make results`.
 
-Reads everything under results/, a section per folder: what `airmoe report --records` wrote. A test
-compares. Figures need the extra `plot`.
+Numbers are never typed: the templates beside this file name them, and a test compares. Figures need
+the extra `plot`.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from airmoe.experiments.marked import with_part
-from airmoe.experiments.report.contents import INTRODUCTION, Report, make_report
-from airmoe.experiments.report.document import Block, Heading, Paragraph
-from airmoe.experiments.report.markdown import markdown_blocks
-from airmoe.experiments.report.reading import NEVER_RUNS, read_all
-from airmoe.experiments.report.readme import readme_block
+from airmoe.experiments.report import metrics
+from airmoe.experiments.report.contents import Report, make_report
+from airmoe.experiments.report.figures import Drawing
+from airmoe.experiments.report.groups import Group, machines, torch_versions
+from airmoe.experiments.report.metrics import DASH
+from airmoe.experiments.report.paper import RUNS, paper_cell
+from airmoe.experiments.report.reading import read_all
+from airmoe.experiments.report.record import Run
+from airmoe.experiments.report.rendering import environment
+from airmoe.experiments.report.tables import Cell, Table, variant_table
 
 ROOT = Path(__file__).parents[1]
+RECORDS = Path("results", "wikipedia")
+FIGURES = Path("docs", "figures", "results")
+SHOWN = ("perplexity-seconds", "perplexity-flops", "reduction", "overlap", "dead-experts", "usage")
 PART = "quality"  # of the README
-ABOUT = (
-    "Made by `docs/draw_results.py` from the files in `results/`; `airmoe report results/` makes "
-    "one page of them. [How to read tables and figures](report.md)."
-)
+README_COLUMNS = (metrics.PERPLEXITY, metrics.FLOPS, metrics.SECONDS, metrics.DEAD, metrics.OVERLAP)
 
 
 @dataclass(frozen=True)
-class Section:
-    """A folder of results/ and its report."""
+class Made:
+    """What the records give."""
 
-    name: str
-    report: Report
-
-    @property
-    def text(self) -> str:
-        """Its Markdown."""
-        blocks = [_lowered(block) for block in self.report.document.blocks]
-        tables = markdown_blocks([one for one in blocks if one != Paragraph(INTRODUCTION)])
-        figures = tables.replace("](figures/", f"](figures/results/{self.name}/")
-        return f"## {self.name.capitalize()}\n\n{figures}"
+    page: str
+    readme: str
+    figures: list[Drawing]
 
 
-def _lowered(block: Block) -> Block:
-    """Below the heading of the section."""
-    return replace(block, level=block.level + 1) if isinstance(block, Heading) else block
-
-
-def sections(root: Path = ROOT) -> list[Section]:
-    """Everything committed."""
-    folders = [path for path in (root / "results").iterdir() if path.is_dir()]
-    folders = [path for path in folders if path.name not in NEVER_RUNS]
-    return [Section(path.name, make_report(read_all([path]))) for path in sorted(folders)]
-
-
-def page(made: list[Section]) -> str:
-    """The Markdown of docs/results.md."""
-    head = ["# Results", ABOUT, markdown_blocks([Paragraph(INTRODUCTION)])]
-    return "\n\n".join([*head, *(section.text for section in made)]) + "\n"
-
-
-def readme(root: Path = ROOT) -> str:
-    """The README, as it should read."""
+def make(root: Path = ROOT) -> Made:
+    """Page, README and figures, as they should be."""
+    report = make_report(read_all([root / RECORDS]))
+    found = figures(report)
+    templates = environment(ROOT / "docs")
+    section = report.sections[0]
+    context: dict[str, Any] = {variant: runs[0] for variant, runs in section.group.variants.items()}
+    page = templates.get_template("results.md.j2").render(
+        **context,
+        section=section,
+        figures=found,
+        minutes=minutes,
+        per_cent=per_cent,
+        perplexity=perplexity,
+    )
+    block = templates.get_template("readme_results.md.j2").render(
+        about=about(section.group), readme=readme_table(section.group)
+    )
     text = (root / "README.md").read_text(encoding="utf-8")
-    return with_part("README.md", text, PART, readme_block(root / "results"))
+    readme = with_part("README.md", text, PART, block.strip())
+    return Made(page, readme, [one for drawings in found.values() for one in drawings])
+
+
+def figures(report: Report) -> dict[str, list[Drawing]]:
+    """Those of the page, each in a list of its own, under the end of its name."""
+    slug = report.sections[0].slug
+    named = {one.name.removeprefix(f"{slug}-"): one for one in report.drawings}
+    return {name: [replace(named[name], name=name)] if name in named else [] for name in SHOWN}
+
+
+def minutes(run: Run) -> str:
+    return f"{(run.best['seconds'] or 0.0) / 60:.1f} min"
+
+
+def per_cent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def perplexity(run: Run) -> str:
+    return f"{run.best['perplexity']:.2f}"
+
+
+def about(group: Group) -> str:
+    """What all rows have in common."""
+    first, paper = group.runs[0], RUNS[group.key.preset]
+    seeds = sorted({run.seed for run in group.runs})
+    parts = [
+        f"Preset {group.key.preset}",
+        group.key.corpus,
+        f"{first.tokens:,} tokens",
+        f"seed {', '.join(map(str, seeds))}",
+        first.config["training"]["precision"],
+        " or ".join(machines(group.runs)),
+        f"torch {' or '.join(torch_versions(group.runs))}",
+    ]
+    share = 100 * first.tokens / paper.tokens
+    return (
+        f"{', '.join(parts)}. Perplexities are per token; the paper's are those of WikiText-103 "
+        f"after {paper.tokens:,} tokens, ours had {share:.3g} % of that."
+    )
+
+
+def readme_table(group: Group) -> Table:
+    """Seven columns: without the seeds, which stand above it, and with the paper's perplexity."""
+    table = variant_table(group, README_COLUMNS, "")
+    rows = [
+        [*row[:1], row[2], paper_perplexity(group, variant, grey=row[0].grey), *row[3:]]
+        for variant, row in zip(group.variants, table.rows, strict=True)
+    ]
+    return replace(table, columns=with_paper(table.columns), rows=rows)
+
+
+def with_paper(columns: Sequence[str]) -> list[str]:
+    return [columns[0], columns[2], "the paper's", *columns[3:]]
+
+
+def paper_perplexity(group: Group, variant: str, *, grey: bool) -> Cell:
+    found = paper_cell(group.key.suite, group.key.preset, variant)
+    return Cell(text=DASH if found is None else f"{found.perplexity:.2f}", grey=grey)
 
 
 def main(root: Path = ROOT) -> None:
-    made, figures = sections(root), root / "docs" / "figures" / "results"
-    pages = {root / "docs" / "results.md": page(made), root / "README.md": readme(root)}
-    for file, text in pages.items():  # when both could be made
-        file.write_text(text, encoding="utf-8")
-    shutil.rmtree(figures, ignore_errors=True)
-    for section in made:
-        (figures / section.name).mkdir(parents=True)
-        for drawing in section.report.drawings:
-            file = figures / section.name / f"{drawing.picture.name}.svg"
-            file.write_text(drawing.svg, encoding="utf-8")
-    count = sum(len(section.report.drawings) for section in made)
-    print(f"docs/results.md, README.md and {count} figures")
+    made = make(root)
+    (root / "docs" / "results.md").write_text(made.page, encoding="utf-8")
+    (root / "README.md").write_text(made.readme, encoding="utf-8")
+    shutil.rmtree(root / FIGURES, ignore_errors=True)
+    (root / FIGURES).mkdir(parents=True)
+    for drawing in made.figures:
+        (root / FIGURES / f"{drawing.name}.svg").write_text(drawing.svg, encoding="utf-8")
+    print(f"docs/results.md, README.md and {len(made.figures)} figures")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from safetensors.numpy import save_file
 
 from airmoe.experiments import preset
 from airmoe.experiments.report.corpora import KNOWN
-from airmoe.experiments.report.fair import fair_groups
 from airmoe.experiments.report.groups import Grouped, group_runs
 from airmoe.experiments.report.record import Record
 from airmoe.experiments.suites import SUITES
@@ -166,4 +165,4 @@ def change_config(run: Path, section: str, **options: object) -> None:
 
 def grouped(record: Record) -> Grouped:
     """As a report compares them."""
-    return fair_groups(group_runs(record.runs))
+    return group_runs(record.runs)

@@ -8,9 +8,9 @@ import pytest
 
 from airmoe.experiments import preset
 from airmoe.experiments.report.beside_paper import beside_paper
-from airmoe.experiments.report.document import Bullets, Table
 from airmoe.experiments.report.groups import Group, group_runs
 from airmoe.experiments.report.reading import read_all
+from airmoe.experiments.report.tables import Table
 from airmoe.experiments.suites import SUITES
 from tests.experiments.report_toys import WIKIPEDIA_HASH, write_run, write_suite
 
@@ -25,13 +25,18 @@ def only_group(folder: Path) -> Group:
     return group
 
 
+def beside(group: Group) -> tuple[Table, list[str]]:
+    found = beside_paper(group)
+    assert found is not None
+    return found.table, found.differences
+
+
 def test_the_paper_stands_beside_ours(tmp_path: Path) -> None:
     shorter = ["training.epochs=null", "training.steps=360", "training.precision=bf16"]
     shorter += ["data.folder=data/wiki"]
     runs = {"air": {"perplexity": 30.0}, "exact": {"perplexity": 29.0}}
     write_suite(tmp_path / "s", "main", runs, name="small", overrides=shorter)
-    table, _, differences = beside_paper(only_group(tmp_path))
-    assert isinstance(table, Table) and isinstance(differences, Bullets)
+    table, differences = beside(only_group(tmp_path))
     assert [cell.text for cell in table.rows[0]] == [
         "AIR", "30.00", "21.82", "0.0", "324.1", "2.0", "0.1", "7.90", "10.78",
     ]  # fmt: skip
@@ -43,7 +48,7 @@ def test_the_paper_stands_beside_ours(tmp_path: Path) -> None:
         "467.5",
     ]
     assert table.rows[1][6].text == "–"  # the paper does not say
-    text, length, precision, balanced = differences.items  # of devices nothing is known
+    text, length, precision, balanced = differences  # of devices nothing is known
     assert text == (
         "text: data.folder=data/wiki (data hash abababababab); the paper's is wikitext103"
     )
@@ -59,11 +64,7 @@ def test_only_methods_that_were_balanced_are_said_to_be(tmp_path: Path) -> None:
     write_suite(tmp_path / "none", "main", runs, name="small", overrides=none)
     lines = {
         folder: [
-            item
-            for block in beside_paper(only_group(tmp_path / folder))
-            if isinstance(block, Bullets)
-            for item in block.items
-            if "balance loss" in item
+            item for item in beside(only_group(tmp_path / folder))[1] if "balance loss" in item
         ]
         for folder in ("s", "none")
     }
@@ -82,14 +83,13 @@ def test_runs_on_wikipedia_are_not_called_wikitext(tmp_path: Path) -> None:
     write_suite(tmp_path / "s", "main", runs, name="small", overrides=changed)
     group = only_group(tmp_path)
     assert group.title == "Main: small, English Wikipedia 2015 extract, 1 epoch"
-    table, _, differences = beside_paper(group)
-    assert isinstance(table, Table) and isinstance(differences, Bullets)
+    table, differences = beside(group)
     assert table.columns[1:4] == ["perplexity: ours", "perplexity, test text: ours", "paper"]
     assert [cell.text for cell in table.rows[0][:4]] == ["AIR", "30.00", "40.00", "21.82"]
     assert [cell.text for cell in table.rows[1][2:4]] == ["44.50", "23.84"]
     (note,) = table.notes
     assert note.startswith("Test text: WikiText-103's validation split in its tokenised form")
-    assert differences.items[0] == (
+    assert differences[0] == (
         f"text: English Wikipedia 2015 extract (data hash {WIKIPEDIA_HASH[:12]}); "
         "the paper's is wikitext103"
     )
@@ -106,12 +106,11 @@ def test_ablations_have_their_own_paper_numbers(tmp_path: Path) -> None:
     write_suite(
         tmp_path / "s", "ablations", runs, name="small", overrides=["training.batch_size=32"]
     )
-    table, _, differences = beside_paper(only_group(tmp_path))
-    assert isinstance(table, Table) and isinstance(differences, Bullets)
+    table, differences = beside(only_group(tmp_path))
     assert table.rows[0][2].text == "21.72" and table.rows[1][2].text == "23.27"
     assert table.columns[-2:] == ["overlap: ours", "paper"]
     assert table.rows[1][-1].text == "0.07"
-    assert "settings: training.batch_size=32" in differences.items
+    assert "settings: training.batch_size=32" in differences
 
 
 @pytest.mark.parametrize("suite", ["main", "ablations"])
@@ -120,10 +119,9 @@ def test_unchanged_settings_are_the_papers(tmp_path: Path, suite: str) -> None:
     write_suite(
         tmp_path / "s", suite, {name: {"perplexity": 30.0} for name in variants}, name="small"
     )
-    table, _, differences = beside_paper(only_group(tmp_path))
-    assert isinstance(table, Table) and isinstance(differences, Bullets)
+    table, differences = beside(only_group(tmp_path))
     assert len(table.rows) == 5
-    length, *balanced = differences.items
+    length, *balanced = differences
     assert length.startswith("length: ")
     assert balanced == {"main": [BALANCED], "ablations": []}[suite]
 
@@ -131,10 +129,9 @@ def test_unchanged_settings_are_the_papers(tmp_path: Path, suite: str) -> None:
 def test_unchanged_single_runs_have_the_papers_settings(tmp_path: Path) -> None:
     for method in ("air", "peer", "hierarchical", "exact", "coarse"):
         write_run(tmp_path / method, preset("small", method), perplexity=30.0)
-    table, _, differences = beside_paper(only_group(tmp_path))
-    assert isinstance(table, Table) and isinstance(differences, Bullets)
+    table, differences = beside(only_group(tmp_path))
     assert len(table.rows) == 5
-    length, balanced = differences.items
+    length, balanced = differences
     assert length.startswith("length: ") and balanced == BALANCED
 
 
@@ -155,19 +152,17 @@ def test_devices_where_they_are_known(
 ) -> None:
     about = {"machine": {"device": device, "count": count}}
     write_run(tmp_path / "run", preset("small"), perplexity=30.0, about=about)
-    *_, differences = beside_paper(only_group(tmp_path))
-    assert isinstance(differences, Bullets)
-    assert [item for item in differences.items if item.startswith("devices")] == lines
+    _, differences = beside(only_group(tmp_path))
+    assert [item for item in differences if item.startswith("devices")] == lines
 
 
 def test_only_air_has_lists_to_refresh(tmp_path: Path) -> None:
     about = {"machine": {"device": "NVIDIA H200", "count": 1}}
     write_run(tmp_path / "run", preset("small", "peer"), perplexity=30.0, about=about)
-    *_, differences = beside_paper(only_group(tmp_path))
-    assert isinstance(differences, Bullets)
-    assert "devices: 1 NVIDIA H200; the paper had 4" in differences.items
+    _, differences = beside(only_group(tmp_path))
+    assert "devices: 1 NVIDIA H200; the paper had 4" in differences
 
 
 def test_our_own_preset_has_no_paper_beside_it(tmp_path: Path) -> None:
     write_suite(tmp_path / "s", "main", {"air": {"perplexity": 60.0}})
-    assert beside_paper(only_group(tmp_path)) == []
+    assert beside_paper(only_group(tmp_path)) is None

@@ -73,7 +73,7 @@ NAMED: list[tuple[Place, Any, str]] = [
     (("config", "model", "num_experts"), [], "config.model.num_experts: got 'list'"),
     (("config", "data", "folder"), 3, "config.data.folder: got 3, must be a non-empty text"),
     (("recipe",), {"corpus": 3}, "recipe.corpus: got 3, must be a text"),
-    (("colour",), "red", "colour: got 'red', is no field of a run"),
+    (("colour",), "red", "colour: got 'red', is not a known field"),
 ]
 
 
@@ -154,7 +154,7 @@ def test_no_field_brings_a_report_down(folder: Path, tmp_path: Path, data: st.Da
         assert line.startswith("garbled.json: runs[0]") and "left out" in line
         return
     report = make_report(record)  # figures too, but not their files
-    assert len(report.document.blocks) > 3
+    assert report.sections and report.drawings
     write_record(record, file)
     assert read_record(file).runs == record.runs
 

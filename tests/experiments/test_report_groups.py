@@ -188,3 +188,33 @@ def test_builds_of_torch(suite: Path) -> None:
     assert notes("peer", "2.11.0+cu130") == []
     (note,) = notes("air", "2.11.0+cpu")
     assert "versions of torch (2.11.0+cpu; 2.11.0+cu130)" in note
+
+
+def old(perplexity: float) -> dict[str, object]:
+    """Of the time before runs noted their balance loss."""
+    return {"perplexity": perplexity, "about": {"balance": None}}
+
+
+def test_balance_losses_of_two_conventions_are_never_mixed(tmp_path: Path) -> None:
+    """One expert per token is the same in both."""
+    runs = {"air": old(61.0), "peer": {"perplexity": 64.0}, "coarse": old(66.0)}
+    write_suite(tmp_path / "mixed", "main", runs)
+    found = grouped(read_all([tmp_path / "mixed"]))
+    assert list(found.groups[0].variants) == ["peer", "coarse"]
+    assert found.left_out == [
+        "mixed/air-seed42: balance loss with f sums to 1, K times weaker than that of the rest of "
+        "its group: left out"
+    ]
+
+    write_suite(tmp_path / "old", "main", {"air": old(61.0), "coarse": old(66.0)})
+    found = grouped(read_all([tmp_path / "old"]))
+    assert list(found.groups[0].variants) == ["air", "coarse"] and found.left_out == []
+    (note,) = found.notes
+    assert note.endswith("compares with no run of today")
+
+
+def test_without_a_balance_loss_there_is_no_weaker_one(tmp_path: Path) -> None:
+    none = override(preset("tiny"), ["model.load_balance_weight=0"])
+    write_run(tmp_path / "run", none, perplexity=60.0, about={"balance": None})
+    found = grouped(read_all([tmp_path]))
+    assert found.notes == found.left_out == []

@@ -11,8 +11,14 @@ import pytest
 from airmoe import ConfigError
 from airmoe.experiments import preset
 from airmoe.experiments.report.reading import read_all, read_everything
-from airmoe.experiments.report.record import Run, read_record, write_record
-from airmoe.experiments.report.records import file_of, plan_records, write_records
+from airmoe.experiments.report.record import (
+    Run,
+    file_of,
+    plan_records,
+    read_record,
+    write_record,
+    write_records,
+)
 from airmoe.experiments.report.writing import default_folder
 from airmoe.files import read_json, write_json
 from airmoe.training import override
@@ -54,7 +60,7 @@ def test_a_run_of_two_suites_has_two_files(runs: Path, tmp_path: Path) -> None:
         "single/mine.json",
     ]
     values = read_json(tmp_path / "records" / "main" / "air-seed2.json")
-    assert (values["format"], values["problems"], len(values["runs"])) == (1, [], 1)
+    assert (values["format"], values["problems"], len(values["runs"])) == (2, [], 1)
     assert values["runs"][0]["best"]["perplexity"] == pytest.approx(62.0)
     assert values["runs"][0]["test"] == {"step": 360, "perplexity": 70.0}
 

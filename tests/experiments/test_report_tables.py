@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from airmoe.experiments import preset
-from airmoe.experiments.report.document import Cell, Table
 from airmoe.experiments.report.figures.usage_maps import maps
 from airmoe.experiments.report.groups import Group, group_runs
 from airmoe.experiments.report.metrics import Kind, Summary, summary, unit_of, written
 from airmoe.experiments.report.reading import read_all
-from airmoe.experiments.report.settings import settings
-from airmoe.experiments.report.structure import structure_table
-from airmoe.experiments.report.tables import (
-    COLLAPSE_NOTE,
-    WEAK_NOTE,
-    ablation_table,
-    codebook_table,
-    granularity_table,
-    main_table,
-)
+from airmoe.experiments.report.tables import COLLAPSE_NOTE, Cell, Table, group_table, settings_table
 from airmoe.files import read_json, write_json
-from airmoe.losses import BALANCE
 from airmoe.training import override
 from tests.experiments.report_toys import WIKIPEDIA_HASH, write_run, write_suite, write_usage
 
@@ -54,7 +42,7 @@ def main(tmp_path_factory: pytest.TempPathFactory) -> Table:
         "coarse": {"perplexity": [70.0, 72.0], "flops": 1.02e7, "entropy": 4.9},
     }
     write_suite(folder / "suite", "main", runs, seeds=(42, 43))
-    return main_table(only_group(folder))
+    return group_table(only_group(folder))
 
 
 def test_rows_and_columns(main: Table) -> None:
@@ -69,9 +57,9 @@ def test_rows_and_columns(main: Table) -> None:
         "method",
         "seeds",
         "perplexity",
-        "FLOPs at minimum, algorithmic (T)",
-        "FLOPs at minimum, executed (T)",
-        "time at minimum (s)",
+        "FLOPs, algorithmic (T)",
+        "FLOPs, executed (T)",
+        "time (s)",
         "tokens/s (k)",
         "parameters (M)",
         "active (M)",
@@ -90,11 +78,11 @@ def test_mean_and_spread(main: Table) -> None:
     assert cells["PEER"].text == "64.50 ± 0.71"
     assert cells["Exact granular"].text == "60.00"  # both seeds agree
     tokens = 360 * 512
-    cells = column(main, "FLOPs at minimum, algorithmic (T)")
+    cells = column(main, "FLOPs, algorithmic (T)")
     assert cells["AIR"].text == f"{tokens * 1.02e7 / 1e12:.3f}" == "1.880"
-    cells = column(main, "FLOPs at minimum, executed (T)")
+    cells = column(main, "FLOPs, executed (T)")
     assert cells["AIR"].text == f"{1.5 * tokens * 1.02e7 / 1e12:.3f}" == "2.820"
-    assert column(main, "time at minimum (s)")["AIR"].text == f"{tokens / 5000:.1f}" == "36.9"
+    assert column(main, "time (s)")["AIR"].text == f"{tokens / 5000:.1f}" == "36.9"
     assert column(main, "tokens/s (k)")["AIR"].text == "5.00"
     assert column(main, "parameters (M)")["AIR"].text == "3.20"
     assert column(main, "dead experts (%)")["AIR"].text == "2.0"
@@ -115,10 +103,10 @@ def test_nothing_that_seeds_move_is_bold_where_rows_have_different_ones(tmp_path
     runs = {"air": {"perplexity": 61.0, **fast}, "hierarchical": {"perplexity": 64.0, **slow}}
     write_suite(tmp_path / "one", "main", runs)
     moved = ("perplexity", "dead experts (%)")
-    table = main_table(only_group(tmp_path))
+    table = group_table(only_group(tmp_path))
     assert [bold(table, title) for title in moved] == [["AIR"], ["AIR"]]
     write_suite(tmp_path / "more", "main", {"air": {"perplexity": 60.0, **fast}}, seeds=(43,))
-    table = main_table(only_group(tmp_path))
+    table = group_table(only_group(tmp_path))
     assert [bold(table, title) for title in moved] == [[], []]
     assert bold(table, "tokens/s (k)") == ["AIR"]
 
@@ -129,7 +117,7 @@ def test_overlap_beside_dead_experts_is_never_bold(tmp_path: Path, dead: list[fl
     high = {"perplexity": [61.0, 62.0], "overlap": 0.99, "dead_experts": dead}
     low = {"perplexity": [64.0, 65.0], "overlap": 0.7, "dead_experts": 0.05}
     write_suite(tmp_path, "main", {"air": high, "hierarchical": low}, seeds=(42, 43))
-    table = main_table(only_group(tmp_path))
+    table = group_table(only_group(tmp_path))
     collapsed = dead[1] > 0.05
     assert bold(table, "overlap") == ([] if collapsed else ["AIR"])
     assert bold(table, "perplexity") == ["AIR"]
@@ -145,45 +133,12 @@ def test_the_best_overlap_of_those_that_live_is_bold(tmp_path: Path) -> None:
         "euclidean": {"perplexity": 65.0, "overlap": 0.8, "mass_recall": 0.7},
     }
     write_suite(tmp_path, "ablations", runs)
-    table = ablation_table(only_group(tmp_path))
+    table = group_table(only_group(tmp_path))
     assert bold(table, "overlap") == ["Euclidean"]
     assert bold(table, "mass recall") == ["Static codebook"]
 
 
 ONE_CLUSTER = ['router_options={"num_clusters": 4, "num_selected_clusters": 1}']
-
-
-def test_runs_with_the_weaker_balance_loss_are_marked(tmp_path: Path) -> None:
-    """Their records say nothing of the convention; one expert per token is the same in both."""
-    old = {"about": {"balance": None}}
-    runs = {
-        "air": {"perplexity": 61.0, **old},
-        "peer": {"perplexity": 64.0, "dead_experts": 0.01},
-        "exact": {"perplexity": 60.0, **old},
-        "coarse": {"perplexity": 66.0, **old},
-    }
-    write_suite(tmp_path / "mixed", "main", runs)
-    table = main_table(only_group(tmp_path / "mixed"))
-    marks = {row[0].text: row[0].mark for row in table.rows}
-    assert marks == {"AIR": "§", "PEER": "", "Exact granular": "‡§", "Coarse": ""}
-    assert WEAK_NOTE in table.notes
-    assert bold(table, "perplexity") == bold(table, "dead experts (%)") == []  # no fair contest
-    assert bold(table, "FLOPs at minimum, algorithmic (T)") == []  # all equal
-
-    write_suite(tmp_path / "old", "main", {name: runs[name] for name in ("air", "coarse")})
-    table = main_table(only_group(tmp_path / "old"))
-    assert [row[0].mark for row in table.rows] == ["§", ""]
-    assert bold(table, "perplexity") == ["AIR"]
-
-    write_suite(tmp_path / "new", "main", {"peer": runs["peer"]})
-    table = main_table(only_group(tmp_path / "new"))
-    assert WEAK_NOTE not in table.notes and table.rows[0][0].mark == ""
-
-
-def test_without_a_balance_loss_there_is_no_weaker_one(tmp_path: Path) -> None:
-    none = override(preset("tiny"), ["model.load_balance_weight=0"])
-    write_run(tmp_path / "run", none, perplexity=60.0, about={"balance": None})
-    assert main_table(only_group(tmp_path)).rows[0][0].mark == ""
 
 
 @pytest.mark.parametrize(
@@ -192,8 +147,7 @@ def test_without_a_balance_loss_there_is_no_weaker_one(tmp_path: Path) -> None:
         (["load_balance_weight=0.1"], True),
         (["load_balance_weight=0.1", "num_experts_per_tok=1"], False),
         (["load_balance_weight=0.1", "moe_layers=[]"], False),
-        (["shortlist_balance_weight=0.1"], False),  # one probe
-        (["shortlist_balance_weight=0.1", "router_options.probes=2"], True),
+        (["shortlist_balance_weight=0.1"], False),  # one list per token
         (["shortlist_balance_weight=0.1", "router=hierarchical", "router_options={}"], True),
         (["shortlist_balance_weight=0.1", "router=hierarchical", *ONE_CLUSTER], False),
     ],
@@ -209,20 +163,11 @@ def test_the_convention_matters_for_several_experts_or_lists(
     assert (run.convention is not None) == matters
 
 
-def test_a_suite_run_again_with_the_other_balance_loss_is_another_table(tmp_path: Path) -> None:
-    for name, balance in (("old", None), ("new", BALANCE)):
-        runs = {"air": {"perplexity": 61.0, "about": {"balance": balance}}}
-        write_suite(tmp_path / name, "main", runs)
-    groups = group_runs(read_all([tmp_path]).runs).groups
-    assert [len(group.runs) for group in groups] == [1, 1]
-    assert sorted(main_table(group).rows[0][0].mark for group in groups) == ["", "§"]
-
-
 def test_seeds_of_the_reference_do_not_matter(tmp_path: Path) -> None:
     two = {"air": {"perplexity": [61.0, 62.0]}, "peer": {"perplexity": [64.0, 65.0]}}
     write_suite(tmp_path / "two", "main", two, seeds=(42, 43))
     write_suite(tmp_path / "one", "main", {"exact": {"perplexity": 60.0}})
-    assert bold(main_table(only_group(tmp_path)), "perplexity") == ["AIR"]
+    assert bold(group_table(only_group(tmp_path)), "perplexity") == ["AIR"]
 
 
 def test_the_best_is_bold_and_the_reference_grey(main: Table) -> None:
@@ -231,7 +176,7 @@ def test_the_best_is_bold_and_the_reference_grey(main: Table) -> None:
     assert bold(main, "dead experts (%)") == ["PEER"]
     assert bold(main, "entropy, nats") == []  # of coarse experts there are fewer
     assert bold(main, "overlap") == ["AIR"]  # exact and coarse agree with themselves: no contest
-    assert bold(main, "FLOPs at minimum, algorithmic (T)") == ["Hierarchical"]
+    assert bold(main, "FLOPs, algorithmic (T)") == ["Hierarchical"]
     assert bold(main, "parameters (M)") == []  # no better or worse
     grey = {row[0].text for row in main.rows if all(cell.grey for cell in row)}
     assert grey == {row[0].text for row in main.rows if any(cell.grey for cell in row)}
@@ -244,10 +189,8 @@ WIKIPEDIA = ["data.folder=data/wikipedia", "data.corpus=data/text"]
 TEXT = {"about": {"data_sha256": WIKIPEDIA_HASH}}
 
 
-@pytest.mark.parametrize(("suite", "table"), [("main", main_table), ("ablations", ablation_table)])
-def test_test_text_and_memory_where_a_run_has_them(
-    tmp_path: Path, suite: str, table: Callable[[Group], Table]
-) -> None:
+@pytest.mark.parametrize("suite", ["main", "ablations"])
+def test_test_text_and_memory_where_a_run_has_them(tmp_path: Path, suite: str) -> None:
     other = "peer" if suite == "main" else "expert_choice"
     runs = {
         "air": {"perplexity": [61.0, 63.0], "test": [70.0, 74.0], "memory": 12.5, **TEXT},
@@ -258,7 +201,7 @@ def test_test_text_and_memory_where_a_run_has_them(
     assert group.title == f"{suite.capitalize()}: tiny, English Wikipedia 2015 extract, " + (
         "184,320 tokens"
     )
-    made = table(group)
+    made = group_table(group)
     cells = list(column(made, "perplexity, test text").values())
     assert [cell.text for cell in cells] == ["72.00 ± 2.83", "69.00"]
     # Expert choice is out of the contest, and with it the contest itself.
@@ -273,7 +216,7 @@ def test_test_text_and_memory_where_a_run_has_them(
 
 def test_no_column_for_what_no_run_has(tmp_path: Path) -> None:
     write_suite(tmp_path / "s", "main", {"air": {"perplexity": 61.0}}, overrides=WIKIPEDIA)
-    table = main_table(only_group(tmp_path))
+    table = group_table(only_group(tmp_path))
     assert "perplexity" in table.columns and table.notes == []
     assert not {"perplexity, test text", "peak memory (GiB)"} & set(table.columns)
 
@@ -281,31 +224,9 @@ def test_no_column_for_what_no_run_has(tmp_path: Path) -> None:
 def test_a_row_with_one_seed_has_no_spread(tmp_path: Path) -> None:
     write_suite(tmp_path / "s", "main", {"air": {"perplexity": [61.0, 63.0]}}, seeds=(42, 43))
     write_suite(tmp_path / "t", "main", {"peer": {"perplexity": 65.0}})
-    table = main_table(only_group(tmp_path))
+    table = group_table(only_group(tmp_path))
     assert column(table, "perplexity")["PEER"].text == "65.00"
-    spread, seeds = table.notes
-    assert spread.endswith("without it there is one, or all agree.")
-    assert seeds == "With seed 42 alone, which every row has: perplexity 61.00 (AIR)."
-
-
-def test_what_rows_with_more_seeds_have_with_the_shared_one(tmp_path: Path) -> None:
-    runs = {
-        "air": {"perplexity": [61.0, 63.0], "test": 72.0},
-        "expert_choice": {"perplexity": [50.0, 52.0]},
-    }
-    write_suite(tmp_path / "s", "ablations", runs, seeds=(42, 43))
-    write_suite(tmp_path / "t", "ablations", {"static": {"perplexity": 65.0}}, seeds=(43,))
-    found = (
-        "With seed 43 alone, which every row has: perplexity 63.00 (AIR), 52.00 (Expert choice†); "
-        "perplexity, test text 72.00 (AIR)."
-    )
-    assert found in ablation_table(only_group(tmp_path)).notes
-
-
-def test_rows_that_share_no_seed(tmp_path: Path) -> None:
-    write_suite(tmp_path / "s", "main", {"air": {"perplexity": [61.0, 63.0]}}, seeds=(42, 43))
-    write_suite(tmp_path / "t", "main", {"peer": {"perplexity": 65.0}}, seeds=(44,))
-    (spread,) = main_table(only_group(tmp_path)).notes
+    (spread,) = table.notes
     assert spread.endswith("without it there is one, or all agree.")
 
 
@@ -319,22 +240,18 @@ def test_the_reference_is_known_by_its_method(tmp_path: Path) -> None:
             write_usage(run, np.arange(256) + 1)
     write_run(tmp_path / "air", preset("tiny"), perplexity=60.0)
     group = only_group(tmp_path)
-    table = main_table(group)
+    table = group_table(group)
     assert bold(table, "perplexity") == ["AIR"]
     grey = [row[0].text for row in table.rows if all(cell.grey for cell in row)]
     assert grey == ["Exact granular", "exact (two)"]
     assert [row[0].mark for row in table.rows if row[0].grey] == ["‡", "‡"]
-    (structure,) = structure_table(group)
-    assert isinstance(structure, Table)
-    named = [(row[0].text, row[0].grey) for row in structure.rows]
-    assert named == [("Exact granular", True), ("exact (two)", True)]
     assert list(maps(group)) == ["exact", "exact (two)"]
 
 
 def test_equal_texts_are_equally_best(tmp_path: Path) -> None:
     runs = {"air": {"perplexity": 61.001}, "euclidean": {"perplexity": 61.002}}
     write_suite(tmp_path / "s", "ablations", runs | {"static": {"perplexity": 63.0}})
-    table = ablation_table(only_group(tmp_path))
+    table = group_table(only_group(tmp_path))
     assert bold(table, "perplexity") == ["AIR", "Euclidean"]
     assert bold(table, "overlap") == []  # all the same
 
@@ -346,7 +263,7 @@ def test_expert_choice_is_out_of_the_contest_for_perplexity(tmp_path: Path) -> N
         "expert_choice": {"perplexity": 50.0, "overlap": 0.9},
     }
     write_suite(tmp_path / "s", "ablations", runs)
-    table = ablation_table(only_group(tmp_path))
+    table = group_table(only_group(tmp_path))
     assert bold(table, "perplexity") == ["AIR"]
     assert bold(table, "overlap") == ["Expert choice"]
     marks = {name: cell.mark for name, cell in column(table, "perplexity").items()}
@@ -356,9 +273,9 @@ def test_expert_choice_is_out_of_the_contest_for_perplexity(tmp_path: Path) -> N
 
 def test_missing_fields_are_dashes(tmp_path: Path) -> None:
     write_run(tmp_path / "old", preset("tiny"), perplexity=60.0, flops=None)
-    table = main_table(only_group(tmp_path))
-    assert column(table, "FLOPs at minimum, algorithmic")["AIR"].text == "–"
-    assert column(table, "FLOPs at minimum, algorithmic")["AIR"].value is None
+    table = group_table(only_group(tmp_path))
+    assert column(table, "FLOPs, algorithmic")["AIR"].text == "–"
+    assert column(table, "FLOPs, algorithmic")["AIR"].value is None
     assert column(table, "perplexity")["AIR"].text == "60.00"
     assert not any(cell.bold for cell in table.rows[0])  # alone, nothing is best
 
@@ -366,7 +283,7 @@ def test_missing_fields_are_dashes(tmp_path: Path) -> None:
 def test_time_is_that_of_the_steps_where_it_is_logged(tmp_path: Path) -> None:
     write_run(tmp_path / "run", preset("tiny"), perplexity=60.0, training_seconds=12.5)
     group = only_group(tmp_path)
-    assert column(main_table(group), "time at minimum (s)")["AIR"].text == "12.5"
+    assert column(group_table(group), "time (s)")["AIR"].text == "12.5"
     assert set(group.runs[0].evaluations["seconds"]) == {12.5}
 
 
@@ -387,18 +304,24 @@ def test_time_is_without_the_first_step(tmp_path: Path) -> None:
     assert run.best["seconds"] == 40.0 + best["step"]
 
 
-def test_granularity_and_codebook_rows(tmp_path: Path) -> None:
-    levels = {f"q{level}": {"perplexity": 90.0 / level**0.1} for level in (16, 2, 1)}
-    write_suite(tmp_path / "g" / "s", "granularity", levels)
-    table = granularity_table(only_group(tmp_path / "g"))
-    assert [row[0].text for row in table.rows] == ["1", "2", "16"]
-    assert column(table, "loss, nats")["1"].text == f"{math.log(90):.2f}"
-    books = {"g64-m128": {"perplexity": 62.0}, "g32-m256": {"perplexity": 60.0}}
-    write_suite(tmp_path / "c" / "s", "codebook", books)
-    table = codebook_table(only_group(tmp_path / "c"))
-    first = [[cell.text for cell in row[:3]] for row in table.rows]
-    assert first == [["32", "256", "1"], ["64", "128", "1"]]
-    assert column(table, "its bound")["32"].text == "1e-09"
+@pytest.mark.parametrize(
+    ("suite", "variants", "shown"),
+    [
+        ("granularity", ["q16", "q2", "q1"], ["Q = 1", "Q = 2", "Q = 16"]),
+        ("codebook", ["g64-m128", "g32-m256"], ["G = 32, M = 256", "G = 64, M = 128"]),
+    ],
+)
+def test_rows_of_sweeps_are_in_the_order_of_their_numbers(
+    tmp_path: Path, suite: str, variants: list[str], shown: list[str]
+) -> None:
+    write_suite(tmp_path / "s", suite, {name: {"perplexity": 60.0} for name in variants})
+    table = group_table(only_group(tmp_path))
+    assert [row[0].text for row in table.rows] == shown
+    title, text = {
+        "granularity": ("loss, nats", f"{math.log(60):.2f}"),
+        "codebook": ("its bound", "1e-09"),
+    }[suite]
+    assert column(table, title)[shown[0]].text == text
 
 
 @pytest.mark.parametrize(
@@ -437,22 +360,12 @@ def test_summary_over_seeds() -> None:
 def test_settings_shared_and_differing(tmp_path: Path) -> None:
     runs = {"air": {"perplexity": 60.0}, "peer": {"perplexity": 61.0}}
     write_suite(tmp_path / "s", "main", runs, seeds=(42, 43))
-    differing, shared = settings(only_group(tmp_path)).blocks
-    assert isinstance(differing, Table) and isinstance(shared, Table)
-    assert column(differing, "model.router")["AIR"].text == "air"
-    assert column(differing, "model.router_options.num_heads")["PEER"].text == "8"
-    assert column(differing, "model.router_options.num_heads")["AIR"].text == "–"
-    values = {row[0].text: row[1].text for row in shared.rows}
+    table = settings_table(only_group(tmp_path))
+    values = {row[0].text: row[1].text for row in table.rows}
+    assert values["model.router"] == "AIR: air; PEER: peer"
+    assert values["model.router_options.num_heads"] == "AIR: –; PEER: 8"
     assert values["training.steps"] == "360"
     assert values["training.seed"] == "42, 43"
     assert values["data hash"] == "ab" * 32
     assert values["machine.count"] == "2" and values["versions.torch"] == "2.13.0"
     assert values["git.commit"] == "c" * 40
-
-
-def test_settings_of_one_run(tmp_path: Path) -> None:
-    config = override(preset("tiny"), ["training.learning_rate=0.001"])
-    write_run(tmp_path / "one", config, perplexity=60.0)
-    (shared,) = settings(only_group(tmp_path)).blocks
-    assert isinstance(shared, Table)
-    assert ("training.learning_rate", "0.001") in {(r[0].text, r[1].text) for r in shared.rows}

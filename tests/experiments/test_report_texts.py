@@ -10,11 +10,10 @@ import pytest
 
 from airmoe.experiments import preset
 from airmoe.experiments.report.beside_paper import beside_paper
-from airmoe.experiments.report.document import Bullets, Table
 from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.record import read_record, write_record
-from airmoe.experiments.report.settings import settings
+from airmoe.experiments.report.tables import settings_table
 from airmoe.training import override
 from tests.experiments.report_toys import grouped, write_run, write_suite
 
@@ -46,9 +45,7 @@ def only_group(*folders: Path) -> Group:
 
 def shown_settings(group: Group) -> dict[str, str]:
     """The table of the settings that all share."""
-    (table,) = settings(group).blocks
-    assert isinstance(table, Table)
-    return {name.text: value.text for name, value in table.rows}
+    return {name.text: value.text for name, value in settings_table(group).rows}
 
 
 @pytest.mark.parametrize(
@@ -137,13 +134,13 @@ def test_beside_the_paper_too(tmp_path: Path) -> None:
         name="small",
         overrides=FOLDER,
     )
-    *_, differences = beside_paper(only_group(tmp_path))
-    assert isinstance(differences, Bullets)
-    assert differences.items[0] == (
+    found = beside_paper(only_group(tmp_path))
+    assert found is not None
+    assert found.differences[0] == (
         "text: novels, data.folder=data/texts, text.max_tokens=5000 (data hash abababababab); "
         "the paper's is wikitext103"
     )
-    assert not any("validation_fraction" in item for item in differences.items)
+    assert not any("validation_fraction" in item for item in found.differences)
 
 
 @pytest.mark.parametrize(

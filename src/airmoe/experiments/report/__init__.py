@@ -1,7 +1,7 @@
 """`airmoe report`: runs -> tables and figures as Markdown, LaTeX and one HTML page.
 
-run folders -> reading.py -> record.py (report.json) -> groups.py, fair.py -> contents.py
--> document.py -> markdown.py, latex.py, html.py
+run folders -> reading.py -> record.py (report.json) -> groups.py -> contents.py, which asks
+tables.py, claims.py, beside_paper.py and figures/ -> rendering.py, with templates/
 """
 
 from __future__ import annotations

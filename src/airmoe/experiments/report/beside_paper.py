@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from airmoe.experiments.presets import preset
 from airmoe.experiments.report import metrics
 from airmoe.experiments.report.corpora import corpus_of, known_text
-from airmoe.experiments.report.document import Block, Bullets, Cell, Paragraph, Table
 from airmoe.experiments.report.groups import Group, flat, options_of
 from airmoe.experiments.report.metrics import Metric, Summary, Unit, summarize, unit_of, written
 from airmoe.experiments.report.names import title_of
 from airmoe.experiments.report.paper import DEVICES, PRECISION, RUNS, paper_cell
 from airmoe.experiments.report.record import Run
-from airmoe.experiments.report.tables import note_on_test
+from airmoe.experiments.report.tables import Cell, Table, note_on_test
 from airmoe.experiments.suites import SUITES
 
 # Field of the paper's cell, our columns. The test text may be nearer to the paper's than ours is.
@@ -32,15 +32,23 @@ SAID += ("training.save_every", "training.keep_checkpoints", "training.quality_t
 SAME_LENGTH = 0.02  # epochs end where the text does
 
 
-def beside_paper(group: Group) -> list[Block]:
-    """A table of the variants that the paper has too; nothing where it has none."""
+@dataclass(frozen=True)
+class Beside:
+    """The table, and a line for everything that differs from the paper's runs."""
+
+    table: Table
+    differences: list[str]
+
+
+def beside_paper(group: Group) -> Beside | None:
+    """A table of the variants that the paper has too; None where it has none."""
     cells = {
         variant: cell
         for variant in group.variants
         if (cell := paper_cell(group.key.suite, group.key.preset, variant)) is not None
     }
     if not cells:
-        return []
+        return None
     columns = ["method"]
     rows = [[Cell(text=title_of(variant))] for variant in cells]
     for name, compared in COMPARED:
@@ -67,13 +75,8 @@ def beside_paper(group: Group) -> list[Block]:
         "each method's best point."
     )
     runs = [run for variant in cells for run in group.variants[variant]]
-    blocks: list[Block] = [
-        Table(caption=caption, columns=columns, rows=rows, notes=note_on_test(runs))
-    ]
-    differing = _differences(runs)
-    if differing:
-        blocks += [Paragraph("What differs from the paper's runs:"), Bullets(differing)]
-    return blocks
+    table = Table(caption=caption, columns=columns, rows=rows, notes=note_on_test(runs))
+    return Beside(table, _differences(runs))
 
 
 def _only(value: float | None) -> Summary | None:

@@ -11,12 +11,14 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
+from airmoe.experiments.fairness import ALL_RULES, Rule, Violation, violations
 from airmoe.experiments.report.corpora import PREPARING, corpus_title, own_recipe
 from airmoe.experiments.report.names import place_of
-from airmoe.experiments.report.record import OLD_BALANCE, Run
+from airmoe.experiments.report.record import OLD_BALANCE, Run, is_current
 from airmoe.experiments.suites import SUITES
 
 MOST_NAMED = 4  # differing settings in one line
+SEEDS = "training.seed"
 LONGEST_SLUG = 180  # file systems take names of 255 bytes; those of figures say more
 
 
@@ -73,13 +75,20 @@ class Grouped:
 
 def group_runs(runs: Iterable[Run]) -> Grouped:
     """Sort runs into groups and take out what cannot be compared."""
+    grouped = _sorted(runs)
+    groups = [without_offenders(group, grouped) for group in grouped.groups]
+    return replace(grouped, groups=groups)
+
+
+def _sorted(runs: Iterable[Run]) -> Grouped:
+    """Groups of runs with the same text, balance loss and, for each variant, settings."""
     by_key: dict[Key, list[Run]] = {}
     for run in runs:
         by_key.setdefault(key_of(run), []).append(run)
     grouped = Grouped([], [], [])
     for key in sorted(by_key, key=_place):
         kept = _without_repeats(by_key[key], grouped.left_out)
-        kept = _of_one_text(kept, grouped.left_out)
+        kept = _of_one_balance(_of_one_text(kept, grouped.left_out), grouped)
         for changes, runs_alike in _by_settings(kept).items():
             slug = _slug(_title(key, changes), {group.slug for group in grouped.groups})
             grouped.groups.append(group := Group(key, runs_alike, slug, changes))
@@ -135,6 +144,21 @@ def _of_one_text(runs: list[Run], left_out: list[str]) -> list[Run]:
     return [run for run in runs if run.data_sha256 == common]
 
 
+def _of_one_balance(runs: list[Run], grouped: Grouped) -> list[Run]:
+    """Balance losses of two conventions are K times apart: today's stays, and is never mixed."""
+    old = [run for run in runs if not is_current(run)]
+    if old and not any(run.convention is not None for run in runs if run not in old):
+        about = f"{OLD_BALANCE}, K times weaker than today's: compares with no run of today"
+        grouped.notes.append(f"{_title(key_of(runs[0]), '')}: the balance loss is that of {about}")
+        return runs
+    for run in old:
+        grouped.left_out.append(
+            f"{run.name}: balance loss with {OLD_BALANCE}, K times weaker than that of the rest of "
+            "its group: left out"
+        )
+    return [run for run in runs if is_current(run)]
+
+
 def _by_settings(runs: list[Run]) -> dict[str, list[Run]]:
     """What is set otherwise than in the first run of a variant ("": nothing) -> runs.
 
@@ -161,7 +185,7 @@ def _by_settings(runs: list[Run]) -> dict[str, list[Run]]:
 def settings_of(run: Run) -> str:
     """All settings but the seed: runs with the same are one row of a table."""
     values = {key: value for key, value in options_of(run).items() if value is not None}
-    values.pop("training.seed", None)
+    values.pop(SEEDS, None)
     equal_numbers = json.loads(json.dumps(values), parse_int=float)  # 1 is 1.0
     return json.dumps(equal_numbers, sort_keys=True)
 
@@ -186,7 +210,7 @@ def _changes(one: Run, other: Run) -> str:
     found = [
         f"{key} = {json.dumps(theirs.get(key))}"
         for key in sorted(mine.keys() | theirs.keys())
-        if key != "training.seed" and mine.get(key) != theirs.get(key)
+        if key != SEEDS and mine.get(key) != theirs.get(key)
     ]
     more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     return ", ".join(found[:MOST_NAMED]) + more
@@ -195,7 +219,6 @@ def _changes(one: Run, other: Run) -> str:
 def options_of(run: Run) -> dict[str, Any]:
     """Settings as `section.option` -> value; of a text that was prepared before, its own."""
     options, recipe = flat(run.config), own_recipe(run)
-    options |= {"balance loss": OLD_BALANCE} if run.convention == OLD_BALANCE else {}
     if recipe is None:
         return options
     with_a_say = {key: value for key, value in options.items() if key not in PREPARING}
@@ -254,3 +277,60 @@ def _unequal_seeds(group: Group) -> list[str]:
 
 def _short(digest: str | None) -> str:
     return "unknown" if digest is None else digest[:12]
+
+
+def without_offenders(group: Group, grouped: Grouped) -> Group:
+    """Without the variants that alone break a rule of their suite; every finding has its line."""
+    while findings := _findings(group):
+        dropped = next((one for one in findings if one.offender is not None), None)
+        if dropped is None or group.key.suite is None:  # single runs promise no equality
+            grouped.notes.extend(f"{group.title}: {one.violation}" for one in findings)
+            break
+        line = f"{group.title}: {dropped.offender} is left out. {dropped.violation}"
+        grouped.left_out.append(line)
+        group = _without(dropped.offender, group)
+    return group
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A broken rule, and the one variant without which it would hold, if there is just one."""
+
+    violation: Violation
+    offender: str | None
+
+
+def _findings(group: Group) -> list[Finding]:
+    suite = SUITES.get(group.key.suite or "")
+    found = _violations(group, ALL_RULES if suite is None else suite.rules)
+    return [Finding(one, _offender(one, group)) for one in found]
+
+
+def _offender(violation: Violation, group: Group) -> str | None:
+    """The variant whose absence mends it; None where several would."""
+    if len(group.variants) < 3:
+        return None
+    mending = [
+        variant
+        for variant in group.variants
+        if all(
+            one.what != violation.what
+            for one in _violations(_without(variant, group), [violation.rule])
+        )
+    ]
+    return mending[0] if len(mending) == 1 else None
+
+
+def _without(variant: str | None, group: Group) -> Group:
+    return replace(group, runs=[run for run in group.runs if run.variant != variant])
+
+
+def _violations(group: Group, rules: Sequence[Rule]) -> list[Violation]:
+    """Of one run per variant: its seeds share their settings and are compared by `_differences`.
+
+    A group has one text, so what a run would have prepared does not matter where it was not asked.
+    """
+    firsts = {variant: seeds[0] for variant, seeds in group.variants.items()}
+    without_a_say = PREPARING if all(map(own_recipe, firsts.values())) else ()
+    found = violations({variant: run.settings for variant, run in firsts.items()}, rules)
+    return [one for one in found if one.what not in (SEEDS, *without_a_say)]

@@ -6,17 +6,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from safetensors import SafetensorError
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.fairness import Rule
-from airmoe.experiments.report.drawn_maps import one_map_each
-from airmoe.experiments.report.groups import key_of
-from airmoe.experiments.report.record import Record, Run, read_record
-from airmoe.experiments.report.record_files import is_name
-from airmoe.experiments.report.run_reading import Place, finished_run
+from airmoe.experiments.report.fields import from_json
+from airmoe.experiments.report.groups import Key, key_of, settings_of
+from airmoe.experiments.report.names import method_of
+from airmoe.experiments.report.record import (
+    EVALUATION_FIELDS,
+    OLD_BALANCE,
+    TRAINING_FIELDS,
+    Record,
+    Run,
+    curve,
+    is_name,
+    number,
+    read_record,
+)
 from airmoe.experiments.report.usage import Usage, read_usage
 from airmoe.experiments.suites.folder import FORMAT as SUITE_FORMAT
 from airmoe.experiments.suites.folder import SuiteFolder
@@ -30,6 +39,7 @@ RUN_FILES = ("run.json", "result.json", "log.jsonl")
 REMAINS = ("run.json.draft", "result.json.draft", "suite.json.draft", "checkpoint-*", USAGE)
 HALF_WRITTEN = "is half written: no run.json"
 NEVER_RUNS = ("tensorboard", "report", "figures")
+PATHS = ("corpus", "folder", "validation", "tokenizer")  # options of data that may be paths
 WRONG_JSON = (ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -56,6 +66,21 @@ class Reading:
 def read_all(paths: Sequence[Path]) -> Record:
     """Everything under `paths`, without the maps that no report draws."""
     return one_map_each(read_everything(paths))
+
+
+def one_map_each(record: Record) -> Record:
+    """Maps are most of a report.json, and one seed of a row is drawn: keep the first."""
+    drawn: set[tuple[Key, str, str]] = set()
+    kept = []
+    for run in record.runs:
+        if run.usage is not None and run.usage.experts.levels is not None:
+            row = (key_of(run), run.variant, settings_of(run))
+            if row in drawn:
+                experts = replace(run.usage.experts, levels=None)
+                run = replace(run, usage=replace(run.usage, experts=experts))
+            drawn.add(row)
+        kept.append(run)
+    return replace(record, runs=kept)
 
 
 def read_everything(paths: Sequence[Path], ignored: Path | None = None) -> Record:
@@ -105,7 +130,7 @@ def _read_folder(path: Path, name: str, reading: Reading) -> None:
     if (path / "suite.json").is_file():
         _read_suite(path, name, reading)
     elif _any_of(RUN_FILES, path):
-        _read_run(path, name, Place(), reading)
+        _read_run(Member(path, name), reading)
     else:
         if _any_of(REMAINS, path):
             reading.problem(name, HALF_WRITTEN)
@@ -153,7 +178,7 @@ def _read_suite(path: Path, name: str, reading: Reading) -> None:
     listed: set[str] = set()
     for index, plan in enumerate(planned):
         folder = plan.get("folder") if isinstance(plan, dict) else None
-        if not _is_new_name(folder, listed):
+        if not is_name(folder) or folder in listed:
             rule = f"runs[{index}].folder is {folder!r}, no name of its own"
             reading.problem(f"{name}/suite.json", f"{rule}: left out")
             continue
@@ -164,11 +189,6 @@ def _read_suite(path: Path, name: str, reading: Reading) -> None:
     for child in _folders(path):
         if child.name not in listed and _any_of(RUN_FILES + REMAINS, child):
             reading.problem(f"{name}/{child.name}", "is not in suite.json: left out")
-
-
-def _is_new_name(folder: object, listed: set[str]) -> TypeGuard[str]:
-    """Whether it can be a folder of the suite's, and no other run's."""
-    return isinstance(folder, str) and folder not in listed and is_name(folder)
 
 
 def _of_one_length_and_corpus(suite: Reading) -> list[Run]:
@@ -189,12 +209,12 @@ def _of_one_length_and_corpus(suite: Reading) -> list[Run]:
 
 @dataclass(frozen=True)
 class Member:
-    """A run of a suite: where it lies, how a report names it, and what suite.json says of it."""
+    """A run, of a suite or none: where it lies, how a report names it, what suite.json says."""
 
     path: Path
     name: str
-    suite: str
-    plan: dict[str, Any]
+    suite: str | None = None
+    plan: dict[str, Any] = field(default_factory=dict)
 
 
 def _read_member(member: Member, reading: Reading) -> None:
@@ -212,8 +232,7 @@ def _read_member(member: Member, reading: Reading) -> None:
     elif not path.is_dir():
         reading.problem(member.name, "has not begun")
     else:
-        place = Place(member.suite, str(member.plan.get("variant", path.name)))
-        _read_run(path, member.name, place, reading)
+        _read_run(member, reading)
 
 
 def _is_finished(member: Member) -> bool:
@@ -224,7 +243,8 @@ def _is_finished(member: Member) -> bool:
         return False
 
 
-def _read_run(path: Path, name: str, place: Place, reading: Reading) -> None:
+def _read_run(member: Member, reading: Reading) -> None:
+    path, name = member.path, member.name
     if not any(path.iterdir()):
         reading.problem(name, "is empty")
         return
@@ -241,11 +261,69 @@ def _read_run(path: Path, name: str, place: Place, reading: Reading) -> None:
         return
     try:
         about = read_json(path / "run.json") | {"config": config.to_json()}
-        run = finished_run(name, place, about, read_json(path / "result.json"))
+        run = finished_run(member, about, read_json(path / "result.json"))
     except WRONG_JSON as error:
         reading.problem(name, f"result.json cannot be read ({_short(error)}): left out")
         return
     reading.runs.append(replace(run, usage=_usage(path / USAGE, run, reading)))
+
+
+def finished_run(member: Member, about: dict[str, Any], result: dict[str, Any]) -> Run:
+    """From run.json (`about`) and result.json; raises where they lack or garble something."""
+    start = _start(result["log"])
+    lines = [_timed(line, start) for line in result["log"]]
+    best, test = _timed(result["best"], start), result.get("test")
+    logged = {kind: [one for one in lines if one["kind"] == kind] for kind in ("eval", "train")}
+    config, variant = _portable(about["config"]), None
+    if member.suite is not None:
+        variant = str(member.plan.get("variant", member.path.name))
+    values = {
+        "name": member.name,
+        "suite": member.suite,
+        "variant": variant or method_of(config["model"]),
+        "seed": config["training"]["seed"],
+        "config": config,
+        "data_sha256": about.get("data_sha256"),
+        **{name: result[name] for name in ("versions", "git", "machine", "parameters", "tokens")},
+        "best": _numbers(best),
+        "tokens_per_second": number(result["tokens_per_second"]),
+        "evaluations": curve(logged["eval"], EVALUATION_FIELDS),
+        "training": curve(logged["train"], TRAINING_FIELDS),
+        "usage": None,
+        "test": None if test is None else _numbers(test),
+        "peak_memory_gib": number(result.get("peak_memory_gib")),
+        "whole_seconds": number(result.get("seconds")),
+        "recipe": about.get("data_recipe"),
+        "balance": about.get("balance") or OLD_BALANCE,
+    }
+    return from_json(Run, values, "run")
+
+
+def _portable(config: dict[str, Any]) -> dict[str, Any]:
+    """Settings without the folders of one machine: of an absolute path only the name stays."""
+    data = {
+        key: Path(value).name if key in PATHS and str(value).startswith("/") else value
+        for key, value in config["data"].items()
+    }
+    return config | {"data": data}
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, float | None]:
+    return {key: number(value) for key, value in line.items() if key != "kind"}
+
+
+def _start(log: list[dict[str, Any]]) -> float:
+    """Time of the first step, where it is logged: what a compiler takes, not the method."""
+    first = next((line for line in log if line["kind"] == "train"), {"step": None})
+    return number(first.get("training_seconds")) or 0.0 if first["step"] == 1 else 0.0
+
+
+def _timed(line: dict[str, Any], start: float) -> dict[str, Any]:
+    """Time without the start and without evaluations, which cost one method as much as another;
+    older logs lack it."""
+    if (seconds := number(line.get("training_seconds"))) is not None:
+        return line | {"seconds": seconds - start}
+    return line | {"seconds": line.get("seconds")}
 
 
 def _usage(path: Path, run: Run, reading: Reading) -> Usage | None:

@@ -1,23 +1,28 @@
-"""What a report keeps of a run: small enough to commit, and enough to draw everything again."""
+"""What a finished run leaves behind: small enough to commit, enough to draw everything again.
+
+`report.json` holds all runs of a report, `FOLDER/<suite, or single>/<run>.json` a single one; both
+have the same format.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeGuard
 
 from airmoe.errors import ConfigError
-from airmoe.experiments.json_fields import brief, is_number
+from airmoe.experiments.report.fields import Count, Natural, brief, from_json, is_number
 from airmoe.experiments.report.names import method_of
-from airmoe.experiments.report.run_checks import check_run
-from airmoe.experiments.report.usage import CellUsage, ExpertMap, Usage
+from airmoe.experiments.report.usage import Usage
 from airmoe.files import read_json, write_json
+from airmoe.losses import BALANCE
 from airmoe.training import RunConfig
 
-FORMAT = 1
-OLD_BALANCE = "f sums to 1"  # of records that do not say
+FORMAT = 2
+OLD_BALANCE = "f sums to 1"  # the balance loss of runs that do not name theirs
 MOST_POINTS = 600  # of a curve: ten passes of `small`, a point every 100 steps, are whole
+SINGLE = "single"  # the folder of runs of no suite
 
 ROUTING_FIELDS = (
     "overlap",
@@ -29,21 +34,25 @@ ROUTING_FIELDS = (
     "unlisted_experts",
 )
 EVALUATION_FIELDS = (
-    "step",
-    "tokens",
-    "seconds",
-    "flops",
-    "executed_flops",
-    "loss",
-    "perplexity",
+    *("step", "tokens", "seconds", "flops", "executed_flops", "loss", "perplexity"),
     *ROUTING_FIELDS,
 )
-# The loss is drawn nowhere: it is for those who ask of a record whether training was smooth.
+# The loss is drawn nowhere: it is for readers who ask of a record whether training was smooth.
 TRAINING_FIELDS = ("step", "tokens", "tokens_per_second", "loss", *ROUTING_FIELDS, "staleness")
+# Settings may leave these to their defaults, but reports read them.
+READ_OPTIONS = {"data": ("folder",), "training": ("epochs", "steps", "precision", "seed")}
 
-# field -> values, None where a line lacks it; a field that no line has, or older files, is missing
+# field -> values, None where a line lacks it; a field that no line has is missing
 Curve = dict[str, list[float | None]]
-Line = dict[str, Any]
+Numbers = dict[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """How large the model is."""
+
+    total: Count
+    active: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,25 +62,35 @@ class Run:
     name: str  # its folder, below the one the report was asked for
     suite: str | None
     variant: str
-    seed: int
+    seed: Natural
     config: dict[str, Any]
     data_sha256: str | None
     versions: dict[str, str]
     git: dict[str, Any]
     machine: dict[str, Any]
-    parameters: dict[str, int]
-    best: dict[str, float | None]  # the evaluation with the lowest loss
-    tokens: int
+    parameters: Parameters
+    best: Numbers  # the evaluation with the lowest loss
+    tokens: Count
     tokens_per_second: float | None
     evaluations: Curve
     training: Curve
     usage: Usage | None
-    # Files older than these lack them.
-    test: dict[str, float | None] | None = None  # the best checkpoint on the test split
-    peak_memory_gib: float | None = None
-    whole_seconds: float | None = None  # from start to end: compilers and evaluations too
-    recipe: dict[str, Any] | None = None  # of the text, as its prepared folder had it
-    balance: str | None = None  # convention of its balance losses; None: OLD_BALANCE
+    test: Numbers | None  # the best checkpoint on the test split
+    peak_memory_gib: float | None
+    whole_seconds: float | None  # from start to end: compilers and evaluations too
+    recipe: dict[str, Any] | None  # of the text, as its prepared folder had it
+    balance: str  # what the choice frequencies of its balance loss sum to
+
+    def check(self, path: str) -> None:
+        """What types do not say."""
+        _check_config(f"{path}.config", self.config)
+        _check_positive(f"{path}.best.perplexity", self.best.get("perplexity"))
+        for name in ("evaluations", "training"):
+            _check_curve(f"{path}.{name}", getattr(self, name))
+        for name, kind in (("corpus", str), ("split_rule", str), ("max_tokens", Count)):
+            value = None if self.recipe is None else self.recipe.get(name)
+            if self.recipe is not None and (name != "max_tokens" or value is not None):
+                from_json(kind, value, f"{path}.recipe.{name}")
 
     @property
     def method(self) -> str:
@@ -85,12 +104,11 @@ class Run:
         That is without such a loss, and where a token has one expert or one list only.
         """
         model = self.settings.model_config(vocab_size=2, eos_id=1)  # any vocabulary will do
-        router = model.router_config()
-        lists = getattr(router, "num_selected_clusters", getattr(router, "probes", 1))
+        lists = getattr(model.router_config(), "num_selected_clusters", 1)
         experts_count = model.load_balance_weight > 0 and model.num_experts_per_tok > 1
         lists_count = model.shortlist_balance_weight > 0 and lists > 1
         matters = bool(model.moe_layers) and (experts_count or lists_count)
-        return (self.balance or OLD_BALANCE) if matters else None
+        return self.balance if matters else None
 
     @property
     def settings(self) -> RunConfig:
@@ -99,7 +117,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """All that was found: runs, a line for everything that is not among them."""
+    """All that was found: runs, and a line for everything that is not among them."""
 
     runs: list[Run]
     problems: list[str]
@@ -118,35 +136,30 @@ def read_record(path: Path, name: str | None = None) -> Record:
     runs, problems = [], [_one_line(line) for line in values["problems"]]
     for place, one in enumerate(values["runs"]):
         try:
-            runs.append(_run(f"runs[{place}]", one))
-        except ConfigError as error:
-            problems.append(f"{name or path.name}: {error}")
+            runs.append(from_json(Run, one, f"runs[{place}]"))
+        except ConfigError as error:  # nobody should mend numbers by hand, whatever the rule was
+            remedy = "The run is left out: write its record again."
+            told = ConfigError(error.field, brief(error.value), error.rule, remedy)
+            problems.append(f"{name or path.name}: {told}")
     return Record(runs=runs, problems=problems)
 
 
 def _json_of(path: Path) -> dict[str, Any]:
-    """Of the format of reports, with its lists."""
+    """Of this format, with its lists."""
+    again = "Write it again from its runs."
     try:
         values = read_json(path)
         found = values["format"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            "report",
-            path.name,
-            f"must be a report.json of `airmoe report` ({error})",
-            "Write it again from its runs.",
-        ) from error
+        rule = f"must be a report.json of `airmoe report` ({error})"
+        raise ConfigError("report", path.name, rule, again) from error
     if found != FORMAT:
-        raise ConfigError(
-            "report.format",
-            brief(found),
-            f"must be {FORMAT}, the format of this airmoe",
-            "Write it again from its runs.",
-        )
+        rule = f"must be {FORMAT}, the format of this airmoe"
+        raise ConfigError("report.format", brief(found), rule, again)
     for part in ("runs", "problems"):
         if not isinstance(values.get(part), list):
             rule = f"lacks or misnames a field ({part} must be a list)"
-            raise ConfigError("report", path.name, rule, "Write it again.")
+            raise ConfigError("report", path.name, rule, again)
     return values
 
 
@@ -155,26 +168,44 @@ def _one_line(problem: object) -> str:
     return " ".join(str(problem).encode(errors="backslashreplace").decode().split())
 
 
-def _run(path: str, values: Any) -> Run:
+def _check_config(path: str, value: dict[str, Any]) -> None:
     try:
-        check_run(path, values)
-    except ConfigError as error:  # nobody should mend numbers by hand, whatever the rule was
-        remedy = "The run is left out: write its record again."
-        raise ConfigError(error.field, brief(error.value), error.rule, remedy) from error
-    usage, found = None, values["usage"]
-    if found is not None:
-        cells = found["cells"]
-        usage = Usage(
-            layer=found["layer"],
-            experts=ExpertMap(**found["experts"]),
-            cells=None if cells is None else CellUsage(**cells),
-        )
-    return Run(**{**values, "usage": usage})
+        RunConfig.from_json(value)
+    except ConfigError as error:
+        field = f"{path}.{error.field.removeprefix('config').lstrip('.')}".rstrip(".")
+        raise ConfigError(field, error.value, error.rule, "") from error
+    for section, names in READ_OPTIONS.items():
+        for name in names:
+            if name not in value[section]:
+                raise ConfigError(f"{path}.{section}.{name}", None, "must be given", "")
 
 
-def curve(lines: Sequence[Line], fields: Sequence[str]) -> Curve:
+def _check_positive(path: str, value: float | None) -> None:
+    if value is None:
+        raise ConfigError(path, value, "must be a finite number", "")
+    if value <= 0:
+        raise ConfigError(path, value, "must be above 0, others are divided by it", "")
+
+
+def _check_curve(path: str, curve: Curve) -> None:
+    """Lists of equal length, one of them the steps."""
+    if "step" not in curve:
+        raise ConfigError(f"{path}.step", None, "must be given", "")
+    for name, column in curve.items():
+        if len(column) != len(curve["step"]):
+            rule = f"must be as many as steps, {len(curve['step'])}"
+            raise ConfigError(f"{path}.{name}", len(column), rule, "")
+    for place, one in enumerate(curve.get("perplexity", [])):
+        if one is not None:
+            _check_positive(f"{path}.perplexity[{place}]", one)
+
+
+def curve(lines: Sequence[dict[str, Any]], fields: Sequence[str]) -> Curve:
     """The fields of log lines as columns, thinned evenly; first and last line stay."""
-    kept = [lines[index] for index in thinned(len(lines))]
+    kept = lines
+    if len(lines) > MOST_POINTS:
+        last = len(lines) - 1
+        kept = [lines[round(place * last / (MOST_POINTS - 1))] for place in range(MOST_POINTS)]
     columns = {field: [number(line.get(field)) for line in kept] for field in fields}
     return {
         field: values
@@ -183,13 +214,71 @@ def curve(lines: Sequence[Line], fields: Sequence[str]) -> Curve:
     }
 
 
-def thinned(length: int) -> list[int]:
-    """At most MOST_POINTS indices of `length`, evenly spread."""
-    if length <= MOST_POINTS:
-        return list(range(length))
-    return [round(index * (length - 1) / (MOST_POINTS - 1)) for index in range(MOST_POINTS)]
-
-
 def number(value: Any) -> float | None:
     """A finite number, or None."""
     return value if is_number(value) else None
+
+
+def is_name(text: object) -> TypeGuard[str]:
+    """Whether a folder can be called so: what a file from elsewhere says may lead anywhere."""
+    return isinstance(text, str) and text not in ("", "..") and text == PurePosixPath(text).name
+
+
+def file_of(run: Run) -> PurePosixPath:
+    """`main/air-seed42.json`: a run may belong to two suites, and has a file in each."""
+    suite = run.suite or SINGLE
+    if not is_name(suite):
+        rule = "must be a name, because its records get a folder"
+        raise ConfigError("records", suite, rule, "Rename the suite.")
+    return PurePosixPath(suite, f"{PurePosixPath(run.name).name}.json")
+
+
+def plan_records(runs: Sequence[Run], folder: Path) -> dict[Path, Run]:
+    """Where each run goes; raises where a file would hold another run than before, or two.
+
+    A run that was found twice goes there once, as it was found first.
+    """
+    planned: dict[Path, Run] = {}
+    for run in runs:
+        path = folder / file_of(run)
+        if not _is_same(run, other := planned.setdefault(path, run)):
+            raise _taken(path, run, f"{other.name} has that name too")
+    for path, run in planned.items():
+        if path.exists() and not _holds(path, run):
+            raise _taken(path, run, "the file there is of another run")
+    return planned
+
+
+def write_records(planned: Mapping[Path, Run]) -> None:
+    """The files of `plan_records`."""
+    for path, run in planned.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_record(Record(runs=[run], problems=[]), path)
+
+
+def _is_same(run: Run, other: Run) -> bool:
+    """Whether they are one run, or the same run made again."""
+    return (run.suite, run.variant, run.settings, run.data_sha256) == (
+        other.suite,
+        other.variant,
+        other.settings,
+        other.data_sha256,
+    )
+
+
+def _holds(path: Path, run: Run) -> bool:
+    try:
+        found = read_record(path).runs
+    except ConfigError:
+        return False
+    return len(found) == 1 and _is_same(run, found[0])
+
+
+def _taken(path: Path, run: Run, rule: str) -> ConfigError:
+    remedy = "Rename one of the run folders, or give another folder for the records."
+    return ConfigError("records", str(path), f"cannot take {run.name}: {rule}", remedy)
+
+
+def is_current(run: Run) -> bool:
+    """Whether its balance loss is today's, or it makes no difference."""
+    return run.convention in (None, BALANCE)

@@ -1,26 +1,34 @@
-"""Tables over variants: one row each, mean and spread over seeds, the best in bold."""
+"""Tables as plain data: a row per variant, mean and spread over seeds, the best in bold."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from airmoe.experiments.report import metrics
 from airmoe.experiments.report.corpora import known_text
-from airmoe.experiments.report.document import Cell, Table
-from airmoe.experiments.report.groups import Group
-from airmoe.experiments.report.metrics import Metric, Summary, summarize, unit_of, written
-from airmoe.experiments.report.names import codebook_of, granularity_of, title_of
-from airmoe.experiments.report.record import OLD_BALANCE, Run
+from airmoe.experiments.report.groups import Group, flat, options_of
+from airmoe.experiments.report.metrics import (
+    DASH,
+    Metric,
+    Summary,
+    sees_future,
+    summarize,
+    unit_of,
+    written,
+)
+from airmoe.experiments.report.names import granularity_of, title_of
+from airmoe.experiments.report.record import Run
 
+COSTS = (metrics.SECONDS, metrics.SPEED, metrics.MEMORY)
 MAIN = (
     metrics.PERPLEXITY,
     metrics.TEST,
     metrics.FLOPS,
     metrics.EXECUTED,
-    metrics.SECONDS,
-    metrics.SPEED,
-    metrics.MEMORY,
+    *COSTS,
     metrics.TOTAL,
     metrics.ACTIVE,
     metrics.DEAD,
@@ -31,9 +39,7 @@ ABLATIONS = (
     metrics.PERPLEXITY,
     metrics.TEST,
     metrics.FLOPS,
-    metrics.SECONDS,
-    metrics.SPEED,
-    metrics.MEMORY,
+    *COSTS,
     metrics.DEAD,
     metrics.OVERLAP,
     metrics.RECALL,
@@ -52,21 +58,18 @@ CODEBOOK = (
 GRANULARITY = (metrics.LOSS, metrics.PERPLEXITY, metrics.FLOPS, metrics.SECONDS, metrics.DEAD)
 PERPLEXITIES = (metrics.PERPLEXITY, metrics.TEST)
 AGREEMENT = (metrics.OVERLAP, metrics.RECALL)  # with exact routing
-MOVED_BY_SEEDS = (
-    *PERPLEXITIES,
-    metrics.LOSS,
-    metrics.DEAD,
-    metrics.ENTROPY,
-    metrics.OVERLAP,
-    metrics.RECALL,
-)
+MOVED_BY_SEEDS = (*PERPLEXITIES, metrics.LOSS, metrics.DEAD, metrics.ENTROPY, *AGREEMENT)
+# Suite -> its columns and caption; everything else is a comparison of methods.
+OF_SUITE = {
+    "ablations": (ABLATIONS, "AIR without one of its parts."),
+    "codebook": (CODEBOOK, "Codewords G and shortlists of M experts."),
+    "granularity": (GRANULARITY, "Experts Q times as small."),
+}
+OF_METHODS = (MAIN, "All methods at their lowest validation perplexity.")
 
-FUTURE_MARK, REFERENCE_MARK, WEAK_MARK = "†", "‡", "§"
+FUTURE_MARK, REFERENCE_MARK = "†", "‡"
 FUTURE_NOTE = "† Expert choice sees later tokens of the text: its perplexity is not comparable."
 REFERENCE_NOTE = "‡ Scores every expert: the reference, out of competition."
-WEAK_NOTE = (
-    "§ Balance loss with f summing to 1, K times weaker than now: does not compare with runs since."
-)
 MOST_DEAD = 0.05  # of the experts, where overlap still says something
 COLLAPSE_NOTE = (
     "Overlap and mass recall beside more than 5 % dead experts are never bold: where few experts "
@@ -77,62 +80,53 @@ SPREAD_NOTE = (
 )
 
 
-def main_table(group: Group) -> Table:
-    return variant_table(group, MAIN, "All methods at their lowest validation perplexity.")
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Text of a table, with the number to sort by."""
+
+    text: str
+    value: float | None = None
+    bold: bool = False  # the best of its column
+    grey: bool = False  # a reference, out of competition
+    mark: str = ""  # of a footnote
 
 
-def ablation_table(group: Group) -> Table:
-    return variant_table(group, ABLATIONS, "AIR without one of its parts.")
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The first column holds names, the others numbers unless `words`."""
+
+    caption: str
+    columns: list[str]
+    rows: list[list[Cell]]
+    notes: list[str] = field(default_factory=list)
+    words: bool = False
 
 
-def variant_table(group: Group, columns: Sequence[Metric], caption: str) -> Table:
-    """One row per variant."""
-    variants = group.variants
-    names = [_name_cell(variant, runs) for variant, runs in variants.items()]
-    seeds = [_number_cell(len(runs), grey=is_reference(runs[0])) for runs in variants.values()]
-    rows = [[name, count] for name, count in zip(names, seeds, strict=True)]
-    return _filled(group, columns, caption, ["method", "seeds"], rows)
+def group_table(group: Group) -> Table:
+    """The table of a group, with the columns of its suite."""
+    columns, caption = OF_SUITE.get(group.key.suite or "", OF_METHODS)
+    return variant_table(group, columns, caption)
 
 
-def granularity_table(group: Group) -> Table:
+def variant_table(group: Group, metrics_shown: Sequence[Metric], caption: str) -> Table:
+    """A row per variant with a cell per metric, and the footnotes they need."""
+    variants, columns = group.variants, ["method", "seeds"]
     rows = [
-        [_number_cell(granularity_of(variant) or 0), _number_cell(len(runs))]
-        for variant, runs in group.variants.items()
+        [_name_cell(variant, runs), _count_cell(len(runs), grey=is_reference(runs[0]))]
+        for variant, runs in variants.items()
     ]
-    return _filled(group, GRANULARITY, "Experts Q times as small.", ["Q", "seeds"], rows)
-
-
-def codebook_table(group: Group) -> Table:
-    rows = []
-    for variant, runs in group.variants.items():
-        book = codebook_of(variant)
-        assert book is not None  # contents.py asks before
-        sizes = (book.num_codewords, book.shortlist_size, len(runs))
-        rows.append([_number_cell(size) for size in sizes])
-    heads = ["codewords G", "shortlist M", "seeds"]
-    return _filled(group, CODEBOOK, "Codewords and shortlists.", heads, rows)
-
-
-def _filled(
-    group: Group, columns: Sequence[Metric], caption: str, heads: list[str], rows: list[list[Cell]]
-) -> Table:
-    """The rows with a cell per metric, and the footnotes they need."""
-    titles = list(heads)
-    every = [run for runs in group.variants.values() for run in runs]
-    shown = [metric for metric in columns if not metric.optional or summarize(metric, every)]
+    shown = [one for one in metrics_shown if not one.optional or summarize(one, group.runs)]
     for metric in shown:
         column = _column(metric, group)
-        titles.append(column.title)
+        columns.append(column.title)
         for row, cell in zip(rows, column.cells, strict=True):
             row.append(cell)
-    notes = note_on_test(every) if metrics.TEST in shown else []
-    notes += [SPREAD_NOTE] if any(len(runs) > 1 for runs in group.variants.values()) else []
-    notes += note_on_seeds(group, [metric for metric in shown if metric in PERPLEXITIES])
-    notes += [FUTURE_NOTE] if any(sees_future(run) for run in every) else []
-    notes += [REFERENCE_NOTE] if any(is_reference(run) for run in every) else []
-    notes += [WEAK_NOTE] if any(run.convention == OLD_BALANCE for run in every) else []
-    notes += note_on_collapse(group, shown)
-    return Table(caption=caption, columns=titles, rows=rows, notes=notes)
+    notes = note_on_test(group.runs) if metrics.TEST in shown else []
+    notes += [SPREAD_NOTE] if any(len(runs) > 1 for runs in variants.values()) else []
+    notes += [FUTURE_NOTE] if any(sees_future(run) for run in group.runs) else []
+    notes += [REFERENCE_NOTE] if any(is_reference(run) for run in group.runs) else []
+    notes += _note_on_collapse(group, shown)
+    return Table(caption=caption, columns=columns, rows=rows, notes=notes)
 
 
 def note_on_test(runs: Sequence[Run]) -> list[str]:
@@ -142,7 +136,7 @@ def note_on_test(runs: Sequence[Run]) -> list[str]:
     return [f"Test text: {text.test}."] if measured and text and text.test else []
 
 
-def note_on_collapse(group: Group, shown: Sequence[Metric]) -> list[str]:
+def _note_on_collapse(group: Group, shown: Sequence[Metric]) -> list[str]:
     """Which rows are out of the contest for the overlap."""
     found = [
         title_of(variant)
@@ -150,41 +144,6 @@ def note_on_collapse(group: Group, shown: Sequence[Metric]) -> list[str]:
         if is_collapsed(runs) and any(summarize(one, runs) for one in AGREEMENT if one in shown)
     ]
     return [f"{COLLAPSE_NOTE} Here: {', '.join(found)}."] if found else []
-
-
-def note_on_seeds(group: Group, shown: Sequence[Metric]) -> list[str]:
-    """Where rows have different seeds: the perplexities of those with the seeds of every row."""
-    seeds = {variant: {run.seed for run in runs} for variant, runs in group.variants.items()}
-    shared = set.intersection(*seeds.values()) if seeds else set()
-    more = {
-        variant: [run for run in runs if run.seed in shared]
-        for variant, runs in group.variants.items()
-        if seeds[variant] != shared
-    }
-    if not shared or not more or not shown:
-        return []
-    named = f"seed{'' if len(shared) == 1 else 's'} {', '.join(map(str, sorted(shared)))}"
-    found = [text for metric in shown if (text := _listed(metric, more))]
-    return [f"With {named} alone, which every row has: {'; '.join(found)}."] if found else []
-
-
-def _listed(metric: Metric, variants: Mapping[str, Sequence[Run]]) -> str:
-    """Its value for each variant that has one; "" where none has."""
-    found = {
-        variant: one
-        for variant, runs in variants.items()
-        if (one := summarize(metric, runs)) is not None
-    }
-    unit = unit_of(metric.kind, [one.mean for one in found.values()])
-    values = [
-        f"{written(one, metric.kind, unit)} ({_marked(variant, variants[variant])})"
-        for variant, one in found.items()
-    ]
-    return f"{metric.title} {', '.join(values)}" if values else ""
-
-
-def _marked(variant: str, runs: Sequence[Run]) -> str:
-    return f"{title_of(variant)}{FUTURE_MARK if sees_future(runs[0]) else ''}"
 
 
 @dataclass(frozen=True)
@@ -208,12 +167,12 @@ def _column(metric: Metric, group: Group) -> _Column:
     for variant, runs in group.variants.items():
         one, text = found[variant], written(found[variant], metric.kind, unit)
         ideal = metric.ideal(runs[0]) if metric.ideal is not None else None
-        competes = _competes(metric, runs)
+        is_best = best is not None and means.get(variant) == means[best]
         cells.append(
             Cell(
                 text=text if ideal is None else f"{text} of {ideal:.2f}",
                 value=None if one is None else one.mean,
-                bold=best is not None and competes and means.get(variant) == means[best],
+                bold=is_best and _competes(metric, runs),
                 grey=is_reference(runs[0]),
                 mark=FUTURE_MARK if metric in PERPLEXITIES and sees_future(runs[0]) else "",
             )
@@ -231,12 +190,8 @@ def _best(metric: Metric, group: Group, found: dict[str, Summary | None]) -> str
     if metric.better is None or len(set(means.values())) < 2:
         return None
     competing = [group.variants[variant] for variant in means]
-    if (
-        metric in MOVED_BY_SEEDS
-        and len({frozenset(run.seed for run in runs) for runs in competing}) > 1
-    ):
-        return None
-    if metric in MOVED_BY_SEEDS and len({runs[0].convention for runs in competing} - {None}) > 1:
+    seeds = {frozenset(run.seed for run in runs) for runs in competing}
+    if metric in MOVED_BY_SEEDS and len(seeds) > 1:
         return None
     if metric.ideal is not None and len({metric.ideal(runs[0]) for runs in competing}) > 1:
         return None
@@ -259,20 +214,51 @@ def is_reference(run: Run) -> bool:
     return run.method == "exact" and granularity_of(run.variant) is None
 
 
-def sees_future(run: Run) -> bool:
-    """Whether experts choose tokens: then each token's routing depends on later ones."""
-    model = run.config["model"]
-    gate = (model.get("router_options") or {}).get("gate")
-    return model.get("router") == "expert_choice" or gate == "expert_choice"
-
-
 def _name_cell(variant: str, runs: Sequence[Run]) -> Cell:
-    marks = FUTURE_MARK if sees_future(runs[0]) else ""
     grey = is_reference(runs[0])
-    marks = REFERENCE_MARK if grey else marks
-    marks += WEAK_MARK if runs[0].convention == OLD_BALANCE else ""
-    return Cell(text=title_of(variant), grey=grey, mark=marks)
+    mark = REFERENCE_MARK if grey else FUTURE_MARK if sees_future(runs[0]) else ""
+    return Cell(text=title_of(variant), grey=grey, mark=mark)
 
 
-def _number_cell(value: float, *, grey: bool = False) -> Cell:
+def _count_cell(value: int, *, grey: bool = False) -> Cell:
     return Cell(text=f"{value:,}", value=value, grey=grey)
+
+
+def settings_table(group: Group) -> Table:
+    """Everything needed to run it again: a value, or one for each variant where they differ."""
+    described = {variant: _described(runs) for variant, runs in group.variants.items()}
+    rows = []
+    for key in dict.fromkeys(key for values in described.values() for key in values):
+        found = {variant: values.get(key, DASH) for variant, values in described.items()}
+        text = next(iter(found.values()))
+        if len(set(found.values())) > 1:
+            text = "; ".join(f"{title_of(variant)}: {value}" for variant, value in found.items())
+        rows.append([Cell(text=key), Cell(text=text)])
+    return Table(
+        caption="Settings, versions and machine.",
+        columns=["setting", "value"],
+        rows=rows,
+        words=True,
+    )
+
+
+def _described(runs: Sequence[Run]) -> dict[str, str]:
+    """Setting -> its value, or all the values that the seeds of a variant have."""
+    found: dict[str, dict[str, None]] = {}  # an ordered set
+    for run in runs:
+        about = {
+            "data hash": run.data_sha256,
+            "balance loss": run.convention,
+            "git": run.git,
+            "machine": run.machine,
+            "versions": run.versions,
+        }
+        for key, value in (options_of(run) | flat(about)).items():
+            found.setdefault(key, {})[_text(value)] = None
+    return {key: ", ".join(values) for key, values in found.items()}
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return DASH
+    return value if isinstance(value, str) else json.dumps(value)

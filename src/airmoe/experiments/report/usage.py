@@ -17,7 +17,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-LARGEST_SIDE = 256
+from airmoe.errors import ConfigError
+from airmoe.experiments.report.fields import Count, Natural
+
+LARGEST_SIDE = 128
 DECADES = 3  # levels 1 to 255 reach from 10^-3 to 10^3 times the mean; 0 is no token at all
 LEVELS = 254
 MOST_RANKS = 200
@@ -27,29 +30,47 @@ MOST_RANKS = 200
 class ExpertMap:
     """Tokens per expert as a picture, and how much of it rows and columns explain."""
 
-    shape: list[int]  # of the whole grid
-    steps: list[int]  # one row (column) in so many is kept
+    shape: list[Count]  # of the whole grid
+    steps: list[Count]  # one row (column) in so many is kept
     # The kept grid: uint8 on a log scale of count / mean, zlib, base64. None: only another seed's.
     levels: str | None
     structure: float | None  # share of the variance of log counts; None: a grid of one row
     structure_by_chance: float | None  # its expectation when experts are shuffled
+
+    def check(self, path: str) -> None:
+        """Raise unless the kept grid is one of this shape."""
+        for name in ("shape", "steps"):
+            if len(getattr(self, name)) != 2:
+                raise ConfigError(f"{path}.{name}", "list", "must be a list of 2", "")
+        try:
+            if self.levels is not None:
+                kept_levels(self)
+        except ValueError as error:
+            rule = f"must be a map of its shape ({error})"
+            raise ConfigError(f"{path}.levels", self.levels, rule, "") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class CellUsage:
     """Tokens per codeword or cluster."""
 
-    total: int  # how many there are
+    total: Count  # how many there are
     perplexity: float  # how many, equally used, would have this entropy
-    ranks: list[int]  # from 1, the busiest
+    ranks: list[Count]  # from 1, the busiest
     shares: list[float]  # of all tokens, at those ranks
+
+    def check(self, path: str) -> None:
+        """Raise unless every rank has its share."""
+        if len(self.ranks) != len(self.shares):
+            rule = f"must be as many as ranks, {len(self.ranks)}"
+            raise ConfigError(f"{path}.shares", len(self.shares), rule, "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
     """Of the first MoE layer, at the best checkpoint, over the validation text."""
 
-    layer: int
+    layer: Natural
     experts: ExpertMap
     cells: CellUsage | None
 

@@ -7,13 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from airmoe.experiments.report.contents import make_report
-from airmoe.experiments.report.drawn_maps import one_map_each
-from airmoe.experiments.report.html import html
-from airmoe.experiments.report.latex import latex
-from airmoe.experiments.report.markdown import markdown
-from airmoe.experiments.report.reading import read_everything
-from airmoe.experiments.report.record import write_record
-from airmoe.experiments.report.records import plan_records, write_records
+from airmoe.experiments.report.reading import one_map_each, read_everything
+from airmoe.experiments.report.record import plan_records, write_record, write_records
+from airmoe.experiments.report.rendering import FORMATS, render
 from airmoe.files import write_bytes
 
 REPORT = "report.json"
@@ -44,14 +40,9 @@ def write_report(
     figures = folder / "figures"
     (figures if report.drawings else folder).mkdir(parents=True, exist_ok=True)
     for drawing in report.drawings:
-        write_bytes(figures / f"{drawing.picture.name}.svg", drawing.svg.encode())
-        write_bytes(figures / f"{drawing.picture.name}.pdf", drawing.pdf)
-    inline = {drawing.picture.name: drawing.inline for drawing in report.drawings}
-    texts = {
-        "report.md": markdown(report.document),
-        "report.tex": latex(report.document),
-        "report.html": html(report.document, inline),
-    }
+        write_bytes(figures / f"{drawing.name}.svg", drawing.svg.encode())
+        write_bytes(figures / f"{drawing.name}.pdf", drawing.pdf)
+    texts = {f"report.{ending}": render(report, ending) for ending in FORMATS}
     for name, text in texts.items():
         write_bytes(folder / name, text.encode())
     write_record(record, folder / REPORT)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from airmoe.experiments.report.document import Picture
 from airmoe.experiments.report.figures.drawing import (
     HEIGHT,
     WIDTH,
     Drawing,
+    legend,
     matplotlib_style,
 )
 from airmoe.experiments.report.groups import Group
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Source = Literal["evaluations", "training"]
+Scale = Literal["log", "from 0", "0 to 1"]
 BASELINE = "peer"
 MANY_POINTS = 25  # markers then stand on some of them only
 
@@ -52,6 +53,114 @@ FLOPS = Horizontal("flops", "training FLOPs, algorithmic", "flops")
 EXECUTED = Horizontal("executed_flops", "training FLOPs, executed", "flops")
 SECONDS = Horizontal("seconds", "time", "seconds")
 TOKENS = Horizontal("tokens", "training tokens", "count")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """One figure: a field of the log over another."""
+
+    name: str  # of its file, behind the group's
+    field: str
+    caption: str
+    label: str
+    across: Horizontal = TOKENS
+    source: Source = "training"
+    scale: Scale = "from 0"
+    factor: float = 1.0
+    approximate: bool = False  # only routers that approximate exact routing
+
+
+def _perplexity(across: Horizontal) -> Curves:
+    return Curves(
+        name=f"perplexity-{across.field.replace('_', '-')}",
+        field="perplexity",
+        caption=f"Validation perplexity against {across.label} (lower is better).",
+        label="validation perplexity",
+        across=across,
+        source="evaluations",
+        scale="log",
+    )
+
+
+PERPLEXITY = tuple(_perplexity(across) for across in (FLOPS, EXECUTED, SECONDS))
+QUALITY = (
+    Curves(
+        name="overlap",
+        field="overlap",
+        caption="Overlap with exact routing through training, of a sample of tokens.",
+        label="overlap with exact routing",
+        scale="0 to 1",
+        approximate=True,
+    ),
+    Curves(
+        name="mass-recall",
+        field="mass_recall",
+        caption="Mass recall through training, of a sample of tokens.",
+        label="mass recall",
+        scale="0 to 1",
+        approximate=True,
+    ),
+    Curves(
+        name="mass-recall-bound",
+        field="mass_recall_bound",
+        caption="Bound of the mass recall through training, of a sample of tokens.",
+        label="bound of the mass recall",
+        scale="log",
+        approximate=True,
+    ),
+)
+HEALTH = (
+    Curves(
+        name="dead-experts",
+        field="dead_experts",
+        caption="Experts without a token of the validation text, in per cent.",
+        label="dead experts (%)",
+        source="evaluations",
+        factor=100.0,
+    ),
+    Curves(
+        name="unlisted-experts",
+        field="unlisted_experts",
+        caption="Experts that no shortlist holds, in per cent: no token can choose them.",
+        label="unlisted experts (%)",
+        source="evaluations",
+        factor=100.0,
+    ),
+    Curves(
+        name="codeword-perplexity",
+        field="codeword_perplexity",
+        caption="Codewords (hierarchical: clusters) in use: how many, equally used, would be as "
+        "even as those of one training step.",
+        label="codewords in use",
+    ),
+    Curves(
+        name="staleness",
+        field="staleness",
+        caption="Entries of the shortlists that a rebuild would replace, in per cent. Lists that "
+        "live several steps are of different age at the steps shown.",
+        label="stale shortlist entries (%)",
+        factor=100.0,
+    ),
+)
+
+
+def curve_figures(group: Group, shown: Sequence[Curves]) -> list[Drawing]:
+    """Those of which some variant has the numbers."""
+    figures = []
+    for one in shown:
+        runs = [run for run in group.runs if not (one.approximate and scores_every_expert(run))]
+        found = series(replace(group, runs=runs), one.across.field, one.field, one.source)
+        if found:
+            curves = [_scaled(curve, one.factor) for curve in found]
+            name = f"{group.slug}-{one.name}"
+            figures.append(_draw(name, one, curves))
+    return figures
+
+
+def _scaled(one: Series, factor: float) -> Series:
+    return replace(
+        one, y=[factor * y for y in one.y], spread=[factor * spread for spread in one.spread]
+    )
 
 
 def series(group: Group, x: str, y: str, source: Source = "evaluations") -> list[Series]:
@@ -84,22 +193,16 @@ def _points(run: Run, x: str, y: str, source: Source) -> dict[float, tuple[float
     }
 
 
-def perplexity_figures(group: Group) -> list[Drawing]:
-    """Perplexity against FLOPs (both ledgers) and against time."""
-    figures = []
-    for horizontal in (FLOPS, EXECUTED, SECONDS):
-        curves = series(group, horizontal.field, "perplexity")
-        if curves:
-            caption = f"Validation perplexity against {horizontal.label} (lower is better)."
-            name = f"{group.slug}-perplexity-{horizontal.field.replace('_', '-')}"
-            picture = Picture(name=name, caption=caption, alt=alt_text(caption, curves))
-            figures.append(
-                line_figure(picture, curves, horizontal, "validation perplexity", log=True)
-            )
-    return figures
+REDUCTION = Curves(
+    name="reduction",
+    field="perplexity",
+    caption="Perplexity below PEER's with the same seed after as many tokens, in per cent "
+    "(larger is better).",
+    label="reduction against PEER (%)",
+)
 
 
-def reduction_figure(group: Group) -> Drawing | None:
+def reduction_figure(group: Group) -> list[Drawing]:
     """Fig. 2: how much lower than PEER's, at equal tokens.
 
     At equal FLOPs the runs would stand at different points of their learning-rate schedules.
@@ -108,34 +211,20 @@ def reduction_figure(group: Group) -> Drawing | None:
     baseline = variants.pop(BASELINE, [])
     cuts = (reduction(variant, runs, baseline) for variant, runs in variants.items())
     found = [cut for cut in cuts if cut is not None]
-    if not found:
-        return None
-    caption = (
-        "Perplexity below PEER's with the same seed after as many tokens, in per cent "
-        "(larger is better)."
-    )
-    picture = Picture(name=f"{group.slug}-reduction", caption=caption, alt=alt_text(caption, found))
-    return line_figure(picture, found, TOKENS, "reduction against PEER (%)", zero=True)
+    return [_draw(f"{group.slug}-{REDUCTION.name}", REDUCTION, found)] if found else []
 
 
 def reduction(variant: str, runs: Sequence[Run], baseline: Sequence[Run]) -> Series | None:
     """100 (1 - ours / PEER's) of the seeds that both have, where both were evaluated.
 
     Runs with the same seed are pairs (they start and read alike), means over different ones not.
-    Nor are runs whose balance losses follow different conventions: one is K times weaker.
     """
     theirs = {run.seed: run for run in baseline}
-    pairs_of_runs = [(run, theirs[run.seed]) for run in runs if run.seed in theirs]
-    found = (_cuts(*pair) for pair in pairs_of_runs if _same_convention(*pair))
-    pairs = [cuts for cuts in found if cuts]
+    pairs = [_cuts(run, theirs[run.seed]) for run in runs if run.seed in theirs]
+    pairs = [cuts for cuts in pairs if cuts]
     shared = sorted(set.intersection(*map(set, pairs))) if pairs else []
     values = [[of_pair[tokens] for of_pair in pairs] for tokens in shared]
     return _over_seeds(variant, shared, values) if shared else None
-
-
-def _same_convention(ours: Run, theirs: Run) -> bool:
-    """Also where it makes no difference to one of them."""
-    return len({ours.convention, theirs.convention} - {None}) < 2
 
 
 def _cuts(ours: Run, theirs: Run) -> dict[float, float]:
@@ -149,56 +238,29 @@ def _cuts(ours: Run, theirs: Run) -> dict[float, float]:
     }
 
 
-def quality_figures(group: Group) -> list[Drawing]:
-    """Overlap, mass recall and its bound through training, of routers that approximate."""
-    runs = [run for run in group.runs if not scores_every_expert(run)]
-    approximate, figures = replace(group, runs=runs), []
-    kinds: tuple[tuple[str, str, bool], ...] = (
-        ("overlap", "overlap with exact routing", False),
-        ("mass_recall", "mass recall", False),
-        ("mass_recall_bound", "bound of the mass recall", True),
-    )
-    for field, label, log in kinds:
-        curves = series(approximate, "tokens", field, "training")
-        if curves:
-            caption = f"{label[0].upper()}{label[1:]} through training, of a sample of tokens."
-            name = f"{group.slug}-{field.replace('_', '-')}"
-            picture = Picture(name=name, caption=caption, alt=alt_text(caption, curves))
-            figures.append(line_figure(picture, curves, TOKENS, label, log=log, unit=not log))
-    return figures
-
-
-def line_figure(
-    picture: Picture,
-    curves: Sequence[Series],
-    horizontal: Horizontal,
-    label: str,
-    *,
-    log: bool = False,
-    zero: bool = False,
-    unit: bool = False,
-) -> Drawing:
-    """`log`: the y axis; `zero`: a line at 0; `unit`: y from 0 to 1."""
-    with matplotlib_style(picture.name):
+def _draw(name: str, shown: Curves, curves: Sequence[Series]) -> Drawing:
+    with matplotlib_style(name):
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         axes = figure.add_subplot()
-        scale = unit_of(horizontal.kind, [x for one in curves for x in one.x])
+        across = shown.across
+        unit = unit_of(across.kind, [x for one in curves for x in one.x])
         styles = styles_of([one.variant for one in curves])
         for one in curves:
-            _line(axes, one, styles[one.variant], scale.factor)
-        if log:
+            _line(axes, one, styles[one.variant], unit.factor)
+        if shown.scale == "log":
             _log_axis(axes, [y for one in curves for y in one.y])
-        if zero:
+        elif shown.scale == "from 0":
             axes.axhline(0, color="#444444", linewidth=1)
-        if unit:
+        else:
             axes.set_ylim(0, 1.02)
-        axes.set_xlabel(f"{horizontal.label} ({scale.name})" if scale.name else horizontal.label)
-        axes.set_ylabel(label)
+        axes.set_xlabel(f"{across.label} ({unit.name})" if unit.name else across.label)
+        axes.set_ylabel(shown.label)
         axes.set_xlim(left=0)
         legend(axes, len(curves))
-        return Drawing(picture, figure)
+    ends = ", ".join(f"{title_of(one.variant)} {one.y[-1]:.4g}" for one in curves)
+    return Drawing(name, shown.caption, f"{shown.caption} At the end: {ends}.", figure)
 
 
 def _line(axes: Axes, one: Series, style: Style, factor: float) -> None:
@@ -229,15 +291,3 @@ def _log_axis(axes: Axes, values: Sequence[float]) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def legend(axes: Axes, entries: int, columns: int | None = None) -> None:
-    """Below the axes, so that it covers no line; long entries want fewer `columns`."""
-    columns = columns or (3 if entries > 4 else 2)
-    axes.figure.legend(loc="outside lower center", ncols=min(columns, entries), handlelength=3.5)
-
-
-def alt_text(caption: str, curves: Sequence[Series]) -> str:
-    """For those who cannot see it: the last value of every line."""
-    ends = ", ".join(f"{title_of(one.variant)} {one.y[-1]:.4g}" for one in curves)
-    return f"{caption} At the end: {ends}."

@@ -12,10 +12,8 @@ from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from airmoe.experiments.report.document import Picture
-from airmoe.experiments.report.figures.palettes import with_palettes
-
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 5.2, 3.7  # inches: on a phone the text keeps the size of the page's
@@ -42,28 +40,31 @@ METADATA = re.compile(r"\s*<metadata>.*?</metadata>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture with its two files, each made when it is asked for: most of the time goes there."""
+    """A figure and its two files, each made when it is asked for: most of the time goes there."""
 
-    picture: Picture
+    name: str  # of its files, without ending
+    caption: str
+    alt: str  # for those who cannot see it
     figure: Figure
+    wide: bool = False  # of several panels: wants the room of two
 
     @cached_property
     def svg(self) -> str:
-        """Ids get the picture's name, since a page holds many figures."""
+        """Ids get the figure's name, since a page holds many figures."""
         text = io.StringIO()
-        with matplotlib_style(self.picture.name):
+        with matplotlib_style(self.name):
             self.figure.savefig(text, format="svg", metadata={"Date": None})
         svg = METADATA.sub("", text.getvalue(), count=1)
         svg = svg.replace(f"'{MEASURED}'", FONTS)
         for before in (' id="', "url(#", 'href="#'):
-            svg = svg.replace(before, f"{before}{self.picture.name}-")
-        return with_palettes(svg)
+            svg = svg.replace(before, f"{before}{self.name}-")
+        return svg
 
     @cached_property
     def pdf(self) -> bytes:
         _ = self.svg  # decides the layout, which stays
         content = io.BytesIO()
-        with matplotlib_style(self.picture.name):
+        with matplotlib_style(self.name):
             self.figure.set_layout_engine("none")
             self.figure.savefig(content, format="pdf", metadata={"CreationDate": None})
         return content.getvalue()
@@ -74,7 +75,7 @@ class Drawing:
         element = HEADER.sub("", self.svg, count=1)
         opening, rest = element.split(">", 1)
         opening = re.sub(r'\s(width|height|version)="[^"]*"', "", opening)
-        label = f' role="img" aria-label="{escape(self.picture.alt)}"'
+        label = f' role="img" aria-label="{escape(self.alt)}"'
         return f"{opening}{label}>{rest}".strip()
 
 
@@ -91,3 +92,9 @@ def matplotlib_style(name: str) -> Iterator[None]:
     options: Any = STYLE | {"svg.hashsalt": name}
     with matplotlib.rc_context(options):
         yield
+
+
+def legend(axes: Axes, entries: int, columns: int | None = None) -> None:
+    """Below the axes, so that it covers no line; long entries want fewer `columns`."""
+    columns = columns or (3 if entries > 4 else 2)
+    axes.figure.legend(loc="outside lower center", ncols=min(columns, entries), handlelength=3.5)

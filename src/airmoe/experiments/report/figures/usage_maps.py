@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from airmoe.experiments.report.document import Picture
-from airmoe.experiments.report.figures.curves import legend
 from airmoe.experiments.report.figures.drawing import (
     HEIGHT,
     WIDTH,
     Drawing,
+    legend,
     matplotlib_style,
 )
 from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.names import label_of, styles_of, title_of
 from airmoe.experiments.report.usage import CellUsage, ExpertMap, relative_usage
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 UNUSED = "#e4e4e4"  # an expert without a token: a light grey, which the colour map lacks
 FRINGE = 0.5  # per cent of experts at either end that may lie beyond the colour scale
@@ -32,29 +35,32 @@ def maps(group: Group) -> dict[str, ExpertMap]:
     }
 
 
-def usage_figure(group: Group) -> Drawing | None:
+def usage_figure(group: Group) -> list[Drawing]:
     found = maps(group)
     if not found:
-        return None
+        return []
     caption = (
         "Tokens per expert over the validation text, relative to the mean, on one log scale; "
         "light grey: none. PEER's experts by sub-keys, hierarchical ones by cluster (rows), the "
-        "others in the order of their numbers."
+        "others in the order of their numbers. Above each map: the share of the variance of log "
+        "counts that its rows and columns explain, in brackets that of shuffled experts. A router "
+        "that couples experts shows stripes; a product of sub-keys gives 100 %."
     )
     thinned = [title_of(name) for name, one in found.items() if max(one.steps) > 1]
     if thinned:
         caption += f" Evenly spaced rows or columns only: {', '.join(thinned)}."
-    shares = ", ".join(f"{title_of(name)} {_share(one)}" for name, one in found.items())
+    shares = ", ".join(f"{title_of(name)} {_stripes(one)}" for name, one in found.items())
     alt = f"Maps of expert usage. Variance explained by rows and columns: {shares}."
-    picture = Picture(name=f"{group.slug}-usage", caption=caption, alt=alt, wide=True)
-    with matplotlib_style(picture.name):
-        return _draw_maps(found, picture)
+    name = f"{group.slug}-usage"
+    with matplotlib_style(name):
+        return [Drawing(name, caption, alt, _draw_maps(found), wide=True)]
 
 
-def _draw_maps(found: dict[str, ExpertMap], picture: Picture) -> Drawing:
+def _draw_maps(found: dict[str, ExpertMap]) -> Figure:
     import matplotlib
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     grids = {variant: relative_usage(one) for variant, one in found.items()}
     used = np.concatenate([grid[np.isfinite(grid)] for grid in grids.values()])
@@ -70,7 +76,7 @@ def _draw_maps(found: dict[str, ExpertMap], picture: Picture) -> Drawing:
     image = None
     for axes, (variant, grid) in zip(panels, grids.items(), strict=False):
         image = axes.imshow(grid, norm=scale, cmap=colours, aspect="auto", interpolation="none")
-        axes.set_title(f"{label_of(variant)}\n{_share(found[variant])}", fontsize=10)
+        axes.set_title(f"{label_of(variant)}\n{_stripes(found[variant])}", fontsize=10)
         axes.set_box_aspect(1)
         axes.grid(visible=False)
         axes.set_xticks([])
@@ -82,14 +88,19 @@ def _draw_maps(found: dict[str, ExpertMap], picture: Picture) -> Drawing:
         axes.set_visible(False)
     assert image is not None
     label = "tokens / mean tokens of an expert"
-    figure.colorbar(image, ax=list(panels), location="bottom", label=label, shrink=0.8, aspect=30)
-    return Drawing(picture, figure)
+    bar = figure.colorbar(
+        image, ax=list(panels), location="bottom", label=label, shrink=0.8, aspect=30
+    )
+    bar.ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    bar.ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    bar.ax.xaxis.set_minor_formatter(NullFormatter())
+    return figure
 
 
-def _share(one: ExpertMap) -> str:
-    if one.structure is None:
-        return "nothing to explain"
-    return f"{100 * one.structure:.1f} % explained"
+def _stripes(one: ExpertMap) -> str:
+    if one.structure is None or one.structure_by_chance is None:
+        return "no rows and columns"
+    return f"stripes {100 * one.structure:.1f} % ({100 * one.structure_by_chance:.1f} %)"
 
 
 def codewords(group: Group) -> dict[str, CellUsage]:
@@ -101,18 +112,18 @@ def codewords(group: Group) -> dict[str, CellUsage]:
     }
 
 
-def codeword_figure(group: Group) -> Drawing | None:
+def codeword_figure(group: Group) -> list[Drawing]:
     found = codewords(group)
     if not found:
-        return None
+        return []
     caption = (
         "Codewords (hierarchical: clusters) from the busiest down, with their share of the "
         "validation tokens; in brackets how many, equally used, would be as even."
     )
     ends = ", ".join(f"{title_of(name)} {one.perplexity:.4g}" for name, one in found.items())
     alt = f"Usage of codewords by rank. Perplexity of usage: {ends}."
-    picture = Picture(name=f"{group.slug}-codewords", caption=caption, alt=alt)
-    with matplotlib_style(picture.name):
+    name = f"{group.slug}-codewords"
+    with matplotlib_style(name):
         from matplotlib.figure import Figure
         from matplotlib.ticker import FuncFormatter, NullFormatter
 
@@ -139,4 +150,4 @@ def codeword_figure(group: Group) -> Drawing | None:
         axes.set_xlabel("rank of the codeword")
         axes.set_ylabel("share of tokens (%)")
         legend(axes, len(found), columns=2)
-        return Drawing(picture, figure)
+        return [Drawing(name, caption, alt, figure)]

@@ -1,0 +1,216 @@
+"""What figures show: curves over seeds, the router's health, usage maps, styles of lines."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from airmoe.experiments.report.figures.curves import HEALTH, curve_figures, reduction, series
+from airmoe.experiments.report.groups import Group, group_runs
+from airmoe.experiments.report.names import styles_of
+from airmoe.experiments.report.reading import read_all
+from airmoe.experiments.report.record import Run
+from airmoe.experiments.report.usage import (
+    cell_usage,
+    expert_map,
+    grid_shape,
+    relative_usage,
+    structure,
+)
+from tests.experiments.report_toys import write_suite
+
+MAIN = ["air", "peer", "hierarchical", "exact", "coarse"]
+ABLATIONS = ["air", "no_projection", "static", "expert_choice", "euclidean"]
+
+
+@pytest.mark.parametrize(
+    "variants",
+    [
+        MAIN,
+        ABLATIONS,
+        [*MAIN, *ABLATIONS[1:]],
+        ["air", "peer", "air (one)", "air (two)", "exact (one)", "coarse"],
+        [f"q{2**power}" for power in range(10)],
+        [*MAIN, *(f"air ({index})" for index in range(10))],
+    ],
+)
+def test_markers_and_dashes_differ(variants: list[str]) -> None:
+    styles = styles_of(variants)
+    assert sorted(styles) == sorted(variants)
+    assert len({style.marker for style in styles.values()}) == len(variants)
+    assert len({style.dashes for style in styles.values()}) == len(variants)
+
+
+def test_more_lines_than_markers_still_differ() -> None:
+    styles = styles_of([f"run {index}" for index in range(60)])
+    assert len({(style.marker, style.dashes) for style in styles.values()}) == 60
+
+
+def test_known_variants_keep_their_style() -> None:
+    alone = {name: styles_of([name])[name] for name in MAIN}
+    assert styles_of(["run 1", "run 2", *MAIN]).items() >= alone.items()
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Group:
+    """AIR has shortlists, a hierarchical router cells alone, PEER neither."""
+    runs = {
+        "air": {
+            "perplexity": [61.0, 63.0],
+            "dead_experts": [0.01, 0.03],
+            "codeword_perplexity": 27.0,
+            "staleness": 0.004,
+        },
+        "peer": {"perplexity": [64.0, 65.0], "dead_experts": 0.0},
+        "hierarchical": {"perplexity": [66.0, 66.0], "codeword_perplexity": 14.0},
+    }
+    write_suite(tmp_path / "s", "main", runs, seeds=(42, 43))
+    (group,) = group_runs(read_all([tmp_path / "s"]).runs).groups
+    return group
+
+
+def test_what_is_kept_of_the_log(group: Group) -> None:
+    air, peer = (group.variants[name][0] for name in ("air", "peer"))
+    assert air.training["staleness"] == [0.004] * 12
+    assert air.training["codeword_perplexity"] == [27.0] * 12
+    assert air.evaluations["dead_experts"] == [0.01] * 6
+    assert air.evaluations["entropy"] == air.training["entropy"][:6] == [7.9] * 6
+    assert "staleness" not in peer.training and "codeword_perplexity" not in peer.evaluations
+
+
+def test_figures_of_those_that_have_the_numbers(group: Group) -> None:
+    pytest.importorskip("matplotlib")
+    figures = {one.name.removeprefix(f"{group.slug}-"): one for one in curve_figures(group, HEALTH)}
+    assert list(figures) == ["dead-experts", "codeword-perplexity", "staleness"]
+    ends = {name: one.alt.partition(" At the end: ")[2] for name, one in figures.items()}
+    assert ends == {
+        "dead-experts": "AIR 2, PEER 0, Hierarchical 2.",  # the mean of 1 % and 3 %
+        "codeword-perplexity": "AIR 27, Hierarchical 14.",
+        "staleness": "AIR 0.4.",
+    }
+    texts = re.findall(r"<text[^>]*>([^<]+)</text>", figures["dead-experts"].svg)
+    assert {"dead experts (%)", "training tokens (k)", "AIR", "PEER"} <= set(texts)
+
+
+def test_curves_are_means_over_seeds(group: Group) -> None:
+    air = next(one for one in series(group, "flops", "perplexity") if one.variant == "air")
+    assert air.x[-1] == 360 * 512 * 1e7
+    assert air.y[-1] == pytest.approx(62.0)
+    assert air.spread[-1] == pytest.approx(2**0.5)
+    assert len(air.x) == 6
+
+
+def evaluated(run: Run, seed: int, perplexities: dict[float, float]) -> Run:
+    tokens = list(perplexities)
+    curve = {"step": tokens, "tokens": tokens, "perplexity": list(perplexities.values())}
+    return replace(run, seed=seed, evaluations=curve)
+
+
+def test_reduction_against_peer(group: Group) -> None:
+    run = group.runs[0]
+    peer = [evaluated(run, 1, {1: 100, 2: 80, 3: 50}), evaluated(run, 2, {2: 90, 3: 60})]
+    ours = [evaluated(run, 1, {2: 72, 3: 55, 4: 1}), evaluated(run, 3, {2: 1, 3: 1})]
+    found = reduction("air", ours, peer)
+    assert found is not None
+    assert found.x == [2, 3]  # where both were evaluated, of the seed that both have
+    assert found.y == pytest.approx([10.0, -10.0])
+    assert found.spread == [0.0, 0.0]
+
+
+def test_reduction_of_pairs(group: Group) -> None:
+    """Each seed against PEER's with that seed: what both have more of does not spread."""
+    run = group.runs[0]
+    peer = [evaluated(run, 1, {2: 80}), evaluated(run, 2, {2: 160})]
+    ours = [evaluated(run, 2, {2: 144}), evaluated(run, 1, {2: 64})]
+    found = reduction("air", ours, peer)
+    assert found is not None
+    assert found.y == pytest.approx([15.0])
+    assert found.spread == pytest.approx([50**0.5])
+    assert reduction("air", [evaluated(run, 3, {2: 1})], peer) is None
+    assert reduction("air", ours, []) is None
+
+
+def test_a_product_is_all_structure() -> None:
+    rows, columns = np.array([1, 2, 8, 32]), np.array([1, 4, 5, 100, 7])
+    assert structure(np.outer(rows, columns)) == pytest.approx(1.0)
+
+
+def test_rows_alone_are_all_structure() -> None:
+    assert structure(np.repeat([[1], [5], [9]], 7, axis=1)) == pytest.approx(1.0)
+
+
+def test_what_rows_and_columns_cannot_explain_is_none() -> None:
+    board = np.array([[1, 2, 1, 2], [2, 1, 2, 1], [1, 2, 1, 2], [2, 1, 2, 1]])
+    assert structure(board) == pytest.approx(0.0)  # all means are equal
+    assert structure(np.full((4, 4), 3)) is None  # nothing to explain
+
+
+def test_dead_experts_count_as_half_a_token() -> None:
+    assert structure(np.array([[0, 1], [2, 4]])) == pytest.approx(1.0)  # 1/2 1, 2 4: a product
+
+
+def test_shuffled_experts_have_the_expected_structure() -> None:
+    random = np.random.default_rng(0)
+    counts = random.poisson(random.lognormal(3, 1, 12 * 20))
+    shares = [structure(random.permutation(counts).reshape(12, 20)) for _ in range(2000)]
+    found = np.array(shares, float)
+    chance = expert_map(counts.reshape(12, 20)).structure_by_chance
+    assert chance == (12 + 20 - 2) / (12 * 20 - 1)
+    error = found.std() / math.sqrt(len(found))
+    assert abs(found.mean() - chance) < 4 * error
+
+
+@pytest.mark.parametrize(
+    ("experts", "model", "shape"),
+    [
+        (4096, {"router": "peer"}, (64, 64)),
+        (4096, {"router": "hierarchical", "router_options": {"num_clusters": 32}}, (32, 128)),
+        (128, {"router": "topk"}, (8, 16)),
+        (7, {"router": "air", "router_options": {}}, (1, 7)),
+    ],
+)
+def test_grids(experts: int, model: dict, shape: tuple[int, int]) -> None:
+    assert grid_shape(experts, model) == shape
+
+
+def test_maps_come_back_within_a_level() -> None:
+    grid = np.random.default_rng(1).poisson(50, (30, 40))
+    grid[3, 4] = 0
+    found = expert_map(grid)
+    back = relative_usage(found)
+    assert back.shape == (30, 40) and found.steps == [1, 1]
+    assert np.isnan(back[3, 4]) and np.isnan(back).sum() == (grid == 0).sum()
+    used = grid > 0
+    ratio = back[used] / (grid[used] / grid.mean())
+    assert abs(np.log10(ratio)).max() <= 3 / 254 + 1e-12  # half of 6 decades in 254 levels
+
+
+def test_large_maps_keep_evenly_spaced_rows() -> None:
+    grid = np.arange(1, 1024 * 64 + 1).reshape(1024, 64)
+    found = expert_map(grid)
+    assert (found.shape, found.steps) == ([1024, 64], [8, 1])
+    back = relative_usage(found)
+    assert back.shape == (128, 64)
+    assert back[100, 7] == pytest.approx(grid[800, 7] / grid.mean(), rel=0.03)
+    assert found.structure == structure(grid)  # of all of it
+
+
+def test_a_single_row_has_no_structure() -> None:
+    found = expert_map(np.array([[1, 2, 3]]))
+    assert (found.structure, found.structure_by_chance) == (None, None)
+
+
+def test_codewords_by_rank() -> None:
+    found = cell_usage(np.array([10, 0, 60, 30]))
+    entropy = -sum(share * math.log(share) for share in (0.6, 0.3, 0.1))
+    assert found.perplexity == pytest.approx(math.exp(entropy))
+    assert (found.total, found.ranks) == (4, [1, 2, 3, 4])
+    assert found.shares == [0.6, 0.3, 0.1, 0.0]
+    many = cell_usage(np.arange(1, 5001))
+    assert len(many.ranks) <= 200 and (many.ranks[0], many.ranks[-1]) == (1, 5000)
+    assert many.shares[-1] == 1 / (5000 * 5001 / 2)
