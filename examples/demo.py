@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from airmoe import AirRouter, ConfigError
+from airmoe.commands.console import keep_streams
 from airmoe.experiments import preset
 from airmoe.files import read_json
 from airmoe.training import generate_text, open_run, override, resume, train
@@ -179,6 +180,7 @@ def write_sample(run: Finished, path: Path) -> str:
 
 
 if __name__ == "__main__":
+    keep_streams()
     try:
         main()
     except ConfigError as error:

@@ -12,10 +12,12 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from rich.console import Console
 
 from airmoe.data import open_prepared
 from airmoe.experiments.doctor import examine
 from airmoe.files import read_json
+from airmoe.training import train
 from airmoe.training.load import load_trained
 from tests.experiments.forked import fork_runs
 from tests.training.command import airmoe, assert_one_line, pythonpath
@@ -170,6 +172,22 @@ def test_a_run_whose_reader_is_gone_trains_to_its_end(how: str, run: Path, tmp_p
         *("train", "tiny", *assignments(config), "--run", tmp_path / "run"), patch=LOST[how]
     )
     assert outcome.code == 0, outcome
+    assert read_json(tmp_path / "run" / "result.json")["last"]["step"] == 6
+
+
+@pytest.mark.parametrize("is_terminal", [False, True], ids=["lines", "bar"])
+def test_training_from_python_outlives_its_reader(
+    is_terminal: bool, run: Path, tmp_path: Path
+) -> None:
+    """Without the command around it."""
+    config = small_run(run.parent, steps=6, eval_every=2, log_every=1)
+
+    def job() -> None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        lost(1)
+        train(config, tmp_path / "run", Console(force_terminal=is_terminal))
+
+    assert in_process(job) == 0
     assert read_json(tmp_path / "run" / "result.json")["last"]["step"] == 6
 
 

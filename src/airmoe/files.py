@@ -1,4 +1,4 @@
-"""Writing that survives a kill, by one process at a time; JSON that anybody may have written."""
+"""Writing that survives a kill or a lost reader; locks; JSON that anybody may have written."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,35 @@ def _lock(folder: Path, field: str, work: str) -> int:
         except FileNotFoundError:
             pass  # whoever held it removed the file before we had it
         os.close(handle)
+
+
+class KeptStream:
+    """A stream for people that a program outlives: nobody may be reading any more.
+
+    `airmoe train tiny | head -1` must train to the end.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._unless_lost(lambda: self._stream.write(text)) or len(text)
+
+    def flush(self) -> None:
+        self._unless_lost(self._stream.flush)
+
+    def _unless_lost(self, job: Callable[[], Any]) -> Any:
+        try:
+            return job()
+        except OSError:  # no reader, no terminal, a full disk behind a redirection
+            with suppress(OSError):  # it may have no number
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
+            return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def sync_tree(folder: Path) -> None:

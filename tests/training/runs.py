@@ -23,7 +23,7 @@ from airmoe.model import AirMoeConfig
 from airmoe.routers import track_optimizer
 from airmoe.training import DataOptions, RunConfig, TrainingOptions, resume, train
 from airmoe.training.callbacks import Recorder
-from airmoe.training.checkpoints import checkpoints
+from airmoe.training.checkpoints import LOG, checkpoints
 from airmoe.training.config import model_options
 from airmoe.training.order import EpochOrder
 from airmoe.training.run import build_model
@@ -182,10 +182,11 @@ def timeless_files(checkpoint: Path) -> dict[str, Any]:
             files[file.name] = read_json(file)
         elif file.suffix != ".safetensors":
             files[file.name] = file.read_bytes()
-    for name in ("seconds", "training_seconds", "log"):
+    for name in ("seconds", "training_seconds"):
         del files["training.json"][name]
-    del files["manifest.json"]["files"]["training.json"]
-    return files
+    for name in ("training.json", LOG):
+        del files["manifest.json"]["files"][name]
+    return files | {LOG: timeless_log(checkpoint)}
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:

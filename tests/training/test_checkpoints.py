@@ -133,6 +133,31 @@ def test_a_failed_write_leaves_no_trace(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
+@pytest.mark.parametrize("kind", ["link", "dangling link", "file", "folder"])
+def test_what_lies_in_the_place_of_a_write_gives_way(kind: str, tmp_path: Path) -> None:
+    """Its name is ours; what a link leads to is not."""
+    precious, partial = tmp_path / "precious", tmp_path / "checkpoint-4.partial"
+    precious.mkdir()
+    (precious / "thesis").write_text("years of work")
+    {
+        "link": lambda: partial.symlink_to(precious),
+        "dangling link": lambda: partial.symlink_to("nowhere"),
+        "file": partial.touch,
+        "folder": partial.mkdir,
+    }[kind]()
+    write_checkpoint(tmp_path, 4, "run", lambda folder: None)
+    assert steps(tmp_path) == [4] and not partial.is_symlink()
+    assert (precious / "thesis").read_text() == "years of work"
+
+
+def test_room_is_asked_for_only_on_a_full_disk(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-4").write_text("mine")
+    with pytest.raises(RunError, match=r"Put that right, then: airmoe train --resume") as error:
+        write_checkpoint(tmp_path, 4, "run", lambda folder: None)
+    assert "checkpoint-4" in str(error.value) and "Make room" not in str(error.value)
+    assert (tmp_path / "checkpoint-4").read_text() == "mine"
+
+
 def test_a_mistake_in_the_code_is_not_called_a_full_disk(tmp_path: Path) -> None:
     def fill(folder: Path) -> None:
         raise KeyError("bug")

@@ -25,6 +25,7 @@ from airmoe.data.shards import SplitWriter
 from airmoe.errors import ConfigError
 from airmoe.experiments import preset
 from airmoe.training import RunConfig, checkpoints, override, run_folder
+from airmoe.training import run as run_module
 from airmoe.training.checkpoints import best_checkpoint, step_of
 from airmoe.training.overrides import SECTIONS
 from airmoe.training.run_folder import claimed, open_run
@@ -128,6 +129,31 @@ def test_no_value_of_any_option_makes_a_traceback(section: str) -> None:
                 messages[assignment] = str(error)
     assert len(messages) > len(SECTIONS[section])
     assert [text for text in messages.values() if "\n" in text] == []
+
+
+@pytest.mark.parametrize(("num_experts", "part"), [(10**12, "GiB"), (2**62, "too large")])
+def test_a_model_that_no_memory_holds(
+    num_experts: int, part: str, text: Path, tmp_path: Path
+) -> None:
+    config = small_run(text, steps=1, eval_every=1)
+    too_many = f"model.num_experts={num_experts}"
+    outcome = trained(config, tmp_path / "run", too_many)
+    assert_one_line(outcome, CONFIG_ERROR, part, "model.num_experts")
+    assert_no_run(tmp_path / "run")
+
+
+def test_a_run_that_failed_before_its_first_step_is_none(text: Path, tmp_path: Path) -> None:
+    config = small_run(text, steps=1, eval_every=1)
+
+    def patch() -> None:
+        def fail(*_: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        run_module.draw_weights = fail
+
+    assert trained(config, tmp_path / "run", patch=patch).code != 0
+    assert_no_run(tmp_path / "run")
+    assert trained(config, tmp_path / "run", "training.seed=5").code == 0
 
 
 # -- text ---------------------------------------------------------------------------------------
@@ -386,15 +412,11 @@ def test_resume_wants_the_text_the_run_began_with(tmp_path: Path) -> None:
 
 def test_resume_without_the_log(text: Path, tmp_path: Path) -> None:
     run = unfinished(text, tmp_path)
-    whole = (run / "log.jsonl").read_bytes()
-    (run / "log.jsonl").write_bytes(whole[:10])
-    assert_one_line(
-        airmoe("train", "--resume", run), CONFIG_ERROR, "log.jsonl", "lines it had at", "unchanged"
-    )
     (run / "log.jsonl").unlink()
-    assert_one_line(airmoe("train", "--resume", run), CONFIG_ERROR, "log.jsonl", "lines it had at")
-    (run / "log.jsonl").write_bytes(whole)
-    assert airmoe("train", "--resume", run).code == 0
+    outcome = airmoe("train", "--resume", run)
+    assert outcome.code == 0 and "log.jsonl: was changed or damaged" in outcome.out
+    trained_steps = [line["step"] for line in timeless_log(run) if line["kind"] == "train"]
+    assert trained_steps == [1, 3, 6]
 
 
 def test_resume_of_a_finished_run_without_its_checkpoints(finished: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from airmoe.errors import ConfigError
 from airmoe.files import read_json, write_json
 from airmoe.training.checkpoints import (
+    LOG,
     MANIFEST,
     best_checkpoint,
     check_checkpoint,
@@ -23,7 +24,7 @@ from airmoe.training.checkpoints import (
 from airmoe.training.living_lists import LISTS
 from airmoe.training.optimizer_state import OPTIMIZER
 from airmoe.training.run_folder import open_run, read_result
-from airmoe.training.run_log import DAMAGED, read_log
+from airmoe.training.run_log import read_log
 from tests.training import kills
 from tests.training.command import airmoe, assert_one_line
 from tests.training.runs import in_process, small_model, small_run, timeless_log, train_here
@@ -236,60 +237,41 @@ def test_a_result_without_its_fields_is_one_line(runs: Path, tmp_path: Path) -> 
 # -- the log ------------------------------------------------------------------------------------
 
 
-def damage_line(run: Path, number: int, text: str) -> str:
-    """Replace a line, counted from 1; gives what was there."""
-    lines = (run / "log.jsonl").read_text().splitlines()
-    before, lines[number - 1] = lines[number - 1], text
-    (run / "log.jsonl").write_text("\n".join(lines) + "\n")
-    return before
+CHANGES: dict[str, Callable[[list[str]], Any]] = {
+    "damaged": lambda lines: lines.__setitem__(2, '{"kind": "train", "st'),
+    "emptied": lambda lines: lines.__setitem__(2, ""),
+    "removed": lambda lines: lines.pop(2),
+    "edited": lambda lines: lines.__setitem__(2, lines[2].replace('"loss": ', '"loss": 0')),
+    "another beside a damaged one": lambda lines: lines.__setitem__(slice(2), ["x", lines[2]]),
+    "added": lambda lines: lines.insert(2, lines[2]),
+    "all": lambda lines: lines.clear(),
+}
 
 
-@pytest.mark.parametrize("text", ['{"kind": "train", "st', "", '{"kind": "eval", "step": 2}', "7"])
-def test_a_damaged_line_is_found_before_training(text: str, run: Path, runs: Path) -> None:
-    """And not found again, also where the run is killed before its next checkpoint."""
-    expected = timeless_log(runs / "whole")
-    damage_line(run, 3, text)
-
-    def die() -> None:
-        kills.before_step(5)()
-
-    first = airmoe("train", "--resume", run, patch=die)
-    assert first.out.splitlines()[0] == (
-        f"{run}/log.jsonl: moved damaged lines to {DAMAGED} (line 3), kept the rest."
-    )
-    assert (run / DAMAGED).read_text() == text + "\n"
-    second = airmoe("train", "--resume", run)
-    assert second.code == 0 and "moved" not in second.out, second
-    assert timeless_log(run) == expected[:2] + expected[3:]
-    assert len(read_log(run / "log.jsonl")) == len((run / "log.jsonl").read_text().splitlines())
-    result = read_json(run / "result.json")
-    assert result["log"] == read_log(run / "log.jsonl")
-    assert result["last"]["step"] == 6
-
-
-def test_the_last_line_before_the_checkpoint_is_damaged(run: Path) -> None:
-    """Killed again, the log is short for a reason that was given."""
-    lines = read_log(run / "log.jsonl")
-    last = max(place for place, line in enumerate(lines) if line["step"] <= 4)
-    for number in (last, last + 1):
-        damage_line(run, number, "x")
-    killed = airmoe("train", "--resume", run, patch=kills.before_step(5))
-    assert killed.code < 0 and f"(line {last}, {last + 1})" in killed.out
-    assert airmoe("train", "--resume", run).code == 0
-
-
-@pytest.mark.parametrize("change", ["removed", "edited", "emptied"])
-def test_a_log_that_is_not_what_it_was(change: str, run: Path) -> None:
-    """The result repeats it, so it is known by its hash."""
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_log_comes_back_from_the_checkpoint(change: str, run: Path, runs: Path) -> None:
+    """Said once, before training, also where the run is killed before its next checkpoint."""
     log = run / "log.jsonl"
-    lines = log.read_text().splitlines(keepends=True)
-    lines[1] = {
-        "removed": "",
-        "edited": json.dumps(json.loads(lines[1]) | {"loss": 0.5}) + "\n",
-    }.get(change, lines[1])
-    log.write_text("" if change == "emptied" else "".join(lines))
-    outcome = airmoe("train", "--resume", run)
-    assert_one_line(outcome, 2, str(log), "lines it had at checkpoint-4, unchanged")
+    lines = log.read_text().splitlines()
+    CHANGES[change](lines)
+    log.write_text("".join(f"{line}\n" for line in lines))
+    first = airmoe("train", "--resume", run, patch=kills.before_step(5))
+    assert first.out.splitlines()[0] == (
+        f"{log}: was changed or damaged, and is again as checkpoint-4 has it."
+    )
+    second = airmoe("train", "--resume", run)
+    assert second.code == 0 and "damaged" not in second.out, second
+    assert timeless_log(run) == timeless_log(runs / "whole")
+    assert read_json(run / "result.json")["log"] == read_log(log)
+
+
+def test_a_log_without_its_copy_is_not_taken(run: Path) -> None:
+    checkpoint = run / "checkpoint-4"
+    for name in (LOG, MANIFEST):
+        (checkpoint / name).unlink()
+    write_manifest(checkpoint, 4, open_run(run).sha256())
+    assert_one_line(airmoe("train", "--resume", run), 2, str(checkpoint), "copy of the run's log")
+    assert airmoe("eval", run).code == 0
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
@@ -306,16 +288,29 @@ def test_a_lock_that_is_no_plain_file(kind: str, run: Path, tmp_path: Path) -> N
     assert precious.read_text() == "mine"
 
 
-def test_a_finished_run_without_its_last_evaluation(runs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_result_of_a_finished_run_survives_its_log(
+    change: str, runs: Path, tmp_path: Path
+) -> None:
     run = Path(shutil.copytree(runs / "whole", tmp_path / "run"))
-    damage_line(run, len(read_log(run / "log.jsonl")), "x")
-    remedy = f"Remove {run}/checkpoint-6 and resume the run"
-    assert_one_line(
-        airmoe("train", "--resume", run), 2, "log.jsonl", "evaluation of step 6", remedy
-    )
-    shutil.rmtree(run / "checkpoint-6")
+    before = (run / "result.json").read_bytes()
+    lines = (run / "log.jsonl").read_text().splitlines()
+    CHANGES[change](lines)
+    (run / "log.jsonl").write_text("\n".join(lines))
     assert airmoe("train", "--resume", run).code == 0
-    assert timeless_log(run) == timeless_log(runs / "whole")
+    assert (run / "result.json").read_bytes() == before
+    assert (run / "log.jsonl").read_bytes() == (runs / "whole" / "log.jsonl").read_bytes()
+
+
+def test_usage_is_that_of_the_best_step_or_none(runs: Path, tmp_path: Path) -> None:
+    """Not of whatever checkpoint is left."""
+    run = Path(shutil.copytree(runs / "whole", tmp_path / "run"))
+    best = run / f"checkpoint-{read_json(run / 'result.json')['best']['step']}"
+    usage = (run / "usage.safetensors").read_bytes()
+    assert usage == (best / "usage.safetensors").read_bytes()
+    best.rename(run / "away")
+    assert airmoe("train", "--resume", run).code == 0
+    assert (run / "usage.safetensors").read_bytes() == usage
 
 
 def test_a_manifest_that_was_made_again(run: Path) -> None:

@@ -4,42 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from typing import Any, cast
 
 from rich.console import Console
 
 from airmoe.errors import visible
+from airmoe.files import KeptStream
 
 WIDTH = 130  # columns of wide tables where there is no terminal
-
-
-class KeptStream:
-    """Standard output or error without which a command goes on: nobody may be reading any more.
-
-    `airmoe train tiny | head -1` must train to the end.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        return self._unless_lost(lambda: self._stream.write(text)) or len(text)
-
-    def flush(self) -> None:
-        self._unless_lost(self._stream.flush)
-
-    def _unless_lost(self, job: Callable[[], Any]) -> Any:
-        try:
-            return job()
-        except OSError:  # no reader, no terminal, a full disk behind a redirection
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
-            return None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def keep_streams() -> None:

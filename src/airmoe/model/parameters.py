@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from airmoe.errors import ConfigError
 from airmoe.kernels.cell_experts import is_gated
 from airmoe.model.configuration import AirMoeConfig
 
@@ -78,6 +79,14 @@ def _feed_forward(config: AirMoeConfig) -> int:
 
 def _router(config: AirMoeConfig) -> int:
     """Asked of the router itself, built without memory: any router of `ROUTERS` can be counted."""
-    with torch.device("meta"):
-        router = config.router_config().build()
+    try:
+        with torch.device("meta"):
+            router = config.router_config().build()
+    except RuntimeError as error:  # more bytes than 64 bits can count
+        raise ConfigError(
+            "model.num_experts",
+            config.num_experts,
+            f"makes a table too large for PyTorch ({error})",
+            "Give a smaller one.",
+        ) from error
     return sum(weight.numel() for weight in router.parameters())

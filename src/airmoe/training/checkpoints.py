@@ -7,6 +7,7 @@ checkpoint-N/  model.safetensors, config.json  what `from_pretrained` reads
                shortlists.safetensors          of AIR, where they live several steps
                usage.safetensors               tokens of each expert and cell in the evaluation
                training.json                   schedule, scaler, counters
+               log.jsonl                       copy of the run's log so far
                trainer_state.json              the Trainer's own
                manifest.json                   step, run, size and sha256 of every other file
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ from airmoe.training.optimizer_state import OPTIMIZER
 NAME = re.compile(r"checkpoint-(\d+)")
 PARTIAL = ".partial"
 USAGE = "usage.safetensors"
+LOG = "log.jsonl"
 MANIFEST, MANIFEST_FORMAT = "manifest.json", 1
-ONLY_TO_RESUME = re.compile(rf"{OPTIMIZER}|{LISTS}|random-\d+\.safetensors|training\.json")
+ONLY_TO_RESUME = re.compile(rf"{OPTIMIZER}|{LISTS}|random-\d+\.safetensors|training\.json|{LOG}")
 FROM_THE_ONE_BEFORE = "Remove this checkpoint folder and resume from the one before."
 
 
@@ -60,8 +62,8 @@ def write_checkpoint(
     """Let `fill` write into a new folder, bring it to the disk, then give it its name."""
     final = run_folder / f"checkpoint-{step}"
     partial = run_folder / (final.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while it wrote
     with _failure_explained(run_folder, step, partial):
+        _remove(partial)  # of a run that was killed while it wrote
         partial.mkdir()
         fill(partial)
         write_manifest(partial, step, run_sha256)
@@ -123,6 +125,14 @@ def check_checkpoint(checkpoint: Path, run_sha256: str, *, to_resume: bool) -> N
             str(checkpoint / extra[0]),
             f"must be a file that {MANIFEST} lists, or not be there",
             "Move it out of the checkpoint.",
+        )
+    if to_resume and LOG not in listed:
+        raise ConfigError(
+            "checkpoint",
+            str(checkpoint),
+            f"must hold a copy of the run's {LOG}, to go on from",
+            "Finish the run with the airmoe that began it (see versions in run.json), or start a "
+            "new run.",
         )
     for name in listed:
         _check_file(checkpoint / name, listed[name], by_hash=to_resume or not _only_to_resume(name))
@@ -196,11 +206,13 @@ def _failure_explained(run_folder: Path, step: int, partial: Path) -> Iterator[N
     try:
         yield
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):
+            _remove(partial)
         full = disk_is_full(error) or "No space left" in str(error)  # safetensors gives no errno
         what = "the disk is full" if full else f"it failed ({error})"
         raise RunError(
-            f"step {step}: while the checkpoint was written, {what}. {_how_to_go_on(run_folder)}"
+            f"step {step}: while the checkpoint was written, {what}. "
+            f"{_how_to_go_on(run_folder, full=full)}"
         ) from error
 
 
@@ -212,13 +224,14 @@ def full_disk_explained(run_folder: Path) -> Iterator[None]:
     except OSError as error:
         if not disk_is_full(error):
             raise
-        raise RunError(f"the disk is full. {_how_to_go_on(run_folder)}") from error
+        raise RunError(f"the disk is full. {_how_to_go_on(run_folder, full=True)}") from error
 
 
-def _how_to_go_on(run_folder: Path) -> str:
+def _how_to_go_on(run_folder: Path, *, full: bool) -> str:
     kept = checkpoints(run_folder)
     whole = f"{kept[-1]} is whole." if kept else "No checkpoint was written before."
-    return f"{whole} Make room, then: airmoe train --resume {run_folder}"
+    repair = "Make room" if full else "Put that right"
+    return f"{whole} {repair}, then: airmoe train --resume {run_folder}"
 
 
 def remove_old(run_folder: Path, keep: int, best: Path | None) -> None:
@@ -232,17 +245,26 @@ def remove_old(run_folder: Path, keep: int, best: Path | None) -> None:
     for path in newest_first[keep - len(protected) :]:
         # Renamed first: a kill while files vanish must not leave something that looks whole.
         doomed = path.with_name(path.name + PARTIAL)
-        shutil.rmtree(doomed, ignore_errors=True)
+        _remove(doomed)
         path.rename(doomed)
-        shutil.rmtree(doomed)
+        _remove(doomed)
 
 
 def clean_up(run_folder: Path, keep: int) -> None:
     """Finish what a killed run left half done: folders without their name, a rotation."""
     for path in run_folder.glob(f"checkpoint-*{PARTIAL}"):
-        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            _remove(path)
     if checkpoints(run_folder):
         remove_old(run_folder, keep, best_checkpoint(run_folder))
+
+
+def _remove(path: Path) -> None:
+    """Something of ours, if it is there; of a link only the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:

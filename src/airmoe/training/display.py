@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from copy import copy
+from typing import Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -10,6 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from airmoe.data import PrepareProgress
 from airmoe.errors import visible
+from airmoe.files import KeptStream
 
 Line = dict[str, Any]
 
@@ -27,6 +29,13 @@ SHOWN = {
 def say(console: Console, text: str) -> None:
     """One line as it is: names may hold escape codes, or what rich takes for markup."""
     console.print(visible(text), highlight=False, markup=False, soft_wrap=True)
+
+
+def kept(console: Console | None) -> Console:
+    """This console, or one on standard output, but without a reader training goes on."""
+    found = copy(console or Console())
+    found.file = cast(Any, KeptStream(found.file))
+    return found
 
 
 def summary(line: Line) -> str:

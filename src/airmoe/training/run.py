@@ -33,7 +33,6 @@ from airmoe.training.arguments import (
 from airmoe.training.callbacks import LastStep, Recorder, Restore, StopOnSignal, WatchSteps
 from airmoe.training.checkpoints import (
     USAGE,
-    best_checkpoint,
     check_checkpoint,
     checkpoints,
     clean_up,
@@ -43,7 +42,7 @@ from airmoe.training.checkpoints import (
 )
 from airmoe.training.config import RunConfig
 from airmoe.training.cost import flops_per_token
-from airmoe.training.display import Display, PrepareDisplay, say
+from airmoe.training.display import Display, PrepareDisplay, kept, say
 from airmoe.training.held_out import is_untested, measure_test
 from airmoe.training.run_folder import (
     RunFolder,
@@ -56,7 +55,7 @@ from airmoe.training.run_folder import (
     read_result,
     versions,
 )
-from airmoe.training.run_log import check_log, check_never_saved, put_back, read_log
+from airmoe.training.run_log import check_never_saved, put_back, read_log
 from airmoe.training.tensorboard import LEFT_OUT, TensorBoard, is_installed
 from airmoe.training.text import check_blocks, data_folder, prepared_data
 from airmoe.training.trainer import AirMoeTrainer
@@ -75,7 +74,7 @@ class Finished:
 
 def train(config: RunConfig, folder: Path | str, console: Console | None = None) -> Finished:
     """Start a new run in a new folder; it prints to `console`, by default standard output."""
-    folder, console = Path(folder), console or Console()
+    folder, console = Path(folder), kept(console)
     _start_processes(config)
     check_sharding(config, PartialState().num_processes)
     with ExitStack() as stack:
@@ -91,7 +90,7 @@ def train(config: RunConfig, folder: Path | str, console: Console | None = None)
 
 def resume(folder: Path | str, console: Console | None = None) -> Finished:
     """Go on from the newest whole checkpoint, or from the start if there is none yet."""
-    folder, console = Path(folder), console or Console()
+    folder, console = Path(folder), kept(console)
     run = open_run(folder)
     _start_processes(run.config)
     if run.result.exists() and not checkpoints(folder):
@@ -114,15 +113,14 @@ def _newest_checkpoint(run: RunFolder, prepared: Prepared, console: Console) -> 
     newest = found[-1] if found else None
     if newest is not None:
         check_checkpoint(newest, run.sha256(), to_resume=True)
-        check_log(run.log, newest)
     else:
         train_blocks, _ = _blocks(run.config, prepared)
         steps_per_epoch = len(train_blocks) // run.config.training.batch_size
         check_never_saved(run.log, first_checkpoint_step(run.config, steps_per_epoch))
         _say(console, f"{run.path} has no checkpoint yet: it starts again.")
     clean_up(run.path, run.config.training.keep_checkpoints)
-    if dropped := put_back(run.log, newest):
-        _say(console, dropped)
+    if changed := put_back(run.log, newest):
+        _say(console, changed)
     return newest
 
 
@@ -217,7 +215,26 @@ def _blocks(config: RunConfig, prepared: Prepared) -> tuple[BlockDataset, Any]:
 
 def _model_config(config: RunConfig, prepared: Prepared) -> AirMoeConfig:
     identity = prepared.manifest.tokenizer
-    return config.model_config(identity.vocab_size, identity.eos_id)
+    model = config.model_config(identity.vocab_size, identity.eos_id)
+    _check_memory(parameter_counts(model).total, config)
+    return model
+
+
+def _check_memory(parameters: int, config: RunConfig) -> None:
+    """Raise if not even weights, gradients and moments fit, all float32."""
+    if torch.cuda.is_available():
+        parts = PartialState().num_processes if config.training.sharding == "fsdp2" else 1
+        there = torch.cuda.get_device_properties(PartialState().device).total_memory * parts
+    else:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if (needed := 16 * parameters) > there:
+        raise ConfigError(
+            "model",
+            f"{parameters:,} parameters",
+            f"must fit into {there // 2**30:,} GiB of memory, but training them takes "
+            f"{needed // 2**30:,} GiB (weights, gradients and two moments) and activations",
+            "Choose a smaller model: mostly model.num_experts, model.hidden_size.",
+        )
 
 
 def build_model(config: RunConfig, prepared: Prepared) -> AirMoeForCausalLM:
@@ -310,7 +327,8 @@ def write_result(run: RunFolder, peak_memory: float | None) -> None:
             "versions": versions(),
             "machine": machine(),
         }
-    usage = best_checkpoint(run.path) / USAGE
+    best = min(evaluations, key=lambda line: line["loss"])
+    usage = run.path / f"checkpoint-{best['step']}" / USAGE
     if usage.exists():
         write_bytes(run.path / USAGE, usage.read_bytes())
     model = load_json(newest / "config.json")
@@ -320,7 +338,7 @@ def write_result(run: RunFolder, peak_memory: float | None) -> None:
         {
             "config": run.config.to_json(),
             "parameters": {"total": counts.total, "active": counts.active},
-            "best": min(evaluations, key=lambda line: line["loss"]),
+            "best": best,
             "last": evaluations[-1],
             "test": load_json(run.test, MEASURE_AGAIN) if run.test.exists() else None,
             "tokens": evaluations[-1]["tokens"],

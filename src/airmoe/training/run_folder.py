@@ -4,7 +4,6 @@ RUN/  run.json         settings, hash and recipe of the text, versions, git stat
                        which convention its balance loss has
       lock             who trains it, while somebody does
       log.jsonl        one line per log or evaluation
-      log.damaged      lines that were none, taken out of it
       checkpoint-N/    see checkpoints.py
       tensorboard/     the same numbers for TensorBoard
       test.json        the best checkpoint on the test split, where the text has one
@@ -32,7 +31,7 @@ from airmoe.data import Prepared
 from airmoe.errors import ConfigError
 from airmoe.files import LOCK, check_unlocked, locked, read_json, write_json
 from airmoe.losses import BALANCE
-from airmoe.training.checkpoints import checked_fields, load_json
+from airmoe.training.checkpoints import LOG, checked_fields, load_json
 from airmoe.training.config import RunConfig
 
 FORMAT = 1
@@ -51,7 +50,7 @@ class RunFolder:
 
     @property
     def log(self) -> Path:
-        return self.path / "log.jsonl"
+        return self.path / LOG
 
     @property
     def result(self) -> Path:
@@ -77,17 +76,24 @@ class RunFolder:
 
 @contextmanager
 def claimed(path: Path, config: RunConfig) -> Iterator[None]:
-    """Make and lock the folder of a new run; without a run in the end, it is removed again."""
+    """Make and lock the folder of a new run; without a run in the end, it is removed again.
+
+    One that failed before the first line of its log is none: the corrected command needs the place.
+    """
     check_free(path, config)
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     with locked(path, "run", TRAINED):
+        unused = UNUSED
         try:
             check_free(path, config)  # again: now nobody else can make one
             yield
+        except BaseException:
+            unused = (*UNUSED, "run.json")
+            raise
         finally:
-            if not any(name not in UNUSED for name in os.listdir(path)):
-                for name in UNUSED:
+            if {*os.listdir(path)} <= {*unused}:
+                for name in unused:
                     (path / name).unlink(missing_ok=True)
                 with suppress(OSError):  # a parent in which something else is now
                     for folder in made:

@@ -1,17 +1,15 @@
-"""A run's log: read, checked and put back to the moment of a checkpoint."""
+"""A run's log: read, and put back to the moment of a checkpoint."""
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 from airmoe.errors import ConfigError
 from airmoe.files import parse_json, write_bytes
-from airmoe.training.checkpoints import load_json, step_of
+from airmoe.training.checkpoints import LOG
 
 Line = dict[str, Any]
-DAMAGED = "log.damaged"
 
 
 def read_log(path: Path) -> list[Line]:
@@ -43,32 +41,6 @@ def parsed(text: bytes) -> Line | None:
     return line if is_line else None
 
 
-def log_state(log: Path) -> dict[str, Any]:
-    """By what a checkpoint recognizes the log up to its step."""
-    return _state(_texts(log))
-
-
-def _state(texts: list[bytes]) -> dict[str, Any]:
-    return {"lines": len(texts), "sha256": hashlib.sha256(b"\n".join(texts)).hexdigest()}
-
-
-def check_log(log: Path, checkpoint: Path) -> None:
-    """Raise if lines from before the checkpoint are lost or changed: the result repeats them."""
-    noted = load_json(checkpoint / "training.json")["log"]
-    kept = _lines_until(log, step_of(checkpoint))
-    if _state(kept) == noted:
-        return
-    # Damaged lines, of now or of an earlier resume, may be missing, but no others.
-    damaged = len(_damaged_lines(log)) + len(_texts(log.with_name(DAMAGED)))
-    if not damaged or len(kept) + damaged < noted["lines"]:
-        raise ConfigError(
-            "log",
-            str(log),
-            f"must hold the {noted['lines']} lines it had at {checkpoint.name}, unchanged",
-            "Put the file back, or start a new run.",
-        )
-
-
 def check_never_saved(log: Path, first_checkpoint: int) -> None:
     """Raise if a run without checkpoints had one: its log goes on after the first was due.
 
@@ -86,38 +58,14 @@ def check_never_saved(log: Path, first_checkpoint: int) -> None:
 
 
 def put_back(log: Path, checkpoint: Path | None) -> str | None:
-    """Cut a log back to its checkpoint, or to nothing; what was taken out besides, in a sentence.
+    """Replace a log by the copy in its checkpoint, or empty it where there is none.
 
-    Damaged lines are kept in a file of their own. One that a kill cut off is not mentioned: it has
-    no end, and is written again.
+    So that no damage to the log since then gets into the result. A sentence, if there was any.
     """
-    if not log.is_file():
+    found = log.read_bytes() if log.is_file() else b""
+    copy = b"" if checkpoint is None else (checkpoint / LOG).read_bytes()
+    if found != copy:
+        write_bytes(log, copy)
+    if checkpoint is None or found.startswith(copy):
         return None
-    damaged = _damaged_lines(log)
-    if damaged:
-        with log.with_name(DAMAGED).open("ab") as file:
-            file.writelines(text + b"\n" for text in damaged.values())
-    step = 0 if checkpoint is None else step_of(checkpoint)
-    content = b"".join(text + b"\n" for text in _lines_until(log, step))
-    if content != log.read_bytes():
-        write_bytes(log, content)
-    if not damaged:
-        return None
-    numbers = ", ".join(map(str, damaged))
-    return f"{log}: moved damaged lines to {DAMAGED} (line {numbers}), kept the rest."
-
-
-def _lines_until(log: Path, step: int) -> list[bytes]:
-    return [
-        text for text in _texts(log) if (line := parsed(text)) is not None and line["step"] <= step
-    ]
-
-
-def _texts(log: Path) -> list[bytes]:
-    """Without what follows the last end of a line."""
-    return log.read_bytes().split(b"\n")[:-1] if log.is_file() else []
-
-
-def _damaged_lines(log: Path) -> dict[int, bytes]:
-    """By number, counted from 1."""
-    return {number: text for number, text in enumerate(_texts(log), 1) if parsed(text) is None}
+    return f"{log}: was changed or damaged, and is again as {checkpoint.name} has it."

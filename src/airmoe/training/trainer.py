@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,6 @@ from airmoe.training.living_lists import LISTS, living_lists, restore_lists
 from airmoe.training.optimizer_state import OPTIMIZER, load_optimizer_state, optimizer_state
 from airmoe.training.order import EpochOrder
 from airmoe.training.random_state import random_state, set_random_state
-from airmoe.training.run_log import log_state
 from airmoe.training.sharding import shard
 from airmoe.training.watch import RoutingWatch, looking
 from airmoe.transformers_internals import check_trainer
@@ -243,6 +243,7 @@ class AirMoeTrainer(Trainer):
             if usage := self._usage.get(step):
                 checkpoints.save_tensors(usage, partial / checkpoints.USAGE)
             write_json(partial / "training.json", self._shared_state())
+            shutil.copyfile(folder / checkpoints.LOG, partial / checkpoints.LOG)
             self.state.save_to_json(str(partial / "trainer_state.json"))
 
         failure = None
@@ -269,7 +270,6 @@ class AirMoeTrainer(Trainer):
             "schedule": {key: schedule[key] for key in SCHEDULE_KEYS},
             "scaler": None if scaler is None else scaler.state_dict(),
             "last_logged": self._globalstep_last_logged,
-            "log": log_state(Path(str(self.args.output_dir)) / "log.jsonl"),
             "total_loss": self._total_loss_scalar,
             "seconds": self.seconds(),
             "training_seconds": self.training_seconds,
