@@ -11,9 +11,13 @@ the kernels' tests:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
+from unittest.mock import patch
+
+import numpy as np
 
 
 def spare_repeated_work() -> None:
@@ -81,3 +85,20 @@ def once_a_shape(tuple_type: Callable[..., Any], constant: type[Any]) -> Callabl
         return known[numbers]
 
     return remembered
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Every `tl.dot` in float64, rounded once.
+
+    On some processors the matrix product of numpy's BLAS rounds an element differently in another
+    row of the block. A GPU does not, so a test that compares bits must not see it.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(_: Any, a: Any, b: Any, d: Any, *_precision: Any) -> TensorHandle:
+        product = np.matmul(a.data, b.data, dtype=np.float64)
+        return TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+    with patch.object(InterpreterBuilder, "create_dot", create_dot):
+        yield

@@ -24,6 +24,7 @@ from airmoe.kernels.cells.used_triton import counts_per_entry, used_entries
 from airmoe.kernels.noise import Noise, Stage, make_noise
 from airmoe.kernels.select import top_k_gates
 from airmoe.kernels.select.reference import chosen_mask
+from tests.interpreter import exact_products
 from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_no_worse
 
 
@@ -526,7 +527,7 @@ def test_weight_gradients_in_many_parts(monkeypatch: pytest.MonkeyPatch) -> None
         hidden, up, down, gate, gates = leaves.values()
         return {"output": cell_experts(hidden, gate, up, down, gates, cells, activation="swiglu")}
 
-    with use_backend("triton"):
+    with use_backend("triton"), exact_products():
         whole = run(experts, inputs, torch.float32)
         monkeypatch.setattr(parts_triton, "PART_BYTES", 5000)
         parts = run(experts, inputs, torch.float32)
