@@ -6,6 +6,9 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 CONSTRAINTS := constraints/cpu.txt
+# What builds this package is in the lock as well: pip's isolated builds would take the newest.
+BUILD := hatchling editables
+EDITABLE := --no-build-isolation -e
 
 .PHONY: help install lock check test test-quick test-oldest test-newest test-torch test-browser test-gpu demo report results bench
 help:
@@ -33,15 +36,16 @@ $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	  echo "Name one that is, for example: make $(or $(MAKECMDGOALS),install) PYTHON=python3.12" >&2; exit 1; }
 	@echo "Installing into $(VENV) (a few minutes the first time) ..."
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -q -c $(CONSTRAINTS) -e '.[dev]'
+	$(PIP) install -q -c $(CONSTRAINTS) $(BUILD)
+	$(PIP) install -q -c $(CONSTRAINTS) $(EDITABLE) '.[dev]'
 	@touch $@
 
 $(VENV)/installed-bench: $(VENV)/installed
-	$(PIP) install -q -c $(CONSTRAINTS) -e '.[bench]'
+	$(PIP) install -q -c $(CONSTRAINTS) $(EDITABLE) '.[bench]'
 	@touch $@
 
 $(VENV)/installed-browser: $(VENV)/installed
-	$(PIP) install -q -c $(CONSTRAINTS) -e '.[browser]'
+	$(PIP) install -q -c $(CONSTRAINTS) $(EDITABLE) '.[browser]'
 	@touch $@
 
 check: install
@@ -60,8 +64,9 @@ test-oldest: $(VENV)-oldest/installed
 
 $(VENV)-oldest/installed: pyproject.toml constraints/oldest.txt
 	$(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/python -m pip --disable-pip-version-check install -q -c constraints/oldest.txt $(BUILD)
 	$(VENV)-oldest/bin/python -m pip --disable-pip-version-check install -q \
-	  -c constraints/oldest.txt -e '.[dev]'
+	  -c constraints/oldest.txt $(EDITABLE) '.[dev]'
 	@touch $@
 
 # Tests only: new lint rules and type hints break no user. A fresh environment each time, because the
@@ -75,7 +80,8 @@ test-newest:
 # Pins every package, transitive ones too, for all extras and Pythons. No hashes: torch is a different
 # file in each index (CPU here, CUDA there), and pip wants hashes for all packages or for none.
 LOCK = $(VENV)-lock/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --all-extras \
-  --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" pyproject.toml
+  --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" \
+  $(addprefix --find-links ,$(PIP_FIND_LINKS)) pyproject.toml
 lock: constraints/cpu.in constraints/oldest.in constraints/torch.txt
 	$(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/python -m pip --disable-pip-version-check install -q uv

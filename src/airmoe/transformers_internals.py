@@ -58,7 +58,8 @@ with _known_versions():
     from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
     from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, capture_outputs
 
-    _CAN_RECORD_REGISTRY.keys()  # by `str(model class)`
+    if not isinstance(_CAN_RECORD_REGISTRY, dict):  # keys: `str(model class)`
+        raise ImportError("_CAN_RECORD_REGISTRY is no dict")
 
 __all__ = [
     "DeepseekV3TopkRouter",
