@@ -86,13 +86,13 @@ def exact_topk(hidden: Tensor, centroids: Tensor, top_k: int, normalize: bool = 
 # ---------------------------------------------------------------- AIR (Alg. 1)
 
 
-def nearest_codewords(h: Tensor, codewords: Tensor, probes: int, kind: Kind = "spherical"):
-    """The `probes` nearest codewords, nearest first: by cosine, or by L2 in the ablation."""
+def nearest_codeword(h: Tensor, codewords: Tensor, kind: Kind = "spherical") -> int:
+    """The nearest codeword: by cosine, or by L2 in the ablation."""
     if kind == "spherical":
         closeness = torch.stack([(h @ c) / (h.norm() * c.norm()) for c in codewords])
     else:
         closeness = torch.stack([-(h - c).norm() for c in codewords])
-    return top_ids(closeness.detach(), probes)
+    return top_ids(closeness.detach(), 1)[0]
 
 
 def build_shortlists(codewords: Tensor, centroids: Tensor, size: int, noise=None, normalize=True):
@@ -113,15 +113,13 @@ def air_route(
     top_k: int,
     noise: Tensor | None = None,
     normalize: bool = True,
-    probes: int = 1,
     kind: Kind = "spherical",
 ):
-    """Alg. 1, lines 2-3 and 8-10; with probes > 1 the union of the nearest codewords' lists."""
+    """Alg. 1, lines 2-3 and 8-10."""
     centroids = project(centroids, normalize)
     choices = []
     for token, h in enumerate(hidden):
-        nearest = nearest_codewords(h, codewords, probes, kind)
-        candidates = sorted(set().union(*(shortlists[g] for g in nearest)))
+        candidates = shortlists[nearest_codeword(h, codewords, kind)]
         logits = centroids[candidates] @ h
         if noise is not None:
             logits = logits + noise[token][candidates]
@@ -147,7 +145,7 @@ def alg1_forward(
     normalize: bool = True,
 ) -> Alg1:
     """Alg. 1, with an invalid shortlist cache."""
-    codeword_ids = [nearest_codewords(h, codewords, 1)[0] for h in hidden]
+    codeword_ids = [nearest_codeword(h, codewords) for h in hidden]
     shortlists = build_shortlists(codewords, centroids, shortlist_size, noise1, normalize)
     choices = air_route(hidden, codewords, shortlists, centroids, top_k, noise2, normalize)
     return Alg1(codeword_ids, shortlists, choices)
@@ -309,7 +307,7 @@ def mass_recall_bound(hidden, codewords, shortlists, centroids, normalize=True) 
     largest = torch.stack([w.norm() for w in centroids]).max()
     bounds = []
     for h in hidden:
-        g = nearest_codewords(h, codewords, 1)[0]
+        g = nearest_codeword(h, codewords)
         rho = torch.softmax(centroids @ codewords[g], dim=0)[shortlists[g]].sum()
         bounds.append(torch.exp(-2 * largest * (h - codewords[g]).norm()) * rho)
     return torch.stack(bounds)

@@ -149,9 +149,8 @@ def allowed(router: Any, hidden: Tensor) -> Tensor:
     config = router.config
     every = torch.ones(hidden.shape[0], NUM_EXPERTS, dtype=torch.bool)
     if config.label == "AirRouter.Config":
-        near = (hidden @ router.codebook.codewords.T).topk(config.probes, dim=1).indices
-        lists = router.shortlists()[near].flatten(1)
-        return torch.zeros_like(every).scatter_(1, lists, True)
+        near = (hidden @ router.codebook.codewords.T).argmax(1)
+        return torch.zeros_like(every).scatter_(1, router.shortlists()[near], True)
     if config.label == "HierarchicalRouter.Config":
         clusters = hidden @ F.normalize(router.cluster_centroids.detach(), dim=1).T
         near = clusters.topk(config.num_selected_clusters, dim=1).indices
@@ -178,7 +177,7 @@ def plain_loss(
         return logits.logsumexp(1).square().mean()
     if loss is shortlist_balance_loss and router.config.label == "AirRouter.Config":
         codewords = F.normalize(router.codebook.codewords.to(hidden), dim=1)
-        logits, count = F.normalize(hidden, dim=1) @ codewords.T, router.config.probes
+        logits, count = F.normalize(hidden, dim=1) @ codewords.T, 1
     elif loss is shortlist_balance_loss:
         logits = hidden @ F.normalize(params["cluster_centroids"], dim=1).T
         count = router.config.num_selected_clusters
@@ -203,7 +202,6 @@ PLAIN_CASES = [
     for name, options in (
         ("topk", {}),
         ("air", {}),
-        ("air", {"probes": 2}),
         ("hierarchical", {}),
     )
     for loss in LOSSES

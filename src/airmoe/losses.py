@@ -47,8 +47,7 @@ def shortlist_balance_loss(
 ) -> Tensor:
     """The same loss one level up, G * sum_g f_g P_g: spreads tokens over codewords or clusters.
 
-    The f sum to the lists a token has: `probes` in AIR, `num_selected_clusters` in hierarchical
-    routing.
+    The f sum to the lists a token has: one in AIR, `num_selected_clusters` in hierarchical routing.
     """
     if not isinstance(routing, CellRouting):
         raise TypeError(

@@ -71,7 +71,6 @@ class Case:
                 params["centroids"],
                 top_k,
                 normalize=normalize,
-                probes=config.get("probes", 1),
                 kind="euclidean" if config.get("codebook") == "euclidean" else "spherical",
             )
         return oracles.exact_topk(hidden, params["centroids"], top_k, normalize)

@@ -139,8 +139,8 @@ def test_the_euclidean_router_assigns_by_distance():
     hidden = tokens(TOKENS, DIM, 7)
     routing = route(router, hidden, "eval")
     codewords = router.codebook.codewords.double()
-    nearest = [oracles.nearest_codewords(h, codewords, 1, "euclidean")[0] for h in hidden.double()]
-    by_cosine = [oracles.nearest_codewords(h, codewords, 1)[0] for h in hidden.double()]
+    nearest = [oracles.nearest_codeword(h, codewords, "euclidean") for h in hidden.double()]
+    by_cosine = [oracles.nearest_codeword(h, codewords) for h in hidden.double()]
     assert nearest != by_cosine  # or the test would prove nothing
     assert router.codebook.assign(hidden).tolist() == nearest
     assert [nearest[t] for t in routing.token_ids.tolist()] == row_cells(routing).tolist()

@@ -1,4 +1,4 @@
-"""Several cells per token (hierarchical, probes > 1) against their plain per-token definitions."""
+"""Cells, one per token (AIR) or several (hierarchical), against per-token definitions."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ CASES = [
         "hierarchical",
         {**SIZES, "num_clusters": 8, "num_selected_clusters": 5, "normalize_centroids": False},
     ),
-    Case("air", {**SIZES, "num_codewords": 6, "shortlist_size": 10, "probes": 2}),
-    Case("air", {**SIZES, "num_codewords": 6, "shortlist_size": 30, "probes": 4}),
-    Case("air", {**SIZES, "num_codewords": 6, "shortlist_size": 7, "probes": 6}),
-    Case("air", {**SIZES, "num_codewords": 1, "shortlist_size": 20, "probes": 1}),
+    Case("air", {**SIZES, "num_codewords": 6, "shortlist_size": 7}),
+    Case("air", {**SIZES, "num_codewords": 6, "shortlist_size": 30}),
+    Case("air", {**SIZES, "num_codewords": 1, "shortlist_size": 20}),
 ]
 
 
@@ -62,10 +61,7 @@ def own_choices(case: Case, router, hidden: Tensor, dtype: torch.dtype):
         router.centroids.detach().to(dtype),
     )
     lists = oracles.build_shortlists(codewords, centroids, case.config["shortlist_size"])
-    probes = case.config["probes"]
-    return oracles.air_route(
-        hidden.to(dtype), codewords, lists, centroids, case.config["top_k"], probes=probes
-    )
+    return oracles.air_route(hidden.to(dtype), codewords, lists, centroids, case.config["top_k"])
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -113,7 +109,7 @@ def test_rows_of_a_token_are_its_cells(case: Case):
     router, hidden = build(case), tokens(TOKENS, DIM, 3)
     routing = route(router, hidden, "eval")
     assert isinstance(routing, CellRouting)
-    per_token = case.config.get("probes") or case.config["num_selected_clusters"]
+    per_token = case.config.get("num_selected_clusters", 1)
     assert routing.rows_per_token == per_token
     assert len(routing.token_ids) == TOKENS * per_token
     assert (routing.pools.diff(dim=1) > 0).all()
@@ -121,32 +117,13 @@ def test_rows_of_a_token_are_its_cells(case: Case):
     expected = []
     for token, h in enumerate(hidden.double()):
         if case.name == "air":
-            cells = oracles.nearest_codewords(h, router.codebook.codewords.double(), per_token)
+            cells = [oracles.nearest_codeword(h, router.codebook.codewords.double())]
         else:
             normalize = case.config.get("normalize_centroids", True)
             clusters = oracles.project(router.cluster_centroids.detach().double(), normalize)
             cells = oracles.top_ids(clusters @ h, per_token)
         expected += [(token, cell) for cell in cells]
     assert pairs == sorted(expected)
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if c.config.get("probes", 1) > 1], ids=str)
-def test_a_shared_expert_counts_in_the_nearest_row_only(case: Case):
-    router, hidden = build(case), tokens(TOKENS, DIM, 4)
-    routing = route(router, hidden, "eval")
-    cells, pools = row_cells(routing), routing.pools.tolist()
-    codewords = router.codebook.codewords.double()
-    shared = 0
-    for token, h in enumerate(hidden.double()):
-        nearest = oracles.nearest_codewords(h, codewords, case.config["probes"])
-        for row in (routing.token_ids == token).nonzero().flatten().tolist():
-            cell = int(cells[row])
-            nearer = {e for g in nearest[: nearest.index(cell)] for e in pools[g]}
-            for expert, gate in zip(pools[cell], routing.gates[row].tolist(), strict=True):
-                if expert in nearer:
-                    shared += 1
-                    assert gate == 0
-    assert shared > 0
 
 
 def test_hierarchical_cell_probs_are_the_cluster_softmax():

@@ -29,7 +29,6 @@ ROUTER_CASES = [
     Case("air"),
     Case("air", {"normalize_centroids": False}),
     Case("air", {"top_k": 1}),
-    Case("air", {"probes": 2}),
     Case("air", {"gate": "expert_choice"}),
     Case("air", {"codebook": "euclidean"}),
     Case("peer"),

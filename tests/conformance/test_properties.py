@@ -66,7 +66,6 @@ def cases(draw: st.DrawFn, dim: int) -> Case:
     if name == "air":
         options["num_codewords"] = draw(st.integers(1, 20))
         options["shortlist_size"] = draw(st.one_of(st.just(top_k), st.integers(top_k, experts)))
-        options["probes"] = draw(st.integers(1, min(3, options["num_codewords"])))
         options["codebook"] = draw(st.sampled_from(["spherical", "euclidean", "static"]))
         options["gate"] = draw(st.sampled_from(["token_choice", "token_choice", "expert_choice"]))
     if name == "peer":

@@ -26,7 +26,6 @@ SIZES = {"dim": DIM, "num_experts": 1089, "top_k": TOP_K}
 LARGE = {**SIZES, "num_experts": 2025}  # scored in full, in pieces of four million
 CASES = [
     Case("air", {**SIZES, "num_codewords": 9, "shortlist_size": 300}),
-    Case("air", {**SIZES, "num_codewords": 9, "shortlist_size": 200, "probes": 2}),
     Case("hierarchical", {**SIZES, "num_clusters": 33, "num_selected_clusters": 8}),
     Case("peer", {**SIZES, "num_heads": 1}),
     Case("topk", LARGE),
@@ -59,10 +58,10 @@ def candidates(case: Case, router: Any, hidden: Tensor) -> Tensor:
     everyone = torch.ones(len(hidden), case.config["num_experts"], dtype=torch.bool)
     if case.name == "air":
         codewords = router.codebook.codewords.double()
-        nearest = (hidden @ unit(codewords).T).topk(case.config.get("probes", 1)).indices
+        nearest = (hidden @ unit(codewords).T).argmax(1)
         scores = codewords @ unit(router.centroids.detach().double()).T
         lists = scores.topk(case.config["shortlist_size"]).indices
-        return torch.zeros_like(everyone).scatter(1, lists[nearest].flatten(1), True)
+        return torch.zeros_like(everyone).scatter(1, lists[nearest], True)
     if case.name == "hierarchical":
         clusters = hidden @ unit(router.cluster_centroids.detach().double()).T
         chosen = torch.zeros_like(clusters, dtype=torch.bool)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests import oracles
-from tests.oracles import Kind, nearest_codewords
+from tests.oracles import Kind, nearest_codeword
 
 # ---------------------------------------------------------------- codebook (Alg. 2)
 
@@ -35,7 +35,7 @@ def alg2_update(
     """
     spherical = kind == "spherical"
     points = [h / h.norm() if spherical else h for h in hidden]
-    codeword_ids = [nearest_codewords(h, state.codewords, 1, kind)[0] for h in points]
+    codeword_ids = [nearest_codeword(h, state.codewords, kind) for h in points]
     codewords, counts, sums = [], [], []
     for g in range(len(state.codewords)):
         batch_count = 0.0
@@ -155,7 +155,7 @@ def alg3_train(
             run.micro_batches.append(
                 MicroBatch(
                     codebook,
-                    [nearest_codewords(h, codebook.codewords, 1)[0] for h in hidden],
+                    [nearest_codeword(h, codebook.codewords) for h in hidden],
                     cache,
                     fresh,
                     [choice[0].expert_ids for choice in choices],

@@ -37,10 +37,6 @@ def state_of(codebook: Codebook) -> dict[str, Tensor]:
     return {name: getattr(codebook, name).clone() for name in CODEBOOK_STATE}
 
 
-def mean_of(router: AirRouter) -> dict[str, Tensor]:
-    return {} if router.token_mean is None else {"mean": router.token_mean.value}
-
-
 def air(seed: int, **options: Any) -> AirRouter:
     torch.manual_seed(seed)
     sizes = {"dim": DIM, "num_experts": 40, "top_k": 4, "shortlist_size": 10}
@@ -52,9 +48,7 @@ def air(seed: int, **options: Any) -> AirRouter:
 # -- codebooks ----------------------------------------------------------------------------------
 
 
-def learn(
-    rank: int | None, join: Join, *, kind: str, dead_below: float, center: bool = False
-) -> list[dict[str, Tensor]]:
+def learn(rank: int | None, join: Join, *, kind: str, dead_below: float) -> list[dict[str, Tensor]]:
     """Ranks of different seeds, group created after the router, 20 uneven batches."""
     router = air(
         seed=rank or 0,
@@ -63,13 +57,12 @@ def learn(
         dead_below=dead_below,
         codebook_decay=0.8,
         jitter_std=0.0,
-        center_tokens=center,
     )
     join()
     states = []
     for step in range(STEPS):
         router.observe(share(tokens(step, 41), rank, (24, 17)))
-        states.append(state_of(router.codebook) | mean_of(router))
+        states.append(state_of(router.codebook))
     return states
 
 
@@ -79,10 +72,6 @@ def learn_spherical(rank: int | None, join: Join) -> list[dict[str, Tensor]]:
 
 def learn_euclidean(rank: int | None, join: Join) -> list[dict[str, Tensor]]:
     return learn(rank, join, kind="euclidean", dead_below=3.0)
-
-
-def learn_centered(rank: int | None, join: Join) -> list[dict[str, Tensor]]:
-    return learn(rank, join, kind="spherical", dead_below=3.0, center=True)
 
 
 def learn_static(rank: int | None, join: Join) -> list[dict[str, Tensor]]:
@@ -251,7 +240,6 @@ def frozen_noise(rank: int | None, join: Join) -> dict[str, Tensor]:
 SCENARIOS = {
     "learn_spherical": learn_spherical,
     "learn_euclidean": learn_euclidean,
-    "learn_centered": learn_centered,
     "learn_static": learn_static,
     "learn_with_empty_ranks": learn_with_empty_ranks,
     "train_ddp": train_ddp,

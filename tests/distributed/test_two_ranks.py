@@ -13,10 +13,7 @@ from tests.distributed.scenarios import CODEWORDS, SCENARIOS, STEPS, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-LEARNING = [
-    *("learn_spherical", "learn_euclidean", "learn_centered", "learn_static"),
-    "learn_with_empty_ranks",
-]
+LEARNING = ["learn_spherical", "learn_euclidean", "learn_static", "learn_with_empty_ranks"]
 State = dict[str, Tensor]
 
 

@@ -68,9 +68,9 @@ ROUTER = "model.router_options"
         ),
         (
             "air",
-            [f"{ROUTER}.probes=2"],
+            [f"{ROUTER}.shortlist_size=512"],
             Rule.CANDIDATES,
-            ["2 x 256 = 512 in air", "16 x 16 = 256 in hierarchical", "PEER are exempt"],
+            ["512 in air", "16 x 16 = 256 in hierarchical", "PEER are exempt"],
         ),
         (
             "coarse",

@@ -61,13 +61,13 @@ def exact_logits(router: Any, hidden: Tensor) -> Tensor:
 
 
 def nearest(router: AirRouter, hidden: Tensor) -> Tensor:
-    """[T, probes] codewords, nearest first."""
+    """[T] codewords."""
     hidden, codewords = hidden.double(), router.codebook.codewords.double()
     if router.config.codebook == "euclidean":
         closeness = -torch.cdist(hidden, codewords)
     else:
         closeness = F.normalize(hidden, dim=1) @ F.normalize(codewords, dim=1).T
-    return closeness.topk(router.config.probes, dim=1).indices
+    return closeness.argmax(1)
 
 
 def candidates(router: Any, hidden: Tensor) -> list[set[int]]:
@@ -76,7 +76,7 @@ def candidates(router: Any, hidden: Tensor) -> list[set[int]]:
     if config.label == "AirRouter.Config":
         of_codewords = exact_logits(router, router.codebook.codewords)
         lists = of_codewords.topk(config.shortlist_size, dim=1).indices
-        return [set(lists[codes].flatten().tolist()) for codes in nearest(router, hidden)]
+        return [set(lists[code].tolist()) for code in nearest(router, hidden)]
     if config.label == "HierarchicalRouter.Config":
         rows = router.cluster_centroids.detach().double()
         rows = F.normalize(rows, dim=1) if config.normalize_centroids else rows

@@ -192,7 +192,7 @@ def every_method() -> dict[str, Ledger]:
         if method in ("air", "hierarchical"):
             config.shortlist_balance_weight = 1e-3
         found[method] = count_flops(config, workload)
-    options = {"gate": "expert_choice", "codebook": "euclidean", "probes": 2}
+    options = {"gate": "expert_choice", "codebook": "euclidean"}
     config = model_size("tiny")
     config.router_options |= options
     found["air, expert choice"] = count_flops(config, workload)

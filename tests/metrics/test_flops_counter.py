@@ -141,7 +141,7 @@ def test_executed_products_of_cells_in_plain_pytorch(method: str) -> None:
 
 
 def test_other_losses_and_shapes() -> None:
-    """Two layers of two-matrix experts of two neurons, probes, and all router losses."""
+    """Two layers of two-matrix experts of two neurons, and all router losses."""
     config = AirMoeConfig(
         vocab_size=50,
         hidden_size=16,
@@ -154,7 +154,7 @@ def test_other_losses_and_shapes() -> None:
         expert_size=2,
         expert_activation="gelu",
         moe_layers=[0, 1],
-        router_options={"num_codewords": 4, "shortlist_size": 8, "probes": 2},
+        router_options={"num_codewords": 4, "shortlist_size": 8},
         shortlist_balance_weight=0.01,
         router_z_weight=0.01,
         bos_token_id=None,

@@ -58,11 +58,10 @@ def assert_same(got: RoutingReport, want: RoutingReport) -> None:
     assert flat(got) == pytest.approx(flat(want), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["air", "hierarchical", "topk", "air-probes"])
+@pytest.mark.parametrize("name", ["air", "hierarchical", "topk"])
 def test_batches_add_up_to_one(name: str) -> None:
     router: Any = {
         "air": trained_air,
-        "air-probes": lambda: trained_air(probes=2),
         "hierarchical": lambda: build("hierarchical"),
         "topk": lambda: build("topk"),
     }[name]()

@@ -19,7 +19,6 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "air": (AirRouter, AIR),
     "air-1": (AirRouter, AIR | {"top_k": 1}),
     "air-all": (AirRouter, AIR | {"top_k": 18}),
-    "air-probes": (AirRouter, AIR | {"probes": 3}),
 }
 
 

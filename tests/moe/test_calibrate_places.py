@@ -55,13 +55,3 @@ def test_only_calibration_silences_an_uncalibrated_router() -> None:
     for router in (silent, watched):
         with pytest.warns(UserWarning, match="not calibrated"):
             router(hidden)
-
-
-def test_tokens_without_their_mean_are_not_calibrated() -> None:
-    """Codebooks would be fitted to tokens that the router never sees."""
-    router = AirRouter.Config(
-        dim=8, num_experts=36, top_k=4, num_codewords=3, shortlist_size=9, center_tokens=True
-    ).build()
-    layer = airmoe.MoELayer(router, airmoe.GranularExperts(36, 8))
-    with pytest.raises(ConfigError, match='with center_tokens", must route tokens as they are'):
-        airmoe.calibrate(layer, [torch.randn(2, 5, 8)])

@@ -26,7 +26,7 @@ from tests.moe.dense_models import (
     logits_of,
 )
 
-ROUTERS = {"exact": exact(), "air": air(), "air-probes": air(probes=3)}
+ROUTERS = {"exact": exact(), "air": air()}
 
 
 def error_of(actual: Tensor, reference: Tensor) -> float:
@@ -186,7 +186,7 @@ def test_one_notice_per_model_whoever_listens() -> None:
 def test_uncalibrated_projected_centroids_are_exact_too() -> None:
     model, twin = dense(), dense()
     form = {"normalize_centroids": True, "top_k": 8}
-    swap_ffn(model, layers=[1], router=air(shortlist_size=12, probes=2, **form), from_dense=True)
+    swap_ffn(model, layers=[1], router=air(shortlist_size=12, **form), from_dense=True)
     swap_ffn(twin, layers=[1], router=exact(**form), from_dense=True)
     with pytest.warns(UserWarning, match="not calibrated"):
         actual = logits_of(model)

@@ -24,15 +24,10 @@ EXTRA: dict[str, dict[str, Any]] = {
 # Every router of the table, and AIR's extensions: (router, options).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ROUTERS},
-    "air-probes": ("air", {"probes": 2}),
     "air-expert-choice": ("air", {"gate": "expert_choice"}),
     "air-euclidean": ("air", {"codebook": "euclidean"}),
     "air-raw-centroids": ("air", {"normalize_centroids": False}),
-    "air-centered": ("air", {"center_tokens": True}),
-    "air-list-all": (
-        "air",
-        {"list_all": True, "refresh_every": 2, "num_codewords": 5, "shortlist_size": 20},
-    ),
+    "air-refresh-every": ("air", {"refresh_every": 2, "num_codewords": 5, "shortlist_size": 20}),
 }
 
 

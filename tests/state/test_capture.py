@@ -165,7 +165,7 @@ def aside(action: Callable[[], None]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["air", "air-centered", "peer", "hierarchical", "topk"])
+@pytest.mark.parametrize("name", ["air", "peer", "hierarchical", "topk"])
 def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
     layer, x = build(name), torch.empty(*SHAPE, DIM, device="cuda")
     step = training(layer, adamw(layer), x)
@@ -182,7 +182,7 @@ def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["air", "air-centered", "peer", "hierarchical", "topk"])
+@pytest.mark.parametrize("name", ["air", "peer", "hierarchical", "topk"])
 def test_replayed_steps_equal_eager_ones(name: str) -> None:
     """Weights, codebook, counters and shortlists, which are rebuilt inside of the graph."""
     layer = build(name)

@@ -9,7 +9,7 @@ from torch import Tensor
 import airmoe
 from tests.state.common import batch, build_layer, build_router, dense
 
-PROJECTING = ["air", "air-probes", "air-expert-choice", "hierarchical", "topk", "expert_choice"]
+PROJECTING = ["air", "air-expert-choice", "hierarchical", "topk", "expert_choice"]
 
 
 @pytest.mark.parametrize("case", PROJECTING)
@@ -86,29 +86,6 @@ def test_a_zero_centroid_gives_no_nan(case: str) -> None:
     (output.hidden.square().sum() + output.routing.expert_probs.square().sum()).backward()
     assert output.hidden.isfinite().all()
     assert layer.router.centroids.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("case", ["air", "hierarchical", "topk", "expert_choice"])
-def test_longer_centroids_route_alike_and_turn_slower(case: str) -> None:
-    """Scores know directions only, so a gradient is as many times smaller; AdamW's step is not."""
-    outputs, turned = [], []
-    for norm in (1.0, 4.0):
-        torch.manual_seed(0)
-        layer = build_layer(case, centroid_norm=norm)
-        before = layer.router.centroids.detach().clone()
-        torch.testing.assert_close(before.norm(dim=-1), torch.full((len(before),), norm))
-        if case == "hierarchical":
-            clusters = layer.router.cluster_centroids.detach().norm(dim=-1)
-            torch.testing.assert_close(clusters, torch.full_like(clusters, norm))
-        output = layer.forward_with_routing(batch(0))
-        outputs.append(output.hidden.detach())
-        output.hidden.square().sum().backward()
-        torch.optim.AdamW([layer.router.centroids], lr=1e-3, weight_decay=0.0).step()
-        after = layer.router.centroids.detach()
-        used = layer.router.centroids.grad.abs().sum(-1) > 0
-        turned.append((1 - torch.cosine_similarity(before, after)[used]).sqrt().mean())
-    torch.testing.assert_close(outputs[1], outputs[0])
-    assert turned[1] < turned[0] / 3
 
 
 @pytest.mark.parametrize("case", ["air", "hierarchical", "topk", "expert_choice"])

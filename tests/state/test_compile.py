@@ -37,12 +37,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # As small as can be: interpreted kernels take their time for every expert.
 FEW: dict[str, dict[str, Any]] = {
     "air": {"num_experts": 9, "shortlist_size": 6, "dead_below": 0.1},
-    "air-centered": {"num_experts": 9, "shortlist_size": 6, "dead_below": 0.1},
     "peer": {"num_experts": 9},
     "topk": {"num_experts": 9},
     "hierarchical": {"num_experts": 9, "num_clusters": 3},
 }
-ROUTERS = ["air", "air-centered", "peer", "topk", "hierarchical"]
+ROUTERS = ["air", "peer", "topk", "hierarchical"]
 
 
 @pytest.fixture(autouse=True)

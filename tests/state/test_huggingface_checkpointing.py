@@ -73,7 +73,7 @@ def train(case: str, use_reentrant: bool | None, tracked: bool) -> dict[str, Ten
     return states
 
 
-RUNS = [(case, True) for case in CASES] + [("air", False), ("air-probes", False)]
+RUNS = [(case, True) for case in CASES] + [("air", False)]
 
 
 @pytest.mark.parametrize(("case", "tracked"), RUNS)

@@ -74,11 +74,13 @@ def test_values_are_json_or_plain_text() -> None:
 
 def test_router_options_are_reached_one_by_one() -> None:
     start = preset("tiny")
-    made = override(start, ["model.router_options.jitter_std=0", "model.router_options.probes=2"])
+    made = override(
+        start, ["model.router_options.jitter_std=0", "model.router_options.refresh_every=2"]
+    )
     assert made.model["router_options"] == {
         **start.model["router_options"],
         "jitter_std": 0,
-        "probes": 2,
+        "refresh_every": 2,
     }
     assert made.model_config(100, 1).router_config().jitter_std == 0
 
@@ -145,7 +147,9 @@ def test_wrong_overrides_name_their_field(assignment: str, field: str) -> None:
 def test_an_option_cannot_be_put_into_what_is_no_mapping(options: Any) -> None:
     text = json.dumps(options)
     with pytest.raises(ConfigError) as error:
-        override(preset("tiny"), [f"model.router_options={text}", "model.router_options.probes=2"])
+        override(
+            preset("tiny"), [f"model.router_options={text}", "model.router_options.refresh_every=2"]
+        )
     assert error.value.field == "model.router_options"
 
 

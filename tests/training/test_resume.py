@@ -166,7 +166,7 @@ def test_the_comparison_can_fail(plain: tuple[RunConfig, Path], tmp_path: Path) 
 
 
 ROUTER_OPTIONS: dict[str, dict[str, Any]] = {
-    "air": {"num_codewords": 8, "shortlist_size": 16, "jitter_std": 0.1, "probes": 2},
+    "air": {"num_codewords": 8, "shortlist_size": 16, "jitter_std": 0.1},
     "peer": {"num_heads": 2},
     "hierarchical": {"num_clusters": 8, "num_selected_clusters": 2},
 }

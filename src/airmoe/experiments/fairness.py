@@ -150,8 +150,7 @@ def _candidates(models: Models) -> Iterator[Violation]:
     for name, model in models.items():
         router = model.router_config()
         if isinstance(router, AirRouter.Config):
-            pool = router.probes * router.shortlist_size
-            text = f"{router.probes} x {router.shortlist_size} = {pool}"
+            pool, text = router.shortlist_size, str(router.shortlist_size)
         elif isinstance(router, HierarchicalRouter.Config):
             each = router.num_experts // router.num_clusters
             pool = router.num_selected_clusters * each
@@ -160,7 +159,7 @@ def _candidates(models: Models) -> Iterator[Violation]:
             continue
         amounts[name] = Amount(pool, text)
     remedy = (
-        "Make probes x shortlist_size equal num_selected_clusters x num_experts / num_clusters "
+        "Make shortlist_size equal num_selected_clusters x num_experts / num_clusters "
         "(exact routing and PEER are exempt)."
     )
     yield from _unequal(Rule.CANDIDATES, "candidates scored per token:", amounts, remedy)

@@ -98,7 +98,6 @@ def mass_recall_bound(router: AirRouter, hidden: Tensor, mask: Tensor | None = N
     eps = |h - c(h)| is the quantisation error, rho_M(c) the mass recall of the codeword itself, and
     |w| the largest centroid norm (1 when centroids are normalised, the paper's case). It holds for
     any h, but says little when |h| is far from the codeword's: pass unit-norm tokens for that.
-    With `probes` > 1 the candidates contain the nearest codeword's shortlist, so it holds too.
     """
     if not isinstance(router, AirRouter):
         raise ValueError(
@@ -108,7 +107,7 @@ def mass_recall_bound(router: AirRouter, hidden: Tensor, mask: Tensor | None = N
     with router_mode(router, training=False), _whole_parameters(router):
         valid = router.read(hidden, mask).valid  # [T]
         work = torch.promote_types(hidden.dtype, torch.float32)
-        tokens = router.centered(hidden[valid].to(work))  # [t, D]
+        tokens = hidden[valid].to(work)  # [t, D]
         used, codeword_ids = router.codebook.assign(tokens).unique(return_inverse=True)
         codewords = router.codebook.codewords[used]  # [g, D]
         captured = _shortlist_mass(router, codewords, router.shortlists()[used])  # [g]

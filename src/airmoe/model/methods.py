@@ -84,8 +84,7 @@ def _cluster_options(config: AirMoeConfig) -> dict[str, int]:
     """AIR's G as clusters, and as many of them per token as hold AIR's candidates."""
     air = config.router_config()
     assert isinstance(air, AirRouter.Config)
-    candidates = air.probes * air.shortlist_size
-    selected, rest = divmod(candidates * air.num_codewords, air.num_experts)
+    selected, rest = divmod(air.shortlist_size * air.num_codewords, air.num_experts)
     if rest or not selected:
         raise ConfigError(
             "model.router_options.shortlist_size",

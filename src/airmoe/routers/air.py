@@ -25,7 +25,6 @@ from airmoe.routers.gating import ScoredCells, binary, capacity_of, expert_choic
 from airmoe.routers.routing import CellRouting, Lazy
 from airmoe.routers.seen import OwnLock, Seen
 from airmoe.routers.shortlists import ShortlistCache
-from airmoe.routers.token_mean import TokenMean, less, without_mean
 from airmoe.routers.tokens import Tokens
 from airmoe.routers.tracking import how_to_track
 
@@ -36,12 +35,11 @@ PLAN_BYTES = 256 * 2**20  # memory for the plans of forwards that wait for their
 class AirPlan(Plan):
     """The coarse stage's outcome."""
 
-    codeword_ids: Tensor  # [T, probes], nearest first
+    codeword_ids: Tensor  # [T]
     shortlists: Tensor  # [G, M]
     inverse_norms: Tensor | None  # [E]
     reverse: ReverseIndex | None  # of the shortlists
     codewords: Tensor  # [G, D]
-    mean: Tensor | None  # [D], taken off the tokens
 
 
 class AirRouter(CentroidRouter):
@@ -66,7 +64,6 @@ class AirRouter(CentroidRouter):
             config.codebook_decay,
             config.dead_below,
         )
-        self.token_mean = TokenMean(config.dim) if config.center_tokens else None
         self.training_lists = self._new_cache()
         self.evaluation_lists = self._new_cache()
         self._evaluated_at: tuple[int, int, Seen, Seen] | None = None
@@ -88,8 +85,6 @@ class AirRouter(CentroidRouter):
         super().reset_parameters()
         self._built_at.zero_()
         self.codebook.reset_parameters()
-        if self.token_mean is not None:
-            self.token_mean.reset_parameters()
 
     def on_parameters_changed(self) -> None:
         super().on_parameters_changed()
@@ -134,7 +129,7 @@ class AirRouter(CentroidRouter):
         return [self.centroids]
 
     def freeze_codebook(self) -> None:
-        """Stop the codebook (fine-tuning) and the mean; shortlists still follow the centroids."""
+        """Stop the codebook (fine-tuning); shortlists still follow the centroids."""
         self.codebook.frozen = True
 
     def lists_state(self) -> dict[str, Tensor]:
@@ -154,9 +149,6 @@ class AirRouter(CentroidRouter):
 
     def learn(self, tokens: Tokens) -> None:
         """Alg. 3: move the codebook, then rebuild the shortlists if parameters have changed."""
-        if self.token_mean is not None and not self.codebook.frozen:
-            self.token_mean.update(tokens)
-        tokens = without_mean(tokens, self._mean())
         self.codebook.update(tokens.hidden, tokens.valid)
         if not self.training:  # calibration: the training lists are not ours to touch
             return
@@ -172,18 +164,6 @@ class AirRouter(CentroidRouter):
         elif self._built_for is not None:
             return
         self._built_for = Seen(self.centroids)
-
-    def _mean(self) -> Tensor | None:
-        """[D] what is taken off every token now."""
-        return None if self.token_mean is None else self.token_mean.value
-
-    def centered(self, hidden: Tensor) -> Tensor:
-        """[T, D] as codebook and centroids see them now."""
-        mean = self._mean()
-        return hidden if mean is None else less(hidden, mean)
-
-    def full_logits(self, hidden: Tensor) -> Tensor:
-        return super().full_logits(self.centered(hidden))
 
     def _note_untracked(self) -> None:
         if self.tracked:
@@ -224,8 +204,7 @@ class AirRouter(CentroidRouter):
         return lists.experts
 
     def _build(self, lists: ShortlistCache, noise: Noise | None) -> None:
-        list_all = self.training and self.config.list_all
-        lists.rebuild(self.codebook.codewords, self.centroids, noise, list_all=list_all)
+        lists.rebuild(self.codebook.codewords, self.centroids, noise)
 
     def _new_cache(self) -> ShortlistCache:
         config = self.config
@@ -301,59 +280,51 @@ class AirRouter(CentroidRouter):
             if reverse is not None:
                 reverse = ReverseIndex(reverse.entries.clone(), reverse.starts.clone())
             self._fresh = False
-        mean = self._mean()
-        hidden = without_mean(tokens, mean).hidden
-        codeword_ids = self.codebook.nearest(hidden, self.config.probes)
+        codeword_ids = self.codebook.nearest(tokens.hidden)
         codewords = self.codebook.codewords
         if self.training:  # the next micro-batch moves them, maybe before somebody reads this one
             codewords = codewords.clone()
         key = self.current_noise_key()
-        return AirPlan(key, codeword_ids, shortlists, scale, reverse, codewords, mean)
+        return AirPlan(key, codeword_ids, shortlists, scale, reverse, codewords)
 
     def plan_layout(self) -> str:
         config = self.config
         fields = [
-            f"int64:T,{config.probes}",
+            "int64:T",
             f"int64:{config.num_codewords},{config.shortlist_size}",
             f"int32:{config.num_codewords * config.shortlist_size}",
             f"int32:{config.num_experts + 1}",
             f"float32:{config.num_codewords},{config.dim}",
             *([f"float32:{config.num_experts}"] if config.normalize_centroids else []),
-            *([f"float32:{config.dim}"] if config.center_tokens else []),
         ]
         return ";".join([*fields, super().plan_layout()])
 
     def pack_plan(self, plan: AirPlan) -> list[Tensor]:
         reverse = plan.reverse or make_reverse(plan.shortlists, self.config.num_experts)
         index = [plan.codeword_ids, plan.shortlists, reverse.entries, reverse.starts]
-        maybe = [one for one in (plan.inverse_norms, plan.mean) if one is not None]
-        return [*index, plan.codewords, *maybe, *super().pack_plan(plan)]
+        norms = [] if plan.inverse_norms is None else [plan.inverse_norms]
+        return [*index, plan.codewords, *norms, *super().pack_plan(plan)]
 
     def unpack_plan(self, tensors: list[Tensor]) -> AirPlan:
         codeword_ids, shortlists, entries, starts, codewords = tensors[:5]
         rest = iter(tensors[5:])  # compilers differ in what they let one do with a part of a list
         scale = next(rest) if self.config.normalize_centroids else None
-        mean = next(rest) if self.config.center_tokens else None
         key = next(rest, None)
         reverse = ReverseIndex(entries, starts)
-        return AirPlan(key, codeword_ids, shortlists, scale, reverse, codewords, mean)
+        return AirPlan(key, codeword_ids, shortlists, scale, reverse, codewords)
 
     # -- fine stage -------------------------------------------------------------------------
 
     def route(self, tokens: Tokens, plan: AirPlan) -> CellRouting:
         config = self.config
-        tokens = without_mean(tokens, plan.mean)
-        cells = make_cells(plan.codeword_ids, plan.shortlists, plan.reverse)
+        cells = make_cells(plan.codeword_ids.unsqueeze(-1), plan.shortlists, plan.reverse)
         noise = self.noise(plan, Stage.TOKEN, tokens.hidden.shape[0])
         capacity = self._capacity(tokens)
-        if config.probes == 1 and use_triton(tokens.hidden, self.centroids):
+        if use_triton(tokens.hidden, self.centroids):
             return self._route_in_one(tokens, plan, cells, noise, capacity)
         scores = cell_scores(
             tokens.hidden, self.centroids, cells, inverse_norms=plan.inverse_norms, noise=noise
         )
-        if config.probes > 1:
-            repeated = repeated_candidates(plan.codeword_ids, plan.shortlists)  # [T * probes, M]
-            scores = scores.masked_fill(repeated[cells.order], -torch.inf)
         scored = ScoredCells(tokens, cells, scores, config.num_experts)
         if capacity is None:
             gates, most = self._weighed(token_choice(scored, config.top_k)), config.top_k
@@ -411,17 +382,3 @@ def codeword_probs(tokens: Tokens, codewords: Tensor) -> Tensor:
     states = unit_rows(tokens.hidden)
     shares = (states @ unit_rows(codewords).to(states.dtype).T).softmax(-1)  # [T, G]
     return tokens.weights.to(shares.dtype) @ shares
-
-
-def repeated_candidates(codeword_ids: Tensor, shortlists: Tensor) -> Tensor:
-    """True where a nearer codeword's shortlist already holds the expert: [T * probes, M] bool."""
-    num_tokens, probes = codeword_ids.shape
-    size = shortlists.shape[1]
-    repeated = torch.zeros(num_tokens, probes, size, dtype=torch.bool, device=shortlists.device)
-    for later in range(1, probes):
-        candidates = shortlists[codeword_ids[:, later]]  # [T, M]
-        for nearer in range(later):
-            known = shortlists[codeword_ids[:, nearer]]  # [T, M] ascending
-            place = torch.searchsorted(known, candidates).clamp_max_(size - 1)
-            repeated[:, later] |= known.gather(1, place) == candidates
-    return repeated.view(num_tokens * probes, size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from airmoe.config import check_choice, check_count, check_flag, check_number, config
+from airmoe.config import check_choice, check_count, check_number, config
 from airmoe.errors import ConfigError
 from airmoe.routers.centroids import CentroidConfig
 from airmoe.routers.codebook import CodebookKind
@@ -28,17 +28,12 @@ class AirSettings(CentroidConfig):
     codebook: CodebookKind = "spherical"
     gate: Gate = "token_choice"
     capacity_factor: float = 1.0  # of the expert-choice gate
-    probes: int = 1
     refresh_every: int = 1  # optimizer steps between two buildings of the shortlists
-    list_all: bool = False  # in training experts in no shortlist join one, if it has room
-    center_tokens: bool = False  # tokens are routed without their running mean
 
     def check(self) -> None:
         super().check()
-        for name in ("num_codewords", "shortlist_size", "probes", "refresh_every"):
+        for name in ("num_codewords", "shortlist_size", "refresh_every"):
             check_count(f"{self.label}.{name}", getattr(self, name))
-        for name in ("list_all", "center_tokens"):
-            check_flag(f"{self.label}.{name}", getattr(self, name))
         check_number(f"{self.label}.codebook_decay", self.codebook_decay, below=1.0)
         check_number(f"{self.label}.dead_below", self.dead_below)
         check_number(f"{self.label}.capacity_factor", self.capacity_factor, strict=True)
@@ -61,29 +56,6 @@ class AirSettings(CentroidConfig):
                 self.shortlist_size,
                 f"must be <= num_experts = {self.num_experts}",
                 "Lower shortlist_size or raise num_experts.",
-            )
-        if self.probes > self.num_codewords:
-            raise ConfigError(
-                f"{self.label}.probes",
-                self.probes,
-                f"must be <= num_codewords = {self.num_codewords}",
-                "Lower probes or raise num_codewords.",
-            )
-        places = self.num_codewords * self.shortlist_size
-        if self.list_all and places < self.num_experts:
-            raise ConfigError(
-                f"{self.label}.list_all",
-                True,
-                f"needs a place for each of the {self.num_experts} experts, but all shortlists "
-                f"together have {places}",
-                "Raise num_codewords or shortlist_size, or leave list_all out.",
-            )
-        if self.center_tokens and self.codebook == "static":
-            raise ConfigError(
-                f"{self.label}.center_tokens",
-                True,
-                'needs a codebook that follows the mean, which one of kind "static" does not',
-                "Leave center_tokens out, or choose another codebook.",
             )
         if self.gate != "expert_choice" and self.capacity_factor != 1.0:
             raise ConfigError(

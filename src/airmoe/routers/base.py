@@ -332,14 +332,14 @@ def _after_load(module: nn.Module, _incompatible: object) -> None:
     module.on_parameters_changed()
 
 
-def init_centroids(centroids: Tensor, kind: CentroidInit, norm: float = 1.0) -> None:
-    """Gaussian directions of one norm, or Xavier as the paper's listing has it."""
+def init_centroids(centroids: Tensor, kind: CentroidInit) -> None:
+    """Gaussian directions of unit norm, or Xavier as the paper's listing has it."""
     with torch.no_grad():
         if kind == "xavier":
             nn.init.xavier_uniform_(centroids)
         else:
             nn.init.normal_(centroids)
-            centroids /= centroids.norm(dim=-1, keepdim=True) / norm
+            centroids /= centroids.norm(dim=-1, keepdim=True)
 
 
 @own_precision

@@ -129,11 +129,11 @@ class Codebook(Float32State):
 
     def assign(self, hidden: Tensor) -> Tensor:
         """Nearest codeword of each token: [T, D] -> [T] (Alg. 1, line 3)."""
-        return self.nearest(read_tokens("codebook", self.dim, hidden, None).hidden, 1).squeeze(-1)
+        return self.nearest(read_tokens("codebook", self.dim, hidden, None).hidden)
 
-    def nearest(self, hidden: Tensor, count: int) -> Tensor:
-        """The `count` nearest codewords, nearest first: [T, D] -> [T, count]."""
-        return assign(hidden, self.codewords, euclidean=self.euclidean, count=count)
+    def nearest(self, hidden: Tensor) -> Tensor:
+        """The same for tokens that were checked."""
+        return assign(hidden, self.codewords, euclidean=self.euclidean).squeeze(-1)
 
     @torch.no_grad()
     def update(self, hidden: Tensor, mask: Tensor | None = None) -> None:
@@ -185,7 +185,7 @@ class Codebook(Float32State):
 
     def _step(self, batch: GlobalBatch) -> None:
         """Alg. 2, lines 3-13: assign, EMA of counts and sums, replace the dead, project."""
-        codeword_ids = self.nearest(batch.hidden, 1).squeeze(-1)  # the same for a direction
+        codeword_ids = self.nearest(batch.hidden)  # the same for a direction
         keys = combine(self.seed, int(Stage.REPLACE), self.updates)
         codes = torch.arange(self.num_codewords, device=self.counts.device)
         spare = uniform_index(combine(keys, codes), batch.total)

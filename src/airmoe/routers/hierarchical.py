@@ -84,7 +84,7 @@ class HierarchicalRouter(CentroidRouter):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        init_centroids(self.cluster_centroids, self.config.centroid_init, self.config.centroid_norm)
+        init_centroids(self.cluster_centroids, self.config.centroid_init)
 
     def route(self, tokens: Tokens, plan: Plan) -> CellRouting:
         config, num_tokens = self.config, tokens.hidden.shape[0]

@@ -13,7 +13,6 @@ from airmoe.kernels.cells.reverse import ReverseIndex, make_reverse
 from airmoe.kernels.inverse_norms import inverse_norms
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.shortlist import top_m
-from airmoe.routers.coverage import cover
 from airmoe.routers.float32_state import Float32State
 
 Due = Literal["nothing", "norms", "lists"]  # lists: both
@@ -71,17 +70,13 @@ class ShortlistCache(Float32State):
         self.due = due
 
     @torch.no_grad()
-    def rebuild(
-        self, codewords: Tensor, centroids: Tensor, noise: Noise | None, *, list_all: bool
-    ) -> None:
-        """Alg. 1, lines 4-7, into the cache; with `list_all` nobody is left out who has room."""
+    def rebuild(self, codewords: Tensor, centroids: Tensor, noise: Noise | None) -> None:
+        """Alg. 1, lines 4-7, into the cache."""
         centroids = full_tensor(centroids.detach())
         self._renorm(centroids)
         scale = self.scale()
         size = self.experts.shape[1]
         top_m(codewords, centroids, size, inverse_norms=scale, noise=noise, out=self.experts)
-        if list_all:
-            self.experts.copy_(cover(self.experts, codewords, centroids, scale))
         self._make_reverse()
         self.settle()
 

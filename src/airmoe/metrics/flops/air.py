@@ -36,17 +36,15 @@ REFRESH: Part = "router refresh"
 def count_air(config: AirRouter.Config, workload: Workload, losses: RouterLosses) -> RouterCount:
     """Coarse stage, refresh and fine stage of one layer (Alg. 1 to 3)."""
     codewords, dim = config.num_codewords, config.dim
-    candidates = config.probes * config.shortlist_size
+    candidates = config.shortlist_size
     by_token = config.gate != "expert_choice"
-    fused = by_token and config.probes == 1
-    operator = "airmoe::cell_gates" if fused else "airmoe::cell_scores"
+    operator = "airmoe::cell_gates" if by_token else "airmoe::cell_scores"
     assignment = no_gradient(codewords, dim, "airmoe::nearest_codeword")
     active: float = config.top_k
     terms = [
-        *_mean(config, workload),
         *_codebook(config, workload),
         both(COARSE, "assignment for routing", assignment),
-        both(COARSE, "nearest codewords", top_k(codewords, config.probes)),
+        both(COARSE, "nearest codeword for routing", top_k(codewords, 1)),
         *_refresh(config, workload),
         *candidate_scores(config, candidates, operator),
     ]
@@ -70,19 +68,6 @@ def count_air(config: AirRouter.Config, workload: Workload, losses: RouterLosses
         terms.append(both(BALANCE, "cosines to codewords", product(codewords, dim, gradients=1)))
         terms += balance_of_cells("codewords", codewords)
     return RouterCount(tuple(terms), active, candidates, "airmoe::cell_experts")
-
-
-def _mean(config: AirRouter.Config, workload: Workload) -> Iterator[Term]:
-    """Tokens without their running mean, which moves like the codebook's sums."""
-    if not config.center_tokens:
-        return
-    moved, each = config.dim + 1, workload.micro_batches_per_token
-    yield both(COARSE, "sum and count of tokens", scatter(moved))
-    yield both(COARSE, "mean, decayed and weighed", multiply(2 * moved, gradient=False), each)
-    yield both(COARSE, "mean of old and new", add(moved), each)
-    # For the update, the assignment and the scores: a token is not kept without its mean.
-    without = add(config.dim), add(3 * config.dim)
-    yield Term(COARSE, "tokens without their mean", *without)
 
 
 def _codebook(config: AirRouter.Config, workload: Workload) -> Iterator[Term]:
@@ -116,11 +101,6 @@ def _refresh(config: AirRouter.Config, workload: Workload) -> Iterator[Term]:
         yield both(part, "jitter", add(pairs), times)
     best = top_k(experts, config.shortlist_size, lists=codewords)
     yield both(part, "shortlists", best, times)
-    if config.list_all:
-        nearest = no_gradient(pairs, dim, "airmoe::nearest_codeword")
-        yield both(part, "nearest codewords of experts", nearest, times)
-        listed = no_gradient(codewords * config.shortlist_size, dim, "airmoe::gather_dot")
-        yield both(part, "scores of listed experts", listed, times)
     if config.normalize_centroids:
         # Alg. 3 projects in every micro-batch; ours keeps the norms until the next step.
         unit = normalize(dim, experts)

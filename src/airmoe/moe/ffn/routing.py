@@ -38,12 +38,12 @@ class PatientAirRouter(AirRouter):
         """One cell for all tokens, whose pool are all experts."""
         device = tokens.hidden.device
         everyone = torch.arange(self.config.num_experts, device=device).unsqueeze(0)  # [1, E]
-        codeword_ids = torch.zeros(tokens.hidden.shape[0], 1, dtype=torch.int64, device=device)
+        codeword_ids = torch.zeros(tokens.hidden.shape[0], dtype=torch.int64, device=device)
         scale = None
         if self.config.normalize_centroids:
             scale = inverse_norms(full_tensor(self.centroids.detach()))
         key, codewords = self.current_noise_key(), self.codebook.codewords.clone()
-        return AirPlan(key, codeword_ids, everyone, scale, None, codewords, self._mean())
+        return AirPlan(key, codeword_ids, everyone, scale, None, codewords)
 
     def compiles(self, hidden: Tensor) -> bool:
         # A compiled plan has the sizes of the shortlists; a flag of Python's is noticed.

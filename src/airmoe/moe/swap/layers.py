@@ -26,7 +26,6 @@ class Layer(Protocol):
     num_codewords: int
     shortlist_size: int
     least_size: int  # the smallest shortlist that its rules allow
-    probes: int
     keeps_candidates: bool  # one of the exact top-K that is a candidate is always chosen
 
     def new_codebook(self, num_codewords: int) -> Codebook:
@@ -72,7 +71,7 @@ class SwappedLayer:
         self.module: Any = router
         self.dim, self.num_experts = router.hidden_dim, router.num_experts
         self.num_codewords = router.codebook.num_codewords
-        self.shortlist_size, self.probes = router.shortlist_size, 1
+        self.shortlist_size = router.shortlist_size
         self.keeps_candidates = router.keeps_candidates
         self.least_size = min(router.least_shortlist(router), router.num_experts)
 
@@ -113,7 +112,7 @@ class AirLayer:
         self.module: Any = router
         self.dim, self.num_experts = config.dim, config.num_experts
         self.num_codewords, self.shortlist_size = config.num_codewords, config.shortlist_size
-        self.least_size, self.probes = config.top_k, config.probes
+        self.least_size = config.top_k
         self.keeps_candidates = True
         self._hook: Any = None  # in place while its answers are exact
 
@@ -168,14 +167,6 @@ def find_layers(model: nn.Module) -> list[Layer]:
             "Call airmoe.swap_routers or airmoe.swap_ffn first.",
         )
     for layer in found:
-        if getattr(layer.module, "token_mean", None) is not None:
-            raise ConfigError(
-                "calibrate.model",
-                f"{layer.name!r} with center_tokens",
-                "must route tokens as they are: codebooks are fitted to those, not to tokens less "
-                "a mean that is learned in training",
-                "Train it instead, or leave center_tokens out.",
-            )
         if any(tensor.is_meta for tensor in layer.module.state_dict().values()):
             raise ConfigError(
                 "calibrate.model",

@@ -180,11 +180,11 @@ class ShortlistRouter(_Base):
         """Score hidden [T, D] against their codeword's shortlist: [T, E] float32 or wider."""
         # A token of NaN has no nearest codeword; its logits are NaN all the same.
         finite = read_tokens("router", self.hidden_dim, hidden.detach(), None, own=False).hidden
-        codeword_ids = self.codebook.nearest(finite, 1)  # [T, 1]
-        cells = make_cells(codeword_ids, shortlists)
+        codeword_ids = self.codebook.nearest(finite)  # [T]
+        cells = make_cells(codeword_ids.unsqueeze(-1), shortlists)
         scores = cell_scores(hidden, full_tensor(self.weight), cells)  # [T, M], sorted by cell
         scores = scores.index_select(0, cells.order.argsort())
-        candidates = shortlists[codeword_ids.squeeze(-1)]  # [T, M]
+        candidates = shortlists[codeword_ids]  # [T, M]
         bias = self.expert_bias
         if bias is not None:
             scores = scores + bias.to(scores.dtype)[candidates]

@@ -50,11 +50,10 @@ def measure(layer: Layer, codebook: Codebook, hidden: Tensor, size: int) -> Qual
         exact = layer.chosen(logits)  # [t, K]
         found = layer.chosen(logits.masked_fill(outside, -torch.inf))
         right = torch.zeros_like(outside).scatter_(1, exact, True)
-        nearest = codeword_ids[:, 0]
-        used, place = nearest.unique(return_inverse=True)
+        used, place = codeword_ids.unique(return_inverse=True)
         listed = layer.ranking(reach[used])[:, :size]
         kept = layer.masses(layer.logits(reach[used])).gather(1, listed).sum(1)  # [g]
-        error = (hidden[rows].to(logits.dtype) - reach[nearest]).norm(dim=1)
+        error = (hidden[rows].to(logits.dtype) - reach[codeword_ids]).norm(dim=1)
         parts.append(
             (
                 rows,
@@ -120,26 +119,23 @@ def over_ranks(count: int, device: torch.device) -> int:
 def codewords_to_try(layer: Layer, total: int) -> list[int]:
     """A quarter, half and twice as many codewords as now, where there are tokens for them."""
     now = layer.num_codewords
-    others = {max(layer.probes, now // 4), max(layer.probes, now // 2), 2 * now}
+    others = {max(1, now // 4), max(1, now // 2), 2 * now}
     return sorted({now, *(count for count in others if 4 * count <= total)})
 
 
 def _ranked(
     layer: Layer, codebook: Codebook, hidden: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Chunks of (rows [t], codeword_ids [t, probes], exact logits [t, E], ranks [t, E]).
+    """Chunks of (rows [t], codeword_ids [t], exact logits [t, E], ranks [t, E]).
 
-    The rank of an expert is its best place in the orders of the token's codewords: a shortlist of
+    The rank of an expert is its place in the order of the token's codeword: a shortlist of
     M holds the ranks below M. Tokens come by codeword, so that few orders are needed at a time.
     """
     reach = layer.representatives(codebook)
-    codeword_ids = codebook.nearest(hidden, layer.probes)  # [T, probes]
-    by_codeword = codeword_ids[:, 0].argsort(stable=True)
+    codeword_ids = codebook.nearest(hidden)  # [T]
+    by_codeword = codeword_ids.argsort(stable=True)
     for rows in by_codeword.split(max(1, CHUNK_ELEMENTS // layer.num_experts)):
         ids = codeword_ids[rows]
-        used, places = ids.unique(return_inverse=True)  # places [t, probes]
+        used, places = ids.unique(return_inverse=True)  # places [t]
         ranks = layer.ranking(reach[used]).argsort(-1)  # [g, E]
-        best = ranks[places[:, 0]]
-        for probe in range(1, layer.probes):
-            best = best.minimum(ranks[places[:, probe]])
-        yield rows, ids, layer.logits(hidden[rows]), best
+        yield rows, ids, layer.logits(hidden[rows]), ranks[places]
