@@ -12,15 +12,14 @@ from rich.console import Console
 
 from airmoe.experiments.suites import make_plan
 from airmoe.experiments.suites.folder import SuiteFolder
-from airmoe.experiments.suites.pace import (
-    Countdown,
+from airmoe.experiments.suites.progress import (
+    Board,
     Pace,
     duration,
     last_lines,
     pace_of,
     suite_left,
 )
-from airmoe.experiments.suites.progress import Board
 
 
 def test_times() -> None:
@@ -31,21 +30,6 @@ def test_times() -> None:
     # 90 to go, then one run of the mean of 100 and 120, then three quarters of one.
     assert suite_left([100.0], pace, [None, pace]) == 90.0 + 110.0 + 0.75 * 110.0
     assert duration(None) == "?" and duration(3725.4) == "1:02:05"
-
-
-def test_the_countdown_runs_between_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    countdown = Countdown()
-    pace = Pace(step=10, steps=40, seconds=30.0)
-    assert countdown.advanced(pace).left == 90.0
-    now += 25
-    assert countdown.advanced(pace).left == 65.0
-    assert countdown.advanced(pace).whole == pace.whole
-    pace = Pace(step=20, steps=40, seconds=60.0)
-    assert countdown.advanced(pace).left == 60.0
-    now += 100
-    assert countdown.advanced(pace).left == 0.0
 
 
 def test_a_growing_log_is_read(tmp_path: Path) -> None:
@@ -80,8 +64,7 @@ def board(tmp_path: Path) -> Board:
     return Board(SuiteFolder(tmp_path), plan.runs, 360, console)
 
 
-def test_the_line_of_a_run(board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.monotonic", lambda: 5.0)
+def test_the_line_of_a_run(board: Board, tmp_path: Path) -> None:
     peer = make_plan("main", "tiny").runs[1]
     # Four runs of 100 seconds to go.
     assert board.line(peer) == "peer-seed42  step 0/360  ? left  suite 0:06:40 left"

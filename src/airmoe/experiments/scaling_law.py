@@ -10,9 +10,8 @@ import numpy as np
 from airmoe.errors import ConfigError
 
 SMALLEST_POWER, LARGEST_POWER = 1e-3, 10.0
-GRID = 400  # powers tried before the best of them is refined
-REFINEMENTS = 80  # of the golden section; each leaves 0.618 of the interval
-GOLDEN = (5**0.5 - 1) / 2
+GRID = 400  # powers tried, first in the whole range, then between the neighbours of the best
+REFINEMENTS = 5
 CONSTANTS = 3
 
 
@@ -60,15 +59,15 @@ def fit_scaling_law(granularities: Sequence[float], losses: Sequence[float]) -> 
         )
     if not (np.isfinite(values).all() and (amounts > 0).all()):
         raise ConfigError("granularity", list(losses), "must have finite losses", "Leave it out.")
-    grid = np.geomspace(SMALLEST_POWER, LARGEST_POWER, GRID)
-    errors = [_linear(amounts, values, power).error for power in grid]
-    best = int(np.argmin(errors))
-    low, high = grid[max(best - 1, 0)], grid[min(best + 1, GRID - 1)]
-    power = _golden_section(amounts, values, float(low), float(high))
-    found = _linear(amounts, values, power)
+    low, high, power = SMALLEST_POWER, LARGEST_POWER, SMALLEST_POWER
+    for _ in range(REFINEMENTS):
+        grid = np.geomspace(low, high, GRID)
+        best = int(np.argmin([_linear(amounts, values, one).error for one in grid]))
+        low, power, high = grid[max(best - 1, 0)], grid[best], grid[min(best + 1, GRID - 1)]
+    found = _linear(amounts, values, float(power))
     return ScalingLaw(
         a=found.a,
-        b=power,
+        b=float(power),
         c=found.c,
         residual=float(np.sqrt(found.error / len(values))),
         points=len(values),
@@ -97,13 +96,3 @@ def _linear(amounts: np.ndarray, values: np.ndarray, power: float) -> _Linear:
 
 def _candidate(falling: np.ndarray, values: np.ndarray, a: float, c: float) -> _Linear:
     return _Linear(a, c, float(((a * falling + c - values) ** 2).sum()))
-
-
-def _golden_section(amounts: np.ndarray, values: np.ndarray, low: float, high: float) -> float:
-    for _ in range(REFINEMENTS):
-        left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
-        if _linear(amounts, values, left).error <= _linear(amounts, values, right).error:
-            high = right
-        else:
-            low = left
-    return (low + high) / 2

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from airmoe.experiments.presets import preset
 from airmoe.experiments.report import metrics
 from airmoe.experiments.report.corpora import corpus_of, known_text
-from airmoe.experiments.report.groups import Group, flat, options_of
+from airmoe.experiments.report.groups import Group, options_of
 from airmoe.experiments.report.metrics import Metric, Summary, Unit, summarize, unit_of, written
 from airmoe.experiments.report.names import title_of
 from airmoe.experiments.report.paper import DEVICES, PRECISION, RUNS, paper_cell
 from airmoe.experiments.report.record import Run
 from airmoe.experiments.report.tables import Cell, Table, note_on_test
 from airmoe.experiments.suites import SUITES
+from airmoe.experiments.suites.folder import flat
 
 # Field of the paper's cell, our columns. The test text may be nearer to the paper's than ours is.
 COMPARED: tuple[tuple[str, tuple[Metric, ...]], ...] = (

@@ -26,22 +26,14 @@ KNOWN = {
         "WikiText-103's validation split in its tokenised form, while training and validation text "
         "are plain",
     ),
-    "84ccc1c7bfb2036e2d4ee2a8f33c132c660a1c8c9a53c31164b6f97961281b20": Text(
-        f"30 MB of the {WIKIPEDIA}"
-    ),
 }
-# Of the time before runs noted it; nobody else's folder has this name.
-WITHOUT_HASH = {"wikipedia-10m": Text(f"10 M tokens of the {WIKIPEDIA}")}
 # Options of a run that decide what is prepared, and nothing where that was done before.
 PREPARING = ("data.corpus", "data.validation", "data.validation_fraction", "data.max_tokens")
 
 
 def known_text(run: Run) -> Text | None:
     """What is known of the text of a run."""
-    if run.data_sha256 is not None:
-        return KNOWN.get(run.data_sha256)
-    folder = run.config["data"].get("folder")
-    return WITHOUT_HASH.get(Path(folder).name) if folder is not None else None
+    return KNOWN.get(run.data_sha256 or "")
 
 
 def corpus_title(run: Run) -> str:

@@ -16,6 +16,7 @@ from airmoe.experiments.report.corpora import PREPARING, corpus_title, own_recip
 from airmoe.experiments.report.names import place_of
 from airmoe.experiments.report.record import OLD_BALANCE, Run, is_current
 from airmoe.experiments.suites import SUITES
+from airmoe.experiments.suites.folder import flat
 
 MOST_NAMED = 4  # differing settings in one line
 SEEDS = "training.seed"
@@ -224,17 +225,6 @@ def options_of(run: Run) -> dict[str, Any]:
     with_a_say = {key: value for key, value in options.items() if key not in PREPARING}
     told = ("corpus", "split_rule", "max_tokens")
     return with_a_say | {f"text.{name}": recipe.get(name) for name in told}
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as `section.option` -> value."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found
 
 
 def _differences(group: Group) -> list[str]:

@@ -43,8 +43,9 @@ class Style:
     marker: str
 
 
-# The colours of Okabe and Ito that show on white; every line has its own marker as well.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Of Okabe and Ito those that show on white, then of Tol; every line has its own marker as well.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#E69F00", "#56B4E9")
+COLOURS += ("#882255", "#999933", "#332288")
 GREY = "#767676"
 DASHES = (
     *("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1)), (0, (8, 3)), (0, (2, 2))),
@@ -53,17 +54,6 @@ DASHES = (
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*", "h", "d", "8")
 EXACT = Style(GREY, (0, (4, 1.5)), "x")  # scores all experts: the paper greys it out
-SLOTS = {
-    "air": 0,
-    "peer": 1,
-    "hierarchical": 2,
-    "coarse": 3,
-    "no_projection": 4,
-    "static": 1,
-    "expert_choice": 3,
-    "euclidean": 2,
-    "dense": 5,
-}
 
 
 def method_of(model: dict[str, Any]) -> str:
@@ -125,18 +115,10 @@ def style_at(slot: int) -> Style:
 
 
 def styles_of(variants: Sequence[str]) -> dict[str, Style]:
-    """Of the lines of one figure: a known variant's own, the others by their place among the rest.
-
-    Two known ones that no suite brings together may share a style: the second gets another.
-    """
-    styles: dict[str, Style] = {}
-    for variant in variants:
-        own = EXACT if variant == "exact" else None
-        own = style_at(SLOTS[variant]) if variant in SLOTS else own
-        if own is not None and own not in styles.values():
-            styles[variant] = own
-    free = (style for slot in count() if (style := style_at(slot)) not in styles.values())
-    for variant in variants:
-        if variant not in styles:
-            styles[variant] = next(free)
-    return styles
+    """Of the lines of one figure: a known variant has its own in all, the others those left."""
+    slots = {one: ORDER.index(one) for one in variants if one in ORDER and one != "exact"}
+    free = (slot for slot in count() if slot not in slots.values())
+    return {
+        one: EXACT if one == "exact" else style_at(slots[one] if one in slots else next(free))
+        for one in variants
+    }

@@ -9,7 +9,7 @@ from typing import Any
 
 from airmoe.experiments.report import metrics
 from airmoe.experiments.report.corpora import known_text
-from airmoe.experiments.report.groups import Group, flat, options_of
+from airmoe.experiments.report.groups import Group, options_of
 from airmoe.experiments.report.metrics import (
     DASH,
     Metric,
@@ -21,6 +21,7 @@ from airmoe.experiments.report.metrics import (
 )
 from airmoe.experiments.report.names import granularity_of, title_of
 from airmoe.experiments.report.record import Run
+from airmoe.experiments.suites.folder import flat
 
 COSTS = (metrics.SECONDS, metrics.SPEED, metrics.MEMORY)
 MAIN = (

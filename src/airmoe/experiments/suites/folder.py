@@ -89,7 +89,7 @@ def locked_suite(path: Path) -> Iterator[None]:
 
 def differences(before: Any, now: Any) -> str:
     """The keys in which two settings differ, with both values, in words."""
-    old, new = _flat(before), _flat(now)
+    old, new = flat(before), flat(now)
     missing = "nothing"
     return ", ".join(
         f"{key} = {json.dumps(old[key]) if key in old else missing} (now "
@@ -99,13 +99,14 @@ def differences(before: Any, now: Any) -> str:
     )
 
 
-def _flat(values: Any, path: str = "") -> dict[str, Any]:
+def flat(values: Any, path: str = "") -> dict[str, Any]:
+    """Nested settings as `section.option` -> value."""
     if not isinstance(values, dict) or not values:
         return {path: values}
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= _flat(value, f"{path}.{name}" if path else name)
-    return flat
+        found |= flat(value, f"{path}.{name}" if path else name)
+    return found
 
 
 def _to_json(plan: Plan) -> dict[str, Any]:

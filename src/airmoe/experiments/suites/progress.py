@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from rich.console import Console
@@ -13,19 +18,76 @@ from rich.text import Text
 
 from airmoe.errors import visible
 from airmoe.experiments.suites.folder import SuiteFolder
-from airmoe.experiments.suites.pace import (
-    Countdown,
-    Pace,
-    duration,
-    last_lines,
-    pace_of,
-    suite_left,
-)
 from airmoe.experiments.suites.plan import PlannedRun
 from airmoe.training.display import say, summary
 from airmoe.training.run_folder import read_result
 
 SHOWN = ("loss", "perplexity", "tokens_per_second")
+TAIL_BYTES = 2**16  # some hundred lines
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Where a run is, by the last line of its log."""
+
+    step: int
+    steps: int  # in all
+    seconds: float  # until that step
+
+    @property
+    def whole(self) -> float:
+        """Seconds of the whole run at this speed."""
+        return self.seconds / self.step * self.steps
+
+    @property
+    def left(self) -> float:
+        return self.whole - self.seconds
+
+
+def last_lines(log: Path) -> list[dict[str, Any]]:
+    """The last lines of a log that may be growing, or not there yet; damaged ones are skipped."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, 2)
+            start = file.seek(max(0, size - TAIL_BYTES))
+            texts = file.read().split(b"\n")
+    except FileNotFoundError:
+        return []
+    found = []
+    # The first may have been cut by us, and the last is still being written.
+    for text in texts[1 if start else 0 : -1]:
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict) and "step" in line:
+            found.append(line)
+    return found
+
+
+def pace_of(lines: Sequence[dict[str, Any]], steps: int) -> Pace | None:
+    """None before the first line."""
+    return Pace(lines[-1]["step"], steps, lines[-1]["seconds"]) if lines else None
+
+
+def suite_left(
+    finished: Sequence[float], current: Pace | None, waiting: Sequence[Pace | None]
+) -> float | None:
+    """Seconds until a suite is over, None while nothing is known.
+
+    `finished` are seconds of whole runs. A waiting run takes as long as the known ones do on
+    average, less what it did before it was stopped.
+    """
+    known = [*finished, *([current.whole] if current else [])]
+    if not known:
+        return None
+    shares = sum(1 - pace.step / pace.steps if pace else 1.0 for pace in waiting)
+    return (current.left if current else 0.0) + shares * mean(known)
+
+
+def duration(seconds: float | None) -> str:
+    """h:mm:ss, or a question mark."""
+    return "?" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
 class Board:
@@ -37,7 +99,6 @@ class Board:
         self._suite, self._runs, self._steps, self._console = suite, runs, steps, console
         self._messages: dict[str, str] = {}  # why runs failed
         self._results: dict[str, dict[str, Any]] = {}
-        self._countdown = Countdown()
 
     def already_finished(self, run: PlannedRun) -> None:
         self._say(f"{run.folder}  done before  {self._final_numbers(run)}")
@@ -45,7 +106,6 @@ class Board:
     @contextmanager
     def running(self, run: PlannedRun) -> Iterator[None]:
         """Show a run while it goes on."""
-        self._countdown = Countdown()
         if not self._console.is_terminal:
             self._say(self.line(run))
             yield
@@ -70,10 +130,8 @@ class Board:
 
     def line(self, run: PlannedRun) -> str:
         """A run that goes on: how far, how well, how fast, how long to go."""
-        lines = last_lines(self._suite.run(run.folder) / "log.jsonl")
+        lines = self._log(run)
         pace = pace_of(lines, self._steps)
-        if pace is not None:
-            pace = self._countdown.advanced(pace)
         newest = {
             name: line[name] for line in lines for name in SHOWN if line.get(name) is not None
         }
@@ -106,6 +164,9 @@ class Board:
     def _say(self, text: str) -> None:
         say(self._console, text)
 
+    def _log(self, run: PlannedRun) -> list[dict[str, Any]]:
+        return last_lines(self._suite.run(run.folder) / "log.jsonl")
+
     def _result(self, run: PlannedRun) -> dict[str, Any]:
         """Read once: it holds the whole log, and a line on a terminal is made twice a second."""
         if run.folder not in self._results:
@@ -114,13 +175,9 @@ class Board:
 
     def _final_numbers(self, run: PlannedRun) -> str:
         result = self._result(run)
-        best, step = result["best"], result["last"]["step"]
-        numbers = {
-            "loss": best["loss"],
-            "perplexity": best["perplexity"],
-            "tokens_per_second": result["tokens_per_second"],
-        }
-        return f"step {step}/{step}  {summary(numbers)}  took {duration(result['seconds'])}"
+        step, numbers = result["last"]["step"], {**result["best"], **result}
+        shown = summary({name: numbers[name] for name in SHOWN})
+        return f"step {step}/{step}  {shown}  took {duration(result['seconds'])}"
 
     def _time_left(self, current: PlannedRun | None = None, pace: Pace | None = None) -> str:
         """Of the suite, while `current` goes on at that pace."""
@@ -132,6 +189,5 @@ class Board:
             if self._suite.state(run.folder) == "finished":
                 finished.append(self._result(run)["seconds"])
             elif run != current or pace is None:
-                log = self._suite.run(run.folder) / "log.jsonl"
-                waiting.append(pace_of(last_lines(log), self._steps))
+                waiting.append(pace_of(self._log(run), self._steps))
         return f"suite {duration(suite_left(finished, pace, waiting))} left"

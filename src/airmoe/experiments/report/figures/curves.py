@@ -288,6 +288,6 @@ def _log_axis(axes: Axes, values: Sequence[float]) -> None:
     axes.set_yscale("log")
     if max(values) / min(values) > 1e4 or min(values) < 1e-2:
         return
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
