@@ -28,7 +28,7 @@ COMPARED: tuple[tuple[str, tuple[Metric, ...]], ...] = (
 # Said in words of their own, or of no influence on the result.
 SAID = ("data.corpus", "data.folder", "data.max_tokens", "training.steps", "training.epochs")
 SAID += ("text.corpus", "text.split_rule", "text.max_tokens")
-SAID += ("training.precision", "training.seed", "training.log_every", "training.tensorboard")
+SAID += ("training.precision", "training.seed", "training.log_every")
 SAID += ("training.save_every", "training.keep_checkpoints", "training.quality_tokens")
 SAME_LENGTH = 0.02  # epochs end where the text does
 

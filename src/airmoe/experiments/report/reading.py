@@ -40,6 +40,7 @@ REMAINS = ("run.json.draft", "result.json.draft", "suite.json.draft", "checkpoin
 HALF_WRITTEN = "is half written: no run.json"
 NEVER_RUNS = ("tensorboard", "report", "figures")
 PATHS = ("corpus", "folder", "validation", "tokenizer")  # options of data that may be paths
+TRACKING = ("tensorboard", "track")  # options of training
 WRONG_JSON = (ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -300,12 +301,14 @@ def finished_run(member: Member, about: dict[str, Any], result: dict[str, Any]) 
 
 
 def _portable(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings without the folders of one machine: of an absolute path only the name stays."""
+    """Settings without the folders of one machine (of an absolute path only the name stays) and
+    without those that say where log lines go."""
     data = {
         key: Path(value).name if key in PATHS and str(value).startswith("/") else value
         for key, value in config["data"].items()
     }
-    return config | {"data": data}
+    training = {key: value for key, value in config["training"].items() if key not in TRACKING}
+    return config | {"data": data, "training": training}
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, float | None]:
