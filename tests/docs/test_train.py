@@ -18,7 +18,7 @@ from airmoe import cli
 from airmoe.data.shards import SHARD_TOKENS
 from airmoe.experiments import PRESETS, preset
 from airmoe.experiments.method_runs import method_run
-from airmoe.kernels.linear_cross_entropy.reference import CPU_CHUNK_BYTES, CUDA_CHUNK_BYTES
+from airmoe.kernels.linear_cross_entropy import CPU_CHUNK_BYTES, CUDA_CHUNK_BYTES
 from airmoe.model import METHODS
 from airmoe.training.callbacks import Recorder
 from airmoe.training.run_log import read_log

@@ -8,14 +8,13 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from airmoe.kernels.assign import assign
+from airmoe.kernels.assign import assign, nearest_codeword
 from airmoe.kernels.backend import use_backend
 from tests.tolerance import assert_top_k, score_slack
 
 pytest.importorskip("triton")
-from airmoe.kernels.assign import operator, small_batch_triton
-from airmoe.kernels.assign.operator import nearest_codeword
-from airmoe.kernels.assign.triton import bfloat16_parts
+from airmoe.kernels import assign_triton
+from airmoe.kernels.device_triton import bfloat16_parts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -23,7 +22,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture(params=["small batch", "large batch"])
 def _both_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of either size of batch, whatever the number of tokens."""
-    monkeypatch.setattr(operator, "SMALL_BATCH", 64 if request.param == "small batch" else 0)
+    module = "airmoe.kernels.assign.SMALL_BATCH"
+    monkeypatch.setattr(module, 64 if request.param == "small batch" else 0)
 
 
 def similarity(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
@@ -115,7 +115,7 @@ def test_candidates_are_compared_block_by_block(
     euclidean: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal candidates in one block, and in one place of two blocks, and in another place."""
-    monkeypatch.setattr(small_batch_triton, "COMPARE_BLOCK", 4)
+    monkeypatch.setattr(assign_triton, "COMPARE_BLOCK", 4)
     words = torch.eye(200, 16, device=DEVICE) * 0
     hidden = torch.eye(16, device=DEVICE)[:5]
     for column, ids in enumerate([(9, 18), (10, 42, 107), (70, 8 * 12 + 1), (33, 34)]):

@@ -19,6 +19,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AIRMOE_BACKEND", raising=False)
+    backend._decide.cache_clear()
     backend._say_once.cache_clear()
 
 
@@ -91,6 +92,7 @@ def test_a_gpu_without_triton(
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda _name: None)
     with caplog.at_level(logging.WARNING, "airmoe"):
         assert backend_for(CUDA, torch.float32) == "reference"
+    backend._decide.cache_clear()
     assert "pip install 'airmoe[kernels]'" in caplog.text
 
 

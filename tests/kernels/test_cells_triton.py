@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import pytest
@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from airmoe.errors import ConfigError
+from airmoe.kernels import row_products_triton
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.cell_experts import Activation, cell_experts, is_gated
+from airmoe.kernels.cell_experts import cell_experts
 from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
-from airmoe.kernels.cells import Cells, make_cells, parts_triton, sort_by_cell
-from airmoe.kernels.cells.parts_triton import make_parts
-from airmoe.kernels.cells.reverse import make_reverse
-from airmoe.kernels.cells.tiles import block_rows, make_tiles, row_tiles
-from airmoe.kernels.cells.used_triton import counts_per_entry, used_entries
+from airmoe.kernels.cells import Cells, make_cells, sort_by_cell
+from airmoe.kernels.expert_tables import Activation, ExpertTables, is_gated
+from airmoe.kernels.layout import block_rows, make_reverse, row_tiles
+from airmoe.kernels.layout_triton import counts_per_entry, used_entries
 from airmoe.kernels.noise import Noise, Stage, make_noise
-from airmoe.kernels.select import top_k_gates
-from airmoe.kernels.select.reference import chosen_mask
+from airmoe.kernels.row_products_triton import make_parts
+from airmoe.kernels.top_k import chosen_mask, top_k_gates
 from tests.interpreter import exact_products
 from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_no_worse
 
@@ -118,13 +118,17 @@ def run(
     return found | {f"grad {key}": grad for key, grad in zip(leaves, grads, strict=True)}
 
 
+def tables_of(given: Found, activation: Activation, size: int = 1) -> ExpertTables:
+    return ExpertTables(given.get("gate"), given["up"], given["down"], activation, size)
+
+
 # -- layout ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_tiles_cover_every_row_once(case: Case) -> None:
     cells = case.cells()
-    tiles = make_tiles(cells.offsets, cells.token_ids.shape[0])
+    tiles = row_tiles(cells.offsets, cells.token_ids.shape[0])
     rows = tiles.rows.view(-1, tiles.block)
     assert sorted(rows[rows >= 0].tolist()) == list(range(sum(case.sizes)))
     cell_of_row = cells.cell_of_row().tolist()
@@ -143,7 +147,8 @@ def test_block_sizes_follow_the_mean_cell() -> None:
 
 @pytest.mark.parametrize("part_bytes", [5, 300, 1 << 20])  # 5: more parts than entries
 def test_reverse_index_and_its_parts(part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pools = CASES["ragged"].cells().pools[:4]
+    cells = CASES["ragged"].cells()
+    pools = cells.pools[:4]
     reverse = make_reverse(pools, 70)
     starts = reverse.starts.tolist()
     entries = reverse.entries.tolist()
@@ -152,8 +157,8 @@ def test_reverse_index_and_its_parts(part_bytes: int, monkeypatch: pytest.Monkey
     for expert in range(70):
         own = entries[starts[expert] : starts[expert + 1]]
         assert own == [place for place, owner in enumerate(flat) if owner == expert]
-    monkeypatch.setattr(parts_triton, "PART_BYTES", part_bytes)
-    parts = make_parts(reverse, pools, 100, 8)
+    monkeypatch.setattr(row_products_triton, "PART_BYTES", part_bytes)
+    parts = make_parts(replace(cells.layout(), pools=pools), reverse, 8)
     experts, positions, shifts = (
         table.tolist() for table in (parts.experts, parts.positions, parts.shifts)
     )
@@ -246,10 +251,7 @@ def test_more_than_2_31_scores() -> None:
     hidden = torch.randn(rows, dim, device=DEVICE).bfloat16()
     valid = torch.ones(rows, dtype=torch.bool, device=DEVICE)
     found = cell_gates(hidden, tables["centroids"], cells, valid, top_k)
-    output = cell_experts(
-        hidden, tables["gate"], tables["up"], tables["down"], found.gates, cells,
-        activation="swiglu", expert_size=1,
-    )  # fmt: skip
+    output = cell_experts(hidden, tables_of(tables, "swiglu"), found.gates, cells)
     for row in (0, rows // 2, rows - 1):
         token = cells.token_ids[row]
         state = hidden[token].double()
@@ -452,11 +454,8 @@ def test_experts(case: Case, dtype: torch.dtype) -> None:
 
     def experts(leaves: Found) -> Found:
         gates = leaves["scores"].square() * mask
-        output = cell_experts(
-            leaves["hidden"], leaves.get("gate"), leaves["up"], leaves["down"], gates, cells,
-            activation=case.activation, expert_size=case.expert_size,
-        )  # fmt: skip
-        return {"output": output}
+        tables = tables_of(leaves, case.activation, case.expert_size)
+        return {"output": cell_experts(leaves["hidden"], tables, gates, cells)}
 
     exact, plain = run(experts, inputs, torch.float64), run(experts, inputs, dtype)
     with use_backend("triton"):
@@ -478,12 +477,8 @@ def test_extreme_experts(activation: Activation, dtype: torch.dtype) -> None:
 
     def experts(leaves: Found) -> Found:
         gates = leaves["scores"].square() / 8 * mask
-        return {
-            "output": cell_experts(
-                leaves["hidden"], leaves.get("gate"), leaves["up"], leaves["down"], gates, cells,
-                activation=activation,
-            )
-        }  # fmt: skip
+        tables = tables_of(leaves, activation)
+        return {"output": cell_experts(leaves["hidden"], tables, gates, cells)}
 
     exact, plain = run(experts, inputs, torch.float64), run(experts, inputs, dtype)
     for name, value in plain.items():
@@ -505,11 +500,9 @@ def test_experts_that_pass_over_entries_nobody_chose(case: Case, dtype: torch.dt
 
     def experts(counts: Tensor | None) -> Callable[[Found], Found]:
         def function(leaves: Found) -> Found:
-            output = cell_experts(
-                leaves["hidden"], leaves.get("gate"), leaves["up"], leaves["down"],
-                leaves["scores"].square() * mask, cells, activation=case.activation, counts=counts,
-            )  # fmt: skip
-            return {"output": output}
+            tables = tables_of(leaves, case.activation)
+            gates = leaves["scores"].square() * mask
+            return {"output": cell_experts(leaves["hidden"], tables, gates, cells, counts=counts)}
 
         return function
 
@@ -524,12 +517,12 @@ def test_weight_gradients_in_many_parts(monkeypatch: pytest.MonkeyPatch) -> None
     cells, inputs = case.cells(), expert_inputs(case, torch.float32)
 
     def experts(leaves: Found) -> Found:
-        hidden, up, down, gate, gates = leaves.values()
-        return {"output": cell_experts(hidden, gate, up, down, gates, cells, activation="swiglu")}
+        tables = tables_of(leaves, case.activation)
+        return {"output": cell_experts(leaves["hidden"], tables, leaves["scores"], cells)}
 
     with use_backend("triton"), exact_products():
         whole = run(experts, inputs, torch.float32)
-        monkeypatch.setattr(parts_triton, "PART_BYTES", 5000)
+        monkeypatch.setattr(row_products_triton, "PART_BYTES", 5000)
         parts = run(experts, inputs, torch.float32)
     for name, value in whole.items():
         assert torch.equal(parts[name], value), name
@@ -541,11 +534,8 @@ def test_what_is_frozen_gets_no_gradient() -> None:
     inputs["hidden"].requires_grad_()
     inputs["down"].requires_grad_()
     with use_backend("triton"):
-        output = cell_experts(
-            inputs["hidden"], inputs["gate"], inputs["up"], inputs["down"], inputs["scores"],
-            cells, activation="swiglu",
-        )  # fmt: skip
-        output.sum().backward()
+        tables = tables_of(inputs, "swiglu")
+        cell_experts(inputs["hidden"], tables, inputs["scores"], cells).sum().backward()
     assert inputs["up"].grad is None and inputs["scores"].grad is None
     assert inputs["hidden"].grad is not None and inputs["down"].grad is not None
 

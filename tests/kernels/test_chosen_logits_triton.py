@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.chosen_logits import chosen_logits
+from airmoe.kernels.chosen_logits import chosen_logits, chosen_logits_op
 from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good, captured
 
 pytest.importorskip("triton")
-from airmoe.kernels.chosen_logits import operator
-from airmoe.kernels.rows import triton as rows
+from airmoe.kernels import rows_triton
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ normalized = pytest.mark.parametrize("normalize", [True, False], ids=["unit", "p
 @pytest.fixture
 def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of more than 16 entries are summed in parts, as those of a large batch are."""
-    monkeypatch.setattr(rows, "PART_ENTRIES", 16)
+    monkeypatch.setattr(rows_triton, "PART_ENTRIES", 16)
 
 
 def logits_of(normalize: bool) -> Callable[[Found], Found]:
@@ -140,7 +139,7 @@ def test_strided_operands_and_short_ids() -> None:
 def test_frozen_operands_cost_nothing(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = CASES["odd"].inputs(torch.float32)
     free = "hidden" if frozen == "experts" else "experts"
-    monkeypatch.setattr(operator, "table_grads" if frozen == "experts" else "row_totals", None)
+    monkeypatch.setattr(rows_triton, "table_grads" if frozen == "experts" else "row_totals", None)
 
     def logits(given: Found) -> Found:
         both = given | {frozen: inputs[frozen].to(given[free].dtype), "ids": inputs["ids"]}
@@ -156,7 +155,7 @@ def test_the_operator_compiles_and_repeats_itself(normalize: bool) -> None:
     floats = [inputs[name].requires_grad_() for name in ("hidden", "experts")]
 
     def function(hidden: Tensor, experts: Tensor) -> Tensor:
-        return operator.chosen_logits(hidden, experts, inputs["ids"], normalize)
+        return chosen_logits_op(hidden, experts, inputs["ids"], normalize)
 
     def run(function: Callable[..., Tensor]) -> tuple[Any, ...]:
         value = function(*floats)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from airmoe import AirRouter
+from airmoe.kernels import expert_choice_triton
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.cell_gates import CellGates, cell_gates, expert_choice_triton
+from airmoe.kernels.cell_gates import CellGates, cell_gates
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import Cells, make_cells
 from airmoe.kernels.noise import Noise, Stage, make_noise

@@ -11,14 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.cells import Cells, make_cells
-from airmoe.kernels.cells.reference import find_offsets
-from airmoe.kernels.cells.tiles import RowTiles, make_tiles, row_tiles
+from airmoe.kernels.cells import Cells, cell_offsets_op, make_cells
+from airmoe.kernels.layout import RowTiles, row_tiles, row_tiles_op
 from tests.kernels.comparison import DEVICE
 
 pytest.importorskip("triton")
-from airmoe.kernels.cells.layout_triton import cell_offsets_op, row_tiles_op
-
 BLOCKS = [32, 64]
 
 
@@ -37,7 +34,12 @@ def assert_same_tiles(found: RowTiles, wanted: RowTiles) -> None:
 def check_tiles(offsets: Tensor, num_rows: int, block: int | None) -> None:
     with use_backend("triton"):
         found = row_tiles(offsets, num_rows, block)
-    assert_same_tiles(found, make_tiles(offsets, num_rows, block))
+    with use_backend("reference"):
+        assert_same_tiles(found, row_tiles(offsets, num_rows, block))
+
+
+def find_offsets(ordered: Tensor, num_cells: int) -> Tensor:
+    return torch.searchsorted(ordered, torch.arange(num_cells + 1, device=DEVICE))
 
 
 def layout(cell_ids: Tensor, num_cells: int) -> Cells:
@@ -50,10 +52,11 @@ def check_cells(cell_ids: Tensor, num_cells: int) -> Cells:
         wanted = layout(cell_ids, num_cells)
     with use_backend("triton"):
         found = layout(cell_ids, num_cells)
-        tiles = found.row_tiles()
+        tiles = found.layout().tiles
     for name in ("token_ids", "offsets", "order"):
         assert_equal(getattr(found, name), getattr(wanted, name), name)
-    assert_same_tiles(tiles, make_tiles(wanted.offsets, cell_ids.numel()))
+    with use_backend("reference"):
+        assert_same_tiles(tiles, row_tiles(wanted.offsets, cell_ids.numel()))
     flat = cell_ids.flatten()
     assert torch.equal(found.offsets.diff(), flat.bincount(minlength=num_cells))
     assert_equal(found.cell_of_row(), flat[found.order], "cell of each row")
@@ -147,13 +150,13 @@ def test_the_cell_of_each_row_is_kept_and_can_be_found(backend: str) -> None:
 def test_tiles_are_made_once() -> None:
     with use_backend("triton"):
         cells = layout(random_ids(9, 4), 4)
-        assert cells.row_tiles() is cells.row_tiles()
+        assert cells.layout().tiles is cells.layout().tiles
 
 
 def everything(cell_ids: Tensor, pools: Tensor) -> list[Tensor]:
     cells = make_cells(cell_ids, pools)
-    tiles = cells.row_tiles()
-    of_tiles = [getattr(tiles, field.name) for field in fields(tiles) if field.name != "block"]
+    tiles = cells.layout().tiles
+    of_tiles = [getattr(tiles, field.name) for field in fields(tiles)]
     return [cells.offsets, cells.token_ids, cells.order, cells.cell_of_row(), *of_tiles]
 
 

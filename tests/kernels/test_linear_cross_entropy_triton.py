@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from airmoe.kernels import linear_cross_entropy as module
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.linear_cross_entropy import linear_cross_entropy, reference
+from airmoe.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_op
 from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good, captured
 from tests.model.test_linear_cross_entropy import LargestTensor
 
 pytest.importorskip("triton")
-import airmoe.kernels.linear_cross_entropy.triton as kernels
-from airmoe.kernels.linear_cross_entropy.operator import linear_cross_entropy_op, run
+from airmoe.kernels import linear_cross_entropy_triton as kernels
 
 BUDGET = "CUDA_CHUNK_BYTES" if DEVICE == "cuda" else "CPU_CHUNK_BYTES"
 TOKENS, WORDS, DIM = 37, 29, 12
@@ -60,7 +60,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, tokens: int, inputs: Found) ->
     """Room for the logits of so many tokens."""
     weight = inputs["weight"]
     padded = -(-weight.shape[0] // kernels.WORDS_MULTIPLE) * kernels.WORDS_MULTIPLE
-    monkeypatch.setattr(reference, BUDGET, tokens * padded * weight.element_size())
+    monkeypatch.setattr(module, BUDGET, tokens * padded * weight.element_size())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -164,7 +164,9 @@ def test_a_label_that_is_no_word_shows(wrong: int) -> None:
     clean = value_and_gradients(inputs)
     inputs["labels"][3] = wrong
     hidden, weight = inputs["hidden"].requires_grad_(), inputs["weight"].requires_grad_()
-    value = run(hidden, weight, inputs["labels"], -100, torch.float32, [True, True])
+    value = linear_cross_entropy_op(
+        hidden, weight, inputs["labels"], -100, torch.float32, [True, True]
+    )[0]
     value.backward()
     assert value.isnan() and weight.grad is not None and weight.grad.isnan().all()
     assert hidden.grad is not None and hidden.grad[3].isnan().all()
@@ -318,7 +320,7 @@ def test_a_gpu_holds_one_chunk_of_logits() -> None:
     torch.cuda.reset_peak_memory_stats()
     linear_cross_entropy(hidden, weight, inputs["labels"]).backward()
     extra = torch.cuda.max_memory_allocated() - before
-    assert extra < reference.CUDA_CHUNK_BYTES + 2 * 4 * weight.numel() + 256 * 2**20
+    assert extra < module.CUDA_CHUNK_BYTES + 2 * 4 * weight.numel() + 256 * 2**20
     assert extra < hidden.shape[0] * weight.shape[0]  # half of all logits in bfloat16
 
 

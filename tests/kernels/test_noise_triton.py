@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from airmoe.kernels.noise.reference import mix32_, normal
+from airmoe.kernels.noise import _mix32_, normal
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from airmoe.kernels.noise import triton as noise_kernels  # noqa: E402
+from airmoe.kernels import noise_triton as noise_kernels  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COLUMNS = 128
@@ -56,7 +56,7 @@ def test_the_integer_part_is_equal_to_the_bit() -> None:
     bits[:6] = torch.tensor([0, -1, 1, 2**31 - 1, -(2**31), 0x7FFF], device=DEVICE)
     out = torch.empty_like(bits)
     _mix_kernel[(1,)](bits, out, COLUMNS=COLUMNS)
-    assert torch.equal(out, mix32_(bits.clone()))
+    assert torch.equal(out, _mix32_(bits.clone()))
 
 
 def test_logarithm_and_cosine_of_every_16_bit_number() -> None:

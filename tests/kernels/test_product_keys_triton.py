@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.product_keys import best_pairs
-from airmoe.kernels.product_keys.reference import best_pairs as reference_pairs
-from airmoe.kernels.product_keys.reference import num_rank_pairs, rank_pairs
-from airmoe.kernels.select.reference import top_positions
+from airmoe.kernels.product_keys import best_pairs, best_pairs_op, num_rank_pairs, rank_pairs
+from airmoe.kernels.top_k import top_positions
 
 pytest.importorskip("triton")
-from airmoe.kernels.product_keys import triton as kernels
+from airmoe.kernels import product_keys_triton as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = float("inf")
@@ -27,6 +25,11 @@ def halves(tokens: int, heads: int, side: int) -> tuple[Tensor, Tensor]:
 
 def on_triton(first: Tensor, second: Tensor, count: int) -> Tensor:
     with use_backend("triton"):
+        return best_pairs(first, second, count)
+
+
+def reference_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
+    with use_backend("reference"):
         return best_pairs(first, second, count)
 
 
@@ -137,7 +140,7 @@ def test_what_does_not_fit_into_registers(monkeypatch: pytest.MonkeyPatch) -> No
     def never(*_: object) -> Tensor:
         raise AssertionError("the kernel must not run")
 
-    monkeypatch.setattr(kernels, "best_pairs_op", never)
+    monkeypatch.setattr(kernels, "best_pairs", never)
     check(*halves(2, 1, 40), 1000)
     check(*halves(1, 1, 5000), 3)
 
@@ -153,7 +156,7 @@ def test_no_gradient() -> None:
 
 def test_the_operator_is_registered_completely() -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(kernels.best_pairs_op, (*halves(2, 1, 12), 4), test_utils=tests)
+    torch.library.opcheck(best_pairs_op, (*halves(2, 1, 12), 4), test_utils=tests)
 
 
 @pytest.mark.gpu

@@ -11,11 +11,18 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.rows import gather_dot, gather_total, scatter_total
+from airmoe.kernels.rows import (
+    gather_dot,
+    gather_dot_op,
+    gather_total,
+    gather_total_op,
+    scatter_total,
+    scatter_total_op,
+)
 from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good, captured
 
 pytest.importorskip("triton")
-from airmoe.kernels.rows import operator, triton
+from airmoe.kernels import rows_triton
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.fixture
 def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of more than 16 entries are summed in parts, as those of a large batch are."""
-    monkeypatch.setattr(triton, "PART_ENTRIES", 16)
+    monkeypatch.setattr(rows_triton, "PART_ENTRIES", 16)
 
 
 def all_products(given: Found) -> Found:
@@ -124,8 +131,8 @@ def test_sums_are_the_same_every_time() -> None:
 def test_frozen_operands_cost_nothing(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = CASES["odd"].inputs(torch.float32)
     free = "queries" if frozen == "table" else "table"
-    unwanted = "scatter_total" if frozen == "table" else "gather_total"
-    monkeypatch.setattr(operator, unwanted, None)  # calling it would raise
+    unwanted = "row_sums" if frozen == "table" else "row_totals"
+    monkeypatch.setattr(rows_triton, unwanted, None)  # calling it would raise
 
     def dot(given: Found) -> Found:
         both = given | {frozen: inputs[frozen].to(given[free].dtype)}
@@ -139,7 +146,7 @@ def test_frozen_operands_cost_nothing(frozen: str, monkeypatch: pytest.MonkeyPat
 def test_parts_cover_the_entries_of_popular_rows(sizes: list[int]) -> None:
     ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     shuffled = ids[torch.randperm(ids.numel())].unsqueeze(-1).to(DEVICE)
-    entries = triton.sort_entries(shuffled, len(sizes))
+    entries = rows_triton.sort_entries(shuffled, len(sizes))
     wanted = [row for row, size in enumerate(sizes) if size > 16 for _ in range(-(-size // 16))]
     part_ids = entries.part_ids.tolist()
     assert part_ids[: len(wanted)] == wanted
@@ -149,12 +156,12 @@ def test_parts_cover_the_entries_of_popular_rows(sizes: list[int]) -> None:
 
 
 def scatter_to_table(weights: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-    return operator.scatter_total(weights, rows, ids, 9)
+    return scatter_total_op(weights, rows, ids, 9)
 
 
 OPERATORS = {
-    "gather_dot": (operator.gather_dot, ("queries", "table", "ids")),
-    "gather_total": (operator.gather_total, ("weights", "table", "ids")),
+    "gather_dot": (gather_dot_op, ("queries", "table", "ids")),
+    "gather_total": (gather_total_op, ("weights", "table", "ids")),
     "scatter_total": (scatter_to_table, ("weights", "queries", "ids")),
 }
 

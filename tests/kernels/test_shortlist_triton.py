@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.noise import Noise
-from airmoe.kernels.noise.reference import normal
-from airmoe.kernels.shortlist import top_m
+from airmoe.kernels.noise import Noise, normal
+from airmoe.kernels.shortlist import top_m, top_m_op
 from tests.tolerance import score_slack
 
 pytest.importorskip("triton")
-from airmoe.kernels.shortlist.triton import Cut, plan_cuts, top_m_op
+from airmoe.kernels.shortlist_triton import Cut, plan_cuts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MODULE = "airmoe.kernels.shortlist.triton"
+MODULE = "airmoe.kernels.shortlist_triton"
 
 
 @pytest.fixture

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from airmoe.kernels import token_experts as module
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.cell_experts import Activation, activate, is_gated
-from airmoe.kernels.token_experts import token_experts
+from airmoe.kernels.expert_tables import Activation, ExpertTables, activate, is_gated
+from airmoe.kernels.token_experts import token_experts, token_experts_op
 from airmoe.moe import GranularExperts
 from airmoe.routers.routing import TokenRouting
 from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good, captured
 
 pytest.importorskip("triton")
-from airmoe.kernels.rows import triton as rows_triton
-from airmoe.kernels.token_experts import operator, small_batch_triton
-from airmoe.kernels.token_experts.triton import compact_gates, weigh, weigh_grads
+from airmoe.kernels import rows_triton, token_experts_triton
+from airmoe.kernels.token_experts_triton import _weigh, _weigh_grads, compact_gates
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,10 @@ class Case:
         }
 
     def run(self, given: Found) -> Found:
-        output = token_experts(
-            given["hidden"],
-            given.get("gate"),
-            given["up"],
-            given["down"],
-            given["weights"],
-            given["expert_ids"],
-            self.activation,
-            self.expert_size,
+        tables = ExpertTables(
+            given.get("gate"), given["up"], given["down"], self.activation, self.expert_size
         )
+        output = token_experts(given["hidden"], tables, given["weights"], given["expert_ids"])
         return {"output": output}
 
 
@@ -83,7 +77,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def _both_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of either size of batch; long rows in parts, as those of a large batch are."""
     if request.param == "large batch":
-        monkeypatch.setattr(operator, "SMALL_BATCH", 0)
+        monkeypatch.setattr(module, "SMALL_BATCH", 0)
     monkeypatch.setattr(rows_triton, "PART_ENTRIES", 16)
 
 
@@ -116,8 +110,9 @@ def test_any_pre_activation_gives_what_the_formula_does(
     up, gate = (axis.contiguous() for axis in torch.meshgrid(line, line, indexing="ij"))
     weights = torch.full_like(up, 0.5)
     gates = gate if is_gated(activation) else up
-    fast = [weigh(up, gates, weights, activation, 1)]
-    fast += weigh_grads(torch.ones_like(up, dtype=torch.float32), up, gates, weights, activation, 1)
+    tables = ExpertTables(gates if is_gated(activation) else None, up, up, activation)
+    fast = [_weigh(up, gates, weights, tables)]
+    fast += _weigh_grads(torch.ones_like(up, dtype=torch.float32), up, gates, weights, tables)
 
     def by_formula(dtype: torch.dtype) -> list[Tensor]:
         inputs = [value.to(dtype).requires_grad_() for value in (up, gate, weights)]
@@ -188,11 +183,11 @@ def test_batches_of_decoding(tokens: int, top_k: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 33, 64])
 def test_a_small_batch_fills_the_device(tokens: int) -> None:
-    rows, columns = small_batch_triton.tile_shape(tokens, 512, 1024)
+    rows, columns = token_experts_triton.small_tile_shape(tokens, 512, 1024)
     programs = tokens * -(-512 // rows)
-    enough = small_batch_triton.ENOUGH_PROGRAMS
-    assert programs >= enough or rows == small_batch_triton.FEWEST_ROWS
-    assert rows * columns <= small_batch_triton.TILE_ELEMENTS
+    enough = token_experts_triton.ENOUGH_PROGRAMS
+    assert programs >= enough or rows == token_experts_triton.FEWEST_ROWS
+    assert rows * columns <= token_experts_triton.TILE_ELEMENTS
 
 
 def test_float32_weights_with_half_experts() -> None:
@@ -215,7 +210,7 @@ def test_frozen_operands_cost_nothing(
     free: tuple[str, ...], unwanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The small forward uses none of these, so that the one not wanted in the backward can go."""
-    monkeypatch.setattr(operator, unwanted, None)  # calling it would raise
+    monkeypatch.setattr(token_experts_triton, unwanted, None)  # calling it would raise
     case = TINY
     inputs = case.inputs(torch.float32)
 
@@ -230,8 +225,8 @@ def test_frozen_operands_cost_nothing(
 def test_nothing_is_kept_without_gradients() -> None:
     inputs = TINY.inputs(torch.float32)
     arguments = (*inputs.values(), "swiglu", 1)
-    _, *kept = operator.token_experts(*arguments, True)
-    _, *not_kept = operator.token_experts(*arguments, False)
+    _, *kept = token_experts_op(*arguments, True)
+    _, *not_kept = token_experts_op(*arguments, False)
     assert [tensor.numel() for tensor in not_kept] == [0, 0]
     assert [tuple(tensor.shape) for tensor in kept] == [(2, 3), (2, 3)]
 
@@ -287,7 +282,7 @@ def test_operator_compiles_without_a_break(activation: Activation) -> None:
         hidden, gate = leaves[:2]
 
     def run(*tensors: Any) -> Tensor:
-        return operator.token_experts(*tensors, ids, activation, 1, True)[0].sin()
+        return token_experts_op(*tensors, ids, activation, 1, True)[0].sin()
 
     arguments = (hidden, gate, up, down, weights)
     plain, found = (
@@ -302,7 +297,7 @@ def test_operator_compiles_without_a_break(activation: Activation) -> None:
 def test_operator_keeps_the_rules_of_operators() -> None:
     inputs = replace(TINY, expert_size=2).inputs(torch.float32)
     leaves = [t.requires_grad_(t.is_floating_point()) for t in inputs.values()]
-    torch.library.opcheck(operator.token_experts, (*leaves, "swiglu", 2, True))
+    torch.library.opcheck(token_experts_op, (*leaves, "swiglu", 2, True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -310,7 +305,7 @@ def test_operator_keeps_the_rules_of_operators() -> None:
 def test_compact_gates_lists_the_chosen_of_tokens_in_order(
     pool: int, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("airmoe.kernels.token_experts.triton.COMPACT_BLOCK", 32)
+    monkeypatch.setattr("airmoe.kernels.token_experts_triton.COMPACT_BLOCK", 32)
     gates = torch.zeros(6, pool, dtype=dtype)
     chosen = [count, 0, 1, count, count - 1, count]
     for row, number in enumerate(chosen):

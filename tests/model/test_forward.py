@@ -17,7 +17,7 @@ from airmoe import (
     router_z_loss,
     shortlist_balance_loss,
 )
-from airmoe.kernels.linear_cross_entropy import reference
+from airmoe.kernels import linear_cross_entropy as reference
 from airmoe.model import AirMoeConfig
 from tests.model.common import CAUSAL, SMALL, VARIANTS, batch, build, config_of
 from tests.model.test_linear_cross_entropy import LargestTensor

@@ -80,16 +80,9 @@ def _kernels() -> dict[str, str]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = backend_for(device, torch.float32)
     names = {"reference": "reference (PyTorch)", "triton": "triton"}
-    folders = [m for m in pkgutil.iter_modules(airmoe.kernels.__path__) if m.ispkg]
-    return {
-        folder.name: names[chosen if _has_kernel(folder.name) else "reference"]
-        for folder in folders
-    }
-
-
-def _has_kernel(operation: str) -> bool:
-    """Whether an operation has a kernel beside its reference; looked up, not imported."""
-    return importlib.util.find_spec(f"airmoe.kernels.{operation}.triton") is not None
+    modules = {module.name for module in pkgutil.iter_modules(airmoe.kernels.__path__)}
+    operations = sorted(name for name in modules if f"{name}_triton" in modules)
+    return {operation: names[chosen] for operation in operations}
 
 
 def _faults() -> list[str]:

@@ -1,6 +1,6 @@
-"""The operations under routers and experts, one folder each.
+"""The operations under routers and experts, two files each.
 
-`reference.py` in a folder is plain PyTorch: the definition of correct, and the CPU path. Files that
-end in `triton.py` hold the GPU's kernels. The folder's public function says what it takes and
-gives, and picks one of the two (`backend.py`).
+`x.py` says what an operation computes, in plain PyTorch: the definition of correct, and what runs
+on a CPU. Where it ends in an operator of torch, compilers and CUDA graphs take in the GPU's way.
+`x_triton.py` holds the Triton kernels and their launches. `backend.py` chooses between the two.
 """

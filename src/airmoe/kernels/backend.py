@@ -1,7 +1,7 @@
 """Which implementation computes: plain PyTorch everywhere, Triton on CUDA devices.
 
 `AIRMOE_BACKEND` (auto, reference, triton) or the context manager `use_backend` overrides the
-choice. Where Triton cannot be used the reference runs, and one logged line says why.
+choice. Where Triton cannot be used, plain PyTorch runs, and one logged line says why.
 """
 
 from __future__ import annotations
@@ -10,21 +10,25 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from airmoe.errors import ConfigError
 
 Backend = Literal["reference", "triton"]
 Choice = Literal["auto", "reference", "triton"]
+CHOICES = get_args(Choice)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
-# Of the whole process and not of a thread: autograd runs the backward of CUDA tensors in threads of
-# its own, and a layer that is recomputed there must find what its forward found.
+# Set for the whole process, not per thread: autograd runs the backward of CUDA tensors in its own
+# threads, and a layer that is recomputed there must use what its forward used.
 _chosen: list[Choice] = []
 _log = logging.getLogger("airmoe")
 
@@ -39,21 +43,24 @@ def use_backend(name: Choice) -> Iterator[None]:
         _chosen.pop()
 
 
+def use_triton(*operands: Tensor | None) -> bool:
+    """True when Triton computes on these operands, which must be on one device."""
+    tensors = [operand for operand in operands if operand is not None]
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise ConfigError(
+            "device",
+            sorted(str(device) for device in devices),
+            "must be one device for all operands",
+            "Move the layer and its input to the same device.",
+        )
+    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    return backend_for(tensors[0].device, *dtypes) == "triton"
+
+
 def backend_for(device: torch.device, *dtypes: torch.dtype) -> Backend:
     """The implementation for operands of these dtypes on this device."""
-    choice = chosen_backend()
-    if choice == "reference":
-        return "reference"
-    reason = _why_not_triton(device.type, dtypes)
-    if reason is None and (choice == "triton" or device.type == "cuda"):
-        return "triton"
-    if choice == "triton" and device.type != "cuda":
-        raise ConfigError(
-            "backend", "triton", f"cannot run here: {reason}", "Use backend auto or reference."
-        )
-    if device.type == "cuda" and reason is not None:
-        _say_once(reason)
-    return "reference"
+    return _decide(chosen_backend(), interpreted(), device.type, dtypes)
 
 
 def assume_constant(function: Callable[..., Any]) -> None:
@@ -64,8 +71,8 @@ def assume_constant(function: Callable[..., Any]) -> None:
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-# A compiler cannot find the backend by tracing (it is in the environment), and
-# therefore it stays what it was when the graph was made.
+# A compiler cannot find the backend by tracing (it is in the environment), so a compiled graph
+# keeps the one that was chosen when it was made.
 assume_constant(backend_for)
 
 
@@ -81,25 +88,30 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def use_triton(*operands: Tensor | None) -> bool:
-    """True when Triton computes on these operands, which must be on one device."""
-    tensors = [operand for operand in operands if operand is not None]
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1:
+@functools.cache  # asked some thirty times in a forward
+def _decide(
+    choice: Choice, interpreter: bool, device_type: str, dtypes: tuple[torch.dtype, ...]
+) -> Backend:
+    if choice == "reference":
+        return "reference"
+    reason = _why_not_triton(interpreter, device_type, dtypes)
+    if reason is None and (choice == "triton" or device_type == "cuda"):
+        return "triton"
+    if choice == "triton" and device_type != "cuda":
         raise ConfigError(
-            "device",
-            sorted(str(device) for device in devices),
-            "must be one device for all operands",
-            "Move the layer and its input to the same device.",
+            "backend", "triton", f"cannot run here: {reason}", "Use backend auto or reference."
         )
-    dtypes = (tensor.dtype for tensor in tensors if tensor.is_floating_point())
-    return backend_for(tensors[0].device, *dtypes) == "triton"
+    if device_type == "cuda" and reason is not None:
+        _say_once(reason)
+    return "reference"
 
 
-def _why_not_triton(device_type: str, dtypes: tuple[torch.dtype, ...]) -> str | None:
+def _why_not_triton(
+    interpreter: bool, device_type: str, dtypes: tuple[torch.dtype, ...]
+) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install 'airmoe[kernels]')"
-    if device_type != "cuda" and not interpreted():
+    if device_type != "cuda" and not interpreter:
         return f"Triton has no {device_type} device; TRITON_INTERPRET=1 interprets it, slowly"
     for dtype in dtypes:
         if dtype not in DTYPES:
@@ -108,8 +120,8 @@ def _why_not_triton(device_type: str, dtypes: tuple[torch.dtype, ...]) -> str | 
 
 
 def _checked(field: str, name: str) -> Choice:
-    if name not in get_args(Choice):
-        choices = ", ".join(get_args(Choice))
+    if name not in CHOICES:
+        choices = ", ".join(CHOICES)
         raise ConfigError(field, name, f"must be one of {choices}", "Use auto for the default.")
     return name  # type: ignore[return-value]
 
@@ -117,3 +129,38 @@ def _checked(field: str, name: str) -> Choice:
 @functools.cache
 def _say_once(reason: str) -> None:
     _log.warning("The plain PyTorch kernels are used, slower: %s.", reason)
+
+
+def own_precision(operation: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Switch autocast off inside `operation`, on the device of its first tensor argument."""
+
+    @functools.wraps(operation)
+    def without_autocast(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
+        with torch.autocast(device, enabled=False):
+            return operation(*args, **kwargs)
+
+    return without_autocast
+
+
+def operator(
+    name: str, *, mutates_args: Iterable[str] = ()
+) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """`torch.library.custom_op` for a function that launches kernels.
+
+    Triton launches on the current device, so that is set to the one of the first tensor.
+    """
+
+    def register(function: Callable[..., Any]) -> CustomOpDef:
+        @functools.wraps(function)
+        def on_its_device(*args: Any) -> Any:
+            first = next(arg for arg in args if isinstance(arg, Tensor))
+            with torch.cuda.device_of(first):
+                return function(*args)
+
+        schema = torch.library.infer_schema(function, mutates_args=mutates_args)
+        return torch.library.custom_op(
+            name, on_its_device, mutates_args=mutates_args, schema=schema
+        )
+
+    return register

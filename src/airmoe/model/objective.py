@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from airmoe.distributed import all_reduce_sum, world_size
-from airmoe.kernels.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
-from airmoe.kernels.linear_cross_entropy.reference import token_chunks
+from airmoe.kernels.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy, token_chunks
 from airmoe.losses import load_balance_loss, router_z_loss, shortlist_balance_loss
 from airmoe.model.configuration import AirMoeConfig
 from airmoe.routers.base import run_eagerly

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from airmoe.errors import ConfigError
-from airmoe.kernels.cell_experts import is_gated
+from airmoe.kernels.expert_tables import is_gated
 from airmoe.model.configuration import AirMoeConfig
 
 

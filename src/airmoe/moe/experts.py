@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from airmoe.config import check_choice, check_count
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
-from airmoe.kernels.cell_experts import Activation, activate, cell_experts, is_gated
+from airmoe.kernels.cell_experts import cell_experts
 from airmoe.kernels.cells import make_cells
+from airmoe.kernels.expert_tables import Activation, ExpertTables, activate, is_gated
 from airmoe.kernels.rows import gather_dot, scatter_total
-from airmoe.kernels.token_experts import SMALL_BATCH, token_experts
+from airmoe.kernels.token_experts import SMALL_BATCH, compact_gates_op, token_experts
 from airmoe.routers.base import run_eagerly
 from airmoe.routers.routing import (
     CellRouting,
@@ -65,25 +67,16 @@ class _Experts(nn.Module):
 
     def _forward(self, hidden: Tensor, routing: Routing) -> Tensor:
         self._check(hidden, routing)
-        hidden, gate, up, down = self._operands(hidden)
+        hidden, tables = self._operands(hidden)
         if isinstance(routing, CellRouting):
             if self._few(hidden, routing):
-                return self._by_list(hidden, gate, up, down, routing)
-            return cell_experts(
-                hidden,
-                gate,
-                up,
-                down,
-                routing.gates,
-                routing.cells,
-                activation=self.activation,
-                expert_size=self.expert_size,
-                counts=self._counts(hidden, routing),
-            )
+                return self._by_list(hidden, tables, routing)
+            counts = self._counts(hidden, routing)
+            return cell_experts(hidden, tables, routing.gates, routing.cells, counts=counts)
         if isinstance(routing, ExpertRouting):
-            return self._by_expert(hidden, gate, up, down, routing)
+            return self._by_expert(hidden, tables, routing)
         assert isinstance(routing, TokenRouting)
-        return self._by_token(hidden, gate, up, down, routing)
+        return self._by_token(hidden, tables, routing)
 
     _forward_eagerly = run_eagerly(_forward)
 
@@ -104,21 +97,16 @@ class _Experts(nn.Module):
             and use_triton(hidden, self.gate, self.up, self.down)
         )
 
-    def _by_list(
-        self, hidden: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, routing: CellRouting
-    ) -> Tensor:
-        from airmoe.kernels.token_experts.operator import compact_gates_op
-
+    def _by_list(self, hidden: Tensor, tables: ExpertTables, routing: CellRouting) -> Tensor:
         cells, count = routing.cells, routing.max_per_token
         assert count is not None
         expert_ids, weights = compact_gates_op(
             routing.gates, cells.pools, cells.cell_of_row(), cells.token_ids, count
         )
-        form = (self.activation, self.expert_size)
-        return token_experts(hidden, gate, up, down, weights, expert_ids, *form)
+        return token_experts(hidden, tables, weights, expert_ids)
 
-    def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Hidden states and neuron rows [E * S, D], in autocast's dtype where it is on."""
+    def _operands(self, hidden: Tensor) -> tuple[Tensor, ExpertTables]:
+        """Hidden states and the experts, in autocast's dtype where it is on."""
         weights = [self.gate, self.up, self.down]
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
@@ -127,29 +115,17 @@ class _Experts(nn.Module):
             weights = [None if weight is None else weight.to(dtype) for weight in weights]
         gate, up, down = (None if w is None else w.reshape(-1, self.dim) for w in weights)
         assert up is not None and down is not None
-        return hidden, gate, up, down
+        return hidden, ExpertTables(gate, up, down, self.activation, self.expert_size)
 
-    def _by_token(
-        self, hidden: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, routing: TokenRouting
-    ) -> Tensor:
-        return token_experts(
-            hidden,
-            gate,
-            up,
-            down,
-            routing.weights,
-            routing.expert_ids,
-            self.activation,
-            self.expert_size,
-        )
+    def _by_token(self, hidden: Tensor, tables: ExpertTables, routing: TokenRouting) -> Tensor:
+        return token_experts(hidden, tables, routing.weights, routing.expert_ids)
 
-    def _by_expert(
-        self, hidden: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, routing: ExpertRouting
-    ) -> Tensor:
-        tokens = routing.token_ids.repeat_interleave(self.expert_size, dim=0)  # [E * S, C]
+    def _by_expert(self, hidden: Tensor, tables: ExpertTables, routing: ExpertRouting) -> Tensor:
+        gate, up, down = tables.gate, tables.up, tables.down
+        tokens = routing.token_ids.repeat_interleave(tables.size, dim=0)  # [E * S, C]
         pre_gate = None if gate is None else gather_dot(gate, hidden, tokens)
-        active = activate(self.activation, gather_dot(up, hidden, tokens), pre_gate)
-        weights = routing.weights.to(active.dtype).repeat_interleave(self.expert_size, dim=0)
+        active = activate(tables.activation, gather_dot(up, hidden, tokens), pre_gate)
+        weights = routing.weights.to(active.dtype).repeat_interleave(tables.size, dim=0)
         return scatter_total(active * weights, down, tokens, hidden.shape[0])
 
     def _check(self, hidden: Tensor, routing: Routing) -> None:
@@ -213,11 +189,9 @@ class CoarseExperts(_Experts):
     ) -> None:
         super().__init__(num_experts, dim, activation, expert_size)
 
-    def _by_token(
-        self, hidden: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, routing: TokenRouting
-    ) -> Tensor:
-        neurons = torch.arange(up.shape[0], device=hidden.device).view(self.num_experts, -1)
+    def _by_token(self, hidden: Tensor, tables: ExpertTables, routing: TokenRouting) -> Tensor:
+        neurons = torch.arange(tables.up.shape[0], device=hidden.device).view(self.num_experts, -1)
         cells = make_cells(routing.expert_ids, neurons)
         row_weights = routing.weights.flatten()[cells.order].unsqueeze(-1)  # [T * K, 1]
         gates = row_weights.expand(-1, self.expert_size)
-        return cell_experts(hidden, gate, up, down, gates, cells, activation=self.activation)
+        return cell_experts(hidden, replace(tables, size=1), gates, cells)

@@ -14,9 +14,9 @@ from airmoe.kernels.backend import use_triton
 from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import Cells, make_cells
-from airmoe.kernels.cells.reverse import ReverseIndex, make_reverse
-from airmoe.kernels.inverse_norms import unit_rows
+from airmoe.kernels.layout import ReverseIndex, make_reverse
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
+from airmoe.kernels.norms import unit_rows
 from airmoe.routers.air_settings import AirSettings
 from airmoe.routers.base import Plan
 from airmoe.routers.centroids import CentroidRouter

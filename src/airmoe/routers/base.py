@@ -17,10 +17,9 @@ from torch.optim import Optimizer
 from airmoe.config import check_count, check_number, config
 from airmoe.distributed import full_tensor, is_distributed, rank
 from airmoe.errors import ConfigError
-from airmoe.kernels.backend import use_triton
-from airmoe.kernels.inverse_norms import unit_rows
+from airmoe.kernels.backend import own_precision, use_triton
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
-from airmoe.kernels.precision import own_precision
+from airmoe.kernels.norms import unit_rows
 from airmoe.routers.planning import new_handle, traced_plan
 from airmoe.routers.routing import Routing
 from airmoe.routers.tokens import Tokens, read_tokens

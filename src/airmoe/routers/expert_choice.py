@@ -7,10 +7,11 @@ import math
 import torch
 
 from airmoe.config import check_number, config
-from airmoe.kernels.dense import best_tokens, softmax_summary
-from airmoe.kernels.inverse_norms import unit_rows
+from airmoe.kernels.best_experts import best_tokens
 from airmoe.kernels.noise import Stage
+from airmoe.kernels.norms import unit_rows
 from airmoe.kernels.rows import gather_dot
+from airmoe.kernels.softmax_summary import softmax_summary
 from airmoe.routers.base import Plan
 from airmoe.routers.centroids import CentroidConfig, CentroidRouter
 from airmoe.routers.gating import capacity_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.cells import Cells
-from airmoe.kernels.select import top_k_gates
+from airmoe.kernels.top_k import top_k_gates
 from airmoe.routers.routing import CellRouting, Lazy, by_token, sum_over_cells
 from airmoe.routers.tokens import Tokens
 

@@ -11,10 +11,10 @@ from airmoe.config import check_count, config
 from airmoe.errors import ConfigError
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import make_cells
-from airmoe.kernels.cells.reverse import ReverseIndex
-from airmoe.kernels.inverse_norms import inverse_norms
+from airmoe.kernels.layout import ReverseIndex
 from airmoe.kernels.noise import Stage
-from airmoe.kernels.select import top_positions
+from airmoe.kernels.norms import inverse_norms
+from airmoe.kernels.top_k import top_positions
 from airmoe.routers.base import Plan, exact_logits, init_centroids
 from airmoe.routers.centroids import CentroidConfig, CentroidRouter
 from airmoe.routers.gating import ScoredCells, token_choice

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from airmoe.config import check_count, config
 from airmoe.errors import ConfigError
+from airmoe.kernels.backend import own_precision
 from airmoe.kernels.noise import Stage
-from airmoe.kernels.precision import own_precision
 from airmoe.kernels.product_keys import best_pairs
-from airmoe.kernels.select import softmax_weights
+from airmoe.kernels.top_k import softmax_weights
 from airmoe.routers.base import Plan, Router, RouterConfig, init_centroids
 from airmoe.routers.routing import Lazy, TokenRouting
 from airmoe.routers.tokens import Tokens

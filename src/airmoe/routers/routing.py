@@ -18,7 +18,7 @@ from torch import Tensor
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 from airmoe.kernels.cells import Cells
-from airmoe.kernels.select import top_positions
+from airmoe.kernels.top_k import top_positions
 
 Value = TypeVar("Value")
 
@@ -158,7 +158,7 @@ class CellRouting(Routing):
         """[G, M] int32: how many rows of each cell chose each of its experts. Triton's only."""
         counts = self._entry_counts
         if counts is None:
-            from airmoe.kernels.cell_gates.statistics import counts_per_entry
+            from airmoe.kernels.cell_gates import counts_per_entry
 
             counts = counts_per_entry(self.gates.detach(), self.offsets, self.pools)
             self._entry_counts = counts

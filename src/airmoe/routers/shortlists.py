@@ -9,9 +9,9 @@ from torch import Tensor
 
 from airmoe.distributed import full_tensor
 from airmoe.kernels.backend import use_triton
-from airmoe.kernels.cells.reverse import ReverseIndex, make_reverse
-from airmoe.kernels.inverse_norms import inverse_norms
+from airmoe.kernels.layout import ReverseIndex, make_reverse
 from airmoe.kernels.noise import Noise
+from airmoe.kernels.norms import inverse_norms
 from airmoe.kernels.shortlist import top_m
 from airmoe.routers.float32_state import Float32State
 

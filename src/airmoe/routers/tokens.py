@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from airmoe.errors import ConfigError
-from airmoe.kernels.finite_rows import finite_rows
+from airmoe.kernels.norms import finite_rows
 
 
 @dataclass(frozen=True)

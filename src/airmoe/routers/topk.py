@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from airmoe.config import check_choice, config
+from airmoe.kernels.best_experts import best_experts
 from airmoe.kernels.chosen_logits import chosen_logits
-from airmoe.kernels.dense import Summary, best_experts, softmax_summary
 from airmoe.kernels.noise import Noise, Stage
-from airmoe.kernels.select import softmax_weights
+from airmoe.kernels.softmax_summary import Summary, softmax_summary
+from airmoe.kernels.top_k import softmax_weights
 from airmoe.routers.base import Plan
 from airmoe.routers.centroids import CentroidConfig, CentroidRouter
 from airmoe.routers.routing import Lazy, TokenRouting

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from airmoe.kernels.cell_experts import Activation, is_gated
-from airmoe.kernels.cell_experts.activations import GATED
+from airmoe.kernels.expert_tables import GATED, Activation, is_gated
 from airmoe.metrics.flops.convention import (
     activation,
     add,

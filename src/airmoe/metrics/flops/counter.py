@@ -9,8 +9,6 @@ A float32 product counts once, though the matrix units make it of several narrow
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,21 +16,21 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-# Where the operators are registered, which needs Triton.
-OPERATOR_MODULES = (
-    "assign.operator",
-    "cell_experts.operator",
-    "cell_gates.operator",
-    "cell_gates.statistics",
-    "cell_scores.operator",
-    "chosen_logits.operator",
-    "dense.operator",
-    "dense.triton",
-    "linear_cross_entropy.operator",
-    "rows.operator",
-    "shortlist.triton",
-    "token_experts.operator",
+from airmoe.kernels import (  # noqa: F401 (these register the operators)
+    assign,
+    best_experts,
+    cell_experts,
+    cell_gates,
+    cell_scores,
+    chosen_logits,
+    linear_cross_entropy,
+    rows,
+    shortlist,
+    softmax_summary,
+    token_experts,
 )
+from airmoe.kernels.layout import CellLayout
+
 Arguments = dict[str, Any]  # by name, tensors as their shapes
 
 
@@ -48,12 +46,9 @@ def flop_counter() -> FlopCounterMode:
     ):
         formulas[getattr(aten, f"_scaled_dot_product_{name}")] = _attention
         formulas[getattr(aten, f"_scaled_dot_product_{name}_backward")] = _attention_backward
-    if importlib.util.find_spec("triton") is not None:
-        for module in OPERATOR_MODULES:
-            importlib.import_module(f"airmoe.kernels.{module}")
-        for name, formula in FORMULAS.items():
-            packet = getattr(torch.ops.airmoe, name)
-            formulas[packet] = _by_name(packet.default._schema, formula)
+    for name, formula in FORMULAS.items():
+        packet = getattr(torch.ops.airmoe, name)
+        formulas[packet] = _by_name(packet.default._schema, formula)
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
@@ -87,19 +82,20 @@ def _matrices(args: Arguments) -> int:
     return 2 if args["gate"] is None else 3
 
 
-def _cells(args: Arguments, pools: str = "pools") -> int:
+def _cells(args: Arguments) -> int:
     """Every row times every member of its cell's pool."""
-    return 2 * args["token_ids"][0] * args[pools][1] * args["hidden"][1]
+    layout: Any = CellLayout.of(args["layout"])
+    return 2 * layout.token_ids[0] * layout.pools[1] * args["hidden"][1]
 
 
 def _cell_experts(args: Arguments) -> int:
-    return _matrices(args) * _cells(args, "neurons")
+    return _matrices(args) * _cells(args)
 
 
 def _cell_experts_backward(args: Arguments) -> int:
     want_hidden, *want_tables, _want_gates = args["wanted"]
     products = 1 + want_hidden * (_matrices(args) - 1) + sum(want_tables)
-    return products * _cells(args, "neurons")
+    return products * _cells(args)
 
 
 def _cell_gates_backward(args: Arguments) -> int:
@@ -109,7 +105,7 @@ def _cell_gates_backward(args: Arguments) -> int:
         or args["grad_probs"] is not None
         or (args["over_all"] and args["grad_gates"] is not None)
     )
-    again = needed and not math.prod(args["kept"])
+    again = needed and not math.prod(args["scores"])
     return (again + args["want_hidden"] + args["want_centroids"]) * _cells(args)
 
 
@@ -169,7 +165,7 @@ FORMULAS: dict[str, Callable[[Arguments], int]] = {
     "linear_cross_entropy": _linear_cross_entropy,
     "nearest_codeword": _all_pairs("hidden", "codewords"),
     # Scores that were kept are read, not computed.
-    "probs_per_entry": lambda args: 0 if math.prod(args["kept"]) else _cells(args),
+    "probs_per_entry": lambda args: 0 if math.prod(args["scores"]) else _cells(args),
     "scatter_total": lambda args: _lists(args, "ids", "rows"),
     "softmax_summary": _all_pairs("hidden", "experts"),
     "softmax_summary_backward": _softmax_summary_backward,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from airmoe.errors import ConfigError
-from airmoe.kernels.cell_experts import Activation, activate
+from airmoe.kernels.expert_tables import Activation, activate
 from airmoe.moe.layer import MoELayer
 from airmoe.moe.model_check import check_model
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from airmoe.distributed import full_tensor
-from airmoe.kernels.inverse_norms import inverse_norms
+from airmoe.kernels.norms import inverse_norms
 from airmoe.moe.notice import Notice
 from airmoe.routers.air import AirPlan, AirRouter
 from airmoe.routers.tokens import Tokens

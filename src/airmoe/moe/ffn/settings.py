@@ -10,7 +10,7 @@ import torch
 
 from airmoe.config import check_choice, check_count, config
 from airmoe.errors import ConfigError
-from airmoe.kernels.cell_experts import Activation
+from airmoe.kernels.expert_tables import Activation
 from airmoe.moe.experts import GranularExperts
 from airmoe.moe.ffn.layer import SwappedFfn
 from airmoe.moe.ffn.routing import PatientAirRouter

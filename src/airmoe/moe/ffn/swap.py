@@ -10,7 +10,7 @@ from torch import nn
 
 from airmoe.config import check_choice, check_count, check_flag, config
 from airmoe.errors import ConfigError
-from airmoe.kernels.cell_experts import Activation
+from airmoe.kernels.expert_tables import Activation
 from airmoe.moe.ffn.dense import (
     DenseFfn,
     check_takeable,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from airmoe.distributed import full_tensor
+from airmoe.kernels.backend import own_precision
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import make_cells
-from airmoe.kernels.precision import own_precision
 from airmoe.moe.notice import Notice
 from airmoe.moe.swap.codebook import ScaledCodebook
 from airmoe.routers.base import run_eagerly

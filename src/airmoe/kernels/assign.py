@@ -1,0 +1,51 @@
+"""Tokens to codewords (Alg. 1, lines 2-3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from airmoe.kernels.backend import operator, own_precision, use_triton
+from airmoe.kernels.token_experts import SMALL_BATCH
+from airmoe.kernels.top_k import top_positions
+
+CHUNK_ELEMENTS = 1 << 22
+
+
+@torch.no_grad()
+@own_precision
+def assign(hidden: Tensor, codewords: Tensor, *, euclidean: bool, count: int = 1) -> Tensor:
+    """The `count` nearest codewords of each token, nearest first: [T, count] int64.
+
+    hidden [T, D], codewords [G, D] (unit norm unless `euclidean`). Ties go to the lowest id.
+    """
+    # The kernel keeps one best codeword; several probes are rare, and no hot path.
+    if count == 1 and codewords.dtype == torch.float32 and use_triton(hidden, codewords):
+        return nearest_codeword(hidden, codewords, euclidean).unsqueeze(-1)
+    nearest = torch.empty(hidden.shape[0], count, dtype=torch.int64, device=hidden.device)
+    # |h - c|^2 = |h|^2 - 2 (<h, c> - |c|^2 / 2): the token's own norm changes no order.
+    offset = codewords.square().sum(-1) / 2 if euclidean else None
+    rows = max(1, CHUNK_ELEMENTS // codewords.shape[0])
+    for start in range(0, hidden.shape[0], rows):
+        similarity = hidden[start : start + rows].to(codewords.dtype) @ codewords.T  # [rows, G]
+        if offset is not None:
+            similarity -= offset
+        nearest[start : start + rows] = top_positions(similarity, count)
+    return nearest
+
+
+@operator("airmoe::nearest_codeword")
+def nearest_codeword(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
+    """hidden [T, D], codewords [G, D] float32 -> [T] int64, ties to the lowest id."""
+    from airmoe.kernels.assign_triton import nearest_of_few, nearest_of_many
+
+    num_tokens = hidden.shape[0]
+    if num_tokens == 0:
+        return torch.empty(0, dtype=torch.int64, device=hidden.device)
+    nearest = nearest_of_few if num_tokens <= SMALL_BATCH else nearest_of_many
+    return nearest(hidden, codewords, euclidean)
+
+
+@nearest_codeword.register_fake
+def _(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
+    return hidden.new_empty(hidden.shape[0], dtype=torch.int64)

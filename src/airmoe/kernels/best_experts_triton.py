@@ -1,0 +1,133 @@
+"""Each token's best experts among all. Rows are tokens, columns are experts.
+
+Many tokens take the stream of `stream_triton`, whose scores never reach memory. A few go through
+the kernels of `shortlist_triton`: there the time is that of reading the experts once.
+"""
+
+# pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from airmoe.kernels.device_triton import bfloat16_parts
+from airmoe.kernels.noise import Noise
+from airmoe.kernels.norms_triton import inverse_norms
+from airmoe.kernels.shortlist_triton import (
+    BestColumns,
+    Tables,
+    exact_as_bfloat16,
+    plan_cuts,
+    whole,
+)
+from airmoe.kernels.stream_triton import StreamedColumns, can_stream
+
+SPLIT_TOKENS = 256  # from so many tokens on a copy of the experts in parts pays
+SPLIT_ELEMENTS = 1 << 27  # the largest table of experts that is copied so: 768 MiB
+NORM_TOKENS = 129  # from so many on norms are measured once, not in every block of tokens
+SORT_ELEMENTS = 1 << 22  # scores sorted at a time
+LARGEST_RANKED = 1024  # longer lists are sorted: counting grows with the square
+RANK_TILE = 16  # scores that all others are compared with in one step
+
+
+def _parts(table: Tensor) -> Tensor:
+    return whole(table) if exact_as_bfloat16(table) else bfloat16_parts(table)
+
+
+def exact_tables(
+    hidden: Tensor, experts: Tensor, noise: Noise | None = None, normalize: bool = False
+) -> Tables:
+    """Both as the matrix units take them, their products as exact as float32."""
+    many = hidden.shape[0] >= NORM_TOKENS
+    scales = inverse_norms(experts) if normalize and many else None
+    inside = normalize and not many
+    halves = hidden.dtype == experts.dtype == torch.float16
+    copies = hidden.shape[0] >= SPLIT_TOKENS and experts.numel() <= SPLIT_ELEMENTS
+    if halves or (exact_as_bfloat16(hidden) and exact_as_bfloat16(experts)):
+        return Tables(whole(hidden), whole(experts), scales, noise, False, inside)
+    if (exact_as_bfloat16(experts) and not inside) or copies:
+        return Tables(_parts(hidden), _parts(experts), scales, noise, False)
+    return Tables(whole(hidden), whole(experts), scales, noise, True, inside)
+
+
+@triton.jit
+def _rank_kernel(
+    scores_ptr, ids_ptr, out_ptr, count, BLOCK: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """The rank of a score is how many are larger: every thread counts for scores of its own."""
+    row = tl.program_id(0).to(tl.int64) * count
+    place = tl.arange(0, BLOCK)
+    real = place < count
+    scores = tl.load(scores_ptr + row + place, mask=real, other=0.0)
+    ids = tl.load(ids_ptr + row + place, mask=real, other=0)
+    rank = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, count, TILE):
+        other = start + tl.arange(0, TILE)
+        others = tl.load(scores_ptr + row + other, mask=other < count, other=-float("inf"))
+        rank += tl.sum((others[:, None] > scores[None, :]).to(tl.float32), axis=0)
+    total = tl.sum(tl.where(real, rank, 0.0), axis=0)
+    if total != count * (count - 1) // 2:  # some are equal: the lower id, that stands earlier, wins
+        for start in range(0, count, TILE):
+            other = start + tl.arange(0, TILE)
+            others = tl.load(scores_ptr + row + other, mask=other < count, other=-float("inf"))
+            tied = (others[:, None] == scores[None, :]) & (other[:, None] < place[None, :])
+            rank += tl.sum(tied.to(tl.float32), axis=0)
+    tl.store(out_ptr + row + rank.to(tl.int32), ids.to(tl.int64), mask=real)
+
+
+def _best_first(ids: Tensor, scores: Tensor) -> Tensor:
+    """Ascending ids [T, count] int32 and finite scores -> ids int64 in the order of scores."""
+    num_tokens, count = ids.shape
+    ordered = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
+    if count <= LARGEST_RANKED:
+        block = triton.next_power_of_2(count)
+        _rank_kernel[(num_tokens,)](
+            scores, ids, ordered, count,
+            BLOCK=block, TILE=RANK_TILE, num_warps=max(1, block // 128),
+        )  # fmt: skip
+        return ordered
+    step = max(1, SORT_ELEMENTS // count)
+    for start in range(0, num_tokens, step):
+        rows = slice(start, start + step)
+        # Ids ascend, so a stable sort leaves ties in their order.
+        order = scores[rows].sort(dim=-1, descending=True, stable=True).indices
+        ordered[rows] = ids[rows].gather(-1, order)
+    return ordered
+
+
+def best_experts(
+    hidden: Tensor,
+    experts: Tensor,
+    count: int,
+    noise: Noise | None,
+    *,
+    normalize: bool,
+    ordered: bool,
+) -> Tensor:
+    """[T, D] and [E, D] -> [T, count] expert ids, best first or, if not `ordered`, ascending."""
+    num_tokens, device = hidden.shape[0], hidden.device
+    dtype = torch.int32 if ordered else torch.int64
+    ids = torch.empty(num_tokens, count, dtype=dtype, device=device)
+    if ids.numel() == 0:
+        return ids.long()
+    tables = exact_tables(hidden, experts, noise, normalize)
+    best = _finder(tables, count)
+    if not ordered:
+        for rows in best.chunks():
+            best.find(rows, ids[rows])
+        return ids
+    scores = torch.empty(num_tokens, count, dtype=torch.float32, device=device)
+    for rows in best.chunks():
+        best.find(rows, ids[rows], scores[rows])
+    return _best_first(ids, scores)
+
+
+def _finder(tables: Tables, count: int) -> BestColumns | StreamedColumns:
+    num_tokens, num_experts = tables.rows.shape[1], tables.columns.shape[1]
+    if can_stream(num_tokens, num_experts, count):
+        return StreamedColumns(tables, count)
+    cuts = plan_cuts(num_experts, count)
+    assert cuts is not None, "the caller checks that lists are short enough"
+    return BestColumns(tables, count, cuts)

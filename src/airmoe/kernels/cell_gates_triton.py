@@ -1,0 +1,265 @@
+"""Scores, selection and gates of cells without keeping the scores, and the backward of all of it.
+
+Scores are float32. Of products in lower precision they exist for a few tiles of rows at a time (for
+all rows where experts choose, see `expert_choice_triton`); what is kept are the gates and the
+softmax denominators, from which the backward goes on (it scores again where a statistic needs it).
+Scores of float32 products are kept: making them again costs far more than reading them, and they
+are no wider than the gates.
+"""
+
+# pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from airmoe.kernels.cell_scores_triton import Scored, score_tile
+from airmoe.kernels.cells import FEW_ROWS
+from airmoe.kernels.device_triton import dot_precision
+from airmoe.kernels.layout_triton import used_entries
+from airmoe.kernels.pool_products_triton import pool_products
+from airmoe.kernels.row_products_triton import make_parts, partial_dtype, row_products
+from airmoe.kernels.top_k_triton import gates_from_scores
+
+BUFFER_ELEMENTS = 1 << 25  # scores that exist at once
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Runs of tiles whose scores fit into a buffer that is used again."""
+
+    scored: Scored
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """(first tile, number of tiles)."""
+        tiles = self.scored.layout.tiles
+        step = max(1, BUFFER_ELEMENTS // (tiles.block * self.scored.layout.pool))
+        for first in range(0, tiles.count, step):
+            yield first, min(step, tiles.count - first)
+
+    def buffer(self) -> Tensor:
+        """[rows of a piece, M] float32."""
+        layout = self.scored.layout
+        largest = max((count for _, count in self), default=0)
+        shape = (largest * layout.tiles.block, layout.pool)
+        return torch.empty(shape, dtype=torch.float32, device=self.scored.hidden.device)
+
+    def score(self, buffer: Tensor, piece: tuple[int, int]) -> Tensor:
+        """Scores of one piece [rows, M]; rows that belong to no token are not written."""
+        self.scored.write(buffer, piece)
+        return buffer[: piece[1] * self.scored.layout.tiles.block]
+
+    def rows(self, piece: tuple[int, int]) -> Tensor:
+        """[rows of a piece] row numbers, -1 = none."""
+        return self.scored.layout.tiles.rows[piece[0] : piece[0] + piece[1]].flatten()
+
+
+def keeps_scores(hidden: Tensor) -> bool:
+    """Whether scores are kept for the backward: where the products are float32."""
+    return hidden.dtype == torch.float32
+
+
+def make_gates(scored: Scored, valid: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gates [N, M] in the dtype of hidden, log of the softmax denominator over all M [N], and the
+    scores [N, M] where they are kept."""
+    layout = scored.layout
+    shape = (layout.num_rows, layout.pool)
+    gates = torch.empty(shape, dtype=scored.hidden.dtype, device=valid.device)
+    log_z = torch.empty(shape[0], dtype=torch.float32, device=valid.device)
+    row_valid = valid[layout.token_ids]
+    if keeps_scores(scored.hidden):
+        scores = scored.all_scores()
+        gates_from_scores(scores, None, row_valid, top_k, gates, log_z)
+        return gates, log_z, scores
+    pieces = Pieces(scored)
+    buffer = pieces.buffer()
+    for piece in pieces:
+        scores = pieces.score(buffer, piece)
+        gates_from_scores(scores, pieces.rows(piece), row_valid, top_k, gates, log_z)
+    return gates, log_z, None
+
+
+@triton.jit
+def _score_grads_kernel(
+    gates, grad_gates, scores, rows, tile_cells, token_ids, pools, inverse_norms,
+    log_z, grad_log_z, valid, grad_probs, grad_scores, first_tile,
+    POOL: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr,
+    GATES: tl.constexpr, LOG_Z: tl.constexpr, PROBS: tl.constexpr,
+    OVER_ALL: tl.constexpr, NORMS: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # a few rows of one tile
+    row = tl.load(rows + first_tile * BLOCK_T + places).to(tl.int64)
+    if tl.max(row, axis=0) >= 0:
+        cell = tl.load(tile_cells + first_tile + tl.program_id(0) * ROWS // BLOCK_T).to(tl.int64)
+        columns = tl.arange(0, WIDTH)
+        column_mask = columns < POOL
+        used = row >= 0
+        mask = used[:, None] & column_mask[None, :]
+        at = row[:, None] * POOL + columns[None, :]
+        grad = tl.zeros((ROWS, WIDTH), tl.float32)
+        if OVER_ALL or LOG_Z or PROBS:
+            if KEPT:
+                score = tl.load(scores + at, mask=mask, other=0.0)
+            else:
+                buffer = places.to(tl.int64)[:, None] * POOL + columns[None, :]
+                score = tl.load(scores + buffer, mask=mask, other=0.0)
+            row_log_z = tl.load(log_z + row, mask=used, other=0.0)
+            probs = tl.where(mask, tl.exp(score - row_log_z[:, None]), 0.0)
+        if GATES:
+            gate = tl.load(gates + at, mask=mask, other=0.0).to(tl.float32)
+            weighted = gate * tl.load(grad_gates + at, mask=mask, other=0.0).to(tl.float32)
+            total = tl.sum(weighted, axis=1)[:, None]
+            if OVER_ALL:
+                grad = weighted - probs * total
+            else:
+                # Stored gates are rounded and do not add up to 1. Where one has nearly all, its
+                # gradient is a small difference that this would drown.
+                sums = tl.sum(gate, axis=1)[:, None]
+                grad = weighted - gate * (total / tl.where(sums > 0, sums, 1.0))
+        if LOG_Z:
+            grad += probs * tl.load(grad_log_z + row, mask=used, other=0.0)[:, None]
+        if PROBS or NORMS:
+            ids = tl.load(pools + cell * POOL + columns, mask=column_mask, other=0)
+        if PROBS:
+            tokens = tl.load(token_ids + row, mask=used, other=0)
+            counts = tl.load(valid + tokens, mask=used, other=0).to(tl.float32)[:, None]
+            wanted = tl.load(grad_probs + ids, mask=column_mask, other=0.0)[None, :]
+            grad += counts * probs * (wanted - tl.sum(probs * wanted, axis=1)[:, None])
+        if NORMS:  # of the row's own centroid: what comes next multiplies by w, not by w / |w|
+            grad *= tl.load(inverse_norms + ids, mask=column_mask, other=0.0)[None, :]
+        tl.store(grad_scores + at, grad.to(grad_scores.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the forward made of the scores."""
+
+    gates: Tensor  # [N, M]
+    log_z: Tensor  # [N]
+    scores: Tensor | None  # [N, M] float32, where they were kept
+    over_all: bool  # gates are probabilities among all M candidates, not among the chosen
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """Gradients of what the forward gave, None where there is none."""
+
+    gates: Tensor | None  # [N, M]
+    log_z: Tensor | None  # [N]
+    probs: Tensor | None  # [E] of the summed probabilities
+
+
+def score_grads(scored: Scored, valid: Tensor, outputs: Outputs, upstream: Upstream) -> Tensor:
+    """Gradient of the scores times 1/|w|: [N, M] in hidden's dtype."""
+    layout, tiles, pool = scored.layout, scored.layout.tiles, scored.layout.pool
+    gates, log_z, kept = outputs.gates, outputs.log_z, outputs.scores
+    grads = torch.empty_like(gates)
+    over_all = outputs.over_all and upstream.gates is not None
+    needed = over_all or upstream.log_z is not None or upstream.probs is not None
+    again = needed and kept is None
+    pieces = Pieces(scored)
+    buffer = pieces.buffer() if again else grads if kept is None else kept
+    width = triton.next_power_of_2(pool)
+    # A few rows share their pool; not too many where scores fill the registers as well.
+    rows = max(1, min(tiles.block, (4096 if needed else 8192) // width))
+    for piece in pieces if again else [(0, tiles.count)]:
+        scores = pieces.score(buffer, piece) if again else buffer
+        _score_grads_kernel[(piece[1] * tiles.block // rows,)](
+            gates, grads if upstream.gates is None else upstream.gates, scores,
+            tiles.rows, tiles.cells, layout.token_ids, layout.pools,
+            log_z if scored.inverse_norms is None else scored.inverse_norms,
+            log_z, log_z if upstream.log_z is None else upstream.log_z, valid,
+            log_z if upstream.probs is None else upstream.probs, grads, piece[0],
+            POOL=pool, WIDTH=width, BLOCK_T=tiles.block, ROWS=rows,
+            GATES=upstream.gates is not None, LOG_Z=upstream.log_z is not None,
+            PROBS=upstream.probs is not None, OVER_ALL=over_all,
+            NORMS=scored.inverse_norms is not None,
+            KEPT=not again, num_warps=8 if width * rows >= 4096 else 4,
+        )  # fmt: skip
+    return grads
+
+
+def backward(
+    scored: Scored, grads: Tensor, want_hidden: bool, want_centroids: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of hidden and centroids from those of the scores, empty where not wanted."""
+    hidden, centroids, layout = scored.hidden, scored.centroids, scored.layout
+    grad_hidden, grad_centroids = hidden.new_empty(0), hidden.new_empty(0)
+    if want_hidden:
+        grad_hidden = pool_products([(grads, centroids)], layout, hidden.shape[0])
+    if want_centroids:
+        norms, reverse = scored.inverse_norms, layout.reverse_index(centroids.shape[0])
+        dtype = partial_dtype(hidden.dtype, projected=norms is not None)
+        parts = make_parts(layout, reverse, hidden.shape[1] * dtype.itemsize)
+        counts = None
+        if layout.num_rows <= FEW_ROWS * layout.pools.shape[0]:  # some cells may have no rows
+            sizes = layout.offsets.diff().int().unsqueeze(-1)
+            counts = sizes.expand(layout.pools.shape).contiguous()
+            reverse = used_entries(reverse, counts)
+        grad_centroids = row_products(
+            grads, hidden, centroids, layout, reverse, parts, inverse_norms=norms, counts=counts
+        )
+    return grad_hidden, grad_centroids
+
+
+@triton.jit
+def _probs_kernel(
+    hidden, centroids, inverse_norms, row_keys, noise_std, kept,
+    offsets, token_ids, pools, log_z, valid, out,
+    POOL: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    NORMS: tl.constexpr, NOISE: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    cell = tl.program_id(1)
+    places = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    place_mask = places < POOL
+    ids = tl.load(pools + cell.to(tl.int64) * POOL + places, mask=place_mask, other=0)
+    total = tl.zeros((BLOCK_P,), tl.float32)
+    first = tl.load(offsets + cell)
+    last = tl.load(offsets + cell + 1)
+    for start in range(first, last, BLOCK_T):
+        rows = start + tl.arange(0, BLOCK_T)
+        row_mask = rows < last
+        tokens = tl.load(token_ids + rows, mask=row_mask, other=0)
+        if KEPT:
+            scores = tl.load(
+                kept + rows.to(tl.int64)[:, None] * POOL + places[None, :],
+                mask=row_mask[:, None] & place_mask[None, :],
+                other=0.0,
+            )
+        else:
+            scores = score_tile(
+                hidden, centroids, inverse_norms, row_keys, noise_std,
+                tokens, row_mask, ids, place_mask,
+                DIM, BLOCK_T, BLOCK_P, BLOCK_D, NORMS, NOISE, PRECISION,
+            )  # fmt: skip
+        counts = tl.load(valid + tokens, mask=row_mask, other=0) != 0
+        probs = tl.exp(scores - tl.load(log_z + rows, mask=row_mask, other=0.0)[:, None])
+        total += tl.sum(tl.where(counts[:, None], probs, 0.0), axis=0)
+    tl.store(out + cell.to(tl.int64) * POOL + places, total, mask=place_mask)
+
+
+def probs_per_entry(scored: Scored, kept: Tensor | None, log_z: Tensor, valid: Tensor) -> Tensor:
+    """Sum over each cell's valid rows of the softmax over their candidates: [G, M] float32."""
+    layout, noise = scored.layout, scored.noise
+    dim, pool = scored.hidden.shape[1], layout.pool
+    out = torch.empty(layout.pools.shape, dtype=torch.float32, device=log_z.device)
+    wide = scored.hidden.dtype == torch.float32
+    block_p = max(16, min(triton.next_power_of_2(pool), 64 if wide else 128))
+    block_d = max(16, min(triton.next_power_of_2(dim), 32 if wide else 64))
+    _probs_kernel[(triton.cdiv(pool, block_p), layout.pools.shape[0])](
+        scored.hidden, scored.centroids,
+        log_z if scored.inverse_norms is None else scored.inverse_norms,
+        layout.token_ids if noise is None else noise.row_keys, 0.0 if noise is None else noise.std,
+        log_z if kept is None else kept, layout.offsets, layout.token_ids, layout.pools,
+        log_z, valid, out,
+        POOL=pool, DIM=dim, BLOCK_T=layout.tiles.block, BLOCK_P=block_p, BLOCK_D=block_d,
+        NORMS=scored.inverse_norms is not None, NOISE=noise is not None, KEPT=kept is not None,
+        PRECISION=dot_precision(scored.hidden.dtype), num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,218 @@
+"""Where cells and their tiles begin, and sums by entry and by expert.
+
+The layout is made in three small kernels, because a decoding step waits for each:
+
+    offsets   first row of each cell      one binary search per cell in the sorted cell ids
+    starts    first tile of each cell     a cumulative sum
+    tiles     cell and rows of each tile  one binary search per tile in the starts
+
+`cells.sort_by_cell` and `layout.row_tiles` are the definitions; integers, so equal to the bit.
+"""
+
+# pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
+# pyright: reportGeneralTypeIssues=none
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from airmoe.kernels.device_triton import count_below
+from airmoe.kernels.layout import ReverseIndex, most_tiles
+
+SEARCH_BLOCK = 32  # one warp: searches wait for memory, so they are spread over the device
+SUM_BLOCK = 1024
+TILE_BLOCK = 16
+ENTRY_BLOCK = 1024
+EXPERTS, LANES = 8, 32
+
+# Lengths change from batch to batch: none of them is worth a compilation of its own.
+LENGTHS = ["num_rows", "num_cells", "num_tiles", "steps"]
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _offsets_kernel(ordered, offsets, num_rows, num_cells, steps, BLOCK: tl.constexpr):
+    cells = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first_rows = count_below(ordered, num_rows, cells, steps)
+    tl.store(offsets + cells, first_rows.to(tl.int64), mask=cells <= num_cells)
+
+
+@triton.jit
+def _tiles_of(cells, offsets, num_cells, ROWS: tl.constexpr):
+    """How many tiles each of these cells has, 0 past the last cell."""
+    real = cells < num_cells
+    first = tl.load(offsets + cells, mask=real, other=0)
+    end = tl.load(offsets + cells + 1, mask=real, other=0)
+    return ((end - first).to(tl.int32) + ROWS - 1) // ROWS
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _starts_kernel(offsets, starts, num_cells, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    own = tl.program_id(0) * BLOCK
+    lanes = tl.arange(0, BLOCK)
+    # Each program adds up what lies before its cells: cheaper than to wait for the one before it.
+    before = tl.zeros((BLOCK,), tl.int32)
+    for block in range(0, own, BLOCK):
+        before += _tiles_of(block + lanes, offsets, num_cells, ROWS)
+    ends = tl.sum(before, axis=0) + tl.cumsum(_tiles_of(own + lanes, offsets, num_cells, ROWS))
+    tl.store(starts + 1 + own + lanes, ends.to(tl.int64), mask=own + lanes < num_cells)
+    if own == 0:
+        tl.store(starts, tl.zeros((), tl.int64))
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _tiles_kernel(
+    offsets, starts, tile_cells, tile_first, tile_rows, num_tiles, num_cells, steps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = tiles < num_tiles
+    cells = count_below(starts + 1, num_cells, tiles + 1, steps)  # cells that end before the tile
+    used = cells < num_cells
+    own = tl.minimum(cells, num_cells - 1)
+    first = (tl.load(offsets + own) + (tiles - tl.load(starts + own)) * ROWS).to(tl.int32)
+    end = tl.load(offsets + own + 1).to(tl.int32)
+    tl.store(tile_cells + tiles, tl.where(used, cells, -1), mask=mask)
+    tl.store(tile_first + tiles, first, mask=mask)
+    lanes = tl.arange(0, ROWS)
+    rows = first[:, None] + lanes[None, :]
+    rows = tl.where(used[:, None] & (rows < end[:, None]), rows, -1)
+    places = tiles.to(tl.int64)[:, None] * ROWS + lanes[None, :]
+    tl.store(tile_rows + places, rows, mask=mask[:, None])
+
+
+def cell_offsets(ordered: Tensor, num_cells: int) -> Tensor:
+    """Sorted cell ids [N] -> the first row of each cell: [G + 1] int64."""
+    num_rows = ordered.shape[0]
+    offsets = torch.empty(num_cells + 1, dtype=torch.int64, device=ordered.device)
+    _offsets_kernel[(triton.cdiv(num_cells + 1, SEARCH_BLOCK),)](
+        ordered.contiguous(), offsets, num_rows, num_cells, num_rows.bit_length(),
+        BLOCK=SEARCH_BLOCK, num_warps=1,
+    )  # fmt: skip
+    return offsets
+
+
+def make_tiles(offsets: Tensor, num_rows: int, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """offsets [G + 1], block a power of two -> cells, first rows, rows and starts of `RowTiles`."""
+    offsets = offsets.contiguous()
+    num_cells = offsets.shape[0] - 1
+    starts = torch.empty_like(offsets)
+    _starts_kernel[(triton.cdiv(num_cells, SUM_BLOCK),)](
+        offsets, starts, num_cells, ROWS=block, BLOCK=SUM_BLOCK, num_warps=8
+    )
+    num_tiles = most_tiles(num_rows, num_cells, block)
+    cells, first_rows, rows = (
+        torch.empty(shape, dtype=torch.int32, device=offsets.device)
+        for shape in ((num_tiles,), (num_tiles,), (num_tiles, block))
+    )
+    if num_tiles:
+        _tiles_kernel[(triton.cdiv(num_tiles, TILE_BLOCK),)](
+            offsets, starts, cells, first_rows, rows, num_tiles, num_cells, num_cells.bit_length(),
+            ROWS=block, BLOCK=TILE_BLOCK, num_warps=4,
+        )  # fmt: skip
+    return cells, first_rows, rows, starts
+
+
+@triton.jit
+def _sum_kernel(values, entries, starts, out, num_experts, WIDE: tl.constexpr,
+                EXPERTS: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+    experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    mask = experts < num_experts
+    begin = tl.load(starts + experts, mask=mask, other=0)
+    end = tl.load(starts + experts + 1, mask=mask, other=0)
+    total = tl.zeros((EXPERTS, LANES), WIDE)
+    for start in range(0, tl.max(end - begin, axis=0), LANES):
+        places = (begin + start)[:, None] + tl.arange(0, LANES)[None, :]
+        own = places < end[:, None]
+        entry = tl.load(entries + places, mask=own, other=0)
+        total += tl.load(values + entry, mask=own, other=0).to(WIDE)
+    tl.store(out + experts, tl.sum(total, axis=1).to(out.dtype.element_ty), mask=mask)
+
+
+def sum_by_expert(values: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
+    """[G, M] -> [E], by one gather per entry, in a fixed order."""
+    num_experts = starts.shape[0] - 1
+    out = torch.empty(num_experts, dtype=values.dtype, device=values.device)
+    _sum_kernel[(triton.cdiv(num_experts, EXPERTS),)](
+        values.contiguous(), entries, starts, out, num_experts,
+        WIDE=tl.float64 if values.is_floating_point() else tl.int64,
+        EXPERTS=EXPERTS, LANES=LANES, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _counts_kernel(
+    gates, offsets, out, POOL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr
+):
+    cell = tl.program_id(1)
+    places = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    place_mask = places < POOL
+    total = tl.zeros((BLOCK_T, BLOCK_P), tl.int32)
+    first = tl.load(offsets + cell)
+    last = tl.load(offsets + cell + 1)
+    for start in range(first, last, BLOCK_T):
+        rows = start + tl.arange(0, BLOCK_T)
+        gate = tl.load(
+            gates + rows.to(tl.int64)[:, None] * POOL + places[None, :],
+            mask=(rows < last)[:, None] & place_mask[None, :],
+            other=0.0,
+        )
+        total += (gate > 0).to(tl.int32)
+    tl.store(out + cell.to(tl.int64) * POOL + places, tl.sum(total, axis=0), mask=place_mask)
+
+
+def counts_per_entry(gates: Tensor, offsets: Tensor, pools: Tensor) -> Tensor:
+    """How many rows of each cell chose each of its experts: [G, M] int32."""
+    pool = pools.shape[1]
+    out = torch.empty(pools.shape, dtype=torch.int32, device=pools.device)
+    block_p = max(16, min(triton.next_power_of_2(pool), 256))
+    _counts_kernel[(triton.cdiv(pool, block_p), pools.shape[0])](
+        gates.contiguous(), offsets, out, POOL=pool, BLOCK_T=16, BLOCK_P=block_p, num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _flags_kernel(entries, counts, flags, size, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < size
+    entry = tl.load(entries + places, mask=mask, other=0)
+    count = tl.load(counts + entry, mask=mask, other=0)
+    tl.store(flags + places, (count > 0).to(tl.int32), mask=mask)
+
+
+@triton.jit
+def _keep_kernel(entries, flags, ends, starts, kept, kept_starts, size, num_starts,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < size
+    chosen = tl.load(flags + places, mask=mask, other=0) > 0
+    entry = tl.load(entries + places, mask=mask, other=0)
+    end = tl.load(ends + places, mask=mask, other=0)
+    tl.store(kept + end - 1, entry, mask=mask & chosen)
+    inside = places < num_starts
+    start = tl.load(starts + places, mask=inside, other=0)
+    before = tl.load(ends + start - 1, mask=inside & (start > 0), other=0)
+    tl.store(kept_starts + places, before, mask=inside)
+
+
+def used_entries(reverse: ReverseIndex, counts: Tensor) -> ReverseIndex:
+    """Entries whose count [G, M] is not 0; there is room for all of them, the end is not set.
+
+    Gradients of the others are 0. A cell of a few tokens uses only some of its pool, so a third of
+    all partial sums of a trained model would be written, read and added for nothing.
+    """
+    size, num_starts = reverse.entries.shape[0], reverse.starts.shape[0]
+    flags = torch.empty_like(reverse.entries)
+    grid = (triton.cdiv(size, ENTRY_BLOCK),)
+    _flags_kernel[grid](reverse.entries, counts, flags, size, BLOCK=ENTRY_BLOCK, num_warps=4)
+    ends = flags.cumsum(0, dtype=torch.int32)
+    kept, starts = torch.empty_like(reverse.entries), torch.empty_like(reverse.starts)
+    grid = (triton.cdiv(max(size, num_starts), ENTRY_BLOCK),)
+    _keep_kernel[grid](
+        reverse.entries, flags, ends, reverse.starts, kept, starts, size, num_starts,
+        BLOCK=ENTRY_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return ReverseIndex(kept, starts)

@@ -1,0 +1,153 @@
+"""Jitter as a pure function of (seed, micro-batch, stage, token or codeword, expert).
+
+Recomputed forwards draw the same numbers, and no generator state is touched. Numbers are made by
+32-bit integer mixing followed by Box-Muller; int32 products wrap around, as unsigned ones would.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from airmoe.kernels.backend import operator, use_triton
+
+
+class Stage(IntEnum):
+    """What a key is for; different stages never share numbers."""
+
+    SHORTLIST = 1
+    TOKEN = 2
+    CLUSTER = 3
+    SUBKEY = 4
+    REPLACE = 5
+    FIRST = 6
+    START = 7
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Normal jitter of one stage: one stream per row (token or codeword), indexed by column."""
+
+    row_keys: Tensor  # [rows] int32
+    std: float
+
+    def rows(self, chosen: Tensor | slice, columns: Tensor) -> Tensor:
+        """Jitter for some rows at all the given columns: [rows, columns] float32."""
+        keys = self.row_keys[chosen]
+        if use_triton(keys):
+            return noise_rows(keys, columns, self.std)
+        return normal(keys.unsqueeze(-1), columns).mul_(self.std)
+
+    def pairs(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Jitter for (row, column) pairs of one broadcast shape."""
+        keys = self.row_keys[rows]
+        if use_triton(keys):
+            return noise_pairs(keys, columns, self.std)
+        return normal(keys, columns).mul_(self.std)
+
+
+def noise_operands(noise: Noise | None) -> tuple[Tensor | None, float]:
+    """As operators take it: the row keys, None where there is no noise, and the deviation."""
+    return (None, 0.0) if noise is None else (noise.row_keys, noise.std)
+
+
+def noise_of(row_keys: Tensor | None, std: float) -> Noise | None:
+    """From what `noise_operands` gave."""
+    return None if row_keys is None else Noise(row_keys, std)
+
+
+def make_noise(key: Tensor, stage: Stage, num_rows: int, std: float) -> Noise:
+    """One stream per row from a micro-batch key (int64 scalar)."""
+    rows = torch.arange(num_rows, device=key.device)
+    return Noise(combine(key, int(stage), rows).to(torch.int32), std)
+
+
+def combine(first: Tensor, *rest: Tensor | int) -> Tensor:
+    """Fold whole numbers, at most three after the first, into one int64 key, broadcasting.
+
+    Tensors are int64, scalars or vectors of one length; numbers are not negative.
+    """
+    if use_triton(first):
+        tensors = [part for part in rest if isinstance(part, Tensor)]
+        return combine_keys(first, tensors, [-1 if isinstance(p, Tensor) else p for p in rest])
+    key = _mix64(first + 0x1E3779B97F4A7C15)
+    for part in rest:
+        key = _mix64((key ^ part) + 0x1E3779B97F4A7C15)
+    return key
+
+
+def _mix64(bits: Tensor) -> Tensor:
+    """A bijective scrambling of int64 (the split_mix64 finaliser)."""
+    bits = (bits ^ ((bits >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    bits = (bits ^ ((bits >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return bits ^ ((bits >> 31) & 0x1FFFFFFFF)
+
+
+def _mix32_(bits: Tensor) -> Tensor:
+    """A bijective scrambling of int32, in place."""
+    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(-0x7B935975)
+    return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
+
+
+def uniform_index(keys: Tensor, bound: Tensor) -> Tensor:
+    """One whole number in [0, bound) per key; 0 where the bound is 0."""
+    spread = (keys & 0x7FFFFFFFFFFFFFFF) >> 1
+    return torch.where(bound > 0, spread % bound.clamp_min(1), torch.zeros_like(spread))
+
+
+def normal(row_keys: Tensor, columns: Tensor) -> Tensor:
+    """Standard normal numbers for every (row key, column) pair, broadcast against each other.
+
+    row_keys int32, columns int64 -> float32 of the broadcast shape.
+    """
+    hashed = _mix32_(columns.to(torch.int32) * 0x1E3779B9 + 0x5BD1E995)
+    bits = _mix32_(torch.bitwise_xor(hashed, row_keys))
+    radius = ((bits >> 16) & 0xFFFF).float().add_(0.5).mul_(1 / 65536).log_().mul_(-2).sqrt_()
+    angle = (bits & 0xFFFF).float().mul_(2 * math.pi / 65536).cos_()
+    return radius.mul_(angle)
+
+
+@operator("airmoe::noise_rows")
+def noise_rows(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
+    """Every row at every column: row_keys [R] int32, columns [C] -> [R, C] float32."""
+    from airmoe.kernels import noise_triton
+
+    return noise_triton.noise_rows(row_keys, columns, std)
+
+
+@noise_rows.register_fake
+def _(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
+    return row_keys.new_empty(row_keys.shape[0], columns.shape[0], dtype=torch.float32)
+
+
+@operator("airmoe::noise_pairs")
+def noise_pairs(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
+    """Pair by pair: two int tensors of one broadcast shape -> float32 of that shape."""
+    from airmoe.kernels import noise_triton
+
+    return noise_triton.noise_pairs(row_keys, columns, std)
+
+
+@noise_pairs.register_fake
+def _(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
+    shape = torch.broadcast_shapes(row_keys.shape, columns.shape)
+    return row_keys.new_empty(shape, dtype=torch.float32)
+
+
+@operator("airmoe::combine_keys")
+def combine_keys(first: Tensor, tensors: list[Tensor], numbers: list[int]) -> Tensor:
+    """Fold parts into keys; the n-th part is numbers[n], or tensors in turn where that is -1."""
+    from airmoe.kernels import noise_triton
+
+    return noise_triton.combine_keys(first, tensors, numbers)
+
+
+@combine_keys.register_fake
+def _(first: Tensor, tensors: list[Tensor], numbers: list[int]) -> Tensor:
+    shape = torch.broadcast_shapes(first.shape, *(tensor.shape for tensor in tensors))
+    return first.new_empty(shape, dtype=torch.int64)

@@ -1,0 +1,76 @@
+"""Norms of rows in one pass over them, in their own dtype: no wider copy of a table exists."""
+
+# pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from airmoe.kernels.device_triton import as_stored, inverse_root
+
+TILE_ELEMENTS = 8192  # [rows, D] of one fetch
+WIDEST = 256  # columns of it
+
+
+@triton.jit
+def _norms_kernel(
+    table, inverse, num_rows, DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    real = row < num_rows
+    squares = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    for start in range(0, DIM, BLOCK_D):
+        column = start + tl.arange(0, BLOCK_D)
+        values = tl.load(
+            table + row.to(tl.int64)[:, None] * DIM + column[None, :],
+            mask=real[:, None] & (column < DIM)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        squares += values * values
+    tl.store(inverse + row, inverse_root(tl.sum(squares, axis=1)), mask=real)
+
+
+def inverse_norms(rows: Tensor) -> Tensor:
+    """1/|w| of every row: [E, D] -> [E] float32."""
+    num_rows, dim = rows.shape
+    inverse = torch.empty(num_rows, dtype=torch.float32, device=rows.device)
+    if num_rows:
+        block_d = min(max(triton.next_power_of_2(dim), 16), WIDEST)
+        block_r = TILE_ELEMENTS // block_d
+        _norms_kernel[(triton.cdiv(num_rows, block_r),)](
+            as_stored(rows), inverse, num_rows,
+            DIM=dim, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=4,
+        )  # fmt: skip
+    return inverse
+
+
+@triton.jit
+def _finite_kernel(
+    hidden, out, num_rows, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_mask = rows < num_rows
+    square = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, DIM, BLOCK_D):
+        columns = start + tl.arange(0, BLOCK_D)
+        mask = row_mask[:, None] & (columns < DIM)[None, :]
+        values = tl.load(hidden + rows[:, None] * DIM + columns[None, :], mask=mask, other=0.0)
+        values = values.to(tl.float32)
+        square += tl.sum(values * values, axis=1)
+    tl.store(out + rows, square < float("inf"), mask=row_mask)  # False for NaN as well
+
+
+def finite_rows(hidden: Tensor) -> Tensor:
+    """True where the squared norm of a row is finite: [T, D] -> [T]."""
+    hidden = hidden.contiguous()
+    num_rows, dim = hidden.shape
+    out = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
+    if num_rows:
+        block = min(triton.next_power_of_2(dim), 1024)
+        rows = max(1, TILE_ELEMENTS // block)
+        _finite_kernel[(triton.cdiv(num_rows, rows),)](
+            hidden, out, num_rows, DIM=dim, ROWS=rows, BLOCK_D=block, num_warps=8
+        )
+    return out

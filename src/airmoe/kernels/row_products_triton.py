@@ -1,0 +1,274 @@
+"""out[expert] = sum over its cells of X[rows, position].T @ values[tokens]: gradients of tables.
+
+X is [N, M], a row per token and cell. Each cell writes partial sums, each expert gathers its own.
+The partial sums of all experts would be a [G, M, D] tensor, so experts are cut into parts with
+about equally many entries. A pool is sorted by expert: a part is a run of positions in it.
+"""
+
+# pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
+# pyright: reportReturnType=none
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from airmoe.kernels.device_triton import count_below, dot, part_dtype
+from airmoe.kernels.layout import CellLayout, ReverseIndex
+
+REDUCE_PROGRAMS = 132 * 128
+# Memory for the partial sums of one part. Where there are many rows, several matrices [N, M] are
+# there at the same time, larger than these.
+PART_BYTES, PART_BYTES_OF_MANY_ROWS = 512 * 2**20, 256 * 2**20
+MANY_ROWS = 32_768
+SEARCH_BLOCK, SUM_BLOCK = 32, 1024
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Ranges of experts; cells write the partial sums of a part one after another."""
+
+    experts: Tensor  # [parts + 1] int32: first expert of each part
+    positions: Tensor  # [G, parts + 1] int32: first pool position of each part
+    shifts: Tensor  # [G, parts] int32: row of a partial sum = its position + this
+    count: int
+    rows: int  # the most partial sums of one part
+
+
+@triton.jit
+def _positions_kernel(
+    starts, pools, experts, positions, num_experts, num_cells, total, share, expert_steps,
+    POOL: tl.constexpr, POOL_STEPS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(1)
+    cells = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mark = tl.minimum(part * share, total) + tl.zeros((BLOCK,), tl.int32)
+    bound = count_below(starts, num_experts + 1, mark, expert_steps)
+    # Experts that occur nowhere belong to some part all the same: their gradient is 0.
+    bound = tl.where(part == 0, 0, tl.where(part == PARTS, num_experts, bound))
+    own = tl.minimum(cells, num_cells - 1).to(tl.int64)
+    position = count_below(pools + own * POOL, POOL, bound, POOL_STEPS)
+    tl.store(positions + own * (PARTS + 1) + part, position, mask=cells < num_cells)
+    tl.store(experts + part + cells, bound, mask=cells == 0)
+
+
+@triton.jit
+def _shifts_kernel(positions, shifts, num_cells, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    part = tl.program_id(0)
+    before = 0
+    for start in range(0, num_cells, BLOCK):
+        cells = start + tl.arange(0, BLOCK)
+        mask = cells < num_cells
+        place = cells.to(tl.int64) * (PARTS + 1) + part
+        low = tl.load(positions + place, mask=mask, other=0)
+        sizes = tl.load(positions + place + 1, mask=mask, other=0) - low
+        shift = before + tl.cumsum(sizes, axis=0) - sizes - low
+        tl.store(shifts + cells.to(tl.int64) * PARTS + part, shift, mask=mask)
+        before += tl.sum(sizes, axis=0)
+
+
+def make_parts(layout: CellLayout, reverse: ReverseIndex, row_bytes: int) -> Parts:
+    """Cut the experts so that a part's partial sums, `row_bytes` each, fit into memory."""
+    pools, pool, num_cells = layout.pools, layout.pool, layout.pools.shape[0]
+    num_experts, total = reverse.starts.shape[0] - 1, pools.numel()
+    most = PART_BYTES if layout.num_rows < MANY_ROWS else PART_BYTES_OF_MANY_ROWS
+    count = max(1, triton.cdiv(total * row_bytes, most))
+    share = triton.cdiv(total, count)
+    experts, positions, shifts = (
+        torch.empty(shape, dtype=torch.int32, device=pools.device)
+        for shape in ((count + 1,), (num_cells, count + 1), (num_cells, count))
+    )
+    _positions_kernel[(triton.cdiv(num_cells, SEARCH_BLOCK), count + 1)](
+        reverse.starts, pools, experts, positions, num_experts, num_cells, total, share,
+        (num_experts + 1).bit_length(), POOL=pool, POOL_STEPS=pool.bit_length(), PARTS=count,
+        BLOCK=SEARCH_BLOCK, num_warps=1,
+    )  # fmt: skip
+    _shifts_kernel[(count,)](positions, shifts, num_cells, PARTS=count, BLOCK=SUM_BLOCK)
+    # One expert more than a share may be in: it has at most one entry per cell.
+    return Parts(experts, positions, shifts, count, share + num_cells)
+
+
+@triton.jit
+def _x_block(x, rows, row_mask, places, POOL: tl.constexpr):
+    mask = row_mask[:, None] & (places < POOL)[None, :]
+    return tl.load(x + rows.to(tl.int64)[:, None] * POOL + places[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _value_block(values, token_ids, rows, row_mask, columns, DIM: tl.constexpr):
+    tokens = tl.load(token_ids + rows, mask=row_mask, other=0).to(tl.int64)
+    mask = row_mask[:, None] & (columns < DIM)[None, :]
+    return tl.load(values + tokens[:, None] * DIM + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_partial(
+    partial, total, cell, places, low, high, shift, counts, columns,
+    POOL: tl.constexpr, DIM: tl.constexpr, USED: tl.constexpr,
+):  # fmt: skip
+    mine = (places >= low) & (places < high)
+    if USED:
+        count = tl.load(counts + cell.to(tl.int64) * POOL + places, mask=mine, other=0)
+        mine &= count > 0
+    tl.store(
+        partial + (places + shift).to(tl.int64)[:, None] * DIM + columns[None, :],
+        total.to(partial.dtype.element_ty),
+        mask=mine[:, None] & (columns < DIM)[None, :],
+    )
+
+
+@triton.jit
+def _partial_kernel(
+    x, values, partial, offsets, token_ids, positions, shifts, counts, part,
+    POOL: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
+    USED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    cell = tl.program_id(2)
+    low = tl.load(positions + cell * (PARTS + 1) + part)
+    high = tl.load(positions + cell * (PARTS + 1) + part + 1)
+    # Start on a multiple of 16 so that rows of X are read in wide loads.
+    begin = tl.multiple_of(low // 16 * 16, 16)
+    split = tl.program_id(1) * BLOCK_P
+    first = tl.load(offsets + cell)
+    last = tl.load(offsets + cell + 1)
+    small = last - first <= BLOCK_R  # the usual cell: one program takes it, the others leave
+    mine = (split == 0) | (last - first > BLOCK_R)
+    if USED:
+        mine &= last > first
+    if (begin + split < high) & mine:
+        shift = tl.load(shifts + cell * PARTS + part)
+        columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+        rows = first + tl.arange(0, BLOCK_R)
+        row_mask = rows < last
+        value = _value_block(values, token_ids, rows, row_mask, columns, DIM)
+        if small:  # its values are read once
+            for start in range(begin, high, BLOCK_P):
+                places = tl.multiple_of(start, 16) + tl.arange(0, BLOCK_P)
+                block = _x_block(x, rows, row_mask, places, POOL)
+                total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+                total = dot(block, value, total, True, False, PART)
+                _store_partial(
+                    partial, total, cell, places, low, high, shift, counts, columns,
+                    POOL, DIM, USED,
+                )  # fmt: skip
+        else:
+            for start in range(begin + split, high, SPLITS * BLOCK_P):
+                places = tl.multiple_of(start, 16) + tl.arange(0, BLOCK_P)
+                total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+                for row in range(first, last, BLOCK_R):
+                    rows = row + tl.arange(0, BLOCK_R)
+                    row_mask = rows < last
+                    value = _value_block(values, token_ids, rows, row_mask, columns, DIM)
+                    block = _x_block(x, rows, row_mask, places, POOL)
+                    total = dot(block, value, total, True, False, PART)
+                _store_partial(
+                    partial, total, cell, places, low, high, shift, counts, columns,
+                    POOL, DIM, USED,
+                )  # fmt: skip
+
+
+@triton.jit
+def _reduce_kernel(
+    partial, out, entries, starts, shifts, part_experts, part, table, inverse_norms,
+    POOL: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_S: tl.constexpr, STAGES: tl.constexpr, PROJECT: tl.constexpr,
+):  # fmt: skip
+    first = tl.load(part_experts + part)
+    last = tl.load(part_experts + part + 1)
+    columns = tl.arange(0, WIDTH)
+    column_mask = columns < DIM
+    for expert in range(first + tl.program_id(0), last, tl.num_programs(0)):
+        begin = tl.load(starts + expert)
+        end = tl.load(starts + expert + 1)
+        total = tl.zeros((BLOCK_S, WIDTH), tl.float32)
+        # Lists of hundreds take one program long: more of their rows must be on the way at once.
+        for start in tl.range(begin, end, BLOCK_S, num_stages=STAGES):
+            places = start + tl.arange(0, BLOCK_S)
+            mask = places < end
+            entry = tl.load(entries + places, mask=mask, other=0)
+            row = entry % POOL + tl.load(shifts + entry // POOL * PARTS + part, mask=mask, other=0)
+            total += tl.load(
+                partial + row.to(tl.int64)[:, None] * DIM + columns[None, :],
+                mask=mask[:, None] & column_mask[None, :],
+                other=0.0,
+            ).to(tl.float32)
+        grad = tl.sum(total, axis=0)
+        place = (tl.zeros((WIDTH,), tl.int64) + expert) * DIM + columns
+        if PROJECT:  # the gradient came through w / |w|: drop its radial part
+            unit = tl.load(table + place, mask=column_mask, other=0.0).to(tl.float32)
+            unit *= tl.load(inverse_norms + expert)
+            grad -= unit * tl.sum(grad * unit, axis=0)
+        tl.store(out + place, grad.to(out.dtype.element_ty), mask=column_mask)
+
+
+def partial_dtype(dtype: torch.dtype, *, projected: bool) -> torch.dtype:
+    """Of the partial sums of a gradient: that of the products, unless most of it cancels."""
+    return torch.float32 if projected else dtype
+
+
+def row_products(
+    x: Tensor,
+    values: Tensor,
+    table: Tensor,
+    layout: CellLayout,
+    reverse: ReverseIndex,
+    parts: Parts,
+    *,
+    inverse_norms: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """Gradient of `table` [E, D] from X [N, M] and values [T, D], in a fixed order of summation.
+
+    With `inverse_norms` X is scaled by them already, and the part along each row is taken out. That
+    part may be nearly all, so partial sums must be float32 then (`partial_dtype`). With `counts`
+    [G, M], X is 0 where they are, and `reverse` is without those entries (`used_entries`).
+    """
+    dim, pool, num_cells = values.shape[1], layout.pool, layout.pools.shape[0]
+    dtype = partial_dtype(x.dtype, projected=inverse_norms is not None)
+    partial = torch.empty(parts.rows, dim, dtype=dtype, device=x.device)
+    grad = torch.empty(table.shape, dtype=table.dtype, device=table.device)
+    config = _partial_config(x, dim, pool, num_cells, parts.count)
+    grid = (triton.cdiv(dim, config["BLOCK_D"]), config["SPLITS"], num_cells)
+    width = triton.next_power_of_2(dim)
+    for part in range(parts.count):
+        _partial_kernel[grid](
+            x, values, partial, layout.offsets, layout.token_ids, parts.positions, parts.shifts,
+            layout.offsets if counts is None else counts, part,
+            POOL=pool, DIM=dim, PARTS=parts.count, USED=counts is not None, PART=part_dtype(),
+            **config,
+        )  # fmt: skip
+        _reduce_kernel[(min(REDUCE_PROGRAMS, table.shape[0]),)](
+            partial, grad, reverse.entries, reverse.starts, parts.shifts, parts.experts, part,
+            table, grad if inverse_norms is None else inverse_norms,
+            POOL=pool, PARTS=parts.count, DIM=dim, WIDTH=width,
+            PROJECT=inverse_norms is not None, **_reduce_config(width),
+        )  # fmt: skip
+    return grad
+
+
+def _reduce_config(width: int) -> dict[str, int]:
+    return {"BLOCK_S": 4, "STAGES": 3, "num_warps": max(1, width // 256)}
+
+
+def _partial_config(x: Tensor, dim: int, pool: int, num_cells: int, parts: int) -> dict[str, int]:
+    """Blocks for the partial sums: a whole cell at once where cells are small."""
+    mean = triton.next_power_of_2(max(1, x.shape[0] // num_cells))
+    whole = mean <= 64
+    wide = x.dtype == torch.float32
+    if wide:  # its parts are made in registers: nothing to gain from several stages
+        rows, block_p, stages = (16 if mean <= 16 else 32), 64, 1
+    else:
+        rows = max(32, 2 * mean) if whole else 64
+        block_p, stages = (64, 3) if whole else (128, 2)
+    return {
+        "SPLITS": min(8, triton.cdiv(pool, block_p * parts) + 1),  # programs for a large cell
+        "BLOCK_R": rows,
+        "BLOCK_P": max(16, min(triton.next_power_of_2(pool), block_p)),
+        "BLOCK_D": max(16, min(triton.next_power_of_2(dim), 128)),
+        "num_warps": 4 if whole or wide else 8,
+        "num_stages": stages,
+    }

@@ -1,0 +1,354 @@
+"""The best columns of a product of two tables, tile by tile: top-M experts of codewords or tokens.
+
+    1. some rows times some columns: float32 scores in a buffer that stays in the cache
+    2. every row is cut into segments of at most 16,384 scores; a program holds one in registers
+       and writes its `count` best, ids ascending, as candidates
+    3. the candidates of all segments are cut and thinned again, until one segment is left
+
+Every score is written once and read twice. Candidates stand in the order of their ids, so a tie
+between positions is a tie between ids. `best_experts_triton` uses the same, with a few
+tokens as rows.
+"""
+
+# pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
+# pyright: reportGeneralTypeIssues=none
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from airmoe.kernels.device_triton import (
+    INFINITY,
+    as_stored,
+    bfloat16_parts,
+    finite_from_above,
+    inverse_root,
+    largest,
+)
+from airmoe.kernels.noise import Noise
+from airmoe.kernels.noise_triton import normal
+from airmoe.kernels.top_k_triton import LONGEST_ROW, MAX_REGISTERS, row_warps
+
+SEGMENT = LONGEST_ROW
+SCORE_ELEMENTS = 1 << 23  # scores that exist at once: 32 MiB
+CANDIDATE_ELEMENTS = 1 << 22  # candidates that exist at once (or 16 per column, if that is more)
+ROWS = 512  # rows handled together at least, where there are so many
+
+
+@dataclass(frozen=True)
+class _Config:
+    block_rows: int
+    block_columns: int
+    block_dim: int
+    num_warps: int
+    num_stages: int
+
+
+def _product_config(rows: int, dim: int, products: int, float32: bool) -> _Config:
+    """For `products` of parts per tile. Two programs share an SM: one multiplies, one jitters."""
+    few_rows = rows <= 32  # then reading the columns is all that counts
+    deep = not float32 and (few_rows or products == 1)
+    depth = min(64 if deep else 32, max(16, triton.next_power_of_2(dim)))
+    if few_rows:
+        return _Config(max(16, triton.next_power_of_2(rows)), 128, depth, 4, 4)
+    if rows <= 64:
+        return _Config(64, 128, depth, 4, 3)
+    return _Config(128, 128, depth, 8, 2 if products > 3 else 3)
+
+
+@triton.jit
+def product(
+    rows_at, columns_at, row_stride, column_stride, row_mask, column_mask, depth, dim,
+    ROW_PARTS: tl.constexpr, COLUMN_PARTS: tl.constexpr, FLOAT32: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_R, BLOCK_C] products; of parts, those pairs that reach a float32's last bit."""
+    scores = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
+    for start in range(0, dim, BLOCK_D):
+        inside = depth < dim - start
+        some_rows = row_mask & inside[None, :]
+        some_columns = column_mask & inside[:, None]
+        if FLOAT32:
+            left = tl.load(rows_at + start, mask=some_rows, other=0.0).to(tl.float32)
+            right = tl.load(columns_at + start, mask=some_columns, other=0.0).to(tl.float32)
+            scores = tl.dot(left, right, scores, input_precision="tf32x3")
+        else:
+            for row_part in tl.static_range(ROW_PARTS):
+                left = tl.load(rows_at + row_part * row_stride + start, mask=some_rows, other=0.0)
+                for column_part in tl.static_range(COLUMN_PARTS):
+                    if row_part + column_part < 3:
+                        right = tl.load(
+                            columns_at + column_part * column_stride + start,
+                            mask=some_columns,
+                            other=0.0,
+                        )
+                        scores = tl.dot(left, right, scores)
+    return scores
+
+
+@triton.jit
+def _normalized_product(
+    rows_at, columns_at, row_mask, column_mask, depth, dim, FLOAT32: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The same for one part each, with columns of norm 1, which are measured as they come by."""
+    scores = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
+    squares = tl.zeros((BLOCK_D, BLOCK_C), dtype=tl.float32)
+    for start in range(0, dim, BLOCK_D):
+        inside = depth < dim - start
+        left = tl.load(rows_at + start, mask=row_mask & inside[None, :], other=0.0)
+        right = tl.load(columns_at + start, mask=column_mask & inside[:, None], other=0.0)
+        wide = right.to(tl.float32)
+        squares += wide * wide
+        if FLOAT32:
+            scores = tl.dot(left.to(tl.float32), wide, scores, input_precision="tf32x3")
+        else:
+            scores = tl.dot(left, right, scores)
+    square = tl.sum(squares, axis=0)
+    return scores * inverse_root(square)[None, :]
+
+
+@triton.jit
+def _scores_kernel(
+    rows_ptr, columns_ptr, scales_ptr, row_keys_ptr, out_ptr, num_rows, num_columns, dim,
+    row_stride, column_stride, out_stride, first_column, noise_std,
+    NORMALIZE: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_NOISE: tl.constexpr,
+    ROW_PARTS: tl.constexpr, COLUMN_PARTS: tl.constexpr, FLOAT32: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row_blocks = tl.cdiv(num_rows, BLOCK_R)
+    # Neighbouring programs share their columns: the larger table is read once.
+    row = tl.program_id(0) % row_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.program_id(0) // row_blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    depth = tl.arange(0, BLOCK_D)
+    real_row = row < num_rows
+    real_column = column < num_columns
+    rows_at = rows_ptr + row.to(tl.int64)[:, None] * dim + depth[None, :]
+    columns_at = columns_ptr + column.to(tl.int64)[None, :] * dim + depth[:, None]
+    if NORMALIZE:
+        scores = _normalized_product(
+            rows_at, columns_at, real_row[:, None], real_column[None, :], depth, dim,
+            FLOAT32, BLOCK_R, BLOCK_C, BLOCK_D,
+        )  # fmt: skip
+    else:
+        scores = product(
+            rows_at, columns_at, row_stride, column_stride, real_row[:, None],
+            real_column[None, :], depth, dim,
+            ROW_PARTS, COLUMN_PARTS, FLOAT32, BLOCK_R, BLOCK_C, BLOCK_D,
+        )  # fmt: skip
+    if HAS_SCALES:
+        scores *= tl.load(scales_ptr + column, mask=real_column, other=0.0)[None, :]
+    if HAS_NOISE:
+        keys = tl.load(row_keys_ptr + row, mask=real_row, other=0)
+        scores += normal(keys[:, None], (first_column + column)[None, :]) * noise_std
+    tl.store(
+        out_ptr + row.to(tl.int64)[:, None] * out_stride + column[None, :],
+        scores,
+        mask=real_row[:, None] & real_column[None, :],
+    )
+
+
+@triton.jit
+def _border(scores_ptr, length, count, BLOCK: tl.constexpr):
+    """What tells the `count` largest of a segment from the others; see `largest`."""
+    position = tl.arange(0, BLOCK)
+    scores = tl.load(scores_ptr + position, mask=position < length, other=-INFINITY)
+    return largest(finite_from_above(scores), position, length, count, BLOCK)
+
+
+@triton.jit
+def _segment_kernel(
+    scores_ptr, ids_ptr, best_scores_ptr, best_ids_ptr, num_columns, width, score_stride,
+    best_stride, first_id, count,
+    HAS_IDS: tl.constexpr, KEEP_SCORES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * width
+    length = tl.minimum(width, num_columns - first)
+    scores_ptr += row * score_stride + first
+    threshold, last = _border(scores_ptr, length, count, BLOCK)
+    next_slot = row * best_stride + tl.program_id(1) * count
+    # What was in registers is read again: the slots of all scores would not fit beside them.
+    for start in range(0, length, TILE):
+        position = start + tl.arange(0, TILE)
+        scores = tl.load(scores_ptr + position, mask=position < length, other=-INFINITY)
+        scores = finite_from_above(scores)
+        chosen = (scores > threshold) | ((scores == threshold) & (position <= last))
+        taken = chosen.to(tl.int32)
+        slot = next_slot - 1 + tl.cumsum(taken, axis=0)
+        ids = first_id + first + position
+        if HAS_IDS:
+            ids = tl.load(ids_ptr + row * score_stride + first + position, mask=chosen, other=0)
+        tl.store(best_ids_ptr + slot, ids.to(best_ids_ptr.dtype.element_ty), mask=chosen)
+        if KEEP_SCORES:
+            tl.store(best_scores_ptr + slot, scores + 0.0, mask=chosen)  # -0 and 0 are a tie
+        next_slot += tl.sum(taken, axis=0)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A row of `columns` in segments of equal `width`, the last one shorter."""
+
+    columns: int
+    segments: int
+    width: int
+
+
+def cut_row(columns: int) -> Cut:
+    segments = triton.cdiv(columns, SEGMENT)
+    width = triton.cdiv(triton.cdiv(columns, segments), 16) * 16  # aligned rows load faster
+    return Cut(columns, segments, width)
+
+
+def plan_cuts(columns: int, count: int) -> list[Cut] | None:
+    """How the columns are thinned to `count`, or None where segments would be too short."""
+    cuts = [cut_row(columns)]
+    while cuts[-1].segments > 1:
+        cut = cuts[-1]
+        # Twice as many as are kept, or thinning would not end; `count` in the last one too.
+        if cut.width < 2 * count or cut.columns - (cut.segments - 1) * cut.width < count:
+            return None
+        cuts.append(cut_row(cut.segments * count))
+    return cuts
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Rows and columns to multiply, with what is done to the products."""
+
+    rows: Tensor  # [parts, N, D]
+    columns: Tensor  # [parts, E, D]
+    scales: Tensor | None  # [E]
+    noise: Noise | None
+    float32: bool  # multiply as float32, or as what the parts are
+    normalize: bool = False  # columns of norm 1, measured during the product; one part each
+
+    def score(self, rows: slice, columns: slice, out: Tensor) -> None:
+        """out [rows, >= columns] = scaled products + jitter."""
+        left, right = self.rows[:, rows], self.columns[:, columns]
+        (row_parts, num_rows, dim), (column_parts, num_columns, _) = left.shape, right.shape
+        config = _product_config(num_rows, dim, row_parts * column_parts, self.float32)
+        grid = triton.cdiv(num_rows, config.block_rows)
+        grid *= triton.cdiv(num_columns, config.block_columns)
+        _scores_kernel[(grid,)](
+            left, right,
+            None if self.scales is None else self.scales[columns],
+            None if self.noise is None else self.noise.row_keys[rows],
+            out, num_rows, num_columns, dim, left.stride(0), right.stride(0), out.stride(0),
+            columns.start, 0.0 if self.noise is None else self.noise.std,
+            NORMALIZE=self.normalize, HAS_SCALES=self.scales is not None,
+            HAS_NOISE=self.noise is not None, ROW_PARTS=row_parts,
+            COLUMN_PARTS=column_parts, FLOAT32=self.float32,
+            BLOCK_R=config.block_rows, BLOCK_C=config.block_columns, BLOCK_D=config.block_dim,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+
+
+def whole(table: Tensor) -> Tensor:
+    """A table as its only part: [1, N, D]."""
+    return as_stored(table).unsqueeze(0)
+
+
+def exact_as_bfloat16(table: Tensor) -> bool:
+    """True where the tensor cores take the table as it is; other dtypes become float32."""
+    return table.dtype == torch.bfloat16
+
+
+class BestColumns:
+    """The `count` best columns of rows, some rows at a time, in buffers that are used again."""
+
+    def __init__(self, tables: Tables, count: int, cuts: list[Cut]) -> None:
+        self.tables, self.count, self.cuts = tables, count, cuts
+        first = cuts[0]
+        candidates = max(CANDIDATE_ELEMENTS, 16 * first.columns) // (first.segments * count)
+        wanted = min(tables.rows.shape[1], max(ROWS, SCORE_ELEMENTS // first.columns))
+        self.rows_at_once = max(1, min(wanted, candidates if first.segments > 1 else wanted))
+        segments = SCORE_ELEMENTS // (self.rows_at_once * first.width)
+        self.segments_at_once = max(1, min(segments, first.segments))
+        self.scores = self._buffer(self.segments_at_once * first.width, torch.float32)
+        self.candidates = [
+            (
+                self._buffer(cut.segments * count, torch.float32),
+                self._buffer(cut.segments * count, torch.int32),
+            )
+            for cut in cuts[:-1]
+        ]
+
+    def _buffer(self, columns: int, dtype: torch.dtype) -> Tensor:
+        device = self.tables.rows.device
+        return torch.empty(self.rows_at_once, columns, dtype=dtype, device=device)
+
+    def chunks(self) -> list[slice]:
+        total, step = self.tables.rows.shape[1], self.rows_at_once
+        return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+
+    def find(self, rows: slice, ids: Tensor, scores: Tensor | None = None) -> None:
+        """Write the best columns of one of `chunks`: ids [rows, count] ascending, and scores."""
+        levels = [*self.candidates, (scores, ids)]
+        num_rows, first = rows.stop - rows.start, self.cuts[0]
+        for segment in range(0, first.segments, self.segments_at_once):
+            stop = min((segment + self.segments_at_once) * first.width, first.columns)
+            columns = slice(segment * first.width, stop)
+            self.tables.score(rows, columns, self.scores)
+            found = tuple(
+                each if each is None else each[:, segment * self.count :] for each in levels[0]
+            )
+            _thin(self.scores, None, num_rows, columns, first.width, self.count, *found)
+        for level, cut in enumerate(self.cuts[1:]):
+            source, found = self.candidates[level], levels[level + 1]
+            columns = slice(0, cut.columns)
+            _thin(*source, num_rows, columns, cut.width, self.count, *found)
+
+
+def _thin(
+    scores: Tensor,
+    ids: Tensor | None,
+    num_rows: int,
+    columns: slice,
+    width: int,
+    count: int,
+    best_scores: Tensor | None,
+    best_ids: Tensor,
+) -> None:
+    """Keep the `count` best of every segment; without `ids` those of `columns` are meant."""
+    num_columns = columns.stop - columns.start
+    block = triton.next_power_of_2(width)
+    _segment_kernel[(num_rows, triton.cdiv(num_columns, width))](
+        scores, ids, best_scores, best_ids, num_columns, width,
+        scores.stride(0), best_ids.stride(0), columns.start, count,
+        HAS_IDS=ids is not None, KEEP_SCORES=best_scores is not None, BLOCK=block,
+        TILE=max(16, block // 4), num_warps=row_warps(block), maxnreg=MAX_REGISTERS,
+    )  # fmt: skip
+
+
+def top_m(
+    codewords: Tensor,
+    centroids: Tensor,
+    inverse_norms: Tensor | None,
+    noise: Noise | None,
+    out: Tensor,
+) -> None:
+    """Write the best experts, ids ascending: float32 codewords [G, D], centroids [E, D], [G, M]."""
+    if codewords.shape[0] == 0:
+        return
+    count = out.shape[1]
+    cuts = plan_cuts(centroids.shape[0], count)
+    assert cuts is not None, "the caller checks that lists are short enough"
+    in_parts = exact_as_bfloat16(centroids)
+    tables = Tables(
+        bfloat16_parts(codewords) if in_parts else whole(codewords),
+        whole(centroids),
+        inverse_norms,
+        noise,
+        float32=not in_parts,
+    )
+    best = BestColumns(tables, count, cuts)
+    ids = out.contiguous()  # the very same tensor, if it is
+    for rows in best.chunks():
+        best.find(rows, ids[rows])
+    if ids is not out:
+        out.copy_(ids)

@@ -1,0 +1,184 @@
+"""What losses need of the softmax over all experts, without a [T, E] tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from airmoe.kernels.backend import operator, own_precision, use_triton
+from airmoe.kernels.noise import Noise, noise_of, noise_operands
+from airmoe.kernels.norms import unit_rows
+
+CHUNK_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What losses need of the full softmax."""
+
+    log_z: Tensor  # [T]
+    mean_probs: Tensor  # [E]
+
+
+@own_precision
+def softmax_summary(
+    hidden: Tensor,
+    experts: Tensor,
+    token_weights: Tensor,
+    noise: Noise | None = None,
+    *,
+    normalize: bool = False,
+) -> Summary:
+    """log Z per token and the weighted mean of the softmax over experts, differentiable.
+
+    hidden [T, D], experts [E, D]; token_weights [T] sum to 1 over the tokens that count (0 for the
+    others, which may hold anything: they spoil no more than their own log Z). With `normalize`
+    logits are <h, w_e> / |w_e|, 0 for a zero row, and the gradient goes through the norm. Operands
+    may differ in dtype; results are float32 or wider, gradients in the dtype of their operand.
+    """
+    if use_triton(hidden, experts):
+        pieces = noise_operands(noise)
+        return Summary(*softmax_summary_op(hidden, experts, token_weights, *pieces, normalize))
+    work = torch.promote_types(torch.promote_types(hidden.dtype, experts.dtype), torch.float32)
+    rows = unit_rows(experts) if normalize else experts
+    operands = hidden.to(work), rows.to(work), token_weights.to(work)
+    return Summary(*_SoftmaxSummary.apply(*operands, noise))
+
+
+class _SoftmaxSummary(torch.autograd.Function):
+    """(log of the softmax denominator [T], mean probability [E]) over all experts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, experts: Tensor, token_weights: Tensor, noise: Noise | None
+    ) -> tuple[Tensor, Tensor]:
+        log_z = torch.empty(hidden.shape[0], dtype=hidden.dtype, device=hidden.device)
+        # Sums over chunks in double: chunking must not cost accuracy.
+        mean_probs = torch.zeros(experts.shape[0], dtype=torch.float64, device=hidden.device)
+        for rows in _token_chunks(hidden, experts):
+            logits = _token_logits(hidden, experts, noise, rows)
+            log_z[rows] = logits.logsumexp(-1)
+            probs = (logits - log_z[rows].unsqueeze(-1)).exp_()
+            weight = token_weights[rows].unsqueeze(-1)
+            # What does not count may hold anything, and 0 * NaN is NaN.
+            mean_probs += probs.mul_(weight).masked_fill_(weight == 0, 0).sum(0)
+        ctx.noise = noise
+        ctx.save_for_backward(hidden, experts, token_weights, log_z)
+        return log_z, mean_probs.to(hidden.dtype)
+
+    @staticmethod
+    @once_differentiable
+    @own_precision
+    def backward(
+        ctx: Any, grad_log_z: Tensor, grad_mean: Tensor
+    ) -> tuple[Tensor, Tensor, None, None]:
+        hidden, experts, token_weights, log_z = ctx.saved_tensors
+        idle = (token_weights == 0) & (grad_log_z == 0)
+        hidden, log_z = hidden.masked_fill(idle.unsqueeze(-1), 0), log_z.masked_fill(idle, 0)
+        grad_hidden, grad_experts = torch.empty_like(hidden), torch.zeros_like(experts)
+        for rows in _token_chunks(hidden, experts):
+            logits = _token_logits(hidden, experts, ctx.noise, rows)
+            probs = logits.sub_(log_z[rows].unsqueeze(-1)).exp_()  # [rows, E]
+            weight = token_weights[rows]
+            inner = grad_log_z[rows] - weight * (probs @ grad_mean)
+            grad_logits = probs * (inner.unsqueeze(-1) + weight.unsqueeze(-1) * grad_mean)
+            grad_hidden[rows] = grad_logits @ experts
+            grad_experts += grad_logits.T @ hidden[rows]
+        return grad_hidden, grad_experts, None, None
+
+
+def _token_logits(hidden: Tensor, experts: Tensor, noise: Noise | None, rows: slice) -> Tensor:
+    """[rows, E] logits of some tokens against all experts."""
+    logits = hidden[rows] @ experts.T
+    if noise is not None:
+        columns = torch.arange(experts.shape[0], device=hidden.device)
+        logits = logits + noise.rows(rows, columns)
+    return logits
+
+
+def _token_chunks(hidden: Tensor, experts: Tensor) -> list[slice]:
+    step = max(1, CHUNK_ELEMENTS // experts.shape[0])
+    return [slice(start, start + step) for start in range(0, hidden.shape[0], step)]
+
+
+@operator("airmoe::softmax_summary")
+def softmax_summary_op(
+    hidden: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    row_keys: Tensor | None,
+    noise_std: float,
+    normalize: bool,
+) -> tuple[Tensor, Tensor]:
+    """log Z [T] and mean probabilities [E], float32."""
+    from airmoe.kernels.softmax_summary_triton import summarize
+
+    tensors = hidden.contiguous(), experts.contiguous(), weights.float().contiguous()
+    return summarize(*tensors, noise_of(row_keys, noise_std), normalize)
+
+
+@operator("airmoe::softmax_summary_backward")
+def softmax_summary_backward_op(
+    grad_log_z: Tensor | None,
+    grad_mean: Tensor | None,
+    hidden: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    log_z: Tensor,
+    row_keys: Tensor | None,
+    noise_std: float,
+    normalize: bool,
+    want_hidden: bool,
+    want_experts: bool,
+) -> list[Tensor]:
+    """Gradients of those of (hidden, experts) that are wanted, in this order."""
+    from airmoe.kernels.softmax_summary_triton import gradients
+
+    return gradients(
+        torch.zeros_like(log_z) if grad_log_z is None else grad_log_z.contiguous(),
+        log_z.new_zeros(experts.shape[0]) if grad_mean is None else grad_mean,
+        hidden.contiguous(), experts.contiguous(), weights.float().contiguous(), log_z,
+        noise_of(row_keys, noise_std), normalize=normalize,
+        want_hidden=want_hidden, want_experts=want_experts,
+    )  # fmt: skip
+
+
+@softmax_summary_op.register_fake
+def _(hidden: Tensor, experts: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+    log_z, mean = (
+        hidden.new_empty(each.shape[0], dtype=torch.float32) for each in (hidden, experts)
+    )
+    return log_z, mean
+
+
+@softmax_summary_backward_op.register_fake
+def _(*inputs: Any) -> list[Tensor]:
+    wanted = zip(inputs[2:4], inputs[-2:], strict=True)
+    return [tensor.new_empty(tensor.shape) for tensor, want in wanted if want]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    hidden, experts, weights, row_keys, ctx.noise_std, ctx.normalize = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(hidden, experts, weights, output[0], row_keys)
+
+
+def _backward(
+    ctx: Any, grad_log_z: Tensor | None, grad_mean: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if grad_log_z is None and grad_mean is None:
+        return (None,) * 6
+    wanted = ctx.needs_input_grad[:2]
+    found = iter(
+        softmax_summary_backward_op(
+            grad_log_z, grad_mean, *ctx.saved_tensors, ctx.noise_std, ctx.normalize, *wanted
+        )
+    )
+    return (*(next(found) if want else None for want in wanted), None, None, None, None)
+
+
+softmax_summary_op.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,280 @@
+"""The softmax over all experts, some tokens at a time: log Z, mean probabilities, gradients.
+
+A chunk of tokens has its scores [tokens, E] in memory, 256 MiB of them, because making a score
+again, a product as exact as float32 and jitter, costs more than writing and reading it.
+
+    forward   1. scores, and the log-sum-exp of every row of a tile
+              2. log Z from those of all tiles
+              3. probabilities summed over the chunk's tokens
+    backward  1. probabilities, and with the gradient of their means a_t = sum_e g_e p_te
+              2. grad_te = p_te (g_z + weight_t (g_e - a_t)), times experts, over slices of experts
+              3. the same, times tokens, added to what earlier chunks gave
+
+The gradient of a score exists in registers only. All sums have a fixed order.
+"""
+
+# pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
+# pyright: reportReturnType=none
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from airmoe.kernels.best_experts_triton import exact_tables
+from airmoe.kernels.device_triton import as_stored, part_dtype
+from airmoe.kernels.noise import Noise
+from airmoe.kernels.norms_triton import inverse_norms
+from airmoe.kernels.softmax_kernels_triton import (
+    expert_grads_kernel,
+    hidden_grads_kernel,
+    log_z_kernel,
+    mean_kernel,
+    project_kernel,
+    tile_kernel,
+)
+
+CHUNK_ELEMENTS = 1 << 26  # scores that exist at once: 256 MiB
+COLUMNS = 128  # their rows are padded to multiples of it
+PROGRAMS = 2 * 132  # enough to fill the device
+ROW_ELEMENTS = 2048  # of whole rows, in one program
+TILE_REGISTERS = 168  # three programs of four warps share a multiprocessor
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """A table as the matrix units take it."""
+
+    table: Tensor  # [count, N, D], or [1, N, D] to be cut
+    count: int  # parts of a number
+    cut: bool  # out of the number where it is used, or stored as parts
+
+    @classmethod
+    def of(cls, table: Tensor, dtype: torch.dtype, *, whole: bool) -> _Operand:
+        """`whole`: numbers are multiplied as they are, if they are not stored in parts."""
+        if table.shape[0] > 1 or dtype == torch.bfloat16 or whole:
+            return cls(table, table.shape[0], False)
+        return cls(table, 2 if dtype == torch.float16 else 3, True)
+
+
+class Chunks:
+    """Tokens, some at a time, times all experts."""
+
+    def __init__(
+        self, hidden: Tensor, experts: Tensor, noise: Noise | None, *, normalize: bool
+    ) -> None:
+        (self.num_tokens, self.dim), self.num_experts = hidden.shape, experts.shape[0]
+        self.hidden, self.experts, self.noise = hidden, experts, noise
+        self.scales = inverse_norms(experts) if normalize else None
+        self.tables = exact_tables(hidden, experts)
+        self.columns = triton.cdiv(self.num_experts, COLUMNS) * COLUMNS
+        self.step, self.block_rows = self._sizes()
+        rows = triton.cdiv(self.step, self.block_rows) * self.block_rows
+        self.buffer = self.empty(rows, self.columns)  # scores or probabilities
+        self.config = self._tile_config()
+        tiles = self.columns // self.config["BLOCK_C"]
+        self.tile_sums, self.tile_peaks = self.empty(rows, tiles), self.empty(rows, tiles)
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.hidden.device)
+
+    def _sizes(self) -> tuple[int, int]:
+        """Tokens per chunk and per tile."""
+        most = max(1, CHUNK_ELEMENTS // self.columns)
+        step = min(self.num_tokens, most // 128 * 128 if most > 128 else most)
+        return step, min(128, max(16, triton.next_power_of_2(step)))
+
+    def slices(self) -> list[slice]:
+        total, step = self.num_tokens, self.step
+        return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+
+    def _operands(self, *, together: bool) -> tuple[_Operand, _Operand]:
+        """Of tokens and experts. Multiplied `together`, two tables of float16 are left whole."""
+        whole = together and self.hidden.dtype == self.experts.dtype == torch.float16
+        return (
+            _Operand.of(self.tables.rows, self.hidden.dtype, whole=whole),
+            _Operand.of(self.tables.columns, self.experts.dtype, whole=whole),
+        )
+
+    def _tile_config(self) -> dict[str, int]:
+        """Three programs share a multiprocessor: one multiplies while others jitter."""
+        tokens, experts = self._operands(together=True)
+        single = tokens.count * experts.count == 1
+        depth = min(64 if single else 32, max(16, triton.next_power_of_2(self.dim)))
+        return {
+            "BLOCK_C": 64, "BLOCK_D": depth,
+            "num_warps": 4, "num_stages": 2 if tokens.count * experts.count > 3 else 3,
+            "maxnreg": TILE_REGISTERS,
+        }  # fmt: skip
+
+    def _run_tiles(self, chunk: slice, log_z: Tensor | None, grad_mean: Tensor | None) -> None:
+        tokens, experts = self._operands(together=True)
+        rows = tokens.table[:, chunk]
+        noise, num_tokens = self.noise, rows.shape[1]
+        grid = triton.cdiv(num_tokens, self.block_rows) * (self.columns // self.config["BLOCK_C"])
+        tile_kernel[(grid,)](
+            rows, experts.table, self.scales, None if noise is None else noise.row_keys[chunk],
+            log_z, grad_mean, self.buffer, self.tile_sums, self.tile_peaks,
+            num_tokens, self.num_experts, self.dim, rows.stride(0), experts.table.stride(0),
+            self.columns, 0.0 if noise is None else noise.std,
+            PROBS=log_z is not None, DIM=self.dim,
+            HIDDEN_PARTS=tokens.count, EXPERT_PARTS=experts.count,
+            HIDDEN_CUT=tokens.cut, EXPERT_CUT=experts.cut,
+            HAS_SCALES=self.scales is not None, HAS_NOISE=noise is not None,
+            BLOCK_R=self.block_rows, PART=part_dtype(), **self.config,
+        )  # fmt: skip
+
+    def score(self, chunk: slice, log_z: Tensor) -> None:
+        """Scores of a chunk into the buffer, and their log Z into log_z [tokens]."""
+        self._run_tiles(chunk, None, None)
+        num_tiles = self.tile_sums.shape[1]
+        block = min(1024, triton.next_power_of_2(num_tiles))
+        rows = max(1, ROW_ELEMENTS // block)
+        log_z_kernel[(triton.cdiv(log_z.shape[0], rows),)](
+            self.tile_sums, self.tile_peaks, log_z, log_z.shape[0], num_tiles,
+            ROWS=rows, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+
+    def mean_splits(self) -> int:
+        """Into how many the tokens of a chunk are cut, so that programs are enough."""
+        blocks = self.columns // COLUMNS
+        return max(1, min(triton.cdiv(PROGRAMS, blocks), triton.cdiv(self.step, 128)))
+
+    def add_probs(self, chunk: slice, log_z: Tensor, weights: Tensor, mean: Tensor) -> None:
+        """mean [splits, E] float64 += weighted probabilities of the scores in the buffer."""
+        num_tokens = chunk.stop - chunk.start
+        mean_kernel[(self.columns // COLUMNS, mean.shape[0])](
+            self.buffer, log_z, weights, mean, num_tokens, self.num_experts, self.columns,
+            triton.cdiv(num_tokens, mean.shape[0]),
+            BLOCK_T=16, BLOCK_E=COLUMNS, STAGES=4, num_warps=4,
+        )  # fmt: skip
+
+    def find_probs(self, chunk: slice, log_z: Tensor, grad_mean: Tensor) -> Tensor:
+        """Probabilities of a chunk into the buffer; their mean of grad_mean: [tokens]."""
+        self._run_tiles(chunk, log_z, grad_mean)
+        return self.tile_sums[: chunk.stop - chunk.start].sum(-1)
+
+    def hidden_grads(self, upstream: _Upstream, grad_hidden: Tensor) -> None:
+        """Gradient of a chunk's hidden states from the probabilities in the buffer."""
+        experts = self._operands(together=False)[1]
+        num_tokens = grad_hidden.shape[0]
+        config = self._grads_config()
+        tiles = triton.cdiv(self.dim, config["BLOCK_D"]) * triton.cdiv(num_tokens, self.block_rows)
+        steps = triton.cdiv(self.num_experts, config["BLOCK_K"])
+        steps_per_split = triton.cdiv(steps, min(steps, triton.cdiv(PROGRAMS, tiles)))
+        splits = triton.cdiv(steps, steps_per_split)
+        partial = self.empty(splits, num_tokens, self.dim)
+        grid = (
+            triton.cdiv(self.dim, config["BLOCK_D"]),
+            triton.cdiv(num_tokens, self.block_rows),
+            splits,
+        )
+        hidden_grads_kernel[grid](
+            self.buffer, experts.table, self.scales, *upstream.arguments(), partial,
+            num_tokens, self.num_experts, experts.table.stride(0), self.columns,
+            steps_per_split * config["BLOCK_K"],
+            DIM=self.dim, PARTS=experts.count, CUT=experts.cut,
+            REACH=3 if grad_hidden.dtype == torch.float32 else 2,
+            HAS_SCALES=self.scales is not None, BLOCK_R=self.block_rows, PART=part_dtype(),
+            **config,
+        )  # fmt: skip
+        grad_hidden.copy_(partial.sum(0))
+
+    def expert_grads(self, chunk: slice, upstream: _Upstream, sums: Tensor) -> None:
+        """sums [E, D] += a chunk's gradients of the scores times its hidden states."""
+        tokens = self._operands(together=False)[0]
+        rows = tokens.table[:, chunk]
+        config = self._grads_config()
+        config["BLOCK_K"] = min(config["BLOCK_K"], self.block_rows)  # the buffer has no more rows
+        grid = triton.cdiv(self.dim, config["BLOCK_D"]) * (self.columns // COLUMNS)
+        expert_grads_kernel[(grid,)](
+            self.buffer, rows, *upstream.arguments(), sums,
+            rows.shape[1], self.num_experts, rows.stride(0), self.columns, int(chunk.start == 0),
+            DIM=self.dim, PARTS=tokens.count, CUT=tokens.cut,
+            BLOCK_E=COLUMNS, PART=part_dtype(), **config,
+        )  # fmt: skip
+
+    def _grads_config(self) -> dict[str, int]:
+        depth = min(128, max(16, triton.next_power_of_2(self.dim)))
+        return {"BLOCK_K": 64, "BLOCK_D": depth, "num_warps": 8, "num_stages": 2}
+
+    def project(self, sums: Tensor) -> Tensor:
+        """The gradient of the experts from that of the rows they were multiplied as."""
+        if self.scales is None:
+            return sums.to(self.experts.dtype)
+        found = torch.empty(self.experts.shape, dtype=self.experts.dtype, device=sums.device)
+        width = max(16, triton.next_power_of_2(self.dim))
+        rows = max(1, ROW_ELEMENTS // width)
+        project_kernel[(triton.cdiv(self.num_experts, rows),)](
+            sums, as_stored(self.experts), self.scales, found, self.num_experts,
+            DIM=self.dim, ROWS=rows, WIDTH=width, num_warps=4,
+        )  # fmt: skip
+        return found
+
+
+@dataclass(frozen=True)
+class _Upstream:
+    """What the gradient of a chunk's scores is made of, beside their probabilities."""
+
+    bases: Tensor  # [tokens] g_z - weight a
+    weights: Tensor  # [tokens]
+    grad_mean: Tensor  # [E]
+
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.bases, self.weights, self.grad_mean
+
+
+def summarize(
+    hidden: Tensor, experts: Tensor, weights: Tensor, noise: Noise | None, normalize: bool
+) -> tuple[Tensor, Tensor]:
+    """log Z [T] and mean probabilities [E], float32."""
+    log_z = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    if hidden.shape[0] == 0:
+        return log_z, log_z.new_zeros(experts.shape[0])
+    chunks = Chunks(hidden, experts, noise, normalize=normalize)
+    # Sums over chunks in double: chunking must not cost accuracy.
+    shape = (chunks.mean_splits(), experts.shape[0])
+    mean = torch.zeros(shape, dtype=torch.float64, device=hidden.device)
+    for chunk in chunks.slices():
+        chunks.score(chunk, log_z[chunk])
+        chunks.add_probs(chunk, log_z[chunk], weights[chunk], mean)
+    return log_z, mean.sum(0).float()
+
+
+def gradients(
+    grad_log_z: Tensor,
+    grad_mean: Tensor,
+    hidden: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    log_z: Tensor,
+    noise: Noise | None,
+    *,
+    normalize: bool,
+    want_hidden: bool,
+    want_experts: bool,
+) -> list[Tensor]:
+    """Gradients of those of (hidden, experts) that are wanted, each in its dtype."""
+    grad_hidden = torch.empty_like(hidden) if want_hidden else None
+    if hidden.shape[0] == 0:
+        grad_experts = torch.zeros_like(experts) if want_experts else None
+        return [grad for grad in (grad_hidden, grad_experts) if grad is not None]
+    # Rows that get no gradient may hold anything; as 0 they spoil nothing that all share.
+    idle = (weights == 0) & (grad_log_z == 0)
+    hidden, log_z = hidden.masked_fill(idle.unsqueeze(-1), 0), log_z.masked_fill(idle, 0)
+    # A constant in it moves nothing; without it less is lost in the difference to its mean.
+    grad_mean = grad_mean - grad_mean.mean()
+    chunks = Chunks(hidden, experts, noise, normalize=normalize)
+    sums = chunks.empty(*experts.shape) if want_experts else None
+    for chunk in chunks.slices():
+        inner = chunks.find_probs(chunk, log_z[chunk], grad_mean)
+        bases = torch.addcmul(grad_log_z[chunk], weights[chunk], inner, value=-1)
+        upstream = _Upstream(bases, weights[chunk], grad_mean)
+        if grad_hidden is not None:
+            chunks.hidden_grads(upstream, grad_hidden[chunk])
+        if sums is not None:
+            chunks.expert_grads(chunk, upstream, sums)
+    grad_experts = None if sums is None else chunks.project(sums)
+    return [grad for grad in (grad_hidden, grad_experts) if grad is not None]

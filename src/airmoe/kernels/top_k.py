@@ -1,0 +1,135 @@
+"""Choosing the K best and weighing them (Alg. 1, line 10): exact, ties to the lowest position."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from airmoe.kernels.backend import operator, use_triton
+
+ROW_CHUNK_ELEMENTS = 1 << 18  # keeps the int64 keys of one chunk inside the cache
+
+
+def selection_keys(scores: Tensor, first: int = 0, total: int | None = None) -> Tensor:
+    """Distinct int64 keys in the order (score descending, position ascending).
+
+    The float32 bits become an order-preserving integer in the high half, the reversed position
+    the low half, so any top-K of the keys picks exactly K and breaks ties the same way. Columns
+    may be part of a longer row: `first` is the position of column 0 among `total`.
+    """
+    bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 makes -0 and 0 a tie
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    last = (scores.shape[-1] if total is None else total) - 1
+    position = torch.arange(first, first + scores.shape[-1], device=scores.device)
+    return (ordered.long() << 32) | (last - position)
+
+
+def key_positions(keys: Tensor, total: int) -> Tensor:
+    """The positions that keys of a row of `total` columns stand for."""
+    return total - 1 - (keys & 0xFFFFFFFF)
+
+
+def top_positions(scores: Tensor, count: int, ordered: bool = True) -> Tensor:
+    """Positions of the `count` largest along the last dimension, best first when `ordered`."""
+    keys = selection_keys(scores).topk(count, dim=-1, sorted=ordered).values
+    return key_positions(keys, scores.shape[-1])
+
+
+def chosen_mask(scores: Tensor, count: int) -> Tensor:
+    """True at exactly `count` places of each row."""
+    keys = selection_keys(scores)
+    least = keys.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    return keys >= least
+
+
+def softmax_weights(logits: Tensor) -> Tensor:
+    """Softmax over chosen logits [..., K]; never 0, because 0 marks an unused slot."""
+    return logits.softmax(-1).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def top_k_gates(scores: Tensor, valid: Tensor, count: int) -> Tensor:
+    """scores [R, n] -> gates [R, n]: softmax over each row's `count` best, 0 elsewhere.
+
+    Rows that are not `valid` [R] get no gate at all. In the others exactly `count` are positive,
+    ties go to the lowest position, and selection is on float32. With `count` = 1 the weight is
+    the probability among all n (Switch), so that it has a gradient.
+    """
+    if use_triton(scores):
+        return top_k_gates_op(scores, valid, count)
+    return _TopKGates.apply(scores, valid, count)  # type: ignore[no-any-return]
+
+
+class _TopKGates(torch.autograd.Function):
+    """Masked softmax over the chosen entries (or, for K = 1, over all of them)."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, valid: Tensor, count: int) -> Tensor:
+        gates = torch.empty_like(scores)
+        denominators = scores.new_empty(scores.shape[0], 1)  # log of the softmax denominator
+        rows = max(1, ROW_CHUNK_ELEMENTS // max(1, scores.shape[1]))
+        for start in range(0, scores.shape[0], rows):
+            part = scores[start : start + rows]
+            mask = chosen_mask(part, count)
+            kept = part.masked_fill(~mask, -torch.inf)
+            log_z = (part if count == 1 else kept).logsumexp(-1, keepdim=True)
+            # A chosen gate never underflows to 0, because 0 means "not chosen".
+            tiny = torch.finfo(torch.float32).tiny
+            part_gates = kept.sub_(log_z).exp_().clamp_min_(tiny)
+            unused = ~(mask & valid[start : start + rows].unsqueeze(-1))
+            gates[start : start + rows] = part_gates.masked_fill_(unused, 0.0)
+            denominators[start : start + rows] = log_z
+        ctx.save_for_backward(gates, *((scores, denominators) if count == 1 else ()))
+        return gates
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_gates: Tensor) -> tuple[Tensor, None, None]:
+        gates, *rest = ctx.saved_tensors
+        weighted = grad_gates * gates
+        total = weighted.sum(-1, keepdim=True)
+        if rest:
+            scores, denominators = rest
+            return weighted.addcmul_((scores - denominators).exp_(), total, value=-1), None, None
+        return weighted.addcmul_(gates, total, value=-1), None, None
+
+
+@operator("airmoe::top_k_gates")
+def top_k_gates_op(scores: Tensor, valid: Tensor, count: int) -> Tensor:
+    from airmoe.kernels import top_k_triton
+
+    return top_k_triton.top_k_gates(scores, valid, count)
+
+
+@top_k_gates_op.register_fake
+def _(scores: Tensor, valid: Tensor, count: int) -> Tensor:
+    return torch.empty_like(scores, memory_format=torch.contiguous_format)
+
+
+@operator("airmoe::top_k_gates_backward")
+def top_k_gates_backward_op(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
+    """Gradient of the scores; they are needed where the gate is the full-softmax probability."""
+    from airmoe.kernels import top_k_triton
+
+    return top_k_triton.top_k_gates_backward(grad_gates, gates, scores)
+
+
+@top_k_gates_backward_op.register_fake
+def _(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
+    return torch.empty_like(gates)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+    scores, _, count = inputs
+    ctx.save_for_backward(output, *((scores,) if count == 1 else ()))
+
+
+def _backward(ctx: Any, grad_gates: Tensor) -> tuple[Tensor, None, None]:
+    gates, *rest = ctx.saved_tensors
+    scores = rest[0].contiguous() if rest else None
+    return top_k_gates_backward_op(grad_gates, gates, scores), None, None
+
+
+top_k_gates_op.register_autograd(_backward, setup_context=_save_for_backward)

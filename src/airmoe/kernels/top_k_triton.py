@@ -1,0 +1,211 @@
+"""Exact top-K without a sort, and the gates over what was chosen.
+
+A row stays in registers, and the K-th largest score is found by halving the interval between its
+least and greatest score, counting after each step, until exactly K scores reach the middle: about
+log2(n) + 1 steps of two instructions per score. Only a row with equal scores at the border goes on
+to find which of them come first.
+"""
+
+# pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from airmoe.kernels.device_triton import INFINITY, finite_from_above, largest
+from airmoe.kernels.top_k import top_positions
+
+LONGEST_ROW = 16384  # scores that fit into the registers of one program
+LONG_ROW_ELEMENTS = 1 << 22  # of longer rows, how many scores are handled at a time
+MAX_REGISTERS = 128  # 16 warps on an SM; without a limit the compiler takes 200
+
+
+def row_warps(block: int) -> int:
+    """Warps for a row of `block` scores: one up to 2048, so that counting needs no barrier."""
+    return max(1, min(16, block // 2048))
+
+
+@triton.jit
+def _write_gates(
+    scores_ptr, gates_ptr, log_z_ptr, columns, count, least,
+    FULL_SOFTMAX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    position = tl.arange(0, BLOCK)
+    inside = position < columns
+    given = tl.load(scores_ptr + position, mask=inside, other=-INFINITY).to(tl.float32)
+    # Choosing needs an order of all scores; what comes out of a row with NaN must show it.
+    spoilt = tl.max((given != given).to(tl.int32), axis=0) > 0
+    scores = finite_from_above(given)
+    threshold, last = largest(scores, position, columns, count, BLOCK)
+    chosen = (scores > threshold) | ((scores == threshold) & (position <= last))
+    peak = tl.max(scores, axis=0)
+    peak = tl.where(peak > -INFINITY, peak, 0.0)
+    powers = tl.exp(scores - peak)
+    total = tl.sum(powers, axis=0)
+    tl.store(log_z_ptr, tl.where(spoilt, float("nan"), peak + tl.log(total)))
+    kept = tl.where(chosen, powers, 0.0)
+    if not FULL_SOFTMAX:
+        total = tl.sum(kept, axis=0)
+    # A chosen gate never underflows to 0, because 0 means "not chosen".
+    weights = tl.where(spoilt, float("nan"), tl.maximum(kept * (1.0 / total), least))
+    gates = tl.where(chosen, weights, 0.0)
+    tl.store(gates_ptr + position, gates.to(gates_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gates_kernel(
+    scores_ptr, row_ids_ptr, valid_ptr, gates_ptr, log_z_ptr, columns, count, least,
+    HAS_ROW_IDS: tl.constexpr, FULL_SOFTMAX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64)
+    row = place
+    if HAS_ROW_IDS:
+        row = tl.load(row_ids_ptr + place).to(tl.int64)
+    if row >= 0:
+        if tl.load(valid_ptr + row):
+            _write_gates(
+                scores_ptr + place * columns, gates_ptr + row * columns, log_z_ptr + row,
+                columns, count, least, FULL_SOFTMAX, BLOCK,
+            )  # fmt: skip
+        else:
+            position = tl.arange(0, BLOCK)
+            zeros = tl.zeros((BLOCK,), dtype=gates_ptr.dtype.element_ty)
+            tl.store(gates_ptr + row * columns + position, zeros, mask=position < columns)
+            tl.store(log_z_ptr + row, 0.0)
+
+
+@triton.jit
+def _grads_kernel(
+    grad_gates_ptr, gates_ptr, scores_ptr, grad_scores_ptr, columns,
+    FULL_SOFTMAX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    position = tl.arange(0, BLOCK)
+    inside = position < columns
+    at = tl.program_id(0).to(tl.int64) * columns + position
+    gates = tl.load(gates_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    weighted = gates * tl.load(grad_gates_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    total = tl.sum(weighted, axis=0)
+    # Stored gates are rounded and do not add up to 1. Where one has nearly all, its gradient is a
+    # small difference that this would drown.
+    sums = tl.sum(gates, axis=0)
+    probs = gates / tl.where(sums > 0, sums, 1.0)
+    if FULL_SOFTMAX:
+        scores = tl.load(scores_ptr + at, mask=inside, other=-INFINITY).to(tl.float32)
+        peak = tl.max(scores, axis=0)
+        powers = tl.exp(scores - tl.where(peak > -INFINITY, peak, 0.0))
+        probs = powers / tl.sum(powers, axis=0)
+    # A row without gates has no gradient, even where its own softmax is not a number.
+    grads = tl.where(total == 0, weighted, weighted - probs * total)
+    tl.store(grad_scores_ptr + at, grads.to(grad_scores_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scatter_kernel(
+    gates_ptr, positions_ptr, log_z_ptr, row_ids_ptr, valid_ptr, out_ptr, out_log_z_ptr,
+    columns, count, HAS_ROW_IDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Chosen gates [rows, count] to their rows of [N, columns], which must be zero before."""
+    place = tl.program_id(0).to(tl.int64)
+    row = place
+    if HAS_ROW_IDS:
+        row = tl.load(row_ids_ptr + place).to(tl.int64)
+    if row >= 0:
+        valid = tl.load(valid_ptr + row)
+        tl.store(out_log_z_ptr + row, tl.where(valid, tl.load(log_z_ptr + place), 0.0))
+        for start in range(0, columns, BLOCK):
+            position = start + tl.arange(0, BLOCK)
+            zeros = tl.zeros((BLOCK,), dtype=out_ptr.dtype.element_ty)
+            tl.store(out_ptr + row * columns + position, zeros, mask=position < columns)
+        tl.debug_barrier()  # other threads' zeros must not overtake the gates
+        for start in range(0, count, BLOCK):
+            slot = start + tl.arange(0, BLOCK)
+            mask = slot < tl.where(valid, count, 0)
+            position = tl.load(positions_ptr + place * count + slot, mask=mask, other=0)
+            gates = tl.load(gates_ptr + place * count + slot, mask=mask, other=0.0)
+            tl.store(out_ptr + row * columns + position, gates, mask=mask)
+
+
+def smallest_gate(dtype: torch.dtype) -> float:
+    """What a chosen gate is at least, so that it is not 0 in this dtype.
+
+    float16 has few exponents: its smallest normal number, 6e-5, would distort a softmax over
+    hundreds, so there it is the smallest number of all.
+    """
+    return 2.0**-24 if dtype == torch.float16 else torch.finfo(dtype).tiny
+
+
+def gates_from_scores(
+    scores: Tensor, row_ids: Tensor | None, valid: Tensor, count: int, gates: Tensor, log_z: Tensor
+) -> None:
+    """Write the gates and log Z of the rows whose scores [R, n] stand in a buffer.
+
+    Buffer row i belongs to row `row_ids[i]` of valid [N], gates [N, n] and log_z [N] (-1: to none;
+    without `row_ids` to row i). `log_z` is over all n candidates, 0 for rows that are not valid.
+    """
+    rows, columns = scores.shape
+    if rows == 0 or columns == 0:
+        return
+    if columns > LONGEST_ROW:
+        _long_gates_from_scores(scores, row_ids, valid, count, gates, log_z)
+        return
+    block = triton.next_power_of_2(columns)
+    _gates_kernel[(rows,)](
+        scores, row_ids, valid, gates, log_z, columns, count, smallest_gate(gates.dtype),
+        HAS_ROW_IDS=row_ids is not None, FULL_SOFTMAX=count == 1, BLOCK=block,
+        num_warps=row_warps(block), maxnreg=MAX_REGISTERS,
+    )  # fmt: skip
+
+
+def _long_gates_from_scores(
+    scores: Tensor, row_ids: Tensor | None, valid: Tensor, count: int, gates: Tensor, log_z: Tensor
+) -> None:
+    """The same for rows too long for registers: chosen by the reference, a few rows at a time."""
+    step = max(1, LONG_ROW_ELEMENTS // scores.shape[1])
+    for start in range(0, scores.shape[0], step):
+        part = scores[start : start + step].float()
+        positions = top_positions(part, count, ordered=False)
+        chosen = part.gather(-1, positions)
+        part_log_z = part.logsumexp(-1)
+        over = part_log_z if count == 1 else chosen.logsumexp(-1)
+        weights = (chosen - over.unsqueeze(-1)).exp_().clamp_min_(smallest_gate(gates.dtype))
+        shift = 0 if row_ids is not None else start
+        _scatter_kernel[(part.shape[0],)](
+            weights.to(gates.dtype), positions, part_log_z,
+            None if row_ids is None else row_ids[start : start + step],
+            valid[shift:], gates[shift:], log_z[shift:], scores.shape[1], count,
+            HAS_ROW_IDS=row_ids is not None, BLOCK=1024, num_warps=4,
+        )  # fmt: skip
+
+
+def top_k_gates(scores: Tensor, valid: Tensor, count: int) -> Tensor:
+    """scores [R, n], valid [R] -> gates [R, n]."""
+    scores = scores.contiguous()
+    gates = torch.empty_like(scores)
+    log_z = torch.empty(scores.shape[0], dtype=torch.float32, device=scores.device)
+    gates_from_scores(scores, None, valid.contiguous(), count, gates, log_z)
+    return gates
+
+
+def top_k_gates_backward(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
+    """Gradient of the scores; they are needed where the gate is the full-softmax probability."""
+    rows, columns = gates.shape
+    grad_scores = torch.empty_like(gates)
+    if rows == 0 or columns == 0:
+        return grad_scores
+    if columns > LONGEST_ROW:
+        weighted = grad_gates.float() * gates.float()
+        if scores is None:  # rounded gates do not add up to 1
+            sums = gates.float().sum(-1, keepdim=True)
+            probs = gates.float() / sums.masked_fill(sums == 0, 1)
+        else:
+            probs = scores.float().softmax(-1)
+        grads = weighted.addcmul_(probs, weighted.sum(-1, keepdim=True), value=-1)
+        return grad_scores.copy_(grads)
+    block = triton.next_power_of_2(columns)
+    _grads_kernel[(rows,)](
+        grad_gates.contiguous(), gates, scores, grad_scores, columns,
+        FULL_SOFTMAX=scores is not None, BLOCK=block, num_warps=max(1, min(16, block // 1024)),
+    )  # fmt: skip
+    return grad_scores

@@ -1,0 +1,137 @@
+"""1/|w| of rows on Triton: as close to float64 as PyTorch's, and no copy of the table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from airmoe.kernels.backend import use_backend
+from airmoe.kernels.norms import inverse_norms, inverse_norms_op
+from tests.kernels.comparison import DEVICE, DTYPES
+
+pytest.importorskip("triton")
+
+FLOOR = 2 * torch.finfo(torch.float32).eps  # relative: a lucky sum of PyTorch's may round less
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def check(table: Tensor) -> None:
+    """Relative errors, row by row: norms may differ by many orders of magnitude."""
+    with use_backend("triton"):
+        found = inverse_norms(table)
+    with use_backend("reference"):
+        plain, exact = inverse_norms(table), inverse_norms(table.double())
+    assert found.shape == (table.shape[0],) and found.dtype == plain.dtype == torch.float32
+    zero = exact == 0
+    assert (found[zero] == 0).all()
+    error, plain_error = (
+        ((norms.double() - exact) / exact)[~zero].abs().max().item() for norms in (found, plain)
+    )
+    assert error <= 2 * plain_error + FLOOR, f"error {error:.3e}, PyTorch's {plain_error:.3e}"
+
+
+def some_rows(rows: int, dim: int) -> Tensor:
+    """Norms from small to large, and rows of zeros: the first, the last and one between."""
+    table = (
+        torch.randn(rows, dim, device=DEVICE) * torch.logspace(-2, 2, rows, device=DEVICE)[:, None]
+    )
+    table[[0, rows // 2, -1]] = 0
+    return table
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("rows", "dim"),
+    [(5, 1), (700, 7), (200, 64), (70, 65), (65, 100), (33, 256), (40, 257), (9, 1000), (5, 4095)],
+)
+def test_norms_equal_the_reference(rows: int, dim: int, dtype: torch.dtype) -> None:
+    check(some_rows(rows, dim).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        (torch.float32, 1e-17),
+        (torch.float32, 1e-10),
+        (torch.float32, 1e10),
+        (torch.float32, 1e16),
+        (torch.float16, 2.0**-24),  # the least there is
+        (torch.float16, 1e-4),
+        (torch.float16, 6e4),  # the squares of the products' own dtype would overflow
+    ],
+)
+@pytest.mark.parametrize("dim", [64, 333, 4096])
+def test_tiny_and_huge_values(dtype: torch.dtype, scale: float, dim: int) -> None:
+    directions = torch.randn(6, dim, device=DEVICE).clamp(-1, 1)
+    table = (directions * scale).to(dtype)
+    table[4, 1:] = 0
+    table[4, 0] = scale
+    assert table.isfinite().all() and (table.abs().amax(-1) > 0).all()
+    check(table)
+
+
+def test_values_of_the_formula() -> None:
+    table = torch.zeros(4, 70, device=DEVICE)
+    table[0, :2] = torch.tensor([3.0, 4.0])
+    table[1, 69] = -0.5
+    table[3] = 2
+    for backend in ("triton", "reference"):
+        with use_backend(backend):
+            norms = inverse_norms(table)
+        expected = torch.tensor([0.2, 2.0, 0.0, 0.5 * 70**-0.5], device=DEVICE)
+        torch.testing.assert_close(norms, expected, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("spoiled", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_spoils_no_other(spoiled: float) -> None:
+    table = some_rows(50, 33)
+    with use_backend("triton"):
+        wanted = inverse_norms(table)
+        table[7, 5] = spoiled
+        found = inverse_norms(table)
+    with use_backend("reference"):
+        assert (inverse_norms(table)[7] > 0) == (found[7] > 0)
+    others = torch.arange(50, device=DEVICE) != 7
+    assert torch.equal(found[others], wanted[others])
+
+
+def test_no_rows_and_strided_ones() -> None:
+    table = some_rows(20, 30)
+    with use_backend("triton"):
+        assert inverse_norms(table[:0]).shape == (0,)
+        assert torch.equal(inverse_norms(table.T.contiguous().T), inverse_norms(table))
+
+
+def test_float64_is_left_to_the_reference() -> None:
+    table = some_rows(5, 30).double()
+    norms = inverse_norms(table)
+    assert norms.dtype == torch.float64
+    torch.testing.assert_close(norms[1:2], 1 / table[1:2].norm(dim=-1), rtol=1e-14, atol=0)
+
+
+def test_the_operator_keeps_the_rules_and_compiles() -> None:
+    table = some_rows(20, 30)
+    torch.library.opcheck(inverse_norms_op, (table,), test_utils=("test_schema", "test_faketensor"))
+    compiled = torch.compile(inverse_norms_op, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(table), inverse_norms_op(table))
+
+
+@pytest.mark.gpu
+@dtypes
+@pytest.mark.parametrize(
+    ("rows", "dim"), [(100_003, 64), (5000, 1000), (3001, 1024), (777, 4095), (2_200_000, 1024)]
+)
+def test_large_tables_without_a_copy(rows: int, dim: int, dtype: torch.dtype) -> None:
+    """The last one has more elements than a 32-bit number counts."""
+    table = torch.randn(rows, dim, device=DEVICE, dtype=dtype)
+    table[rows // 2] = 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    norms = inverse_norms(table)
+    assert torch.cuda.max_memory_allocated() - before <= 4 * rows + (2 << 20)  # rounded up
+    some = torch.cat([torch.arange(100), torch.arange(rows - 100, rows)]).to(DEVICE)
+    check(table[some])
+    assert torch.equal(norms[some], inverse_norms(table[some]))
+    assert norms[rows // 2] == 0
