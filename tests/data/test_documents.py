@@ -181,13 +181,26 @@ def test_a_bad_parquet_file_or_row_is_named(
     pyarrow = pytest.importorskip("pyarrow")
     binary = pyarrow.array([b"good", b"caf\xe9"], pyarrow.binary())
     for column, rule in (
-        (binary, "row 1', must hold a string in 'text', but holds bytes"),
-        (binary.view(pyarrow.string()), "row 2', must be UTF-8, but byte 3 of 'text' is not"),
+        (binary, "', must hold a string in 'text', but holds binary"),
+        (binary.view(pyarrow.string()), ", row 2', must be UTF-8, but byte 3 of 'text' is not"),
     ):
         write_table({"text": column}, path)
         with pytest.raises(ConfigError) as raised:
             read(path)
-        assert_one_line(raised, f"b.parquet, {rule}")
+        assert_one_line(raised, f"b.parquet{rule}")
+
+
+def test_parquet_kinds_of_strings(
+    tmp_path: Path, write_table: Callable[[dict[str, list[Any]], Path], None]
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    texts, path = ["one", None, "two", "one"], tmp_path / "a.parquet"
+    plain = pyarrow.array(texts)
+    for column in (plain, plain.cast("large_string"), plain.dictionary_encode()):
+        write_table({"text": column}, path)
+        assert read(path) == ["one", "", "two", "one"], column.type
+    write_table({"text": pyarrow.nulls(2)}, path)
+    assert read(path) == ["", ""]
 
 
 def test_null_rows_are_told_apart_from_documents(
@@ -264,6 +277,31 @@ def test_bombs_take_little_memory(tmp_path: Path) -> None:
         kilobytes, _, message = answer.partition(" ")
         assert f"{path}, line 1" in message and "more than 16,777,216 bytes" in message
         assert int(kilobytes) < 150 << 10
+
+
+def test_parquet_bombs_take_little_memory(tmp_path: Path) -> None:
+    """A list of 20 million numbers, 20 MB of text ten times over: each in a few kB."""
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    zeros = pyarrow.repeat(pyarrow.scalar(0, pyarrow.int8()), 20_000_000)
+    numbers = pyarrow.ListArray.from_arrays(pyarrow.array([0, len(zeros)], "int32"), zeros)
+    long = pyarrow.DictionaryArray.from_arrays([0] * 10, ["a " * 10_000_000])
+    paths = []
+    for name, column in (("list", numbers), ("dictionary", long), ("strings", long)):
+        kind = pyarrow.string() if name == "strings" else column.type
+        paths.append(tmp_path / f"{name}.parquet")
+        schema = pyarrow.schema([("text", kind)])
+        with parquet.ParquetWriter(
+            paths[-1], schema, compression="zstd", dictionary_pagesize_limit=1 << 30
+        ) as file:
+            file.write_table(pyarrow.table({"text": column.cast(kind)}))
+        assert paths[-1].stat().st_size < 25_000
+    command = [sys.executable, "-c", READ_BOMBS, *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rules = ("holds list<", "row 1', holds more", "row 1', holds more")
+    for rule, answer in zip(rules, done.stdout.splitlines(), strict=True):
+        kilobytes, _, message = answer.partition(" ")
+        assert rule in message
+        assert int(kilobytes) < 200 << 10, rule  # the one value unpacked, decoded, in its row
 
 
 def test_a_window_over_the_limit_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from airmoe import ConfigError
-from airmoe.data import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_choice
+from airmoe.data import (
+    PrepareConfig,
+    Tokenizer,
+    load_tokenizer,
+    make_tokenizer,
+    prepare,
+    tokenizer_choice,
+)
 from airmoe.data.tokenizers import safe_pieces
 from tests.data.common import assert_one_line, folder_bytes, make_texts, save_own
 
@@ -207,6 +214,52 @@ def test_the_users_tokenizer_is_saved_whole(tmp_path: Path) -> None:
     assert (opened.padding_side, opened.model_max_length) == ("left", 77)
     messages = [{"role": "user", "content": "hi"}]
     assert opened.apply_chat_template(messages, tokenize=False) == "<s>hi"
+
+
+def test_every_file_of_a_tokenizer_is_its_identity(tmp_path: Path) -> None:
+    """Also those that change no id of training text: they are copied into every checkpoint."""
+    own = save_own(tmp_path, "<s> $A")
+    saved = tmp_path / "saved"
+    make_tokenizer(str(own)).save(saved)
+    for name, content in folder_bytes(own).items():
+        (saved / name).write_bytes(content + b" ")
+        with pytest.raises(ConfigError, match="has changed since it was saved"):
+            load_tokenizer(saved)
+        (saved / name).write_bytes(content)
+    (saved / "vocab.txt").write_text("one more")
+    with pytest.raises(ConfigError, match="has changed since it was saved"):
+        load_tokenizer(saved)
+
+
+def test_prepared_text_knows_the_files_of_its_tokenizer(tmp_path: Path) -> None:
+    own = save_own(tmp_path, "<s> $A")
+    (tmp_path / "text.txt").write_text("a\n\nb\n\nc")
+    config = PrepareConfig(
+        corpus=str(tmp_path / "text.txt"),
+        tokenizer=str(own),
+        out=str(tmp_path / "out"),
+        validation_fraction=0.5,
+        workers=1,
+    )
+    prepared = prepare(config)
+    assert prepare(config).manifest == prepared.manifest
+    template = own / "chat_template.jinja"
+    template.write_text(template.read_text() + "!")
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        prepare(config)
+    identity = make_tokenizer(str(own)).identity
+    assert identity == prepared.tokenizer().identity  # of ids it is the same one
+    assert identity.files_sha256 != prepared.tokenizer().identity.files_sha256
+
+
+def test_a_folder_from_before_files_were_hashed_stays_as_it_was(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(str(save_own(tmp_path, "<s> $A")))
+    tokenizer.save(tmp_path / "saved")
+    file = tmp_path / "saved" / "airmoe_tokenizer.json"
+    identity = json.loads(file.read_text())
+    assert identity.pop("files_sha256") == tokenizer.identity.files_sha256
+    file.write_text(json.dumps(identity))
+    assert load_tokenizer(tmp_path / "saved").identity == tokenizer.identity
 
 
 def test_a_tokenizer_that_ends_texts_in_its_own_way_is_refused(tmp_path: Path) -> None:

@@ -38,8 +38,9 @@ MAX_DOCUMENT_BYTES = 1 << 24
 MAX_ROW_GROUP_BYTES = 1 << 29
 """512 MiB of one column of a .parquet file, which is unpacked at once."""
 
+DIVIDE = "Divide it into several, or remove it."
+
 _TITLE = re.compile(r" = [^=\s](?:.*[^=\s])? = \r?\n?")  # level 2 is ` = = Title = = `
-_PARQUET_ROWS = 16  # 256 MiB of the longest documents
 
 
 @dataclass(frozen=True)
@@ -159,19 +160,28 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[Document | None]:
     try:
         # Opened here: pyarrow takes no name that is not UTF-8.
         with path.open("rb") as stream, parquet.ParquetFile(stream) as file:
-            columns, total, row = file.schema_arrow.names, file.metadata.num_rows, 0
+            columns, total = file.schema_arrow.names, file.metadata.num_rows
             if text_field not in columns:
                 raise _no_such_field(str(path), text_field, columns)
+            kind = file.schema_arrow.types[columns.index(text_field)]
+            if not _is_text(kind, arrow.types):
+                raise _not_a_string(str(path), text_field, str(kind))
             _check_parquet_size(file.metadata, text_field, path)
-            for batch in file.iter_batches(_PARQUET_ROWS, columns=[text_field]):
-                for value in batch.column(0):
-                    row += 1
-                    text = _parquet_text(value, text_field, f"{path}, row {row}")
-                    yield None if text is None else Document(text, row / total)
-    except (arrow.ArrowInvalid, OSError) as error:
+            # Row by row: a packed file can repeat one long value for nothing.
+            for row, batch in enumerate(file.iter_batches(1, columns=[text_field]), 1):
+                value = batch.column(0)[0]
+                text = _parquet_text(value, text_field, f"{path}, row {row}")
+                yield None if text is None else Document(text, row / total)
+    except (arrow.ArrowException, OSError) as error:
         raise ConfigError(
             "corpus", str(path), f"is not a whole parquet file ({error})", "Fetch the file again."
         ) from error
+
+
+def _is_text(kind: Any, types: Any) -> bool:
+    """Strings, also as a dictionary of them; or nothing but nulls."""
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)
 
 
 def _check_parquet_size(metadata: Any, text_field: str, path: Path) -> None:
@@ -191,6 +201,11 @@ def _check_parquet_size(metadata: Any, text_field: str, path: Path) -> None:
 
 
 def _parquet_text(value: Any, text_field: str, place: str) -> str | None:
+    packed = getattr(value, "value", value)  # of a dictionary
+    if not packed.is_valid:
+        return None
+    if packed.as_buffer().size > MAX_DOCUMENT_BYTES:  # before there is a copy of it
+        raise _too_long(place, DIVIDE)
     try:
         return _text_of({text_field: value.as_py()}, text_field, place)
     except UnicodeDecodeError as error:
@@ -210,12 +225,7 @@ def _text_of(row: object, text_field: str, place: str) -> str | None:
     if text is None:
         return None
     if not isinstance(text, str):
-        raise ConfigError(
-            "corpus",
-            place,
-            f"must hold a string in '{text_field}', but holds {type(text).__name__}",
-            "Mend or remove it.",
-        )
+        raise _not_a_string(place, text_field, type(text).__name__)
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
@@ -226,7 +236,7 @@ def _text_of(row: object, text_field: str, place: str) -> str | None:
             "Mend or remove it.",
         ) from error
     if size > MAX_DOCUMENT_BYTES:
-        raise _too_long(place, "Divide it into several, or remove it.")
+        raise _too_long(place, DIVIDE)
     return text
 
 
@@ -237,6 +247,15 @@ def _no_such_field(place: str, text_field: str, fields: list[str]) -> ConfigErro
         place,
         f"has no field '{text_field}' ({found})",
         "Set text_field to the right one.",
+    )
+
+
+def _not_a_string(place: str, text_field: str, found: str) -> ConfigError:
+    return ConfigError(
+        "corpus",
+        place,
+        f"must hold a string in '{text_field}', but holds {found}",
+        "Mend or remove it, or set text_field to another one.",
     )
 
 

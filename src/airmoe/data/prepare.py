@@ -161,7 +161,7 @@ def _existing(out: Path, recipes: tuple[Recipe, ...], fixed: Tokenizer | None) -
             "Use another out.",
         )
     manifest = read_manifest(out)
-    same_tokenizer = fixed is None or fixed.identity == manifest.tokenizer
+    same_tokenizer = fixed is None or manifest.tokenizer.is_kept_by(fixed.identity)
     if manifest.recipe not in recipes or not same_tokenizer:
         raise ConfigError(
             "prepare.out",

@@ -32,7 +32,7 @@ class Prepared:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the tokens."""
         tokenizer = load_tokenizer(self.folder / TOKENIZER_FOLDER)
-        if tokenizer.identity != self.manifest.tokenizer:
+        if not self.manifest.tokenizer.is_kept_by(tokenizer.identity):
             raise ConfigError(
                 "data",
                 str(self.folder),

@@ -8,7 +8,7 @@ import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -50,6 +50,13 @@ class TokenizerIdentity:
     eos_id: int
     bos_id: int | None = None
     """What stands before every document; None where nothing does."""
+    files_sha256: str | None = field(default=None, compare=False)
+    """Of all its files, ids or not (a chat template): None where none are kept, and in folders
+    prepared before they were hashed."""
+
+    def is_kept_by(self, other: TokenizerIdentity) -> bool:
+        """Whether `other` is this tokenizer with the same files, where their hash is known."""
+        return self == other and self.files_sha256 in (None, other.files_sha256)
 
 
 class Tokenizer(ABC):
@@ -105,7 +112,7 @@ class BytesTokenizer(Tokenizer):
         vocab = {character: byte for byte, character in enumerate(_byte_characters())}
         model = byte_level(vocab, split_words=False)
         model.add_special_tokens([END_OF_TEXT])
-        _write_hugging_face(folder, model.to_str(), END_OF_TEXT)
+        _write_files(folder, _hugging_face_files(model.to_str(), END_OF_TEXT))
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -124,8 +131,7 @@ class HuggingFaceTokenizer(Tokenizer):
         bos_id: int | None = None,
     ) -> None:
         self._definition = definition
-        self._eos_token = eos_token
-        self._files = files  # all of it, where it comes from a folder
+        self._files = files or _hugging_face_files(definition, eos_token)
         vocab = self._library.get_vocab(with_added_tokens=True)
         if eos_token not in vocab:
             raise ConfigError(
@@ -138,6 +144,7 @@ class HuggingFaceTokenizer(Tokenizer):
             sha256=hashlib.sha256(definition.encode()).hexdigest(),
             eos_id=vocab[eos_token],
             bos_id=bos_id,
+            files_sha256=_sha256_of(self._files),
         )
 
     @cached_property
@@ -158,10 +165,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._library.decode(list(ids), skip_special_tokens=False)
 
     def _write(self, folder: Path) -> None:
-        if self._files is None:
-            _write_hugging_face(folder, self._definition, self._eos_token)
-        for name, content in (self._files or {}).items():
-            (folder / name).write_bytes(content)
+        _write_files(folder, self._files)
 
 
 class Llama3Tokenizer(Tokenizer):
@@ -249,7 +253,7 @@ class Llama3Tokenizer(Tokenizer):
     def _write(self, folder: Path) -> None:
         (folder / LLAMA3_FILE).write_bytes(self._model)
         begin, end, *_ = self._specials()
-        _write_hugging_face(folder, self._definition, end, bos_token=begin)
+        _write_files(folder, _hugging_face_files(self._definition, end, bos_token=begin))
 
 
 def safe_pieces(text: str, limit: int = 25_000) -> Iterator[str]:
@@ -284,7 +288,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             f"is not a whole tokenizer folder ({type(error).__name__}: {error})",
             "Prepare the data again.",
         ) from error
-    if tokenizer.identity != expected:
+    if not expected.is_kept_by(tokenizer.identity):
         raise ConfigError(
             "tokenizer",
             str(folder),
@@ -324,11 +328,10 @@ def read_hugging_face(folder: Path, bos_id: int | None) -> HuggingFaceTokenizer:
     )
 
 
-def _write_hugging_face(
-    folder: Path, definition: str, eos_token: str, bos_token: str | None = None
-) -> None:
+def _hugging_face_files(
+    definition: str, eos_token: str, bos_token: str | None = None
+) -> dict[str, bytes]:
     """The files that `transformers.AutoTokenizer.from_pretrained(folder)` opens."""
-    (folder / HUGGING_FACE_FILE).write_text(definition, encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eos_token,
@@ -336,7 +339,17 @@ def _write_hugging_face(
         "clean_up_tokenization_spaces": False,
     }
     text = json.dumps(settings, indent=2) + "\n"
-    (folder / HUGGING_FACE_CONFIG).write_text(text, encoding="utf-8")
+    return {HUGGING_FACE_FILE: definition.encode(), HUGGING_FACE_CONFIG: text.encode()}
+
+
+def _write_files(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def _sha256_of(files: dict[str, bytes]) -> str:
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
 
 
 def byte_level(vocab: dict[str, int], *, split_words: bool) -> Any:

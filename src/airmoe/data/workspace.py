@@ -46,9 +46,10 @@ class Progress:
 
     def continues(self, begin: Progress) -> bool:
         """Whether this is the same work as `begin`, only further."""
-        same_tokenizer = begin.tokenizer in (None, self.tokenizer)
-        mine = (self.recipe, self.shard_tokens, self.format_version)
-        return same_tokenizer and mine == (begin.recipe, begin.shard_tokens, begin.format_version)
+        wanted, mine = begin.tokenizer, self.tokenizer
+        same_tokenizer = wanted is None or (mine is not None and mine.is_kept_by(wanted))
+        asked = (begin.recipe, begin.shard_tokens, begin.format_version)
+        return same_tokenizer and asked == (self.recipe, self.shard_tokens, self.format_version)
 
 
 class Workspace:
