@@ -11,7 +11,8 @@ from safetensors.numpy import save_file
 
 from airmoe.experiments import preset
 from airmoe.experiments.report.corpora import KNOWN
-from airmoe.experiments.report.groups import Grouped, group_runs
+from airmoe.experiments.report.groups import Group, Grouped, group_runs
+from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.record import Record
 from airmoe.experiments.suites import SUITES
 from airmoe.files import read_json, write_json
@@ -141,11 +142,8 @@ def write_suite(
     )
 
 
-def write_usage(run: Path, experts: np.ndarray, cells: np.ndarray | None = None) -> None:
-    tensors = {"experts.1": experts.astype(np.int64)}
-    if cells is not None:
-        tensors["cells.1"] = cells.astype(np.int64)
-    save_file(tensors, run / "usage.safetensors")
+def write_usage(run: Path, experts: np.ndarray) -> None:
+    save_file({"experts.1": experts.astype(np.int64)}, run / "usage.safetensors")
 
 
 def write_main_suite(folder: Path) -> Path:
@@ -166,3 +164,9 @@ def change_config(run: Path, section: str, **options: object) -> None:
 def grouped(record: Record) -> Grouped:
     """As a report compares them."""
     return group_runs(record.runs)
+
+
+def only_group(folder: Path) -> Group:
+    """Of a folder whose runs are compared in one table."""
+    (group,) = group_runs(read_all([folder]).runs).groups
+    return group

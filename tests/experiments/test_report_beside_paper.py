@@ -8,21 +8,15 @@ import pytest
 
 from airmoe.experiments import preset
 from airmoe.experiments.report.beside_paper import beside_paper
-from airmoe.experiments.report.groups import Group, group_runs
-from airmoe.experiments.report.reading import read_all
+from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.tables import Table
 from airmoe.experiments.suites import SUITES
-from tests.experiments.report_toys import WIKIPEDIA_HASH, write_run, write_suite
+from tests.experiments.report_toys import WIKIPEDIA_HASH, only_group, write_run, write_suite
 
 BALANCED = (
     "load-balance loss: PEER, Hierarchical, Exact granular, Coarse; the paper states one for AIR "
     "only"
 )
-
-
-def only_group(folder: Path) -> Group:
-    (group,) = group_runs(read_all([folder]).runs).groups
-    return group
 
 
 def beside(group: Group) -> tuple[Table, list[str]]:

@@ -15,14 +15,7 @@ from airmoe.experiments.report.claims import (
     claims_table,
     half_width,
 )
-from airmoe.experiments.report.groups import Group, group_runs
-from airmoe.experiments.report.reading import read_all
-from tests.experiments.report_toys import write_suite
-
-
-def only_group(folder: Path) -> Group:
-    (group,) = group_runs(read_all([folder]).runs).groups
-    return group
+from tests.experiments.report_toys import only_group, write_suite
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from airmoe.experiments.report.names import styles_of
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.record import Run
 from airmoe.experiments.report.usage import (
-    cell_usage,
     expert_map,
     grid_shape,
     relative_usage,
@@ -203,14 +202,3 @@ def test_large_maps_keep_evenly_spaced_rows() -> None:
 def test_a_single_row_has_no_structure() -> None:
     found = expert_map(np.array([[1, 2, 3]]))
     assert (found.structure, found.structure_by_chance) == (None, None)
-
-
-def test_codewords_by_rank() -> None:
-    found = cell_usage(np.array([10, 0, 60, 30]))
-    entropy = -sum(share * math.log(share) for share in (0.6, 0.3, 0.1))
-    assert found.perplexity == pytest.approx(math.exp(entropy))
-    assert (found.total, found.ranks) == (4, [1, 2, 3, 4])
-    assert found.shares == [0.6, 0.3, 0.1, 0.0]
-    many = cell_usage(np.arange(1, 5001))
-    assert len(many.ranks) <= 200 and (many.ranks[0], many.ranks[-1]) == (1, 5000)
-    assert many.shares[-1] == 1 / (5000 * 5001 / 2)

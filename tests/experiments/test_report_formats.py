@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_suite(folder / "main", "main", runs, seeds=(42, 43))
     random = np.random.default_rng(0)
     for variant in runs:
-        write_usage(folder / "main" / f"{variant}-seed42", random.poisson(9, 4096), np.arange(32))
+        write_usage(folder / "main" / f"{variant}-seed42", random.poisson(9, 4096))
     levels = {f"q{level}": {"perplexity": 70 + 20 / level} for level in (1, 2, 4, 16)}
     write_suite(folder / "granularity", "granularity", levels)
     books = {f"g{g}-m{m}": {"perplexity": 60.0 + g / m} for g in (32, 64) for m in (128, 256)}

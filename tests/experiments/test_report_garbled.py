@@ -57,15 +57,14 @@ NAMED: list[tuple[Place, Any, str]] = [
     (("peak_memory_gib",), "9", "peak_memory_gib: got '9', must be a finite number"),
     (("test",), [1], "test: got 'list', must be an object"),
     (("usage",), 1, "usage: got 1, must be an object"),
-    (("usage", "experts", "levels"), [1], "usage.experts.levels: got 'list', must be a text"),
-    (("usage", "experts", "levels"), "AAAA", "usage.experts.levels: got 'AAAA', must be a map of"),
-    (("usage", "experts", "levels"), "ä", "usage.experts.levels: got 'ä', must be a map of"),
-    (("usage", "experts", "shape", 0), 65, "must be a map of its shape"),
-    (("usage", "experts", "shape"), [4096], "usage.experts.shape: got 'list', must be a list of 2"),
-    (("usage", "experts", "steps", 1), float("inf"), "usage.experts.steps[1]: got inf, must be a"),
-    (("usage", "experts", "steps", 1), 0, "usage.experts.steps[1]: got 0, must be >= 1"),
-    (("usage", "cells", "shares"), [0.1], "usage.cells.shares: got 1, must be as many as ranks"),
-    (("usage", "cells", "total"), DROPPED, "usage.cells.total: got None, must be given"),
+    (("usage", "levels"), [1], "usage.levels: got 'list', must be a text"),
+    (("usage", "levels"), "AAAA", "usage.levels: got 'AAAA', must be a map of"),
+    (("usage", "levels"), "ä", "usage.levels: got 'ä', must be a map of"),
+    (("usage", "shape", 0), 65, "must be a map of its shape"),
+    (("usage", "layer"), DROPPED, "usage.layer: got None, must be given"),
+    (("usage", "shape"), [4096], "usage.shape: got 'list', must be a list of 2"),
+    (("usage", "steps", 1), float("inf"), "usage.steps[1]: got inf, must be a"),
+    (("usage", "steps", 1), 0, "usage.steps[1]: got 0, must be >= 1"),
     (("config", "preset"), ["a"], "config.preset: got 'list', must be a non-empty text"),
     (("config", "training", "seed"), DIGITS, "config.training.seed: got '1000"),
     (("config", "data", "folder"), DROPPED, "config.data.folder: got None, must be given"),
@@ -85,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = {"air": {"perplexity": 30.0, "test": 40.0, "memory": 9.5, "about": about}}
     more = {"staleness": 0.1, "unlisted_experts": 0.2, "codeword_perplexity": 20.0}
     write_suite(folder / "suite", "main", {"air": runs["air"] | more}, name="small")
-    write_usage(folder / "suite" / "air-seed42", np.arange(4096), np.arange(32))
+    write_usage(folder / "suite" / "air-seed42", np.arange(4096))
     write_record(read_everything([folder / "suite"]), folder / "record.json")
     write_run(folder / "good" / "run", preset("tiny"), perplexity=60.0)
     return folder
@@ -166,7 +165,6 @@ def test_no_field_brings_a_report_down(folder: Path, tmp_path: Path, data: st.Da
             ("config", "preset"): "x" * 400,
             ("training", "overlap", 0): -1e99,
             ("evaluations", "tokens", 0): None,
-            ("usage", "cells", "perplexity"): 0,
             ("best", "loss"): -1e99,
         },
         {("suite",): "granularity", ("variant",): "q0"},

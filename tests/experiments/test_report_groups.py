@@ -150,7 +150,7 @@ def test_rows_of_runs_with_the_same_name(tmp_path: Path) -> None:
     record = read_all(paths)
     assert list(rows(record)) == ["air", "air (run-2)", "air (run-3)"]
     for run in record.runs:  # every row has a map to draw
-        assert run.usage is not None and run.usage.experts.levels is not None
+        assert run.usage is not None and run.usage.levels is not None
 
 
 def test_names_of_groups_differ(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_suite(folder / "main", "main", runs, seeds=(42, 43))
     for variant in runs:
         counts = np.random.default_rng(0).poisson(9, 4096)
-        write_usage(folder / "main" / f"{variant}-seed42", counts, np.arange(32))
+        write_usage(folder / "main" / f"{variant}-seed42", counts)
     write_report([folder], folder / "out")
     return folder / "out" / "report.html"
 

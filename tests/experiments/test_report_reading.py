@@ -188,7 +188,7 @@ def test_curves_are_thinned_and_maps_kept_once(tmp_path: Path) -> None:
     write_suite(tmp_path / "s", "main", {"air": {"perplexity": [60.0, 61.0]}}, seeds=(42, 43))
     for seed in (42, 43):
         run = tmp_path / "s" / f"air-seed{seed}"
-        write_usage(run, np.arange(4096) + 1, np.arange(32))
+        write_usage(run, np.arange(4096) + 1)
         values = read_json(run / "result.json")
         line = next(line for line in values["log"] if line["kind"] == "train")
         values["log"] = [line | {"step": step} for step in range(1000)]
@@ -196,9 +196,9 @@ def test_curves_are_thinned_and_maps_kept_once(tmp_path: Path) -> None:
     one, other = read_all([tmp_path]).runs
     steps = one.training["step"]
     assert len(steps) == MOST_POINTS < 1000 and (steps[0], steps[-1]) == (0, 999)
-    assert one.usage is not None and one.usage.experts.levels is not None
-    assert other.usage is not None and other.usage.experts.levels is None
-    assert other.usage.experts.structure == one.usage.experts.structure
+    assert one.usage is not None and one.usage.levels is not None
+    assert other.usage is not None and other.usage.levels is None
+    assert other.usage.structure == one.usage.structure
 
 
 def test_a_report_json_with_settings_of_another_version(good: Path, tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_bad_report_json(good: Path, tmp_path: Path, text: str, part: str) -> 
 
 def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
     suite = write_main_suite(tmp_path / "main")
-    write_usage(suite / "air-seed42", np.arange(4096), np.arange(32))
+    write_usage(suite / "air-seed42", np.arange(4096))
     (suite / "peer-seed42" / "result.json").unlink()
     record = read_all([suite])
     write_record(record, tmp_path / "report.json")

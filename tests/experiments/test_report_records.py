@@ -45,7 +45,7 @@ def runs(tmp_path: Path) -> Path:
     write_suite(folder / "b", "ablations", shared | {"static": {"perplexity": 70.0}}, seeds=(1,))
     write_run(folder / "mine", preset("tiny", "coarse"), perplexity=66.0)
     for seed in (1, 2):
-        write_usage(folder / "a" / f"air-seed{seed}", np.arange(4096) + seed, np.arange(32))
+        write_usage(folder / "a" / f"air-seed{seed}", np.arange(4096) + seed)
     return folder
 
 
@@ -70,14 +70,14 @@ def test_every_file_has_its_map(runs: Path, tmp_path: Path) -> None:
     maps = []
     for seed in (1, 2):
         (run,) = read_record(tmp_path / "records" / "main" / f"air-seed{seed}.json").runs
-        assert run.usage is not None and run.usage.experts.levels is not None
-        maps.append(run.usage.experts.levels)
+        assert run.usage is not None and run.usage.levels is not None
+        maps.append(run.usage.levels)
     assert maps[0] != maps[1]
     one, other = (
         run for run in read_all([tmp_path / "records"]).runs if run.usage and run.suite == "main"
     )
-    assert one.usage is not None and one.usage.experts.levels == maps[0]
-    assert other.usage is not None and other.usage.experts.levels is None
+    assert one.usage is not None and one.usage.levels == maps[0]
+    assert other.usage is not None and other.usage.levels is None
 
 
 def test_a_folder_of_records_is_the_runs_themselves(runs: Path, tmp_path: Path) -> None:

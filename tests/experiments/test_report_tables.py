@@ -10,20 +10,20 @@ import pytest
 
 from airmoe.experiments import preset
 from airmoe.experiments.report.figures.usage_maps import maps
-from airmoe.experiments.report.groups import Group, group_runs
 from airmoe.experiments.report.metrics import Kind, Summary, summary, unit_of, written
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.tables import COLLAPSE_NOTE, Cell, Table, group_table, settings_table
 from airmoe.files import read_json, write_json
 from airmoe.training import override
-from tests.experiments.report_toys import WIKIPEDIA_HASH, write_run, write_suite, write_usage
+from tests.experiments.report_toys import (
+    WIKIPEDIA_HASH,
+    only_group,
+    write_run,
+    write_suite,
+    write_usage,
+)
 
 BASELINE = {"overlap": None, "mass_recall": None, "mass_recall_bound": None}
-
-
-def only_group(folder: Path) -> Group:
-    (group,) = group_runs(read_all([folder]).runs).groups
-    return group
 
 
 def column(table: Table, title: str) -> dict[str, Cell]:

@@ -19,7 +19,7 @@ from airmoe.experiments.report.figures.curves import (
     reduction_figure,
 )
 from airmoe.experiments.report.figures.granularity import fitted, granularity_figure
-from airmoe.experiments.report.figures.usage_maps import codeword_figure, usage_figure
+from airmoe.experiments.report.figures.usage_maps import usage_figure
 from airmoe.experiments.report.groups import Group, group_runs
 from airmoe.experiments.report.names import granularity_of
 from airmoe.experiments.report.record import Record
@@ -121,12 +121,11 @@ def _granularity_figures(group: Group) -> list[Figures]:
 def _method_figures(group: Group) -> list[Figures]:
     """Methods, ablations or settings against each other."""
     curves = [*curve_figures(group, PERPLEXITY), *reduction_figure(group)]
-    used = [*usage_figure(group), *codeword_figure(group)]
     return _filled(
         group,
         [
             ("Perplexity through training", "curves", curves),
-            ("Who is used", "used", used),
+            ("Who is used", "used", usage_figure(group)),
             ("Against exact routing", "quality", curve_figures(group, QUALITY)),
             ("Health of the router", "health", curve_figures(group, HEALTH)),
         ],

@@ -6,27 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.fairness import Rule
-from airmoe.experiments.report.fields import from_json
+from airmoe.experiments.report.finished import Member, finished_run
 from airmoe.experiments.report.groups import Key, key_of, settings_of
-from airmoe.experiments.report.names import method_of
-from airmoe.experiments.report.record import (
-    EVALUATION_FIELDS,
-    OLD_BALANCE,
-    TRAINING_FIELDS,
-    Record,
-    Run,
-    curve,
-    is_name,
-    number,
-    read_record,
-)
-from airmoe.experiments.report.usage import Usage, read_usage
+from airmoe.experiments.report.record import Record, Run, is_name, read_record
+from airmoe.experiments.report.usage import ExpertMap, read_usage
 from airmoe.experiments.suites.folder import FORMAT as SUITE_FORMAT
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.files import parse_json, read_json
@@ -39,8 +27,6 @@ RUN_FILES = ("run.json", "result.json", "log.jsonl")
 REMAINS = ("run.json.draft", "result.json.draft", "suite.json.draft", "checkpoint-*", USAGE)
 HALF_WRITTEN = "is half written: no run.json"
 NEVER_RUNS = ("tensorboard", "report", "figures")
-PATHS = ("corpus", "folder", "validation", "tokenizer")  # options of data that may be paths
-TRACKING = ("tensorboard", "track")  # options of training
 WRONG_JSON = (ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -74,11 +60,10 @@ def one_map_each(record: Record) -> Record:
     drawn: set[tuple[Key, str, str]] = set()
     kept = []
     for run in record.runs:
-        if run.usage is not None and run.usage.experts.levels is not None:
+        if run.usage is not None and run.usage.levels is not None:
             row = (key_of(run), run.variant, settings_of(run))
             if row in drawn:
-                experts = replace(run.usage.experts, levels=None)
-                run = replace(run, usage=replace(run.usage, experts=experts))
+                run = replace(run, usage=replace(run.usage, levels=None))
             drawn.add(row)
         kept.append(run)
     return replace(record, runs=kept)
@@ -208,16 +193,6 @@ def _of_one_length_and_corpus(suite: Reading) -> list[Run]:
     return [run for run, key in zip(suite.runs, keys, strict=True) if key == common]
 
 
-@dataclass(frozen=True)
-class Member:
-    """A run, of a suite or none: where it lies, how a report names it, what suite.json says."""
-
-    path: Path
-    name: str
-    suite: str | None = None
-    plan: dict[str, Any] = field(default_factory=dict)
-
-
 def _read_member(member: Member, reading: Reading) -> None:
     """A run of a suite, which may have crashed or not begun."""
     path = member.path
@@ -269,67 +244,7 @@ def _read_run(member: Member, reading: Reading) -> None:
     reading.runs.append(replace(run, usage=_usage(path / USAGE, run, reading)))
 
 
-def finished_run(member: Member, about: dict[str, Any], result: dict[str, Any]) -> Run:
-    """From run.json (`about`) and result.json; raises where they lack or garble something."""
-    start = _start(result["log"])
-    lines = [_timed(line, start) for line in result["log"]]
-    best, test = _timed(result["best"], start), result.get("test")
-    logged = {kind: [one for one in lines if one["kind"] == kind] for kind in ("eval", "train")}
-    config, variant = _portable(about["config"]), None
-    if member.suite is not None:
-        variant = str(member.plan.get("variant", member.path.name))
-    values = {
-        "name": member.name,
-        "suite": member.suite,
-        "variant": variant or method_of(config["model"]),
-        "seed": config["training"]["seed"],
-        "config": config,
-        "data_sha256": about.get("data_sha256"),
-        **{name: result[name] for name in ("versions", "git", "machine", "parameters", "tokens")},
-        "best": _numbers(best),
-        "tokens_per_second": number(result["tokens_per_second"]),
-        "evaluations": curve(logged["eval"], EVALUATION_FIELDS),
-        "training": curve(logged["train"], TRAINING_FIELDS),
-        "usage": None,
-        "test": None if test is None else _numbers(test),
-        "peak_memory_gib": number(result.get("peak_memory_gib")),
-        "whole_seconds": number(result.get("seconds")),
-        "recipe": about.get("data_recipe"),
-        "balance": about.get("balance") or OLD_BALANCE,
-    }
-    return from_json(Run, values, "run")
-
-
-def _portable(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings without the folders of one machine (of an absolute path only the name stays) and
-    without those that say where log lines go."""
-    data = {
-        key: Path(value).name if key in PATHS and str(value).startswith("/") else value
-        for key, value in config["data"].items()
-    }
-    training = {key: value for key, value in config["training"].items() if key not in TRACKING}
-    return config | {"data": data, "training": training}
-
-
-def _numbers(line: dict[str, Any]) -> dict[str, float | None]:
-    return {key: number(value) for key, value in line.items() if key != "kind"}
-
-
-def _start(log: list[dict[str, Any]]) -> float:
-    """Time of the first step, where it is logged: what a compiler takes, not the method."""
-    first = next((line for line in log if line["kind"] == "train"), {"step": None})
-    return number(first.get("training_seconds")) or 0.0 if first["step"] == 1 else 0.0
-
-
-def _timed(line: dict[str, Any], start: float) -> dict[str, Any]:
-    """Time without the start and without evaluations, which cost one method as much as another;
-    older logs lack it."""
-    if (seconds := number(line.get("training_seconds"))) is not None:
-        return line | {"seconds": seconds - start}
-    return line | {"seconds": line.get("seconds")}
-
-
-def _usage(path: Path, run: Run, reading: Reading) -> Usage | None:
+def _usage(path: Path, run: Run, reading: Reading) -> ExpertMap | None:
     """Of runs that wrote it; one that cannot be read costs the map, not the run."""
     if not path.is_file():
         return None

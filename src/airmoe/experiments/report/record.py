@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 from airmoe.errors import ConfigError
 from airmoe.experiments.report.fields import Count, Natural, brief, from_json, is_number
 from airmoe.experiments.report.names import method_of
-from airmoe.experiments.report.usage import Usage
+from airmoe.experiments.report.usage import ExpertMap
 from airmoe.files import read_json, write_json
 from airmoe.losses import BALANCE
 from airmoe.training import RunConfig
@@ -74,7 +74,7 @@ class Run:
     tokens_per_second: float | None
     evaluations: Curve
     training: Curve
-    usage: Usage | None
+    usage: ExpertMap | None
     test: Numbers | None  # the best checkpoint on the test split
     peak_memory_gib: float | None
     whole_seconds: float | None  # from start to end: compilers and evaluations too

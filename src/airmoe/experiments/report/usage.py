@@ -1,4 +1,4 @@
-"""Who was used how much: maps of experts (Fig. 4), the artefact in them, ranked codewords.
+"""Who was used how much: maps of experts (Fig. 4), and the artefact in them.
 
 A map shows experts in the order in which their router shares weights: PEER's sub-keys are rows and
 columns, a hierarchical router's clusters are rows. Where a router couples neighbours, rows or
@@ -23,13 +23,16 @@ from airmoe.experiments.report.fields import Count, Natural
 LARGEST_SIDE = 128
 DECADES = 3  # levels 1 to 255 reach from 10^-3 to 10^3 times the mean; 0 is no token at all
 LEVELS = 254
-MOST_RANKS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertMap:
-    """Tokens per expert as a picture, and how much of it rows and columns explain."""
+    """Tokens per expert as a picture, and how much of it rows and columns explain.
 
+    Of the first MoE layer, at the best checkpoint, over the validation text.
+    """
+
+    layer: Natural
     shape: list[Count]  # of the whole grid
     steps: list[Count]  # one row (column) in so many is kept
     # The kept grid: uint8 on a log scale of count / mean, zlib, base64. None: only another seed's.
@@ -50,45 +53,14 @@ class ExpertMap:
             raise ConfigError(f"{path}.levels", self.levels, rule, "") from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class CellUsage:
-    """Tokens per codeword or cluster."""
-
-    total: Count  # how many there are
-    perplexity: float  # how many, equally used, would have this entropy
-    ranks: list[Count]  # from 1, the busiest
-    shares: list[float]  # of all tokens, at those ranks
-
-    def check(self, path: str) -> None:
-        """Raise unless every rank has its share."""
-        if len(self.ranks) != len(self.shares):
-            rule = f"must be as many as ranks, {len(self.ranks)}"
-            raise ConfigError(f"{path}.shares", len(self.shares), rule, "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Usage:
-    """Of the first MoE layer, at the best checkpoint, over the validation text."""
-
-    layer: Natural
-    experts: ExpertMap
-    cells: CellUsage | None
-
-
-def read_usage(path: Path, config: dict[str, Any]) -> Usage | None:
+def read_usage(path: Path, config: dict[str, Any]) -> ExpertMap | None:
     """Sum up usage.safetensors; None where the run has no experts."""
     tensors = load_file(path)
     layers = sorted(int(name.partition(".")[2]) for name in tensors if name.startswith("experts."))
     if not layers:
         return None
-    layer = layers[0]
-    counts = tensors[f"experts.{layer}"]  # [E]
-    cells = tensors.get(f"cells.{layer}")  # [G]
-    return Usage(
-        layer=layer,
-        experts=expert_map(counts.reshape(grid_shape(counts.size, config["model"]))),
-        cells=None if cells is None or not cells.sum() else cell_usage(cells),
-    )
+    counts = tensors[f"experts.{layers[0]}"]  # [E]
+    return expert_map(counts.reshape(grid_shape(counts.size, config["model"])), layers[0])
 
 
 def grid_shape(num_experts: int, model: dict[str, Any]) -> tuple[int, int]:
@@ -102,7 +74,7 @@ def grid_shape(num_experts: int, model: dict[str, Any]) -> tuple[int, int]:
     return side, num_experts // side
 
 
-def expert_map(grid: np.ndarray) -> ExpertMap:
+def expert_map(grid: np.ndarray, layer: int = 0) -> ExpertMap:
     """A grid of counts, quantised; too large a side keeps evenly spaced rows (or columns)."""
     rows, columns = grid.shape
     steps = [math.ceil(side / LARGEST_SIDE) for side in grid.shape]
@@ -110,6 +82,7 @@ def expert_map(grid: np.ndarray) -> ExpertMap:
     packed = zlib.compress(np.ascontiguousarray(levels).tobytes(), 9)
     proper = min(rows, columns) > 1
     return ExpertMap(
+        layer=layer,
         shape=[rows, columns],
         steps=steps,
         levels=base64.b64encode(packed).decode("ascii"),
@@ -161,16 +134,3 @@ def structure(grid: np.ndarray) -> float | None:
     rows, columns = logs.mean(axis=1, keepdims=True), logs.mean(axis=0, keepdims=True)
     left = ((logs - rows - columns + logs.mean()) ** 2).sum()
     return float(1 - left / total)
-
-
-def cell_usage(counts: np.ndarray) -> CellUsage:
-    """Shares from the busiest down, thinned evenly on a log scale of ranks."""
-    shares = np.sort(counts)[::-1] / counts.sum()
-    used = shares[shares > 0]
-    ranks = np.unique(np.rint(np.geomspace(1, len(shares), MOST_RANKS)).astype(int))
-    return CellUsage(
-        total=len(shares),
-        perplexity=float(np.exp(-(used * np.log(used)).sum())),
-        ranks=ranks.tolist(),
-        shares=shares[ranks - 1].tolist(),
-    )

@@ -1,4 +1,4 @@
-"""Who is used: experts as a map (Fig. 4), all on one colour scale, and codewords by rank."""
+"""Who is used: experts as a map (Fig. 4), all on one colour scale."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from airmoe.experiments.report.figures.drawing import (
-    HEIGHT,
     WIDTH,
     Drawing,
-    legend,
     matplotlib_style,
 )
 from airmoe.experiments.report.groups import Group
-from airmoe.experiments.report.names import label_of, styles_of, title_of
-from airmoe.experiments.report.usage import CellUsage, ExpertMap, relative_usage
+from airmoe.experiments.report.names import label_of, title_of
+from airmoe.experiments.report.usage import ExpertMap, relative_usage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +29,7 @@ def maps(group: Group) -> dict[str, ExpertMap]:
         variant: found[0]
         for variant, runs in group.variants.items()
         if runs[0].method != "coarse"
-        and (found := [run.usage.experts for run in runs if run.usage and run.usage.experts.levels])
+        and (found := [run.usage for run in runs if run.usage and run.usage.levels])
     }
 
 
@@ -101,53 +99,3 @@ def _stripes(one: ExpertMap) -> str:
     if one.structure is None or one.structure_by_chance is None:
         return "no rows and columns"
     return f"stripes {100 * one.structure:.1f} % ({100 * one.structure_by_chance:.1f} %)"
-
-
-def codewords(group: Group) -> dict[str, CellUsage]:
-    """Variant -> codeword (or cluster) usage of its first seed that has one."""
-    return {
-        variant: found[0]
-        for variant, runs in group.variants.items()
-        if (found := [run.usage.cells for run in runs if run.usage and run.usage.cells])
-    }
-
-
-def codeword_figure(group: Group) -> list[Drawing]:
-    found = codewords(group)
-    if not found:
-        return []
-    caption = (
-        "Codewords (hierarchical: clusters) from the busiest down, with their share of the "
-        "validation tokens; in brackets how many, equally used, would be as even."
-    )
-    ends = ", ".join(f"{title_of(name)} {one.perplexity:.4g}" for name, one in found.items())
-    alt = f"Usage of codewords by rank. Perplexity of usage: {ends}."
-    name = f"{group.slug}-codewords"
-    with matplotlib_style(name):
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FuncFormatter, NullFormatter
-
-        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
-        axes = figure.add_subplot()
-        styles = styles_of(list(found))
-        for variant, one in found.items():
-            style = styles[variant]
-            shares = 100 * np.array(one.shares)
-            axes.plot(
-                one.ranks,
-                np.where(shares > 0, shares, np.nan),
-                color=style.colour,
-                linestyle=style.dashes,
-                marker=style.marker,
-                markevery=max(1, len(one.ranks) // 8),
-                label=f"{label_of(variant)} ({one.perplexity:.0f} of {one.total})",
-            )
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlim(0.9, 1.1 * max(one.total for one in found.values()))
-        axes.set_xlabel("rank of the codeword")
-        axes.set_ylabel("share of tokens (%)")
-        legend(axes, len(found), columns=2)
-        return [Drawing(name, caption, alt, figure)]
