@@ -262,6 +262,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_bombs_take_little_memory(tmp_path: Path) -> None:
     """A gigabyte in one line, of zstd in one frame: each of its packed bytes is 32 kB of text."""
     zeros = b"0" * (1 << 24)

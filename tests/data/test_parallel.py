@@ -114,6 +114,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_import_nothing_from_the_working_folder(tmp_path: Path) -> None:
     for name in ("numpy", "json", "torch"):
         (tmp_path / f"{name}.py").write_text(PLANTED)

@@ -61,6 +61,7 @@ def test_goes_on_without_the_topics(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(python_docs._topics()) == []
 
 
+@pytest.mark.slow
 def test_this_interpreter_brings_megabytes_of_clean_prose() -> None:
     texts = [document.text for document in PythonDocs().documents()]
     assert sum(map(len, texts)) > 1_500_000 and len(texts) > 1000

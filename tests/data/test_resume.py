@@ -70,6 +70,7 @@ def wait_for_empty_session(session: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_changes_no_byte(tmp_path: Path) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", make_texts(40))
     (tmp_path / "work").mkdir()
@@ -82,6 +83,7 @@ def test_a_kill_at_any_moment_changes_no_byte(tmp_path: Path) -> None:
     assert verdict == "identical" and int(kills) > 25
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
 def test_killed_and_interrupted_prepares_with_workers_go_on(

@@ -328,6 +328,7 @@ print(make_tokenizer("bpe:500", make_texts(500)).identity.sha256)
 """
 
 
+@pytest.mark.slow
 def test_bpe_training_is_the_same_in_another_process() -> None:
     other = subprocess.run(
         [sys.executable, "-c", TRAIN],

@@ -218,6 +218,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return run_all(scenarios, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.slow
 def test_ranks_add_up_to_one_process(ranks: dict[str, list[Any]]) -> None:
     here, there = ranks["meter"]
     assert isinstance(here, list), here
