@@ -8,12 +8,13 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from airmoe.kernels.assign import assign, nearest_codeword
+from airmoe.kernels.assign import assign
 from airmoe.kernels.backend import use_backend
 from tests.tolerance import assert_top_k, score_slack
 
 pytest.importorskip("triton")
 from airmoe.kernels import assign_triton
+from airmoe.kernels.assign_triton import nearest_codeword
 from airmoe.kernels.device_triton import bfloat16_parts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,7 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture(params=["small batch", "large batch"])
 def _both_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of either size of batch, whatever the number of tokens."""
-    module = "airmoe.kernels.assign.SMALL_BATCH"
+    module = "airmoe.kernels.assign_triton.SMALL_BATCH"
     monkeypatch.setattr(module, 64 if request.param == "small batch" else 0)
 
 

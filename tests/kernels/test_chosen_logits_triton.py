@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.chosen_logits import chosen_logits, chosen_logits_op
+from airmoe.kernels.chosen_logits import chosen_logits
 from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good, captured
 
 pytest.importorskip("triton")
-from airmoe.kernels import rows_triton
+from airmoe.kernels import chosen_logits_triton, rows_triton
+from airmoe.kernels.chosen_logits_triton import chosen_logits_op
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,9 @@ def test_strided_operands_and_short_ids() -> None:
 def test_frozen_operands_cost_nothing(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = CASES["odd"].inputs(torch.float32)
     free = "hidden" if frozen == "experts" else "experts"
-    monkeypatch.setattr(rows_triton, "table_grads" if frozen == "experts" else "row_totals", None)
+    monkeypatch.setattr(
+        chosen_logits_triton, "table_grads" if frozen == "experts" else "row_totals", None
+    )
 
     def logits(given: Found) -> Found:
         both = given | {frozen: inputs[frozen].to(given[free].dtype), "ids": inputs["ids"]}

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.cells import Cells, cell_offsets_op, make_cells
-from airmoe.kernels.layout import RowTiles, row_tiles, row_tiles_op
+from airmoe.kernels.cells import Cells, make_cells
+from airmoe.kernels.layout import RowTiles, row_tiles
 from tests.kernels.comparison import DEVICE
 
 pytest.importorskip("triton")
+from airmoe.kernels.layout_triton import cell_offsets_op, row_tiles_op
+
 BLOCKS = [32, 64]
 
 

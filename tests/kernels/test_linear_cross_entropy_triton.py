@@ -8,12 +8,13 @@ from torch import Tensor
 
 from airmoe.kernels import linear_cross_entropy as module
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_op
+from airmoe.kernels.linear_cross_entropy import linear_cross_entropy
 from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good, captured
 from tests.model.test_linear_cross_entropy import LargestTensor
 
 pytest.importorskip("triton")
 from airmoe.kernels import linear_cross_entropy_triton as kernels
+from airmoe.kernels.linear_cross_entropy_triton import linear_cross_entropy_op
 
 BUDGET = "CUDA_CHUNK_BYTES" if DEVICE == "cuda" else "CPU_CHUNK_BYTES"
 TOKENS, WORDS, DIM = 37, 29, 12

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.product_keys import best_pairs, best_pairs_op, num_rank_pairs, rank_pairs
+from airmoe.kernels.product_keys import best_pairs, num_rank_pairs, rank_pairs
 from airmoe.kernels.top_k import top_positions
 
 pytest.importorskip("triton")
 from airmoe.kernels import product_keys_triton as kernels
+from airmoe.kernels.product_keys_triton import best_pairs_op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = float("inf")
@@ -140,7 +141,7 @@ def test_what_does_not_fit_into_registers(monkeypatch: pytest.MonkeyPatch) -> No
     def never(*_: object) -> Tensor:
         raise AssertionError("the kernel must not run")
 
-    monkeypatch.setattr(kernels, "best_pairs", never)
+    monkeypatch.setattr(kernels, "best_pairs_op", never)
     check(*halves(2, 1, 40), 1000)
     check(*halves(1, 1, 5000), 3)
 

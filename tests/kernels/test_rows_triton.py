@@ -11,18 +11,12 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.rows import (
-    gather_dot,
-    gather_dot_op,
-    gather_total,
-    gather_total_op,
-    scatter_total,
-    scatter_total_op,
-)
+from airmoe.kernels.rows import gather_dot, gather_total, scatter_total
 from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good, captured
 
 pytest.importorskip("triton")
 from airmoe.kernels import rows_triton
+from airmoe.kernels.rows_triton import gather_dot_op, gather_total_op, scatter_total_op
 
 
 @dataclass(frozen=True)

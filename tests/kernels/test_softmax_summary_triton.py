@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from airmoe.kernels import softmax_summary as module
 from airmoe.kernels.backend import Backend, use_backend
 from airmoe.kernels.noise import Noise, normal
 from airmoe.kernels.softmax_summary import softmax_summary
@@ -24,7 +23,11 @@ from tests.kernels.comparison import (
 
 pytest.importorskip("triton")
 from airmoe.kernels import best_experts_triton as tables
-from airmoe.kernels.softmax_summary_triton import Chunks
+from airmoe.kernels.softmax_summary_triton import (
+    Chunks,
+    softmax_summary_backward_op,
+    softmax_summary_op,
+)
 
 SUMMARY = "airmoe.kernels.softmax_summary_triton"
 RESULTS = ["log_z", "mean", "grad of hidden", "grad of experts"]
@@ -293,10 +296,10 @@ def test_the_operators_are_registered_completely() -> None:
     hidden, experts = case.inputs().values()
     arguments = (hidden, experts, case.weights(), None, 0.0, True)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(module.softmax_summary_op, arguments, test_utils=tests)
-    log_z, _ = module.softmax_summary_op(*arguments)
+    torch.library.opcheck(softmax_summary_op, arguments, test_utils=tests)
+    log_z, _ = softmax_summary_op(*arguments)
     backward = (log_z, None, *arguments[:3], log_z, *arguments[3:], True, True)
-    torch.library.opcheck(module.softmax_summary_backward_op, backward, test_utils=tests[:2])
+    torch.library.opcheck(softmax_summary_backward_op, backward, test_utils=tests[:2])
 
 
 def in_float64(

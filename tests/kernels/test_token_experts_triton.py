@@ -9,17 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from airmoe.kernels import token_experts as module
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.expert_tables import Activation, ExpertTables, activate, is_gated
-from airmoe.kernels.token_experts import token_experts, token_experts_op
+from airmoe.kernels.token_experts import token_experts
 from airmoe.moe import GranularExperts
 from airmoe.routers.routing import TokenRouting
 from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good, captured
 
 pytest.importorskip("triton")
 from airmoe.kernels import rows_triton, token_experts_triton
-from airmoe.kernels.token_experts_triton import _weigh, _weigh_grads, compact_gates
+from airmoe.kernels.token_experts_triton import (
+    _weigh,
+    _weigh_grads,
+    compact_gates,
+    token_experts_op,
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def _both_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of either size of batch; long rows in parts, as those of a large batch are."""
     if request.param == "large batch":
-        monkeypatch.setattr(module, "SMALL_BATCH", 0)
+        monkeypatch.setattr(token_experts_triton, "SMALL_BATCH", 0)
     monkeypatch.setattr(rows_triton, "PART_ENTRIES", 16)
 
 

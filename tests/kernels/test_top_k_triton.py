@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.top_k import chosen_mask, top_k_gates, top_k_gates_op
+from airmoe.kernels.top_k import chosen_mask, top_k_gates
 from tests.tolerance import assert_close
 
 pytest.importorskip("triton")
-from airmoe.kernels.top_k_triton import gates_from_scores, smallest_gate
+from airmoe.kernels.top_k_triton import gates_from_scores, smallest_gate, top_k_gates_op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = float("inf")

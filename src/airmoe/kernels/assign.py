@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import operator, own_precision, use_triton
-from airmoe.kernels.token_experts import SMALL_BATCH
+from airmoe.kernels.backend import own_precision, use_triton
 from airmoe.kernels.top_k import top_positions
 
 CHUNK_ELEMENTS = 1 << 22
@@ -21,6 +20,8 @@ def assign(hidden: Tensor, codewords: Tensor, *, euclidean: bool, count: int = 1
     """
     # The kernel keeps one best codeword; several probes are rare, and no hot path.
     if count == 1 and codewords.dtype == torch.float32 and use_triton(hidden, codewords):
+        from airmoe.kernels.assign_triton import nearest_codeword
+
         return nearest_codeword(hidden, codewords, euclidean).unsqueeze(-1)
     nearest = torch.empty(hidden.shape[0], count, dtype=torch.int64, device=hidden.device)
     # |h - c|^2 = |h|^2 - 2 (<h, c> - |c|^2 / 2): the token's own norm changes no order.
@@ -32,20 +33,3 @@ def assign(hidden: Tensor, codewords: Tensor, *, euclidean: bool, count: int = 1
             similarity -= offset
         nearest[start : start + rows] = top_positions(similarity, count)
     return nearest
-
-
-@operator("airmoe::nearest_codeword")
-def nearest_codeword(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
-    """hidden [T, D], codewords [G, D] float32 -> [T] int64, ties to the lowest id."""
-    from airmoe.kernels.assign_triton import nearest_of_few, nearest_of_many
-
-    num_tokens = hidden.shape[0]
-    if num_tokens == 0:
-        return torch.empty(0, dtype=torch.int64, device=hidden.device)
-    nearest = nearest_of_few if num_tokens <= SMALL_BATCH else nearest_of_many
-    return nearest(hidden, codewords, euclidean)
-
-
-@nearest_codeword.register_fake
-def _(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
-    return hidden.new_empty(hidden.shape[0], dtype=torch.int64)

@@ -21,7 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.backend import operator
 from airmoe.kernels.device_triton import INFINITY, as_stored, bfloat16_parts, upper_half
+from airmoe.kernels.token_experts import SMALL_BATCH
 
 ENOUGH_PROGRAMS = 132
 FEWEST_WORDS, MOST_WORDS = 8, 16  # of one program: the more, the fewer programs read the tokens
@@ -213,3 +215,18 @@ def nearest_of_few(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor
         best, ids, nearest, programs, BLOCK=block, num_warps=max(1, block // 256)
     )
     return nearest
+
+
+@operator("airmoe::nearest_codeword")
+def nearest_codeword(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
+    """hidden [T, D], codewords [G, D] float32 -> [T] int64, ties to the lowest id."""
+    num_tokens = hidden.shape[0]
+    if num_tokens == 0:
+        return torch.empty(0, dtype=torch.int64, device=hidden.device)
+    nearest = nearest_of_few if num_tokens <= SMALL_BATCH else nearest_of_many
+    return nearest(hidden, codewords, euclidean)
+
+
+@nearest_codeword.register_fake
+def _(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
+    return hidden.new_empty(hidden.shape[0], dtype=torch.int64)

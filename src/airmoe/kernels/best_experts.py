@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import operator, own_precision, use_triton
-from airmoe.kernels.noise import Noise, noise_of, noise_operands
+from airmoe.kernels.backend import own_precision, use_triton
+from airmoe.kernels.noise import Noise, noise_operands
 from airmoe.kernels.norms import inverse_norms
 from airmoe.kernels.top_k import top_positions
 
@@ -31,6 +31,7 @@ def best_experts(
     scores are float32 (or wider) whatever they are, and no copy of the experts is made for it.
     """
     if use_triton(hidden, experts):
+        from airmoe.kernels.best_experts_triton import best_experts_op
         from airmoe.kernels.shortlist_triton import plan_cuts
 
         if plan_cuts(experts.shape[0], count) is not None:
@@ -96,26 +97,3 @@ def best_tokens(
             logits += noise.pairs(tokens, columns.unsqueeze(-1))
         ids[chunk] = top_positions(logits.masked_fill_(~valid, -torch.inf), count)
     return ids
-
-
-@operator("airmoe::best_experts")
-def best_experts_op(
-    hidden: Tensor,
-    experts: Tensor,
-    count: int,
-    row_keys: Tensor | None,
-    noise_std: float,
-    normalize: bool,
-    ordered: bool,
-) -> Tensor:
-    from airmoe.kernels import best_experts_triton
-
-    noise = noise_of(row_keys, noise_std)
-    return best_experts_triton.best_experts(
-        hidden, experts, count, noise, normalize=normalize, ordered=ordered
-    )
-
-
-@best_experts_op.register_fake
-def _(hidden: Tensor, _experts: Tensor, count: int, *_: object) -> Tensor:
-    return hidden.new_empty(hidden.shape[0], count, dtype=torch.int64)

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.backend import operator
 from airmoe.kernels.device_triton import bfloat16_parts
-from airmoe.kernels.noise import Noise
-from airmoe.kernels.norms_triton import inverse_norms
+from airmoe.kernels.noise import Noise, noise_of
+from airmoe.kernels.norms_triton import inverse_norms_op
 from airmoe.kernels.shortlist_triton import (
     BestColumns,
     Tables,
@@ -41,7 +42,7 @@ def exact_tables(
 ) -> Tables:
     """Both as the matrix units take them, their products as exact as float32."""
     many = hidden.shape[0] >= NORM_TOKENS
-    scales = inverse_norms(experts) if normalize and many else None
+    scales = inverse_norms_op(experts) if normalize and many else None
     inside = normalize and not many
     halves = hidden.dtype == experts.dtype == torch.float16
     copies = hidden.shape[0] >= SPLIT_TOKENS and experts.numel() <= SPLIT_ELEMENTS
@@ -97,12 +98,13 @@ def _best_first(ids: Tensor, scores: Tensor) -> Tensor:
     return ordered
 
 
-def best_experts(
+@operator("airmoe::best_experts")
+def best_experts_op(
     hidden: Tensor,
     experts: Tensor,
     count: int,
-    noise: Noise | None,
-    *,
+    row_keys: Tensor | None,
+    noise_std: float,
     normalize: bool,
     ordered: bool,
 ) -> Tensor:
@@ -112,7 +114,7 @@ def best_experts(
     ids = torch.empty(num_tokens, count, dtype=dtype, device=device)
     if ids.numel() == 0:
         return ids.long()
-    tables = exact_tables(hidden, experts, noise, normalize)
+    tables = exact_tables(hidden, experts, noise_of(row_keys, noise_std), normalize)
     best = _finder(tables, count)
     if not ordered:
         for rows in best.chunks():
@@ -131,3 +133,8 @@ def _finder(tables: Tables, count: int) -> BestColumns | StreamedColumns:
     cuts = plan_cuts(num_experts, count)
     assert cuts is not None, "the caller checks that lists are short enough"
     return BestColumns(tables, count, cuts)
+
+
+@best_experts_op.register_fake
+def _(hidden: Tensor, _experts: Tensor, count: int, *_: object) -> Tensor:
+    return hidden.new_empty(hidden.shape[0], count, dtype=torch.int64)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import operator, own_precision, use_triton
+from airmoe.kernels.backend import own_precision, use_triton
 from airmoe.kernels.cells import Cells, RowAdder, RowReader, nonempty_cells
 from airmoe.kernels.expert_tables import Activation, ExpertTables, activate, backward_follows
-from airmoe.kernels.layout import CellLayout
 
 
 @own_precision
@@ -193,6 +192,8 @@ def _by_triton(
     counts: Tensor | None,
     keep: bool,
 ) -> Tensor:
+    from airmoe.kernels.cell_experts_triton import cell_experts_op
+
     reverse_of = tables.up.shape[0] if keep and tables.size == 1 else None
     layout = cells.layout(reverse_of)
     if tables.size > 1:
@@ -201,96 +202,3 @@ def _by_triton(
         hidden.contiguous(), tables.gate, tables.up, tables.down, gates, layout.tensors(),
         counts if keep else None, tables.activation, tables.size, keep,
     )[0]  # fmt: skip
-
-
-@operator("airmoe::cell_experts")
-def cell_experts_op(
-    hidden: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gates: Tensor,
-    layout: list[Tensor],
-    counts: Tensor | None,
-    activation: str,
-    expert_size: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(output [T, D], pre-activations of gate and up [N, neurons], empty where not kept)."""
-    from airmoe.kernels import cell_experts_triton
-
-    tables = ExpertTables.of(gate, up, down, activation, expert_size)
-    output, pre = cell_experts_triton.forward(
-        hidden, tables, gates, CellLayout.of(layout), keep=keep
-    )
-    return (
-        output,
-        hidden.new_empty(0) if pre.gate is None else pre.gate,
-        hidden.new_empty(0) if pre.up is None else pre.up,
-    )
-
-
-@operator("airmoe::cell_experts_backward")
-def cell_experts_backward_op(
-    grad_output: Tensor,
-    hidden: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gates: Tensor,
-    pre_gate: Tensor,
-    pre_up: Tensor,
-    layout: list[Tensor],
-    counts: Tensor | None,
-    activation: str,
-    expert_size: int,
-    wanted: list[bool],
-) -> list[Tensor]:
-    """Gradients of those of (hidden, gate, up, down, gates) that are wanted, in this order."""
-    from airmoe.kernels import cell_experts_triton
-
-    tables = ExpertTables.of(gate, up, down, activation, expert_size)
-    pre = cell_experts_triton.PreActivations(None if gate is None else pre_gate, pre_up)
-    names = ("hidden", "gate", "up", "down", "gates")
-    want = [name for name, is_wanted in zip(names, wanted, strict=True) if is_wanted]
-    grads = cell_experts_triton.backward(
-        grad_output, hidden, tables, gates, pre, CellLayout.of(layout), counts, set(want)
-    )
-    return [grads[name] for name in want]
-
-
-@cell_experts_op.register_fake
-def _(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    layout, keep = CellLayout.of(rest[3]), rest[-1]
-    shape = (layout.num_rows, layout.pool)
-    return (
-        torch.empty_like(hidden),
-        hidden.new_empty(shape if keep and gate is not None else 0),
-        hidden.new_empty(shape if keep else 0),
-    )
-
-
-@cell_experts_backward_op.register_fake
-def _(_grad_output: Tensor, *inputs: Any) -> list[Tensor]:
-    chosen = [tensor for tensor, want in zip(inputs[:5], inputs[-1], strict=True) if want]
-    return [torch.empty_like(tensor) for tensor in chosen if tensor is not None]
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *operands, layout, counts, ctx.activation, ctx.expert_size, _keep = inputs
-    ctx.save_for_backward(*operands, *output[1:], counts, *layout)
-
-
-def _autograd(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Any, ...]:
-    *operands, counts = ctx.saved_tensors[:8]
-    layout = list(ctx.saved_tensors[8:])
-    wanted = list(ctx.needs_input_grad[:5])
-    wanted[1] = wanted[1] and operands[1] is not None
-    grad_output = grad_output.to(operands[0].dtype).contiguous()
-    form = (counts, ctx.activation, ctx.expert_size, wanted)
-    grads = iter(cell_experts_backward_op(grad_output, *operands, layout, *form))
-    found = (next(grads) if want else None for want in wanted)
-    return *found, [None] * len(layout), None, None, None, None
-
-
-cell_experts_op.register_autograd(_autograd, setup_context=_setup)

@@ -9,6 +9,7 @@ activations between them are the only large buffer; a fused form would not fit w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.activations_triton import ACTIVATION_CODES, activate, activation_grads
+from airmoe.kernels.backend import operator
 from airmoe.kernels.device_triton import dot_precision
 from airmoe.kernels.expert_tables import ExpertTables
 from airmoe.kernels.layout import CellLayout
@@ -263,3 +265,90 @@ def backward(
             grad_gates = grad_gates.float().unflatten(-1, (-1, tables.size)).sum(-1)
         grads["gates"] = grad_gates.to(gates.dtype)
     return grads
+
+
+@operator("airmoe::cell_experts")
+def cell_experts_op(
+    hidden: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gates: Tensor,
+    layout: list[Tensor],
+    counts: Tensor | None,
+    activation: str,
+    expert_size: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(output [T, D], pre-activations of gate and up [N, neurons], empty where not kept)."""
+    tables = ExpertTables.of(gate, up, down, activation, expert_size)
+    output, pre = forward(hidden, tables, gates, CellLayout.of(layout), keep=keep)
+    return (
+        output,
+        hidden.new_empty(0) if pre.gate is None else pre.gate,
+        hidden.new_empty(0) if pre.up is None else pre.up,
+    )
+
+
+@operator("airmoe::cell_experts_backward")
+def cell_experts_backward_op(
+    grad_output: Tensor,
+    hidden: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gates: Tensor,
+    pre_gate: Tensor,
+    pre_up: Tensor,
+    layout: list[Tensor],
+    counts: Tensor | None,
+    activation: str,
+    expert_size: int,
+    wanted: list[bool],
+) -> list[Tensor]:
+    """Gradients of those of (hidden, gate, up, down, gates) that are wanted, in this order."""
+    tables = ExpertTables.of(gate, up, down, activation, expert_size)
+    pre = PreActivations(None if gate is None else pre_gate, pre_up)
+    names = ("hidden", "gate", "up", "down", "gates")
+    want = [name for name, is_wanted in zip(names, wanted, strict=True) if is_wanted]
+    grads = backward(
+        grad_output, hidden, tables, gates, pre, CellLayout.of(layout), counts, set(want)
+    )
+    return [grads[name] for name in want]
+
+
+@cell_experts_op.register_fake
+def _(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    layout, keep = CellLayout.of(rest[3]), rest[-1]
+    shape = (layout.num_rows, layout.pool)
+    return (
+        torch.empty_like(hidden),
+        hidden.new_empty(shape if keep and gate is not None else 0),
+        hidden.new_empty(shape if keep else 0),
+    )
+
+
+@cell_experts_backward_op.register_fake
+def _(_grad_output: Tensor, *inputs: Any) -> list[Tensor]:
+    chosen = [tensor for tensor, want in zip(inputs[:5], inputs[-1], strict=True) if want]
+    return [torch.empty_like(tensor) for tensor in chosen if tensor is not None]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *operands, layout, counts, ctx.activation, ctx.expert_size, _keep = inputs
+    ctx.save_for_backward(*operands, *output[1:], counts, *layout)
+
+
+def _autograd(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Any, ...]:
+    *operands, counts = ctx.saved_tensors[:8]
+    layout = list(ctx.saved_tensors[8:])
+    wanted = list(ctx.needs_input_grad[:5])
+    wanted[1] = wanted[1] and operands[1] is not None
+    grad_output = grad_output.to(operands[0].dtype).contiguous()
+    form = (counts, ctx.activation, ctx.expert_size, wanted)
+    grads = iter(cell_experts_backward_op(grad_output, *operands, layout, *form))
+    found = (next(grads) if want else None for want in wanted)
+    return *found, [None] * len(layout), None, None, None, None
+
+
+cell_experts_op.register_autograd(_autograd, setup_context=_setup)

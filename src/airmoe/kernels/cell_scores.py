@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import operator, own_precision, use_triton
+from airmoe.kernels.backend import own_precision, use_triton
 from airmoe.kernels.cells import Cells, RowAdder, RowReader, nonempty_cells
-from airmoe.kernels.layout import CellLayout
-from airmoe.kernels.noise import Noise, noise_of, noise_operands
+from airmoe.kernels.noise import Noise, noise_operands
 
 ROW_CHUNK = 1024  # rows projected at once: temporaries stay in the cache
 
@@ -32,6 +31,8 @@ def cell_scores(
     is a function of (token, expert), the same wherever the pair is met.
     """
     if use_triton(hidden, centroids):
+        from airmoe.kernels.cell_scores_triton import cell_scores_op
+
         if hidden.dtype != centroids.dtype:
             hidden, centroids = hidden.float(), centroids.float()
         layout = cells.layout(centroids.shape[0]).tensors()
@@ -109,70 +110,3 @@ def _through_norm(grad_unit: Tensor, centroids: Tensor, inverse_norms: Tensor | 
         radial = (part * unit).sum(-1, keepdim=True)
         part.addcmul_(unit, radial, value=-1).mul_(scale)
     return grad_unit
-
-
-@operator("airmoe::cell_scores")
-def cell_scores_op(
-    hidden: Tensor,
-    centroids: Tensor,
-    inverse_norms: Tensor | None,
-    row_keys: Tensor | None,
-    noise_std: float,
-    layout: list[Tensor],
-) -> Tensor:
-    """hidden and centroids in one dtype -> [N, M] float32."""
-    from airmoe.kernels.cell_scores_triton import Scored
-
-    noise = noise_of(row_keys, noise_std)
-    return Scored(hidden, centroids, inverse_norms, noise, CellLayout.of(layout)).all_scores()
-
-
-@operator("airmoe::cell_scores_backward")
-def cell_scores_backward_op(
-    grad_scores: Tensor,
-    hidden: Tensor,
-    centroids: Tensor,
-    inverse_norms: Tensor | None,
-    layout: list[Tensor],
-    want_hidden: bool,
-    want_centroids: bool,
-) -> tuple[Tensor, Tensor]:
-    from airmoe.kernels import cell_scores_triton
-
-    scored = cell_scores_triton.Scored(
-        hidden, centroids, inverse_norms, None, CellLayout.of(layout)
-    )
-    return cell_scores_triton.backward(grad_scores, scored, want_hidden, want_centroids)
-
-
-@cell_scores_op.register_fake
-def _(hidden: Tensor, *rest: Any) -> Tensor:
-    layout = CellLayout.of(rest[-1])
-    return hidden.new_empty(layout.num_rows, layout.pool, dtype=torch.float32)
-
-
-@cell_scores_backward_op.register_fake
-def _(_grad_scores: Tensor, hidden: Tensor, centroids: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    want_hidden, want_centroids = rest[-2:]
-    return (
-        torch.empty_like(hidden) if want_hidden else hidden.new_empty(0),
-        torch.empty_like(centroids) if want_centroids else hidden.new_empty(0),
-    )
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    hidden, centroids, inverse_norms, _row_keys, _std, layout = inputs
-    ctx.save_for_backward(hidden, centroids, inverse_norms, *layout)
-
-
-def _backward(ctx: Any, grad_scores: Tensor) -> tuple[Any, ...]:
-    hidden, centroids, inverse_norms, *layout = ctx.saved_tensors
-    wanted = ctx.needs_input_grad[:2]
-    grads = cell_scores_backward_op(
-        grad_scores.contiguous(), hidden, centroids, inverse_norms, layout, *wanted
-    )
-    found = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
-    return *found, None, None, None, [None] * len(layout)
-
-
-cell_scores_op.register_autograd(_backward, setup_context=_setup)

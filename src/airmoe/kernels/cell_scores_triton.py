@@ -5,15 +5,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.backend import operator
 from airmoe.kernels.device_triton import dot_precision
 from airmoe.kernels.layout import CellLayout, RowTiles
-from airmoe.kernels.noise import Noise
+from airmoe.kernels.noise import Noise, noise_of
 from airmoe.kernels.noise_triton import normal
 from airmoe.kernels.pool_products_triton import pool_products
 from airmoe.kernels.row_products_triton import make_parts, row_products
@@ -193,3 +195,64 @@ def _scale_by_norms(
         POOL=pool, BLOCK_T=tiles.block, BLOCK_P=block_p, num_warps=4,
     )  # fmt: skip
     return out
+
+
+@operator("airmoe::cell_scores")
+def cell_scores_op(
+    hidden: Tensor,
+    centroids: Tensor,
+    inverse_norms: Tensor | None,
+    row_keys: Tensor | None,
+    noise_std: float,
+    layout: list[Tensor],
+) -> Tensor:
+    """hidden and centroids in one dtype -> [N, M] float32."""
+    noise = noise_of(row_keys, noise_std)
+    return Scored(hidden, centroids, inverse_norms, noise, CellLayout.of(layout)).all_scores()
+
+
+@operator("airmoe::cell_scores_backward")
+def cell_scores_backward_op(
+    grad_scores: Tensor,
+    hidden: Tensor,
+    centroids: Tensor,
+    inverse_norms: Tensor | None,
+    layout: list[Tensor],
+    want_hidden: bool,
+    want_centroids: bool,
+) -> tuple[Tensor, Tensor]:
+    scored = Scored(hidden, centroids, inverse_norms, None, CellLayout.of(layout))
+    return backward(grad_scores, scored, want_hidden, want_centroids)
+
+
+@cell_scores_op.register_fake
+def _(hidden: Tensor, *rest: Any) -> Tensor:
+    layout = CellLayout.of(rest[-1])
+    return hidden.new_empty(layout.num_rows, layout.pool, dtype=torch.float32)
+
+
+@cell_scores_backward_op.register_fake
+def _(_grad_scores: Tensor, hidden: Tensor, centroids: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    want_hidden, want_centroids = rest[-2:]
+    return (
+        torch.empty_like(hidden) if want_hidden else hidden.new_empty(0),
+        torch.empty_like(centroids) if want_centroids else hidden.new_empty(0),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    hidden, centroids, inverse_norms, _row_keys, _std, layout = inputs
+    ctx.save_for_backward(hidden, centroids, inverse_norms, *layout)
+
+
+def _backward(ctx: Any, grad_scores: Tensor) -> tuple[Any, ...]:
+    hidden, centroids, inverse_norms, *layout = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[:2]
+    grads = cell_scores_backward_op(
+        grad_scores.contiguous(), hidden, centroids, inverse_norms, layout, *wanted
+    )
+    found = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
+    return *found, None, None, None, [None] * len(layout)
+
+
+cell_scores_op.register_autograd(_backward, setup_context=_setup)

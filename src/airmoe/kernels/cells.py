@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import operator, use_triton
+from airmoe.kernels.backend import use_triton
 from airmoe.kernels.layout import CellLayout, ReverseIndex, RowTiles, make_reverse, row_tiles
 
 FEW_ROWS = 32  # in the mean cell: then some experts of a pool are chosen by none of its rows
@@ -96,6 +96,8 @@ def sort_by_cell(cell_ids: Tensor, num_cells: int) -> tuple[Tensor, Tensor, Tens
     else:
         row_cells, order = cell_ids.sort(stable=True)
     if use_triton(row_cells):
+        from airmoe.kernels.layout_triton import cell_offsets_op
+
         return row_cells, order, cell_offsets_op(row_cells, num_cells)
     cells = torch.arange(num_cells + 1, device=row_cells.device)
     return row_cells, order, torch.searchsorted(row_cells, cells)
@@ -105,19 +107,6 @@ def _version(pools: Tensor) -> int | None:
     if torch.compiler.is_compiling() or pools.is_inference():
         return None
     return pools._version
-
-
-@operator("airmoe::cell_offsets")
-def cell_offsets_op(ordered: Tensor, num_cells: int) -> Tensor:
-    """Sorted cell ids [N] -> the first row of each cell: [G + 1] int64."""
-    from airmoe.kernels import layout_triton
-
-    return layout_triton.cell_offsets(ordered, num_cells)
-
-
-@cell_offsets_op.register_fake
-def _(ordered: Tensor, num_cells: int) -> Tensor:
-    return ordered.new_empty(num_cells + 1, dtype=torch.int64)
 
 
 # What the plain-PyTorch kernels walk through cells with. Rows of a big table are read, and products

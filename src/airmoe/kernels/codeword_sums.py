@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import operator, use_triton
+from airmoe.kernels.backend import use_triton
 
 
 def directions(rows: Tensor) -> Tensor:
@@ -25,6 +25,8 @@ def codeword_sums(
     The last column is the number of valid tokens. Where `spherical`, tokens enter by direction.
     """
     if use_triton(hidden):
+        from airmoe.kernels.codeword_sums_triton import codeword_sums_op
+
         return codeword_sums_op(hidden.detach(), valid, codeword_ids, num_codewords, spherical)
     states = hidden.float()
     if spherical:
@@ -32,19 +34,3 @@ def codeword_sums(
     counted = torch.cat([states, valid.float().unsqueeze(-1)], dim=-1)
     sums = counted.new_zeros(num_codewords, counted.shape[1])
     return sums.index_add_(0, codeword_ids, counted)
-
-
-@operator("airmoe::codeword_sums")
-def codeword_sums_op(
-    hidden: Tensor, valid: Tensor, codeword_ids: Tensor, num_codewords: int, spherical: bool
-) -> Tensor:
-    from airmoe.kernels import codeword_sums_triton
-
-    return codeword_sums_triton.codeword_sums(hidden, valid, codeword_ids, num_codewords, spherical)
-
-
-@codeword_sums_op.register_fake
-def _(
-    hidden: Tensor, valid: Tensor, codeword_ids: Tensor, num_codewords: int, spherical: bool
-) -> Tensor:
-    return hidden.new_empty(num_codewords, hidden.shape[1] + 1, dtype=torch.float32)

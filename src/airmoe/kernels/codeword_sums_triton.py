@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.backend import operator
 from airmoe.kernels.cells import row_tiles, sort_by_cell
 
 TILE_ROWS = 64
@@ -73,7 +74,8 @@ def _cell_sums_kernel(
     tl.store(row + DIM, tl.sum(count, axis=0))
 
 
-def codeword_sums(
+@operator("airmoe::codeword_sums")
+def codeword_sums_op(
     hidden: Tensor, valid: Tensor, codeword_ids: Tensor, num_codewords: int, spherical: bool
 ) -> Tensor:
     """hidden [T, D], valid and codeword_ids [T] -> [G, D + 1] float32."""
@@ -96,3 +98,10 @@ def codeword_sums(
         DIM=dim, WIDTH=width, ROWS=max(1, min(4, 4096 // width)), num_warps=4,
     )  # fmt: skip
     return out
+
+
+@codeword_sums_op.register_fake
+def _(
+    hidden: Tensor, valid: Tensor, codeword_ids: Tensor, num_codewords: int, spherical: bool
+) -> Tensor:
+    return hidden.new_empty(num_codewords, hidden.shape[1] + 1, dtype=torch.float32)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from airmoe.errors import ConfigError
-from airmoe.kernels.backend import operator, use_triton
+from airmoe.kernels.backend import use_triton
 
 MOST_PROGRAMS = 65_535  # of a grid's second and third direction
 SMALLEST, LARGEST = 32, 64  # smaller ones read the pools too often, larger ones spill registers
@@ -80,6 +80,8 @@ def row_tiles(offsets: Tensor, num_rows: int, block: int | None = None) -> RowTi
     num_cells = offsets.shape[0] - 1
     block = block_rows(num_rows, num_cells) if block is None else block
     if use_triton(offsets):
+        from airmoe.kernels.layout_triton import row_tiles_op
+
         _check_size("rows", num_rows, most_tiles(num_rows, num_cells, block))
         _check_size("cells", num_cells, num_cells)
         return RowTiles(*row_tiles_op(offsets, num_rows, block))
@@ -137,6 +139,8 @@ class ReverseIndex:
     def sum_by_expert(self, values: Tensor) -> Tensor:
         """Add up what an expert has in all its cells: [G, M] -> [E], in a fixed order."""
         if use_triton(values):
+            from airmoe.kernels.layout_triton import sum_by_expert_op
+
             return sum_by_expert_op(values, self.entries, self.starts)
         wide = torch.float64 if values.is_floating_point() else torch.int64
         ordered = values.flatten()[self.entries].to(wide).cumsum(0)
@@ -161,36 +165,3 @@ def make_reverse(pools: Tensor, num_experts: int) -> ReverseIndex:
     experts = torch.arange(num_experts + 1, device=pools.device, dtype=torch.int32)
     starts = torch.searchsorted(ordered, experts, out_int32=True)
     return ReverseIndex(entries.int(), starts)
-
-
-@operator("airmoe::row_tiles")
-def row_tiles_op(
-    offsets: Tensor, num_rows: int, block: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """offsets [G + 1], block a power of two -> cells, first rows, rows and starts of `RowTiles`."""
-    from airmoe.kernels import layout_triton
-
-    return layout_triton.make_tiles(offsets, num_rows, block)
-
-
-@row_tiles_op.register_fake
-def _(offsets: Tensor, num_rows: int, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    num_tiles = most_tiles(num_rows, offsets.shape[0] - 1, block)
-    cells, first_rows, rows = (
-        offsets.new_empty(shape, dtype=torch.int32)
-        for shape in ((num_tiles,), (num_tiles,), (num_tiles, block))
-    )
-    return cells, first_rows, rows, torch.empty_like(offsets)
-
-
-@operator("airmoe::sum_by_expert")
-def sum_by_expert_op(values: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
-    """`ReverseIndex.sum_by_expert`: [G, M] -> [E]."""
-    from airmoe.kernels import layout_triton
-
-    return layout_triton.sum_by_expert(values, entries, starts)
-
-
-@sum_by_expert_op.register_fake
-def _(values: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
-    return values.new_empty(starts.shape[0] - 1)

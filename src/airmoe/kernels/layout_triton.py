@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.backend import operator
 from airmoe.kernels.device_triton import count_below
 from airmoe.kernels.layout import ReverseIndex, most_tiles
 
@@ -82,7 +83,8 @@ def _tiles_kernel(
     tl.store(tile_rows + places, rows, mask=mask[:, None])
 
 
-def cell_offsets(ordered: Tensor, num_cells: int) -> Tensor:
+@operator("airmoe::cell_offsets")
+def cell_offsets_op(ordered: Tensor, num_cells: int) -> Tensor:
     """Sorted cell ids [N] -> the first row of each cell: [G + 1] int64."""
     num_rows = ordered.shape[0]
     offsets = torch.empty(num_cells + 1, dtype=torch.int64, device=ordered.device)
@@ -93,7 +95,10 @@ def cell_offsets(ordered: Tensor, num_cells: int) -> Tensor:
     return offsets
 
 
-def make_tiles(offsets: Tensor, num_rows: int, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@operator("airmoe::row_tiles")
+def row_tiles_op(
+    offsets: Tensor, num_rows: int, block: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """offsets [G + 1], block a power of two -> cells, first rows, rows and starts of `RowTiles`."""
     offsets = offsets.contiguous()
     num_cells = offsets.shape[0] - 1
@@ -130,7 +135,8 @@ def _sum_kernel(values, entries, starts, out, num_experts, WIDE: tl.constexpr,
     tl.store(out + experts, tl.sum(total, axis=1).to(out.dtype.element_ty), mask=mask)
 
 
-def sum_by_expert(values: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
+@operator("airmoe::sum_by_expert")
+def sum_by_expert_op(values: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
     """[G, M] -> [E], by one gather per entry, in a fixed order."""
     num_experts = starts.shape[0] - 1
     out = torch.empty(num_experts, dtype=values.dtype, device=values.device)
@@ -216,3 +222,23 @@ def used_entries(reverse: ReverseIndex, counts: Tensor) -> ReverseIndex:
         BLOCK=ENTRY_BLOCK, num_warps=4,
     )  # fmt: skip
     return ReverseIndex(kept, starts)
+
+
+@row_tiles_op.register_fake
+def _(offsets: Tensor, num_rows: int, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_tiles = most_tiles(num_rows, offsets.shape[0] - 1, block)
+    cells, first_rows, rows = (
+        offsets.new_empty(shape, dtype=torch.int32)
+        for shape in ((num_tiles,), (num_tiles,), (num_tiles, block))
+    )
+    return cells, first_rows, rows, torch.empty_like(offsets)
+
+
+@sum_by_expert_op.register_fake
+def _(values: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
+    return values.new_empty(starts.shape[0] - 1)
+
+
+@cell_offsets_op.register_fake
+def _(ordered: Tensor, num_cells: int) -> Tensor:
+    return ordered.new_empty(num_cells + 1, dtype=torch.int64)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from airmoe.errors import ConfigError
-from airmoe.kernels.backend import operator, own_precision, use_triton
+from airmoe.kernels.backend import own_precision, use_triton
 
 IGNORE_INDEX = -100  # Hugging Face's and PyTorch's label of a position without a target
 CPU_CHUNK_BYTES = 256 * 2**20
@@ -54,6 +54,8 @@ def _apply(
 ) -> Tensor:
     wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
     if use_triton(hidden, weight, labels):
+        from airmoe.kernels.linear_cross_entropy_triton import linear_cross_entropy_op
+
         return linear_cross_entropy_op(hidden, weight, labels, ignore_index, dtype, wanted)[0]
     if any(wanted):
         return _LinearCrossEntropy.apply(hidden, weight, labels, ignore_index, dtype)  # type: ignore[no-any-return]
@@ -194,64 +196,3 @@ def scaled_gradients(
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of the tokens' gradients, unscaled: half precision has not the range."""
     return torch.float32 if dtype == torch.float16 else dtype
-
-
-@operator("airmoe::linear_cross_entropy")
-def linear_cross_entropy_op(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    ignore_index: int,
-    dtype: torch.dtype,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss and the gradients of hidden and weight, for a factor of 1; empty if unwanted.
-
-    A label on a GPU that is neither a word nor `ignore_index` makes all three NaN.
-    """
-    from airmoe.kernels import linear_cross_entropy_triton
-
-    result = linear_cross_entropy_triton.loss_and_gradients(
-        hidden, weight, labels, ignore_index, dtype, *wanted
-    )
-    return (
-        result.loss,
-        hidden.new_empty(0) if result.hidden is None else result.hidden,
-        hidden.new_empty(0) if result.weight is None else result.weight,
-    )
-
-
-@linear_cross_entropy_op.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    ignore_index: int,
-    dtype: torch.dtype,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    none = hidden.new_empty(0)
-    return (
-        hidden.new_empty((), dtype=torch.float32),
-        hidden.new_empty(hidden.shape, dtype=gradient_dtype(dtype)) if wanted[0] else none,
-        weight.new_empty(weight.shape, dtype=torch.float32) if wanted[1] else hidden.new_empty(0),
-    )
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, *_, wanted = inputs
-    _loss, grad_hidden, grad_weight = output
-    ctx.mark_non_differentiable(grad_hidden, grad_weight)
-    ctx.dtypes = hidden.dtype, weight.dtype
-    ctx.wanted = wanted
-    ctx.save_for_backward(grad_hidden, grad_weight)
-
-
-def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    gradients = (
-        saved if want else None for saved, want in zip(ctx.saved_tensors, ctx.wanted, strict=True)
-    )
-    return *scaled_gradients(grad, gradients, ctx.dtypes), None, None, None, None
-
-
-linear_cross_entropy_op.register_autograd(_backward, setup_context=_setup)

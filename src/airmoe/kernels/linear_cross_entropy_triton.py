@@ -10,14 +10,21 @@ two products for the gradients, whose sums are float32 from the first chunk to t
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.backend import operator
 from airmoe.kernels.device_triton import INFINITY
-from airmoe.kernels.linear_cross_entropy import LossAndGradients, chunk_bytes, gradient_dtype
+from airmoe.kernels.linear_cross_entropy import (
+    LossAndGradients,
+    chunk_bytes,
+    gradient_dtype,
+    scaled_gradients,
+)
 
 # One program per multiprocessor, so that its row of 256 KB stays in the caches for the second pass.
 ROW_WARPS = 16
@@ -259,3 +266,60 @@ def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+@operator("airmoe::linear_cross_entropy")
+def linear_cross_entropy_op(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    dtype: torch.dtype,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss and the gradients of hidden and weight, for a factor of 1; empty if unwanted.
+
+    A label on a GPU that is neither a word nor `ignore_index` makes all three NaN.
+    """
+    result = loss_and_gradients(hidden, weight, labels, ignore_index, dtype, *wanted)
+    return (
+        result.loss,
+        hidden.new_empty(0) if result.hidden is None else result.hidden,
+        hidden.new_empty(0) if result.weight is None else result.weight,
+    )
+
+
+@linear_cross_entropy_op.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    dtype: torch.dtype,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    none = hidden.new_empty(0)
+    return (
+        hidden.new_empty((), dtype=torch.float32),
+        hidden.new_empty(hidden.shape, dtype=gradient_dtype(dtype)) if wanted[0] else none,
+        weight.new_empty(weight.shape, dtype=torch.float32) if wanted[1] else hidden.new_empty(0),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, *_, wanted = inputs
+    _loss, grad_hidden, grad_weight = output
+    ctx.mark_non_differentiable(grad_hidden, grad_weight)
+    ctx.dtypes = hidden.dtype, weight.dtype
+    ctx.wanted = wanted
+    ctx.save_for_backward(grad_hidden, grad_weight)
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    gradients = (
+        saved if want else None for saved, want in zip(ctx.saved_tensors, ctx.wanted, strict=True)
+    )
+    return *scaled_gradients(grad, gradients, ctx.dtypes), None, None, None, None
+
+
+linear_cross_entropy_op.register_autograd(_backward, setup_context=_setup)

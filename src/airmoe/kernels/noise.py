@@ -13,7 +13,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import operator, use_triton
+from airmoe.kernels.backend import use_triton
 
 
 class Stage(IntEnum):
@@ -39,6 +39,8 @@ class Noise:
         """Jitter for some rows at all the given columns: [rows, columns] float32."""
         keys = self.row_keys[chosen]
         if use_triton(keys):
+            from airmoe.kernels.noise_triton import noise_rows
+
             return noise_rows(keys, columns, self.std)
         return normal(keys.unsqueeze(-1), columns).mul_(self.std)
 
@@ -46,6 +48,8 @@ class Noise:
         """Jitter for (row, column) pairs of one broadcast shape."""
         keys = self.row_keys[rows]
         if use_triton(keys):
+            from airmoe.kernels.noise_triton import noise_pairs
+
             return noise_pairs(keys, columns, self.std)
         return normal(keys, columns).mul_(self.std)
 
@@ -72,6 +76,8 @@ def combine(first: Tensor, *rest: Tensor | int) -> Tensor:
     Tensors are int64, scalars or vectors of one length; numbers are not negative.
     """
     if use_triton(first):
+        from airmoe.kernels.noise_triton import combine_keys
+
         tensors = [part for part in rest if isinstance(part, Tensor)]
         return combine_keys(first, tensors, [-1 if isinstance(p, Tensor) else p for p in rest])
     key = _mix64(first + 0x1E3779B97F4A7C15)
@@ -110,44 +116,3 @@ def normal(row_keys: Tensor, columns: Tensor) -> Tensor:
     radius = ((bits >> 16) & 0xFFFF).float().add_(0.5).mul_(1 / 65536).log_().mul_(-2).sqrt_()
     angle = (bits & 0xFFFF).float().mul_(2 * math.pi / 65536).cos_()
     return radius.mul_(angle)
-
-
-@operator("airmoe::noise_rows")
-def noise_rows(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
-    """Every row at every column: row_keys [R] int32, columns [C] -> [R, C] float32."""
-    from airmoe.kernels import noise_triton
-
-    return noise_triton.noise_rows(row_keys, columns, std)
-
-
-@noise_rows.register_fake
-def _(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
-    return row_keys.new_empty(row_keys.shape[0], columns.shape[0], dtype=torch.float32)
-
-
-@operator("airmoe::noise_pairs")
-def noise_pairs(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
-    """Pair by pair: two int tensors of one broadcast shape -> float32 of that shape."""
-    from airmoe.kernels import noise_triton
-
-    return noise_triton.noise_pairs(row_keys, columns, std)
-
-
-@noise_pairs.register_fake
-def _(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
-    shape = torch.broadcast_shapes(row_keys.shape, columns.shape)
-    return row_keys.new_empty(shape, dtype=torch.float32)
-
-
-@operator("airmoe::combine_keys")
-def combine_keys(first: Tensor, tensors: list[Tensor], numbers: list[int]) -> Tensor:
-    """Fold parts into keys; the n-th part is numbers[n], or tensors in turn where that is -1."""
-    from airmoe.kernels import noise_triton
-
-    return noise_triton.combine_keys(first, tensors, numbers)
-
-
-@combine_keys.register_fake
-def _(first: Tensor, tensors: list[Tensor], numbers: list[int]) -> Tensor:
-    shape = torch.broadcast_shapes(first.shape, *(tensor.shape for tensor in tensors))
-    return first.new_empty(shape, dtype=torch.int64)

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.backend import operator
+
 ROWS, COLUMNS = 8, 256
 PAIRS = 2048
 KEYS = 1024
@@ -111,6 +113,7 @@ def _pairs_kernel(row_keys, columns, out, size, std, BLOCK: tl.constexpr):
     tl.store(out + places, normal(keys, names) * std, mask=mask)
 
 
+@operator("airmoe::noise_rows")
 def noise_rows(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
     """Every row at every column: row_keys [R] int32, columns [C] -> [R, C] float32."""
     num_rows, num_columns = row_keys.shape[0], columns.shape[0]
@@ -124,6 +127,7 @@ def noise_rows(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
     return out
 
 
+@operator("airmoe::noise_pairs")
 def noise_pairs(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
     """Pair by pair: two int tensors of one broadcast shape -> float32 of that shape."""
     row_keys, columns = torch.broadcast_tensors(row_keys, columns)
@@ -172,6 +176,7 @@ def _combine_kernel(
     tl.store(out + place, key, mask=mask)
 
 
+@operator("airmoe::combine_keys")
 def combine_keys(first: Tensor, tensors: list[Tensor], numbers: list[int]) -> Tensor:
     """`noise.combine` in one launch instead of some thirty small operations.
 
@@ -197,3 +202,20 @@ def _kind(part: Tensor | int) -> int:
     if isinstance(part, int):
         return 0
     return 2 if part.ndim else 1
+
+
+@noise_rows.register_fake
+def _(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
+    return row_keys.new_empty(row_keys.shape[0], columns.shape[0], dtype=torch.float32)
+
+
+@noise_pairs.register_fake
+def _(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
+    shape = torch.broadcast_shapes(row_keys.shape, columns.shape)
+    return row_keys.new_empty(shape, dtype=torch.float32)
+
+
+@combine_keys.register_fake
+def _(first: Tensor, tensors: list[Tensor], numbers: list[int]) -> Tensor:
+    shape = torch.broadcast_shapes(first.shape, *(tensor.shape for tensor in tensors))
+    return first.new_empty(shape, dtype=torch.int64)

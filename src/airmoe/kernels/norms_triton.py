@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.backend import operator
 from airmoe.kernels.device_triton import as_stored, inverse_root
 
 TILE_ELEMENTS = 8192  # [rows, D] of one fetch
@@ -32,7 +33,8 @@ def _norms_kernel(
     tl.store(inverse + row, inverse_root(tl.sum(squares, axis=1)), mask=real)
 
 
-def inverse_norms(rows: Tensor) -> Tensor:
+@operator("airmoe::inverse_norms")
+def inverse_norms_op(rows: Tensor) -> Tensor:
     """1/|w| of every row: [E, D] -> [E] float32."""
     num_rows, dim = rows.shape
     inverse = torch.empty(num_rows, dtype=torch.float32, device=rows.device)
@@ -62,7 +64,8 @@ def _finite_kernel(
     tl.store(out + rows, square < float("inf"), mask=row_mask)  # False for NaN as well
 
 
-def finite_rows(hidden: Tensor) -> Tensor:
+@operator("airmoe::finite_rows")
+def finite_rows_op(hidden: Tensor) -> Tensor:
     """True where the squared norm of a row is finite: [T, D] -> [T]."""
     hidden = hidden.contiguous()
     num_rows, dim = hidden.shape
@@ -74,3 +77,13 @@ def finite_rows(hidden: Tensor) -> Tensor:
             hidden, out, num_rows, DIM=dim, ROWS=rows, BLOCK_D=block, num_warps=8
         )
     return out
+
+
+@inverse_norms_op.register_fake
+def _(rows: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], dtype=torch.float32)
+
+
+@finite_rows_op.register_fake
+def _(hidden: Tensor) -> Tensor:
+    return hidden.new_empty(hidden.shape[0], dtype=torch.bool)

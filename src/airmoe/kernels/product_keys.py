@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import operator, use_triton
+from airmoe.kernels.backend import use_triton
 from airmoe.kernels.top_k import top_positions
 
 
@@ -18,7 +18,7 @@ def best_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
     both no better than those of `count` other pairs is not chosen, even if its id is lower.
     """
     if first.dtype == torch.float32 and use_triton(first, second):
-        from airmoe.kernels.product_keys_triton import in_registers
+        from airmoe.kernels.product_keys_triton import best_pairs_op, in_registers
 
         if in_registers(first.shape[-1], count):
             return best_pairs_op(first, second, count)
@@ -51,15 +51,3 @@ def rank_pairs(side: int, count: int, device: torch.device) -> tuple[Tensor, Ten
     places = torch.arange(num_rank_pairs(side, count), device=device)
     rank_first = torch.searchsorted(ends, places, right=True)
     return rank_first, places - (ends - lengths)[rank_first]
-
-
-@operator("airmoe::best_pairs")
-def best_pairs_op(first: Tensor, second: Tensor, count: int) -> Tensor:
-    from airmoe.kernels import product_keys_triton
-
-    return product_keys_triton.best_pairs(first, second, count)
-
-
-@best_pairs_op.register_fake
-def _(first: Tensor, second: Tensor, count: int) -> Tensor:
-    return first.new_empty(first.shape[0], first.shape[1], count, dtype=torch.int64)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.errors import ConfigError
+from airmoe.kernels.backend import operator
 from airmoe.kernels.device_triton import (
     FLOAT32_MAX,
     INFINITY,
@@ -251,7 +252,8 @@ def _dense_rows(scores: Tensor) -> Tensor:
     return scores if scores.stride(-1) == 1 else scores.contiguous()
 
 
-def best_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
+@operator("airmoe::best_pairs")
+def best_pairs_op(first: Tensor, second: Tensor, count: int) -> Tensor:
     """[T, P, side] twice -> expert ids [T, P, count], best first."""
     tokens, heads, side = first.shape
     first, second = _dense_rows(first), _dense_rows(second)
@@ -282,3 +284,8 @@ def best_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
         maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     return out
+
+
+@best_pairs_op.register_fake
+def _(first: Tensor, second: Tensor, count: int) -> Tensor:
+    return first.new_empty(first.shape[0], first.shape[1], count, dtype=torch.int64)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import operator, own_precision, use_triton
+from airmoe.kernels.backend import own_precision, use_triton
 
 CHUNK_ELEMENTS = 1 << 17  # gathered elements held at once in `_dot`: half a megabyte stays in cache
 
@@ -28,6 +28,8 @@ CHUNK_ELEMENTS = 1 << 17  # gathered elements held at once in `_dot`: half a meg
 def gather_dot(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     """<queries[q], table[ids[q, j]]>: [Q, D], [R, D], [Q, J] -> [Q, J]."""
     if use_triton(queries, table, ids):
+        from airmoe.kernels.rows_triton import gather_dot_op
+
         return gather_dot_op(queries, table, ids)
     return _Dot.apply(queries, table, ids)  # type: ignore[no-any-return]
 
@@ -36,6 +38,8 @@ def gather_dot(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
 def gather_total(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     """sum_j weights[q, j] * table[ids[q, j]]: [Q, J], [R, D], [Q, J] -> [Q, D]."""
     if use_triton(weights, table, ids):
+        from airmoe.kernels.rows_triton import gather_total_op
+
         return gather_total_op(weights, table, ids)
     return _Total.apply(weights, table, ids)  # type: ignore[no-any-return]
 
@@ -44,6 +48,8 @@ def gather_total(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
 def scatter_total(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor:
     """Add weights[q, j] * rows[q] into row ids[q, j] of the result: -> [num_out, D]."""
     if use_triton(weights, rows, ids):
+        from airmoe.kernels.rows_triton import scatter_total_op
+
         return scatter_total_op(weights, rows, ids, num_out)
     return _Scatter.apply(weights, rows, ids, num_out)  # type: ignore[no-any-return]
 
@@ -81,7 +87,7 @@ def _scatter(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor
 
 
 @dataclass(frozen=True)
-class _Products:
+class Products:
     """The three products by one backend, and their gradients by the same."""
 
     dot: Callable[..., Tensor]
@@ -120,7 +126,7 @@ class _Products:
         return grad_weights, grad_rows, None, None
 
 
-_PLAIN = _Products(_dot, _total, _scatter)
+_PLAIN = Products(_dot, _total, _scatter)
 
 
 class _Dot(torch.autograd.Function):
@@ -160,55 +166,3 @@ class _Scatter(torch.autograd.Function):
     @own_precision
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _PLAIN.scatter_backward(ctx, grad)
-
-
-@operator("airmoe::gather_dot")
-def gather_dot_op(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    """In the dtype of the queries."""
-    from airmoe.kernels.rows_triton import row_dots
-
-    queries, table, ids = queries.contiguous(), table.contiguous(), ids.contiguous()
-    return row_dots(queries, [table], ids, queries.dtype)[0]
-
-
-@operator("airmoe::gather_total")
-def gather_total_op(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    """In the dtype of the table."""
-    from airmoe.kernels.rows_triton import row_totals
-
-    pair = weights.contiguous(), table.contiguous()
-    return row_totals([pair], ids.contiguous(), table.dtype)
-
-
-@operator("airmoe::scatter_total")
-def scatter_total_op(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor:
-    """In the dtype of the rows."""
-    from airmoe.kernels.rows_triton import row_sums, sort_entries
-
-    entries = sort_entries(ids, num_out)
-    return row_sums([weights.contiguous()], rows.contiguous(), entries, rows.dtype)[0]
-
-
-@gather_dot_op.register_fake
-def _(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    return queries.new_empty(ids.shape)
-
-
-@gather_total_op.register_fake
-def _(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    return table.new_empty(ids.shape[0], table.shape[1])
-
-
-@scatter_total_op.register_fake
-def _(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor:
-    return rows.new_empty(num_out, rows.shape[1])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-
-
-_TRITON = _Products(gather_dot_op, gather_total_op, scatter_total_op)
-gather_dot_op.register_autograd(_TRITON.dot_backward, setup_context=_save)
-gather_total_op.register_autograd(_TRITON.total_backward, setup_context=_save)
-scatter_total_op.register_autograd(_TRITON.scatter_backward, setup_context=_save)

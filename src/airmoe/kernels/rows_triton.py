@@ -15,13 +15,16 @@ Every sum is taken in float32 and in an order that depends on the lists only: no
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.backend import operator
 from airmoe.kernels.device_triton import inverse_root
+from airmoe.kernels.rows import Products
 
 TILE_ELEMENTS = 4096  # [ids, columns] of one fetch: with 4 warps 32 values per thread and table
 MOST_COLUMNS = 256  # of one tile
@@ -367,3 +370,49 @@ def scale_by_rows(grads: Tensor, ids: Tensor, inverse: Tensor) -> Tensor:
             grads, ids, inverse, scaled, grads.numel(), BLOCK=SCALE_BLOCK, num_warps=NUM_WARPS
         )
     return scaled
+
+
+@operator("airmoe::gather_dot")
+def gather_dot_op(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    """In the dtype of the queries."""
+    queries, table, ids = queries.contiguous(), table.contiguous(), ids.contiguous()
+    return row_dots(queries, [table], ids, queries.dtype)[0]
+
+
+@operator("airmoe::gather_total")
+def gather_total_op(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    """In the dtype of the table."""
+    pair = weights.contiguous(), table.contiguous()
+    return row_totals([pair], ids.contiguous(), table.dtype)
+
+
+@operator("airmoe::scatter_total")
+def scatter_total_op(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor:
+    """In the dtype of the rows."""
+    entries = sort_entries(ids, num_out)
+    return row_sums([weights.contiguous()], rows.contiguous(), entries, rows.dtype)[0]
+
+
+@gather_dot_op.register_fake
+def _(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    return queries.new_empty(ids.shape)
+
+
+@gather_total_op.register_fake
+def _(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    return table.new_empty(ids.shape[0], table.shape[1])
+
+
+@scatter_total_op.register_fake
+def _(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor:
+    return rows.new_empty(num_out, rows.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+_TRITON = Products(gather_dot_op, gather_total_op, scatter_total_op)
+gather_dot_op.register_autograd(_TRITON.dot_backward, setup_context=_save)
+gather_total_op.register_autograd(_TRITON.total_backward, setup_context=_save)
+scatter_total_op.register_autograd(_TRITON.scatter_backward, setup_context=_save)

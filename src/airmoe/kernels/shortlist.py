@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import operator, own_precision, use_triton
-from airmoe.kernels.noise import Noise, noise_of, noise_operands
+from airmoe.kernels.backend import own_precision, use_triton
+from airmoe.kernels.noise import Noise, noise_operands
 from airmoe.kernels.top_k import key_positions, selection_keys
 
 CODEWORDS_PER_TILE = 256
@@ -33,7 +33,7 @@ def top_m(
     if out is None:
         out = torch.empty(codewords.shape[0], size, dtype=torch.int64, device=codewords.device)
     if codewords.dtype == torch.float32 and use_triton(codewords, centroids, inverse_norms):
-        from airmoe.kernels.shortlist_triton import plan_cuts
+        from airmoe.kernels.shortlist_triton import plan_cuts, top_m_op
 
         if plan_cuts(centroids.shape[0], size) is not None:
             top_m_op(codewords, centroids, inverse_norms, *noise_operands(noise), out)
@@ -58,24 +58,3 @@ def top_m(
                 best = best.topk(size, dim=-1, sorted=False).values
         out[chunk] = key_positions(best, num_experts).sort(-1).values
     return out
-
-
-@operator("airmoe::top_m", mutates_args=("out",))
-def top_m_op(
-    codewords: Tensor,
-    centroids: Tensor,
-    inverse_norms: Tensor | None,
-    row_keys: Tensor | None,
-    noise_std: float,
-    out: Tensor,
-) -> None:
-    """For float32 codewords [G, D] and centroids [E, D] of any dtype."""
-    from airmoe.kernels import shortlist_triton
-
-    noise = noise_of(row_keys, noise_std)
-    shortlist_triton.top_m(codewords, centroids, inverse_norms, noise, out)
-
-
-@top_m_op.register_fake
-def _(*_: Tensor | float | None) -> None:
-    return None

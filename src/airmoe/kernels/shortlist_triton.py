@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.backend import operator
 from airmoe.kernels.device_triton import (
     INFINITY,
     as_stored,
@@ -29,7 +30,7 @@ from airmoe.kernels.device_triton import (
     inverse_root,
     largest,
 )
-from airmoe.kernels.noise import Noise
+from airmoe.kernels.noise import Noise, noise_of
 from airmoe.kernels.noise_triton import normal
 from airmoe.kernels.top_k_triton import LONGEST_ROW, MAX_REGISTERS, row_warps
 
@@ -325,14 +326,19 @@ def _thin(
     )  # fmt: skip
 
 
-def top_m(
+@operator("airmoe::top_m", mutates_args=("out",))
+def top_m_op(
     codewords: Tensor,
     centroids: Tensor,
     inverse_norms: Tensor | None,
-    noise: Noise | None,
+    row_keys: Tensor | None,
+    noise_std: float,
     out: Tensor,
 ) -> None:
-    """Write the best experts, ids ascending: float32 codewords [G, D], centroids [E, D], [G, M]."""
+    """Write the best experts, ids ascending, to `out` [G, M].
+
+    Codewords [G, D] are float32, centroids [E, D] of any dtype.
+    """
     if codewords.shape[0] == 0:
         return
     count = out.shape[1]
@@ -343,7 +349,7 @@ def top_m(
         bfloat16_parts(codewords) if in_parts else whole(codewords),
         whole(centroids),
         inverse_norms,
-        noise,
+        noise_of(row_keys, noise_std),
         float32=not in_parts,
     )
     best = BestColumns(tables, count, cuts)
@@ -352,3 +358,8 @@ def top_m(
         best.find(rows, ids[rows])
     if ids is not out:
         out.copy_(ids)
+
+
+@top_m_op.register_fake
+def _(*_: Tensor | float | None) -> None:
+    return None

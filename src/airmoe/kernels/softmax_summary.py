@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import operator, own_precision, use_triton
-from airmoe.kernels.noise import Noise, noise_of, noise_operands
+from airmoe.kernels.backend import own_precision, use_triton
+from airmoe.kernels.noise import Noise, noise_operands
 from airmoe.kernels.norms import unit_rows
 
 CHUNK_ELEMENTS = 1 << 22
@@ -41,6 +41,8 @@ def softmax_summary(
     may differ in dtype; results are float32 or wider, gradients in the dtype of their operand.
     """
     if use_triton(hidden, experts):
+        from airmoe.kernels.softmax_summary_triton import softmax_summary_op
+
         pieces = noise_operands(noise)
         return Summary(*softmax_summary_op(hidden, experts, token_weights, *pieces, normalize))
     work = torch.promote_types(torch.promote_types(hidden.dtype, experts.dtype), torch.float32)
@@ -103,82 +105,3 @@ def _token_logits(hidden: Tensor, experts: Tensor, noise: Noise | None, rows: sl
 def _token_chunks(hidden: Tensor, experts: Tensor) -> list[slice]:
     step = max(1, CHUNK_ELEMENTS // experts.shape[0])
     return [slice(start, start + step) for start in range(0, hidden.shape[0], step)]
-
-
-@operator("airmoe::softmax_summary")
-def softmax_summary_op(
-    hidden: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    row_keys: Tensor | None,
-    noise_std: float,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:
-    """log Z [T] and mean probabilities [E], float32."""
-    from airmoe.kernels.softmax_summary_triton import summarize
-
-    tensors = hidden.contiguous(), experts.contiguous(), weights.float().contiguous()
-    return summarize(*tensors, noise_of(row_keys, noise_std), normalize)
-
-
-@operator("airmoe::softmax_summary_backward")
-def softmax_summary_backward_op(
-    grad_log_z: Tensor | None,
-    grad_mean: Tensor | None,
-    hidden: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    log_z: Tensor,
-    row_keys: Tensor | None,
-    noise_std: float,
-    normalize: bool,
-    want_hidden: bool,
-    want_experts: bool,
-) -> list[Tensor]:
-    """Gradients of those of (hidden, experts) that are wanted, in this order."""
-    from airmoe.kernels.softmax_summary_triton import gradients
-
-    return gradients(
-        torch.zeros_like(log_z) if grad_log_z is None else grad_log_z.contiguous(),
-        log_z.new_zeros(experts.shape[0]) if grad_mean is None else grad_mean,
-        hidden.contiguous(), experts.contiguous(), weights.float().contiguous(), log_z,
-        noise_of(row_keys, noise_std), normalize=normalize,
-        want_hidden=want_hidden, want_experts=want_experts,
-    )  # fmt: skip
-
-
-@softmax_summary_op.register_fake
-def _(hidden: Tensor, experts: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
-    log_z, mean = (
-        hidden.new_empty(each.shape[0], dtype=torch.float32) for each in (hidden, experts)
-    )
-    return log_z, mean
-
-
-@softmax_summary_backward_op.register_fake
-def _(*inputs: Any) -> list[Tensor]:
-    wanted = zip(inputs[2:4], inputs[-2:], strict=True)
-    return [tensor.new_empty(tensor.shape) for tensor, want in wanted if want]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    hidden, experts, weights, row_keys, ctx.noise_std, ctx.normalize = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hidden, experts, weights, output[0], row_keys)
-
-
-def _backward(
-    ctx: Any, grad_log_z: Tensor | None, grad_mean: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    if grad_log_z is None and grad_mean is None:
-        return (None,) * 6
-    wanted = ctx.needs_input_grad[:2]
-    found = iter(
-        softmax_summary_backward_op(
-            grad_log_z, grad_mean, *ctx.saved_tensors, ctx.noise_std, ctx.normalize, *wanted
-        )
-    )
-    return (*(next(found) if want else None for want in wanted), None, None, None, None)
-
-
-softmax_summary_op.register_autograd(_backward, setup_context=_save)

@@ -18,15 +18,17 @@ The gradient of a score exists in registers only. All sums have a fixed order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from airmoe.kernels.backend import operator
 from airmoe.kernels.best_experts_triton import exact_tables
 from airmoe.kernels.device_triton import as_stored, part_dtype
-from airmoe.kernels.noise import Noise
-from airmoe.kernels.norms_triton import inverse_norms
+from airmoe.kernels.noise import Noise, noise_of
+from airmoe.kernels.norms_triton import inverse_norms_op
 from airmoe.kernels.softmax_kernels_triton import (
     expert_grads_kernel,
     hidden_grads_kernel,
@@ -67,7 +69,7 @@ class Chunks:
     ) -> None:
         (self.num_tokens, self.dim), self.num_experts = hidden.shape, experts.shape[0]
         self.hidden, self.experts, self.noise = hidden, experts, noise
-        self.scales = inverse_norms(experts) if normalize else None
+        self.scales = inverse_norms_op(experts) if normalize else None
         self.tables = exact_tables(hidden, experts)
         self.columns = triton.cdiv(self.num_experts, COLUMNS) * COLUMNS
         self.step, self.block_rows = self._sizes()
@@ -226,14 +228,22 @@ class _Upstream:
         return self.bases, self.weights, self.grad_mean
 
 
-def summarize(
-    hidden: Tensor, experts: Tensor, weights: Tensor, noise: Noise | None, normalize: bool
+@operator("airmoe::softmax_summary")
+def softmax_summary_op(
+    hidden: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    row_keys: Tensor | None,
+    noise_std: float,
+    normalize: bool,
 ) -> tuple[Tensor, Tensor]:
     """log Z [T] and mean probabilities [E], float32."""
     log_z = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     if hidden.shape[0] == 0:
         return log_z, log_z.new_zeros(experts.shape[0])
-    chunks = Chunks(hidden, experts, noise, normalize=normalize)
+    noise = noise_of(row_keys, noise_std)
+    chunks = Chunks(hidden.contiguous(), experts.contiguous(), noise, normalize=normalize)
+    weights = weights.float().contiguous()
     # Sums over chunks in double: chunking must not cost accuracy.
     shape = (chunks.mean_splits(), experts.shape[0])
     mean = torch.zeros(shape, dtype=torch.float64, device=hidden.device)
@@ -243,20 +253,25 @@ def summarize(
     return log_z, mean.sum(0).float()
 
 
-def gradients(
-    grad_log_z: Tensor,
-    grad_mean: Tensor,
+@operator("airmoe::softmax_summary_backward")
+def softmax_summary_backward_op(
+    grad_log_z: Tensor | None,
+    grad_mean: Tensor | None,
     hidden: Tensor,
     experts: Tensor,
     weights: Tensor,
     log_z: Tensor,
-    noise: Noise | None,
-    *,
+    row_keys: Tensor | None,
+    noise_std: float,
     normalize: bool,
     want_hidden: bool,
     want_experts: bool,
 ) -> list[Tensor]:
-    """Gradients of those of (hidden, experts) that are wanted, each in its dtype."""
+    """Gradients of those of (hidden, experts) that are wanted, in this order."""
+    hidden, experts, weights = hidden.contiguous(), experts.contiguous(), weights.float()
+    weights = weights.contiguous()
+    grad_log_z = torch.zeros_like(log_z) if grad_log_z is None else grad_log_z.contiguous()
+    grad_mean = log_z.new_zeros(experts.shape[0]) if grad_mean is None else grad_mean
     grad_hidden = torch.empty_like(hidden) if want_hidden else None
     if hidden.shape[0] == 0:
         grad_experts = torch.zeros_like(experts) if want_experts else None
@@ -266,6 +281,7 @@ def gradients(
     hidden, log_z = hidden.masked_fill(idle.unsqueeze(-1), 0), log_z.masked_fill(idle, 0)
     # A constant in it moves nothing; without it less is lost in the difference to its mean.
     grad_mean = grad_mean - grad_mean.mean()
+    noise = noise_of(row_keys, noise_std)
     chunks = Chunks(hidden, experts, noise, normalize=normalize)
     sums = chunks.empty(*experts.shape) if want_experts else None
     for chunk in chunks.slices():
@@ -278,3 +294,40 @@ def gradients(
             chunks.expert_grads(chunk, upstream, sums)
     grad_experts = None if sums is None else chunks.project(sums)
     return [grad for grad in (grad_hidden, grad_experts) if grad is not None]
+
+
+@softmax_summary_op.register_fake
+def _(hidden: Tensor, experts: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+    log_z, mean = (
+        hidden.new_empty(each.shape[0], dtype=torch.float32) for each in (hidden, experts)
+    )
+    return log_z, mean
+
+
+@softmax_summary_backward_op.register_fake
+def _(*inputs: Any) -> list[Tensor]:
+    wanted = zip(inputs[2:4], inputs[-2:], strict=True)
+    return [tensor.new_empty(tensor.shape) for tensor, want in wanted if want]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    hidden, experts, weights, row_keys, ctx.noise_std, ctx.normalize = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(hidden, experts, weights, output[0], row_keys)
+
+
+def _backward(
+    ctx: Any, grad_log_z: Tensor | None, grad_mean: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if grad_log_z is None and grad_mean is None:
+        return (None,) * 6
+    wanted = ctx.needs_input_grad[:2]
+    found = iter(
+        softmax_summary_backward_op(
+            grad_log_z, grad_mean, *ctx.saved_tensors, ctx.noise_std, ctx.normalize, *wanted
+        )
+    )
+    return (*(next(found) if want else None for want in wanted), None, None, None, None)
+
+
+softmax_summary_op.register_autograd(_backward, setup_context=_save)

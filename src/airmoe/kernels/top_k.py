@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import operator, use_triton
+from airmoe.kernels.backend import use_triton
 
 ROW_CHUNK_ELEMENTS = 1 << 18  # keeps the int64 keys of one chunk inside the cache
 
@@ -58,6 +58,8 @@ def top_k_gates(scores: Tensor, valid: Tensor, count: int) -> Tensor:
     the probability among all n (Switch), so that it has a gradient.
     """
     if use_triton(scores):
+        from airmoe.kernels.top_k_triton import top_k_gates_op
+
         return top_k_gates_op(scores, valid, count)
     return _TopKGates.apply(scores, valid, count)  # type: ignore[no-any-return]
 
@@ -94,42 +96,3 @@ class _TopKGates(torch.autograd.Function):
             scores, denominators = rest
             return weighted.addcmul_((scores - denominators).exp_(), total, value=-1), None, None
         return weighted.addcmul_(gates, total, value=-1), None, None
-
-
-@operator("airmoe::top_k_gates")
-def top_k_gates_op(scores: Tensor, valid: Tensor, count: int) -> Tensor:
-    from airmoe.kernels import top_k_triton
-
-    return top_k_triton.top_k_gates(scores, valid, count)
-
-
-@top_k_gates_op.register_fake
-def _(scores: Tensor, valid: Tensor, count: int) -> Tensor:
-    return torch.empty_like(scores, memory_format=torch.contiguous_format)
-
-
-@operator("airmoe::top_k_gates_backward")
-def top_k_gates_backward_op(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
-    """Gradient of the scores; they are needed where the gate is the full-softmax probability."""
-    from airmoe.kernels import top_k_triton
-
-    return top_k_triton.top_k_gates_backward(grad_gates, gates, scores)
-
-
-@top_k_gates_backward_op.register_fake
-def _(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
-    return torch.empty_like(gates)
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-    scores, _, count = inputs
-    ctx.save_for_backward(output, *((scores,) if count == 1 else ()))
-
-
-def _backward(ctx: Any, grad_gates: Tensor) -> tuple[Tensor, None, None]:
-    gates, *rest = ctx.saved_tensors
-    scores = rest[0].contiguous() if rest else None
-    return top_k_gates_backward_op(grad_gates, gates, scores), None, None
-
-
-top_k_gates_op.register_autograd(_backward, setup_context=_save_for_backward)

@@ -15,7 +15,7 @@ from airmoe.kernels.cell_experts import cell_experts
 from airmoe.kernels.cells import make_cells
 from airmoe.kernels.expert_tables import Activation, ExpertTables, activate, is_gated
 from airmoe.kernels.rows import gather_dot, scatter_total
-from airmoe.kernels.token_experts import SMALL_BATCH, compact_gates_op, token_experts
+from airmoe.kernels.token_experts import SMALL_BATCH, token_experts
 from airmoe.routers.base import run_eagerly
 from airmoe.routers.routing import (
     CellRouting,
@@ -98,6 +98,8 @@ class _Experts(nn.Module):
         )
 
     def _by_list(self, hidden: Tensor, tables: ExpertTables, routing: CellRouting) -> Tensor:
+        from airmoe.kernels.token_experts_triton import compact_gates_op
+
         cells, count = routing.cells, routing.max_per_token
         assert count is not None
         expert_ids, weights = compact_gates_op(

@@ -9,6 +9,8 @@ A float32 product counts once, though the matrix units make it of several narrow
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,20 +18,22 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from airmoe.kernels import (  # noqa: F401 (these register the operators)
-    assign,
-    best_experts,
-    cell_experts,
-    cell_gates,
-    cell_scores,
-    chosen_logits,
-    linear_cross_entropy,
-    rows,
-    shortlist,
-    softmax_summary,
-    token_experts,
-)
 from airmoe.kernels.layout import CellLayout
+
+# Where operators with products are registered, which needs Triton.
+OPERATOR_MODULES = (
+    "assign_triton",
+    "best_experts_triton",
+    "cell_experts_triton",
+    "cell_gates",
+    "cell_scores_triton",
+    "chosen_logits_triton",
+    "linear_cross_entropy_triton",
+    "rows_triton",
+    "shortlist_triton",
+    "softmax_summary_triton",
+    "token_experts_triton",
+)
 
 Arguments = dict[str, Any]  # by name, tensors as their shapes
 
@@ -46,9 +50,12 @@ def flop_counter() -> FlopCounterMode:
     ):
         formulas[getattr(aten, f"_scaled_dot_product_{name}")] = _attention
         formulas[getattr(aten, f"_scaled_dot_product_{name}_backward")] = _attention_backward
-    for name, formula in FORMULAS.items():
-        packet = getattr(torch.ops.airmoe, name)
-        formulas[packet] = _by_name(packet.default._schema, formula)
+    if importlib.util.find_spec("triton") is not None:
+        for module in OPERATOR_MODULES:
+            importlib.import_module(f"airmoe.kernels.{module}")
+        for name, formula in FORMULAS.items():
+            packet = getattr(torch.ops.airmoe, name)
+            formulas[packet] = _by_name(packet.default._schema, formula)
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
