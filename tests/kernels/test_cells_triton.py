@@ -489,10 +489,10 @@ def test_extreme_experts(activation: Activation, dtype: torch.dtype) -> None:
             assert_no_worse(run(experts, inputs, dtype), plain, exact)
 
 
-@named()
-def test_experts_that_pass_over_entries_nobody_chose(case: Case, dtype: torch.dtype) -> None:
-    if case.expert_size > 1:
-        pytest.skip("counts are of experts of one neuron")
+@pytest.mark.parametrize("name", ["even", "ragged", "one huge", "wide"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_experts_that_pass_over_entries_nobody_chose(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
     cells, inputs = case.cells(), expert_inputs(case, dtype)
     mask = chosen_mask(inputs["scores"], case.top_k)
     with use_backend("triton"):

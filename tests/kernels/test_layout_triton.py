@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,9 +16,19 @@ from airmoe.kernels.layout import RowTiles, row_tiles
 from tests.kernels.comparison import DEVICE
 
 pytest.importorskip("triton")
+from airmoe.kernels import layout_triton
 from airmoe.kernels.layout_triton import cell_offsets_op, row_tiles_op
 
 BLOCKS = [32, 64]
+ON_GPU = DEVICE == "cuda"
+MANY = 5000 if ON_GPU else 60  # cells: more than three blocks of the cumulative sum
+
+
+@pytest.fixture(autouse=True)
+def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the interpreter, too, adds up several blocks."""
+    if not ON_GPU:
+        monkeypatch.setattr(layout_triton, "SUM_BLOCK", 16)
 
 
 def assert_equal(found: Tensor | None, wanted: Tensor | None, name: str) -> None:
@@ -66,15 +76,12 @@ def check_cells(cell_ids: Tensor, num_cells: int) -> Cells:
     return found
 
 
-MANY = 5000 if DEVICE == "cuda" else 3500  # cells: more than three blocks of the cumulative sum
-
-
 def random_ids(num_tokens: int, num_cells: int, rows_per_token: int = 1) -> Tensor:
     return torch.randint(num_cells, (num_tokens, rows_per_token), device=DEVICE)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 8, 63, 300])
-@pytest.mark.parametrize("num_cells", [1, 2, 7, 1024, MANY])
+@pytest.mark.parametrize("num_cells", [1, 2, 16, 17, MANY])
 def test_odd_shapes(num_tokens: int, num_cells: int) -> None:
     cells = check_cells(random_ids(num_tokens, num_cells), num_cells)
     for block in BLOCKS:
@@ -87,8 +94,8 @@ def test_several_rows_per_token(num_tokens: int, num_cells: int, rows_per_token:
     check_cells(random_ids(num_tokens, num_cells, rows_per_token), num_cells)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 65, 300])
-@pytest.mark.parametrize(("cell", "num_cells"), [(0, 1), (0, 40), (7, 40), (39, 40), (1500, 1501)])
+@pytest.mark.parametrize("num_tokens", [1, 32, 33, 65, 300])
+@pytest.mark.parametrize(("cell", "num_cells"), [(0, 1), (0, 40), (39, 40)])
 def test_all_tokens_in_one_cell(num_tokens: int, cell: int, num_cells: int) -> None:
     cells = check_cells(torch.full((num_tokens, 1), cell, device=DEVICE), num_cells)
     for block in BLOCKS:
@@ -97,13 +104,14 @@ def test_all_tokens_in_one_cell(num_tokens: int, cell: int, num_cells: int) -> N
 
 def test_many_empty_cells() -> None:
     """Also whole blocks of the cumulative sum without a row, between those that have some."""
-    ids = torch.tensor([0, 1023, 1024, MANY - 400, MANY - 399, MANY - 1], device=DEVICE)
-    cells = check_cells(ids[torch.randint(6, (MANY // 10, 1), device=DEVICE)], MANY)
+    length = layout_triton.SUM_BLOCK
+    ids = torch.tensor([0, length - 1, length, MANY - 5, MANY - 4, MANY - 1], device=DEVICE)
+    cells = check_cells(ids[torch.randint(6, (70, 1), device=DEVICE)], MANY)
     for block in BLOCKS:
-        check_tiles(cells.offsets, MANY // 10, block)
+        check_tiles(cells.offsets, 70, block)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.sampled_from([0, 0, 1, 2, 31, 32, 33, 63, 64, 65, 130]), min_size=1),
     block=st.sampled_from([*BLOCKS, None]),
@@ -115,6 +123,7 @@ def test_any_sizes(sizes: list[int], block: int | None) -> None:
     check_tiles(cells.offsets, ids.numel(), block)
 
 
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ids=st.lists(st.integers(-3, 12)), num_cells=st.integers(1, 10))
 def test_offsets_of_any_ids(ids: list[int], num_cells: int) -> None:
     """Ids outside of the cells too: whoever has such rows finds them in no cell."""

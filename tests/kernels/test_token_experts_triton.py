@@ -68,7 +68,7 @@ CASES = {
     "one expert each": Case(tokens=4, top_k=1, dim=16, popular=0),
     "several neurons": Case(tokens=3, top_k=5, dim=24, expert_size=3),
     # Enough products that the reference cannot be lucky with all of them.
-    "several column blocks": Case(tokens=20, top_k=7, dim=1100),
+    "several column blocks": Case(tokens=20, top_k=7, dim=110),
     "no tokens": Case(tokens=0, top_k=3, dim=16),
     "empty lists": Case(tokens=2, top_k=0, dim=16, popular=0),
 }
@@ -79,10 +79,13 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @pytest.fixture(params=["small batch", "large batch"])
 def _both_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of either size of batch; long rows in parts, as those of a large batch are."""
+    """The kernels of either size of batch; long rows in parts, wide ones in several blocks."""
     if request.param == "large batch":
         monkeypatch.setattr(token_experts_triton, "SMALL_BATCH", 0)
     monkeypatch.setattr(rows_triton, "PART_ENTRIES", 16)
+    monkeypatch.setattr(rows_triton, "MOST_COLUMNS", 64)
+    monkeypatch.setattr(rows_triton, "MOST_COLUMNS_IN_PAIRS", 32)
+    monkeypatch.setattr(token_experts_triton, "TILE_ELEMENTS", 256)
 
 
 @named
