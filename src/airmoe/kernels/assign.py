@@ -13,17 +13,16 @@ CHUNK_ELEMENTS = 1 << 22
 
 @torch.no_grad()
 @own_precision
-def assign(hidden: Tensor, codewords: Tensor, *, euclidean: bool, count: int = 1) -> Tensor:
-    """The `count` nearest codewords of each token, nearest first: [T, count] int64.
+def assign(hidden: Tensor, codewords: Tensor, *, euclidean: bool) -> Tensor:
+    """The nearest codeword of each token: [T] int64.
 
     hidden [T, D], codewords [G, D] (unit norm unless `euclidean`). Ties go to the lowest id.
     """
-    # The kernel keeps one best codeword; several probes are rare, and no hot path.
-    if count == 1 and codewords.dtype == torch.float32 and use_triton(hidden, codewords):
+    if codewords.dtype == torch.float32 and use_triton(hidden, codewords):
         from airmoe.kernels.assign_triton import nearest_codeword
 
-        return nearest_codeword(hidden, codewords, euclidean).unsqueeze(-1)
-    nearest = torch.empty(hidden.shape[0], count, dtype=torch.int64, device=hidden.device)
+        return nearest_codeword(hidden, codewords, euclidean)
+    nearest = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
     # |h - c|^2 = |h|^2 - 2 (<h, c> - |c|^2 / 2): the token's own norm changes no order.
     offset = codewords.square().sum(-1) / 2 if euclidean else None
     rows = max(1, CHUNK_ELEMENTS // codewords.shape[0])
@@ -31,5 +30,5 @@ def assign(hidden: Tensor, codewords: Tensor, *, euclidean: bool, count: int = 1
         similarity = hidden[start : start + rows].to(codewords.dtype) @ codewords.T  # [rows, G]
         if offset is not None:
             similarity -= offset
-        nearest[start : start + rows] = top_positions(similarity, count)
+        nearest[start : start + rows] = top_positions(similarity, 1).squeeze(-1)
     return nearest

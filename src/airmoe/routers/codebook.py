@@ -133,7 +133,7 @@ class Codebook(Float32State):
 
     def nearest(self, hidden: Tensor) -> Tensor:
         """The same for tokens that were checked."""
-        return assign(hidden, self.codewords, euclidean=self.euclidean).squeeze(-1)
+        return assign(hidden, self.codewords, euclidean=self.euclidean)
 
     @torch.no_grad()
     def update(self, hidden: Tensor, mask: Tensor | None = None) -> None:
