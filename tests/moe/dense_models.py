@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from airmoe import AirRouter, RouterConfig, TopKRouter
+from airmoe import AirRouter, RouterConfig
 
 DIM, NEURONS, VOCABULARY = 16, 48, 61
 SILU = ("Llama", "Mistral", "Qwen2", "Qwen3", "Olmo2")
@@ -44,18 +44,12 @@ def ids(seed: int = 0, batch: int = 2, length: int = 9) -> Tensor:
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
 
 
-def exact(top_k: int = NEURONS, num_experts: int = NEURONS, **options: Any) -> RouterConfig:
-    sizes: dict[str, Any] = {"dim": DIM, "num_experts": num_experts, "top_k": top_k}
-    return TopKRouter.Config(**sizes | {"gate": "binary", "normalize_centroids": False} | options)
-
-
 def air(
-    top_k: int = NEURONS, num_experts: int = NEURONS, shortlist_size: int = NEURONS, **options: Any
+    top_k: int = 12, num_experts: int = 48, shortlist_size: int = 24, **options: Any
 ) -> RouterConfig:
     sizes: dict[str, Any] = {"dim": DIM, "num_experts": num_experts, "top_k": top_k}
-    sizes["num_codewords"] = 4
-    form = {"gate": "binary", "normalize_centroids": False, "shortlist_size": shortlist_size}
-    return AirRouter.Config(**sizes | form | options)
+    sizes |= {"num_codewords": 4, "shortlist_size": shortlist_size}
+    return AirRouter.Config(**sizes | options)
 
 
 def layer_of(model: Any, index: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ from transformers import AutoModelForCausalLM
 
 import airmoe
 from airmoe import AirRouter, ConfigError
-from airmoe.moe.ffn.routing import PatientAirRouter
-from airmoe.moe.swap.layers import AirLayer
 from tests.moe.families import BATCHES, calibrated, logits_of
 
 
@@ -37,21 +34,11 @@ def test_offloaded_models_are_refused(tmp_path: Path) -> None:
         logits_of(model)
 
 
-def test_only_calibration_silences_an_uncalibrated_router() -> None:
-    """A hook of somebody else does not; and while exact answers take its place, nothing is said."""
-    config = AirRouter.Config(dim=8, num_experts=16, top_k=2, num_codewords=4, shortlist_size=4)
-    hidden = torch.randn(5, 8)
-    silent, watched = (PatientAirRouter(config).eval() for _ in range(2))
-    layer = AirLayer("router", silent)
-    layer.route_exactly(True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        chosen = silent(hidden).to_token_routing().expert_ids
-    assert torch.equal(
-        chosen.sort(-1).values, silent.full_logits(hidden).topk(2).indices.sort(-1).values
-    )
-    layer.route_exactly(False)
-    watched.register_forward_hook(lambda *_: None)
-    for router in (silent, watched):
-        with pytest.warns(UserWarning, match="not calibrated"):
-            router(hidden)
+def test_tokens_without_their_mean_are_not_calibrated() -> None:
+    """Codebooks would be fitted to tokens that the router never sees."""
+    router = AirRouter.Config(
+        dim=8, num_experts=36, top_k=4, num_codewords=3, shortlist_size=9, center_tokens=True
+    ).build()
+    layer = airmoe.MoELayer(router, airmoe.GranularExperts(36, 8))
+    with pytest.raises(ConfigError, match='with center_tokens", must route tokens as they are'):
+        airmoe.calibrate(layer, [torch.randn(2, 5, 8)])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import airmoe
 from airmoe import swap_ffn
-from tests.moe.dense_models import NEURONS, air, dense, exact, layer_of
+from tests.moe.dense_models import air, dense
 from tests.moe.dense_models import ids as dense_ids
 from tests.moe.families import BATCHES, BUILD, EXPERTS, build, calibrated, ids, swapped_routers
 
@@ -65,28 +65,10 @@ def test_compiled() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma2"])  # SwiGLU, and GELU by tanh
-@pytest.mark.parametrize("make", [exact, air])
-@pytest.mark.parametrize("top_k", [20, NEURONS])
-def test_neurons_of_a_dense_model(family: str, make: object, top_k: int) -> None:
-    here = dense(family)
+def test_layers_in_the_place_of_dense_networks() -> None:
+    here = dense()
+    swap_ffn(here, layers=[1], router=air())
     there = copy.deepcopy(here).to(GPU)
-    for model in (here, there):
-        swap_ffn(model, layers=[1], router=make(top_k), from_dense=True)  # pyright: ignore
     with torch.no_grad():
         expected = here(dense_ids()).logits
-    found = logits(there, dense_ids())
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_gradients_of_binary_gates() -> None:
-    here = dense()
-    there = copy.deepcopy(here).to(GPU)
-    for model, device in ((here, "cpu"), (there, GPU)):
-        swap_ffn(model, layers=[1], router=exact(20), from_dense=True)
-        tokens = dense_ids().to(device)
-        model(tokens, labels=tokens).loss.backward()
-    for name in ("gate", "up", "down"):
-        wanted = getattr(layer_of(here, 1).experts, name).grad
-        found = getattr(layer_of(there, 1).experts, name).grad
-        torch.testing.assert_close(found.cpu(), wanted, rtol=1e-3, atol=1e-5, msg=name)
+    torch.testing.assert_close(logits(there, dense_ids()), expected, rtol=1e-4, atol=1e-4)

@@ -16,7 +16,7 @@ from torch import Tensor
 import airmoe
 from airmoe import load_swapped_ffn, swap_ffn
 from airmoe.kernels.backend import use_backend
-from tests.moe.dense_models import DIM, air, dense, exact, ids, layer_of
+from tests.moe.dense_models import DIM, air, dense, ids, layer_of
 from tests.state.common import checkpoint_activations
 
 pytestmark = [
@@ -30,7 +30,7 @@ def swapped() -> Any:
     """Layers 0 and 2, by two calls, in training."""
     model = dense()
     for layer in (0, 2):
-        swap_ffn(model, layers=[layer], router=air(12, shortlist_size=24), from_dense=True)
+        swap_ffn(model, layers=[layer], router=air(12, shortlist_size=24))
     return model.train()
 
 
@@ -100,18 +100,9 @@ def test_checkpointing_changes_nothing(use_reentrant: bool) -> None:
     assert_same(run(model, batch()), run(swapped(), batch()))
 
 
-@pytest.mark.parametrize("router", [air(), exact()], ids=["air", "exact"])
-def test_padding_is_routed_all_the_same(router: Any) -> None:
-    """With all neurons the outputs are the dense model's at every position."""
-    model = dense(dtype=torch.float64).train()
-    expected = model(**batch()).logits
-    swap_ffn(model, layers=[0, 2], router=router, from_dense=True)
-    torch.testing.assert_close(model(**batch()).logits, expected, rtol=1e-9, atol=1e-12)
-
-
 def test_compiled_layers_learn_the_same() -> None:
     model = dense(num_hidden_layers=1).train()
-    swap_ffn(model, layers=[0], router=air(12, shortlist_size=24), from_dense=True)
+    swap_ffn(model, layers=[0], router=air(12, shortlist_size=24))
     twin = copy.deepcopy(model)
     compiled: Any = torch.compile(model, backend="eager")
     for padded in (0, 7):  # the second time with the mask of its own batch
@@ -131,7 +122,7 @@ def test_a_layer_in_one_graph_learns_the_same() -> None:
     for compiles in (False, True):
         torch.manual_seed(0)
         model = dense(intermediate_size=6)  # interpreted kernels take their time
-        (layer,) = swap_ffn(model, layers=[0], router=router, from_dense=True)
+        (layer,) = swap_ffn(model, layers=[0], router=router)
         layer.train().requires_grad_(False)
         for _ in range(2):  # until the host knows that the codebook has started
             layer(torch.randn(2, 4, DIM))
@@ -158,7 +149,7 @@ def test_masks_that_do_not_fit() -> None:
     tokens = layer_of(model, 0).reading
     assert tokens is layer_of(model, 2).reading
     decoder = model.get_decoder()
-    hidden = torch.randn(6, DIM)
+    x = torch.randn(2, 3, DIM)
     for mask, expected in (
         (torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]]), [0, 1, 1, 1, 0, 1]),  # one is in the cache
         (torch.ones(2, 1, 3, 3), None),  # who sees whom
@@ -167,22 +158,22 @@ def test_masks_that_do_not_fit() -> None:
         (None, None),
     ):
         tokens._note(decoder, (), {"attention_mask": mask})
-        found = tokens.real_tokens(hidden)
-        assert (None if found is None else found.tolist()) == expected
+        found = tokens.mask_of(x)
+        assert (None if found is None else found.flatten().tolist()) == expected
         tokens._note(decoder, (None, mask), {})  # by position
-        found = tokens.real_tokens(hidden)
-        assert (None if found is None else found.tolist()) == expected
+        found = tokens.mask_of(x)
+        assert (None if found is None else found.flatten().tolist()) == expected
 
 
 def test_a_mask_is_forgotten_after_its_batch() -> None:
     model = swapped()
     tokens = layer_of(model, 0).reading
     model(**batch())
-    assert tokens.real_tokens(torch.randn(72, DIM)) is None
+    assert tokens.mask_of(torch.randn(8, 9, DIM)) is None
     layer_of(model, 2).register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(**batch())
-    assert tokens.real_tokens(torch.randn(72, DIM)) is None
+    assert tokens.mask_of(torch.randn(8, 9, DIM)) is None
 
 
 def test_nothing_is_learned_from_what_a_model_writes() -> None:

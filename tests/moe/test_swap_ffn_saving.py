@@ -14,7 +14,7 @@ import transformers
 import airmoe
 from airmoe import ConfigError, load_swapped_ffn, swap_ffn
 from tests.moe import families
-from tests.moe.dense_models import air, dense, exact, ids, layer_of, logits_of
+from tests.moe.dense_models import air, dense, ids, layer_of, logits_of
 
 
 def both(order: str) -> Any:
@@ -27,7 +27,7 @@ def both(order: str) -> Any:
             airmoe.restore_routers(model)
         else:
             router = air(8, 24, 12, dim=families.WIDTH)
-            swap_ffn(model, layers=[0], router=router, from_dense=True)
+            swap_ffn(model, layers=[0], router=router)
     airmoe.calibrate(model, families.BATCHES, passes=2)
     return model
 
@@ -61,8 +61,8 @@ def test_with_swapped_routers(order: str, kind: str, model_type: str, tmp_path: 
 def test_a_model_that_shares_the_config_stays_dense(tmp_path: Path) -> None:
     model = dense()
     other = transformers.LlamaForCausalLM(model.config).eval()
-    swap_ffn(model, layers=[1], router=exact(), from_dense=True)
-    swap_ffn(model, layers=[0], router=exact(), from_dense=True)
+    swap_ffn(model, layers=[1], router=air())
+    swap_ffn(model, layers=[0], router=air())
     # One config for all parts of the model: options set later must reach them.
     configs = [getattr(part, "config", None) for part in model.modules()]
     stock = {id(one) for one in configs if isinstance(one, transformers.PreTrainedConfig)}
@@ -75,7 +75,7 @@ def test_a_model_that_shares_the_config_stays_dense(tmp_path: Path) -> None:
 
 def test_a_decoder_swapped_inside_its_model(tmp_path: Path) -> None:
     model = dense()
-    swap_ffn(model.model, layers=[1], router=air(), from_dense=True)
+    swap_ffn(model.model, layers=[1], router=air())
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="airmoe_ffn_llama"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -89,7 +89,7 @@ def test_a_decoder_swapped_inside_its_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["config", "output_loading_info"])
 def test_options_that_are_ours(name: str, tmp_path: Path) -> None:
     model = dense()
-    swap_ffn(model, layers=[1], router=exact(), from_dense=True)
+    swap_ffn(model, layers=[1], router=air())
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=f"options.*{name}.*is not yours to give"):
         load_swapped_ffn(tmp_path, options={name: model.config})
@@ -98,7 +98,7 @@ def test_options_that_are_ours(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["Gemma2", "Qwen2"])
 def test_shards_tied_embeddings_and_options(family: str, tmp_path: Path) -> None:
     model = dense(family, tie_word_embeddings=True)
-    swap_ffn(model, layers=[1], router=air(12, shortlist_size=24), from_dense=True)
+    swap_ffn(model, layers=[1], router=air(12, shortlist_size=24))
     airmoe.calibrate(model, [ids(seed, batch=8) for seed in range(8)])
     model.save_pretrained(tmp_path, max_shard_size="5KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3

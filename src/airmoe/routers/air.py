@@ -53,7 +53,6 @@ class AirRouter(CentroidRouter):
             return AirRouter(self)
 
     config: Config
-    answered_for: bool = False  # while calibration puts exact answers in the place of its own
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from airmoe.errors import ConfigError
-from airmoe.kernels.expert_tables import Activation, activate
 from airmoe.moe.layer import MoELayer
 from airmoe.moe.model_check import check_model
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PARTS = ("act_fn", "down_proj", "gate_proj", "up_proj")
-# What the experts can compute instead of act(gate) * up, by what `act` is.
-GATED: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "swiglu": F.silu,
-    "geglu": F.gelu,
-    "geglu_tanh": functools.partial(F.gelu, approximate="tanh"),
-}
 
 
 @dataclass(frozen=True)
@@ -35,18 +26,8 @@ class DenseFfn:
     module: Any
 
     @property
-    def weights(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
-        """gate [I, D], up [I, D], down [D, I]."""
-        parts = (self.module.gate_proj, self.module.up_proj, self.module.down_proj)
-        return parts[0].weight, parts[1].weight, parts[2].weight
-
-    @property
     def dim(self) -> int:
         return self.module.gate_proj.in_features
-
-    @property
-    def num_neurons(self) -> int:
-        return self.module.gate_proj.out_features
 
 
 def find_ffns(model: nn.Module, layers: Sequence[int]) -> list[DenseFfn]:
@@ -81,82 +62,6 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
             "Pass such a model.",
         )
     return layers
-
-
-def dense_activation(ffn: DenseFfn) -> Activation:
-    """Which of our activations the network has, found by comparing values.
-
-    The tanh formula of GELU (Gemma) differs from GELU by up to 5e-4: near, but another network.
-    """
-    field = f"swap_ffn.layers[{ffn.index}].act_fn"
-    act_fn = ffn.module.act_fn
-    given = type(act_fn).__name__
-    known = ", ".join(GATED)
-    values = torch.linspace(-8, 8, 1001, dtype=torch.float64, device="cpu")
-    if not (isinstance(act_fn, nn.Module) and any(True for _ in act_fn.parameters())):
-        with torch.no_grad():
-            computed = act_fn(values)
-        for name, act in GATED.items():
-            if torch.allclose(computed, act(values), rtol=0, atol=1e-9):
-                return name
-    raise ConfigError(
-        field,
-        given,
-        f"must be an activation that experts have: {known}; another one would change the outputs",
-        "Use from_dense=False, which trains new experts, or a model with one of these.",
-    )
-
-
-def check_takeable(ffn: DenseFfn) -> None:
-    """Refuse networks whose neurons alone do not make up the output."""
-    field = f"swap_ffn.layers[{ffn.index}]"
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        if getattr(ffn.module, name).bias is not None:
-            raise ConfigError(
-                f"{field}.{name}.bias",
-                True,
-                "must be absent with from_dense=True, because experts have no bias",
-                "Use from_dense=False, or a model without biases in its feed-forward networks.",
-            )
-    if not _is_plain(ffn):
-        raise ConfigError(
-            field,
-            type(ffn.module).__name__,
-            "must compute down_proj(act_fn(gate_proj(x)) * up_proj(x)) and nothing else",
-            "Use from_dense=False, or leave this layer out.",
-        )
-
-
-@torch.no_grad()
-def _is_plain(ffn: DenseFfn) -> bool:
-    """True when the network's own forward is the formula, tried on a few tokens."""
-    gate, _, _ = ffn.weights
-    generator = torch.Generator().manual_seed(0)
-    # The device is named because somebody may have set another one as torch's default.
-    tokens = torch.randn(8, ffn.dim, generator=generator, device="cpu").to(gate)
-    up = ffn.module.up_proj(tokens)
-    active = activate(dense_activation(ffn), up, ffn.module.gate_proj(tokens))
-    expected = ffn.module.down_proj(active)
-    # `forward` and not the call: hooks are for those who use the model.
-    computed = ffn.module.forward(tokens.unsqueeze(0)).squeeze(0)
-    error = (computed - expected).float().norm()
-    return bool(error <= 16 * torch.finfo(gate.dtype).eps * expected.float().norm())
-
-
-def check_untied(model: nn.Module, found: Sequence[DenseFfn]) -> None:
-    """Refuse weights with a second place in the model: experts would no longer follow it."""
-    places: dict[int, list[str]] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        places.setdefault(id(weight), []).append(name)
-    for ffn in found:
-        for weight in ffn.weights:
-            if len(names := places[id(weight)]) > 1:
-                raise ConfigError(
-                    f"swap_ffn.layers[{ffn.index}]",
-                    " = ".join(names),
-                    "must have weights of its own with from_dense=True",
-                    "Untie them first (copy.deepcopy of the network), or leave this layer out.",
-                )
 
 
 def _check_model(model: nn.Module) -> None:

@@ -1,17 +1,12 @@
-"""Swapped layers, and what those of one model share: what it is reading, and one notice."""
+"""The layer that takes the place of a dense network, and what it knows of the batch being read."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from airmoe.moe.ffn.routing import UNCALIBRATED, PatientAirRouter
-from airmoe.moe.layer import MoELayer
-from airmoe.moe.notice import Notice
-from airmoe.routers.planning import draw_ticket, traced_plan
-from airmoe.routers.routing import Routing
+from airmoe.moe.layer import MoELayer, MoEOutput
 
 
 class Reading:
@@ -28,16 +23,15 @@ class Reading:
         decoder.register_forward_pre_hook(self._note, with_kwargs=True)
         decoder.register_forward_hook(self._forget, always_call=True)
 
-    def real_tokens(self, hidden: Tensor) -> Tensor | None:
-        """hidden [T, D] -> [T] bool, None where there is no mask that fits."""
+    def mask_of(self, x: Tensor) -> Tensor | None:
+        """x [B, L, D] -> [B, L] bool, True for real tokens; None where no mask fits."""
         mask = self._mask
-        if mask is None:
+        if mask is None or x.ndim != 3:
             return None
-        batch, positions = mask.shape
-        length = hidden.shape[0] // max(1, batch)
-        if length * batch != hidden.shape[0] or not 0 < length <= positions:
+        batch, length, _ = x.shape
+        if mask.shape[0] != batch or mask.shape[1] < length:
             return None
-        return mask[:, positions - length :].reshape(-1).to(hidden.device) != 0
+        return mask[:, mask.shape[1] - length :].to(x.device) != 0
 
     def _note(self, _decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
@@ -50,28 +44,24 @@ class Reading:
 
 
 class SwappedFfn(MoELayer):
-    """A MoELayer in the place of a dense network: its router learns neither from padding nor from
-    what the model is writing.
-
-    Padding is routed all the same, so that with K = E its outputs too are those of the dense model.
+    """A MoELayer in the place of a dense network: it leaves padding out, and its router learns
+    nothing from what the model is writing.
     """
 
     reading: Reading | None = None
 
-    def _route(self, hidden: Tensor, mask: Tensor | None, learn: bool) -> Routing:
-        reading = self.reading or Reading()
-        learn = learn and not reading.goes_on
-        real = reading.real_tokens(hidden) if learn and self.in_training else None
-        if real is None or mask is not None:
-            return super()._route(hidden, mask, learn)
-        if torch.compiler.is_compiling():
-            valid, plan = traced_plan(self, self._handle, hidden, real, training=True)
-            return self.router(hidden, None if valid is None else valid | ~real, plan)
-        return self.router(hidden, None, self.make_plan(hidden, real, draw_ticket(), learn))
+    def forward_with_routing(
+        self, x: Tensor, mask: Tensor | None = None, *, learn: bool = True
+    ) -> MoEOutput:
+        reading = self.reading
+        if reading is not None:
+            mask = reading.mask_of(x) if mask is None else mask
+            learn = learn and not reading.goes_on
+        return super().forward_with_routing(x, mask, learn=learn)
 
 
 def connect(decoder: nn.Module) -> None:
-    """Let all swapped layers of a decoder, also those of earlier calls, know of each other."""
+    """Let all swapped layers of a decoder, also those of earlier calls, share one `Reading`."""
     layers = [module for module in decoder.modules() if isinstance(module, SwappedFfn)]
     known = [layer.reading for layer in layers if layer.reading is not None]
     if not known:
@@ -79,8 +69,3 @@ def connect(decoder: nn.Module) -> None:
         known[0].watch(decoder)
     for layer in layers:
         layer.reading = known[0]
-    routers = [layer.router for layer in layers if isinstance(layer.router, PatientAirRouter)]
-    given = (router.notice for router in routers if router.notice.given)
-    notice = next(given, Notice(UNCALIBRATED))
-    for router in routers:
-        router.notice = notice

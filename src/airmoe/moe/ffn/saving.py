@@ -18,7 +18,7 @@ from torch import nn
 from airmoe.errors import ConfigError
 from airmoe.moe.ffn.dense import decoder_of, layers_of
 from airmoe.moe.ffn.layer import connect
-from airmoe.moe.ffn.settings import LayerSettings, freeze_unreachable
+from airmoe.moe.ffn.settings import LayerSettings
 from airmoe.moe.layer import MoELayer
 
 NOTE = "airmoe_ffn"
@@ -145,14 +145,13 @@ def _loading_class(stock: type) -> Any:
 
 
 def _finish(model: nn.Module) -> None:
-    """What loading leaves open: memory of derived buffers, and which weights are frozen."""
+    """Clear the derived buffers, which no file holds."""
     for layer in model.modules():
         if not isinstance(layer, MoELayer):
             continue
         for module in layer.modules():
             for name in module._non_persistent_buffers_set:
                 module.get_buffer(name).zero_()
-        freeze_unreachable(layer.router)
     connect(decoder_of(model))
 
 

@@ -13,10 +13,8 @@ from airmoe.errors import ConfigError
 from airmoe.kernels.expert_tables import Activation
 from airmoe.moe.experts import GranularExperts
 from airmoe.moe.ffn.layer import SwappedFfn
-from airmoe.moe.ffn.routing import PatientAirRouter
 from airmoe.moe.layer import PostNorm
-from airmoe.routers import ROUTERS, AirRouter, Router, RouterConfig
-from airmoe.routers.centroids import CentroidRouter
+from airmoe.routers import ROUTERS, RouterConfig
 from airmoe.routers.registry import ADD_YOURS
 
 
@@ -41,11 +39,9 @@ class LayerSettings:
         """The layer with starting values, on torch's default device if none is named."""
         router = self.router
         with torch.device(torch.get_default_device() if device is None else device):
-            made = PatientAirRouter(router) if type(router) is AirRouter.Config else router.build()
-            freeze_unreachable(made)
             size = (router.num_experts, router.dim)
             experts = GranularExperts(*size, self.activation, self.expert_size)
-            return SwappedFfn(made, experts, self.post_norm)
+            return SwappedFfn(router.build(), experts, self.post_norm)
 
     def to_dict(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -58,15 +54,6 @@ class LayerSettings:
         name = router.pop("name")
         check_choice_of("airmoe_ffn.router.name", name, list(ROUTERS))
         return cls(**{**values, "router": ROUTERS[name].Config(**router)})
-
-
-def freeze_unreachable(router: Router) -> None:
-    """Under a binary gate no gradient of the output reaches the centroids.
-
-    Left trainable they would have no gradient in backward, which data-parallel training refuses.
-    """
-    if getattr(router.config, "gate", None) == "binary" and isinstance(router, CentroidRouter):
-        router.centroids.requires_grad_(False)
 
 
 def router_name(router: object) -> str:

@@ -145,7 +145,6 @@ class AirLayer:
         untaught = not bool(self.module.codebook.initialized)
         if exactly and untaught and self.config.gate != "expert_choice":
             self._hook = self.module.register_forward_hook(_exact_answer, with_kwargs=True)
-        self.module.answered_for = self._hook is not None
 
     def install(self, fitted: Codebook) -> None:
         _install(self.module.codebook, fitted)
@@ -190,7 +189,6 @@ def _exact_answer(
             top_k=config.top_k,
             jitter_std=0.0,
             normalize_centroids=config.normalize_centroids,
-            gate="binary" if config.gate == "binary" else "token_choice",
         ).build()
     exact.centroids = router.centroids
     hidden = args[0] if args else kwargs["hidden"]
