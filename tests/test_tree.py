@@ -37,6 +37,7 @@ ORDER = (
     "data",
     "model",
     "training",
+    "adapt",
     "experiments",
     "commands",
     "cli",

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from airmoe import losses, metrics
+    from airmoe.adapt import FfnExperts, calibrate, restore_routers, swap_ffn, swap_routers
     from airmoe.errors import ConfigError, RunError
     from airmoe.losses import load_balance_loss, router_z_loss, shortlist_balance_loss
     from airmoe.model import AirMoeConfig, AirMoeForCausalLM
     from airmoe.model.tracking import TrackOptimizerCallback
     from airmoe.moe import CoarseExperts, GranularExperts, MoELayer, MoEOutput
-    from airmoe.moe.ffn import FfnExperts, load_swapped_ffn, swap_ffn
-    from airmoe.moe.swap import calibrate, restore_routers, swap_routers
     from airmoe.routers import (
         ROUTERS,
         AirRouter,
@@ -63,7 +62,6 @@ __all__ = [
     "TrackOptimizerCallback",
     "calibrate",
     "load_balance_loss",
-    "load_swapped_ffn",
     "losses",
     "metrics",
     "restore_routers",
@@ -82,8 +80,7 @@ _HOMES = {
     "airmoe.model": ("AirMoeConfig", "AirMoeForCausalLM"),
     "airmoe.model.tracking": ("TrackOptimizerCallback",),
     "airmoe.moe": ("CoarseExperts", "GranularExperts", "MoELayer", "MoEOutput"),
-    "airmoe.moe.swap": ("calibrate", "restore_routers", "swap_routers"),
-    "airmoe.moe.ffn": ("FfnExperts", "load_swapped_ffn", "swap_ffn"),
+    "airmoe.adapt": ("FfnExperts", "calibrate", "restore_routers", "swap_ffn", "swap_routers"),
 }
 
 

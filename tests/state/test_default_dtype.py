@@ -15,11 +15,11 @@ from torch import Tensor
 
 import airmoe
 from airmoe.routers.codebook import GlobalBatch
+from tests.adapt.models import BATCHES, swapped_routers
+from tests.adapt.models import build as build_family
 from tests.model.common import VARIANTS
 from tests.model.common import batch as ids
 from tests.model.common import build as build_model
-from tests.moe.families import BATCHES, swapped_routers
-from tests.moe.families import build as build_family
 from tests.state.common import CASES, assert_same, batch, build_layer, build_router, snapshot
 
 pytestmark = [

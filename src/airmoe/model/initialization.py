@@ -41,6 +41,12 @@ def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
         if not is_loaded(module.weight):
             nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
         return True
+    return initialize_layer(module, config.initializer_range)
+
+
+@torch.no_grad()
+def initialize_layer(module: nn.Module, std: float) -> bool:
+    """Give the parts of a MoELayer their starting values, experts with this `std`; else False."""
     if isinstance(module, ShortlistCache):
         for buffer in module.buffers():
             buffer.zero_()
@@ -56,7 +62,7 @@ def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
     ]
     if experts:
         for weight in module.parameters():
-            nn.init.normal_(weight, std=config.initializer_range)
+            nn.init.normal_(weight, std=std)
     else:
         module.reset_parameters()
     for tensor, value in loaded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +13,6 @@ from airmoe.config import check_choice
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 from airmoe.moe.experts import CoarseExperts, GranularExperts
-from airmoe.moe.notice import Notice
 from airmoe.moe.replay import PlanLog, inside_backward, run_once
 from airmoe.routers.base import Plan, Router, RouterConfig, run_eagerly
 from airmoe.routers.codebook import Codebook
@@ -91,7 +91,7 @@ class MoELayer(nn.Module):
         self.router, self.experts = router, experts
         self.post_norm = nn.LayerNorm(experts.dim) if post_norm == "layernorm" else None
         self._plans = PlanLog()
-        self._notice = Notice(FROZEN)
+        self._warned_frozen = False
         self._handle = new_handle(self)
 
     def train(self, mode: bool = True) -> MoELayer:
@@ -215,9 +215,11 @@ class MoELayer(nn.Module):
         """
         codebook = getattr(self.router, "codebook", None)
         if (
-            isinstance(codebook, Codebook)
+            not self._warned_frozen
+            and isinstance(codebook, Codebook)
             and codebook.learning
             and torch.is_grad_enabled()
             and not any(weight.requires_grad for weight in self.parameters())
         ):
-            self._notice.give()
+            self._warned_frozen = True
+            warnings.warn(FROZEN, stacklevel=3)

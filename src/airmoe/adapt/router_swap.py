@@ -1,0 +1,192 @@
+"""`swap_routers` and `restore_routers`: AIR in the place of a model's own routers, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+
+from airmoe.adapt.checks import check_available, check_model, check_weights, layer_numbers
+from airmoe.adapt.codebook import new_codebook
+from airmoe.adapt.shortlist_router import ShortlistRouter, UncalibratedWarning
+from airmoe.config import check_count, config
+from airmoe.errors import ConfigError
+
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@config
+class RouterSettings:
+    """What a swap was asked for, as the model's config keeps it."""
+
+    label: ClassVar[str] = "swap_routers"
+
+    num_codewords: int
+    shortlist_size: int
+    layers: list[int] | None = None  # None: every layer with a router
+
+    def check(self) -> None:
+        check_count("swap_routers.num_codewords", self.num_codewords)
+        check_count("swap_routers.shortlist_size", self.shortlist_size)
+        if self.layers is not None:
+            layer_numbers("swap_routers.layers", self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def swap_routers(
+    model: Model,
+    *,
+    num_codewords: int,
+    shortlist_size: int,
+    layers: Iterable[int] | None = None,
+) -> Model:
+    """Replace the routers of a Hugging Face MoE model by AIR routers with the same weights.
+
+    Works for Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 and GPT-OSS. A token is then scored against the
+    `shortlist_size` experts of the nearest of `num_codewords` codewords, and the family's own rule
+    selects among them. Until `airmoe.calibrate` has fitted the codebooks every expert is scored.
+    `layers` are numbers of decoder layers; None means all that have a router. The model is changed
+    in place and returned; an error changes nothing. If you pass the body of a model, its head saves
+    the swap too, because both share a config; a swap of single layers is saved nowhere.
+    """
+    from airmoe.adapt.models import FAMILIES, family_of, owner_of, plan_swap
+
+    check_model("swap_routers.model", model)
+    settings = RouterSettings(
+        num_codewords=num_codewords,
+        shortlist_size=shortlist_size,
+        layers=None if layers is None else layer_numbers("swap_routers.layers", layers),
+    )
+    _check_not_swapped(model)
+    routers = find_routers(model)
+    whole = owner_of(model, routers.values(), "swap_routers.model")
+    if not routers or (whole is not None and family_of(whole.config) is None):
+        raise ConfigError(
+            "swap_routers.model",
+            type(model).__name__,
+            f"must be one of {', '.join(FAMILIES.values())}, with at least one MoE layer",
+            "For dense models there is airmoe.swap_ffn; for your own layers airmoe.MoELayer.",
+        )
+    check_weights("swap_routers.model", model)
+    _check_forwards(model, routers)
+    change = plan_swap(model, whole, routers=settings)
+    exchange(routers, settings)
+    # Nothing can fail from here on.
+    change()
+    return model
+
+
+def restore_routers(model: Model) -> Model:
+    """Undo `swap_routers`: the stock modules with their present weights, without codebooks."""
+    from airmoe.adapt.families import stock_router_of
+    from airmoe.adapt.models import has_leftovers, plan_restore
+
+    check_model("restore_routers.model", model)
+    swapped = [module for module in model.modules() if isinstance(module, ShortlistRouter)]
+    if not swapped and not has_leftovers(model):
+        raise ConfigError(
+            "restore_routers.model",
+            type(model).__name__,
+            "must have swapped routers",
+            "Only what airmoe.swap_routers has changed can be restored.",
+        )
+    change = plan_restore(model)
+    for router in swapped:
+        router.give_back(stock_router_of(type(router)))
+    change()
+    return model
+
+
+def find_routers(model: nn.Module) -> dict[str, nn.Module]:
+    """The stock routers of a model that can be swapped, by name."""
+    from airmoe.adapt.families import ROUTER_CLASSES
+
+    return {name: part for name, part in model.named_modules() if type(part) in ROUTER_CLASSES}
+
+
+def exchange(routers: Mapping[str, nn.Module], settings: RouterSettings) -> None:
+    """Swap those of the settings' layers; all that could fail happens before the first change."""
+    from airmoe.adapt.families import ROUTER_CLASSES
+
+    chosen: list[Any] = _choose(routers, settings.layers)
+    for router in chosen:
+        _check_size(router, settings.shortlist_size)
+    codebooks = []
+    for router in chosen:
+        with torch.device(router.weight.device):
+            codebooks.append(new_codebook(settings.num_codewords, router.weight.shape[1]))
+    warning = UncalibratedWarning()
+    for router, codebook in zip(chosen, codebooks, strict=True):
+        router.__class__ = ROUTER_CLASSES[type(router)]
+        router.take_over(codebook, settings.shortlist_size, warning)
+
+
+def _choose(routers: Mapping[str, nn.Module], layers: list[int] | None) -> list[nn.Module]:
+    if layers is None:
+        return [*routers.values()]
+    found = {name: LAYER.search(name) for name in routers}
+    numbers = {name: int(match[1]) for name, match in found.items() if match}
+    check_available("swap_routers.layers", layers, "layer with a router", [*numbers.values()])
+    return [routers[name] for name, number in numbers.items() if number in layers]
+
+
+def _check_not_swapped(model: nn.Module) -> None:
+    for name, part in model.named_modules():
+        if isinstance(part, ShortlistRouter):
+            raise ConfigError(
+                "swap_routers.model",
+                type(model).__name__,
+                f"must have its stock routers, but {name!r} is swapped already",
+                "Call airmoe.restore_routers(model) first, or keep the swap.",
+            )
+
+
+def _check_forwards(model: nn.Module, routers: Iterable[str]) -> None:
+    """Refuse routers that would not be asked.
+
+    The block around a router counts too: kernels from the hub may replace both at once.
+    """
+    blocks = [router.rpartition(".")[0] for router in routers]
+    for name in (*routers, *blocks):
+        attributes = vars(model.get_submodule(name))
+        if "forward" in attributes and "_old_forward" not in attributes:
+            raise ConfigError(
+                "swap_routers.model",
+                name,
+                "must run the forward of its class, but another one was put in its place",
+                "Undo that first (for kernels from the hub: load with use_kernels=False).",
+            )
+
+
+def _check_size(router: Any, shortlist_size: int) -> None:
+    from airmoe.adapt.families import ROUTER_CLASSES
+
+    field, experts, top_k = "swap_routers.shortlist_size", router.num_experts, router.top_k
+    if shortlist_size > experts:
+        raise ConfigError(
+            field, shortlist_size, f"must be <= {experts}, the number of experts", "Lower it."
+        )
+    if shortlist_size < top_k:
+        raise ConfigError(
+            field,
+            shortlist_size,
+            f"must be >= {top_k}, the experts a token uses, which come from one shortlist",
+            "Raise it.",
+        )
+    least = ROUTER_CLASSES[type(router)].least_shortlist(router)
+    if shortlist_size < min(least, experts):
+        raise ConfigError(
+            field,
+            shortlist_size,
+            f"must be >= {least}: tokens are limited to {router.topk_group} of "
+            f"{router.num_group} expert groups, and a smaller shortlist could leave fewer "
+            f"than {top_k} candidates in them",
+            "Raise it.",
+        )

@@ -1,0 +1,233 @@
+"""What the swapped routers of all families share: token -> codeword -> shortlist -> logits.
+
+A swapped router is the stock module itself with its class changed to a subclass of its own: its
+weights and hooks stay, and so does every reference to it. The family's class adds how it selects.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from airmoe.adapt.codebook import ScaledCodebook
+from airmoe.distributed import full_tensor
+from airmoe.kernels.backend import own_precision
+from airmoe.kernels.cell_scores import cell_scores
+from airmoe.kernels.cells import make_cells
+from airmoe.routers.base import run_eagerly
+from airmoe.routers.seen import Seen
+from airmoe.routers.tokens import read_tokens
+
+# What a swapped router has beyond the stock module.
+ADDED = ("codebook", "shortlist_size", "scores_everything", "_warning", "_cached")
+# The stock class comes behind this one in every family's class.
+_Base = nn.Module if TYPE_CHECKING else object
+
+
+class UncalibratedWarning:
+    """Warns once per swapped model, whichever of its routers runs first."""
+
+    def __init__(self) -> None:
+        self._given = False
+
+    def give(self) -> None:
+        if not self._given:
+            self._given = True
+            warnings.warn(
+                "The swapped routers have no codebook yet, so they score every expert, as before "
+                "the swap. Call airmoe.calibrate(model, batches) with some of your text.",
+                stacklevel=3,
+            )
+
+
+class ShortlistRouter(_Base):
+    """A stock router that scores only the shortlist of a token's codeword.
+
+    Training changes neither codebook nor counters, so that a recomputed forward (activation
+    checkpointing) gives the same answer. Only `calibrate` moves the codebook; the shortlists
+    follow the weights, and are built at every forward that may belong to training.
+    """
+
+    weight: nn.Parameter  # [E, D]
+    num_experts: int
+    top_k: int
+    hidden_dim: int
+    codebook: ScaledCodebook
+    shortlist_size: int
+    scores_everything: bool  # while calibration collects exactly routed activations
+    _warning: UncalibratedWarning
+    _cached: tuple[tuple[Any, ...], Tensor] | None  # the key, and the shortlists built for it
+
+    # -- swap and restore -------------------------------------------------------------------
+
+    def take_over(
+        self, codebook: ScaledCodebook, shortlist_size: int, warning: UncalibratedWarning
+    ) -> None:
+        """Set what the stock module, whose class was just changed, does not have."""
+        self.codebook = codebook.train(self.training)
+        self.shortlist_size = shortlist_size
+        self.scores_everything = False
+        self._warning = warning
+        self._forget()
+        _rebind_forward(self)
+
+    def give_back(self, stock: type[nn.Module]) -> None:
+        """Become the stock module again."""
+        for name in ADDED:
+            delattr(self, name)
+        self.__class__ = stock  # pyright: ignore[reportAttributeAccessIssue]
+        _rebind_forward(self)
+
+    def _forget(self) -> None:
+        self._cached = None
+
+    def train(self, mode: bool = True) -> Any:
+        # Also where the mode stays: code that changes weights without moving their version counter
+        # (a fused optimizer, `.data` of averaged weights) calls `model.eval()` to tell us.
+        self._forget()
+        return super().train(mode)
+
+    # -- what families override -------------------------------------------------------------
+
+    # Whether an expert of the exact selection that is a candidate is always selected.
+    keeps_candidates: ClassVar[bool] = True
+
+    def select(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Weights and ids [T, K] from float32 logits [T, E], -inf outside the shortlist.
+
+        `dtype` is that of the hidden states, which some families give their weights.
+        """
+        raise NotImplementedError
+
+    def masses(self, logits: Tensor) -> Tensor:
+        """The distribution over all experts from which the family takes its weights: [T, E]."""
+        return logits.softmax(-1)
+
+    def order(self, logits: Tensor) -> Tensor:
+        """What experts are ranked by for a shortlist, larger first: [G, E] -> [G, E]."""
+        return logits
+
+    @staticmethod
+    def least_shortlist(router: Any) -> int:
+        """The smallest shortlist that always holds enough candidates, also for a stock router."""
+        return router.top_k
+
+    @property
+    def expert_bias(self) -> Tensor | None:
+        """[E], added to the logits."""
+        return None
+
+    def ranked_by(self) -> list[Tensor]:
+        """The tensors on which the order of experts depends, besides the codebook."""
+        return [tensor for tensor in (self.weight, self.expert_bias) if tensor is not None]
+
+    # -- coarse stage -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def full_logits(self, hidden: Tensor) -> Tensor:
+        """Exact logits over all experts: [T, D] -> [T, E] float32 or wider."""
+        return _logits(hidden, self.weight, self.expert_bias)
+
+    @torch.no_grad()
+    def ranking(self, representatives: Tensor) -> Tensor:
+        """Experts for each codeword's representative, best first: [G, D] -> [G, E]."""
+        return self.order(self.full_logits(representatives)).argsort(
+            dim=-1, descending=True, stable=True
+        )
+
+    def shortlists(self) -> Tensor:
+        """[G, M] ascending expert ids."""
+        learned = any(tensor.requires_grad for tensor in self.ranked_by())
+        if learned and (self.training or torch.is_grad_enabled()):
+            self._forget()
+            return self._build()
+        key = self._cache_key()
+        cached = self._cached  # read once: another thread may forget it
+        if cached is None or cached[0] != key:
+            cached = self._cached = key, self._build()
+        return cached[1]
+
+    def _build(self) -> Tensor:
+        # Lists built in inference mode may later be needed in training.
+        with torch.inference_mode(False):
+            best = self.ranking(self.codebook.representatives())[:, : self.shortlist_size]
+            return best.sort(-1).values
+
+    def _cache_key(self) -> tuple[Any, ...]:
+        """Changes when the cached shortlists must be built anew."""
+        return (
+            self.codebook.changes,
+            self.codebook.codewords.device,
+            *map(Seen, (self.codebook.codewords, self.codebook.scales, *self.ranked_by())),
+        )
+
+    # -- fine stage -------------------------------------------------------------------------
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [T, E] (-inf outside the shortlist), weights [T, K], ids [T, K].
+
+        Where every expert is scored, the stock module's own code does it.
+        """
+        if self.shortlist_size == self.num_experts or self.scores_everything:
+            return super().forward(hidden_states)
+        logits = self._routed_logits(hidden_states)
+        if logits is None:
+            return super().forward(hidden_states)
+        weights, expert_ids = self.select(logits, hidden_states.dtype)
+        return logits, weights, expert_ids
+
+    @run_eagerly
+    def _routed_logits(self, hidden_states: Tensor) -> Tensor | None:
+        if not self.codebook.calibrated:
+            self._warning.give()
+            return None
+        hidden = hidden_states.reshape(-1, self.hidden_dim)
+        return self.shortlist_logits(hidden, self.shortlists())
+
+    def shortlist_logits(self, hidden: Tensor, shortlists: Tensor) -> Tensor:
+        """Score hidden [T, D] against their codeword's shortlist: [T, E] float32 or wider."""
+        # A token of NaN has no nearest codeword; its logits are NaN all the same.
+        finite = read_tokens("router", self.hidden_dim, hidden.detach(), None, own=False).hidden
+        codeword_ids = self.codebook.nearest(finite)  # [T]
+        cells = make_cells(codeword_ids.unsqueeze(-1), shortlists)
+        scores = cell_scores(hidden, full_tensor(self.weight), cells)  # [T, M], sorted by cell
+        scores = scores.index_select(0, cells.order.argsort())
+        candidates = shortlists[codeword_ids]  # [T, M]
+        bias = self.expert_bias
+        if bias is not None:
+            scores = scores + bias.to(scores.dtype)[candidates]
+        empty = scores.new_full((hidden.shape[0], self.num_experts), -torch.inf)
+        return empty.scatter(1, candidates, scores)
+
+    # -- loading ----------------------------------------------------------------------------
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """A stock checkpoint has no codebook: one learned for other weights must not stay."""
+        inside = prefix + "codebook."
+        if prefix + "weight" in state_dict and not any(k.startswith(inside) for k in state_dict):
+            state_dict.update(self.codebook.empty_state(inside))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._forget()
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_experts} experts, top {self.top_k}, shortlists of {self.shortlist_size} "
+            f"for {self.codebook.num_codewords} codewords"
+        )
+
+
+@own_precision
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    logits = hidden.to(dtype) @ full_tensor(weight).to(dtype).T
+    return logits if bias is None else logits + full_tensor(bias).to(dtype)
+
+
+def _rebind_forward(module: nn.Module) -> None:
+    """Accelerate keeps the forward it wraps on the instance: make it that of the present class."""
+    if "_old_forward" in vars(module):
+        module._old_forward = types.MethodType(type(module).forward, module)  # pyright: ignore

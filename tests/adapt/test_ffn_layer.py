@@ -1,0 +1,186 @@
+"""Padding, and what a model writes, teach the routers of swapped layers nothing, though layers are
+handed neither mask nor cache."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import airmoe
+from airmoe import swap_ffn
+from airmoe.kernels.backend import use_backend
+from tests.adapt.models import WIDTH, air, assert_same, dense, ids
+from tests.state.common import checkpoint_activations
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:AirRouter is trained without"),
+    pytest.mark.filterwarnings("ignore:codebook"),
+]
+PADDED = 4  # positions at the start of the first five rows
+
+
+def layer_of(model: Any, index: int) -> Any:
+    return model.model.layers[index].mlp
+
+
+def swapped() -> Any:
+    """Layers 0 and 2, by two calls, in training."""
+    model = dense()
+    for layer in (0, 2):
+        swap_ffn(model, layers=[layer], router=air())
+    return model.train()
+
+
+def batch(filler: int = 0) -> dict[str, Tensor]:
+    """Eight rows whose padding holds `filler`."""
+    tokens = ids(batch=8, length=9)
+    mask = torch.ones_like(tokens)
+    mask[:5, :PADDED] = 0
+    return {"input_ids": torch.where(mask == 0, filler, tokens), "attention_mask": mask}
+
+
+def run(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the routers have learned after one training forward and backward; and the gradients."""
+    torch.manual_seed(0)
+    logits = model(**inputs, use_cache=False).logits
+    logits[inputs["attention_mask"] != 0].square().mean().backward()
+    state = {name: value for name, value in model.state_dict().items() if ".router." in name}
+    grads = {name: weight.grad for name, weight in model.named_parameters()}
+    return state | {f"{name}.grad": grad for name, grad in grads.items() if grad is not None}
+
+
+def test_codebooks_learn_from_real_tokens_only() -> None:
+    model = swapped()
+    twins = [copy.deepcopy(layer_of(model, index).router) for index in (0, 2)]
+    seen: list[Tensor] = []
+    for index in (0, 2):
+        layer_of(model, index).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    state = run(model, batch())
+    real = batch()["attention_mask"] != 0
+    for index, twin, hidden in zip((0, 2), twins, seen, strict=True):
+        twin.observe(hidden.detach()[real])
+        for name, value in twin.state_dict().items():
+            assert torch.equal(state[f"model.layers.{index}.mlp.router.{name}"], value), name
+    assert float(twins[0].codebook.counts.sum()) == pytest.approx(8 * 9 - 5 * PADDED)
+    assert_same(run(swapped(), batch(filler=7)), state)  # whatever the padding is
+
+
+def by_pickle(model: Any, _folder: Path) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def by_loading(model: Any, folder: Path) -> Any:
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder).train()
+
+
+@pytest.mark.parametrize("copied", [lambda model, _: copy.deepcopy(model), by_pickle, by_loading])
+def test_copies_know_their_own_padding(copied: Callable[..., Any], tmp_path: Path) -> None:
+    model = swapped()
+    twin = copied(model, tmp_path)
+    expected = run(model, batch())
+    assert_same(run(twin, batch(filler=7)), expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_changes_nothing(use_reentrant: bool) -> None:
+    model = swapped()
+    checkpoint_activations(model, use_reentrant)
+    assert_same(run(model, batch()), run(swapped(), batch()))
+
+
+def test_compiled_layers_learn_the_same() -> None:
+    model = dense(num_hidden_layers=1).train()
+    swap_ffn(model, layers=[0], router=air())
+    twin = copy.deepcopy(model)
+    compiled: Any = torch.compile(model, backend="eager")
+    for padded in (0, 7):  # the second time with the mask of its own batch
+        inputs = batch()
+        inputs["attention_mask"][6, :padded] = 0
+        for one in (compiled, twin):
+            torch.manual_seed(0)
+            one(**inputs)
+    actual, expected = (layer_of(one, 0).router.state_dict() for one in (model, twin))
+    assert_same(actual, expected)
+
+
+def test_a_layer_in_one_graph_learns_the_same() -> None:
+    """Where Triton computes, the mask is part of the graph."""
+    ends = []
+    router = air(top_k=2, num_experts=6, shortlist_size=4, num_codewords=2)
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        (layer,) = swap_ffn(dense(), layers=[0], router=router)
+        layer.train().requires_grad_(False)
+        for _ in range(2):  # until the host knows that the codebook has started
+            layer(torch.randn(2, 4, WIDTH))
+        shared: Any = layer.inputs  # type: ignore[attr-defined]
+
+        def step(x: Tensor, mask: Tensor, layer: Any = layer, shared: Any = shared) -> Tensor:
+            shared._set(None, (), {"attention_mask": mask})
+            output = layer(x)
+            shared._clear(None, None, None)
+            return output
+
+        outputs = {}
+        with use_backend("triton"):
+            run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiles else step
+            for number, mask in enumerate(([[0, 1, 1]], [[0, 0, 1]])):
+                torch.manual_seed(number)
+                outputs[str(number)] = run(torch.randn(1, 3, WIDTH), torch.tensor(mask))
+        ends.append(outputs | layer.router.state_dict())
+    assert_same(ends[1], ends[0])
+
+
+def test_masks_that_do_not_fit() -> None:
+    model = swapped()
+    shared = layer_of(model, 0).inputs
+    assert shared is layer_of(model, 2).inputs
+    decoder = model.get_decoder()
+    x = torch.randn(2, 3, WIDTH)
+    for mask, expected in (
+        (torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]]), [0, 1, 1, 1, 0, 1]),  # one is in the cache
+        (torch.ones(2, 1, 3, 3), None),  # who sees whom
+        (torch.ones(4, 3), None),
+        (torch.ones(2, 2), None),
+        (None, None),
+    ):
+        shared._set(decoder, (), {"attention_mask": mask})
+        found = shared.mask_of(x)
+        assert (None if found is None else found.flatten().tolist()) == expected
+        shared._set(decoder, (None, mask), {})  # by position
+        found = shared.mask_of(x)
+        assert (None if found is None else found.flatten().tolist()) == expected
+
+
+def test_a_mask_is_forgotten_after_its_batch() -> None:
+    model = swapped()
+    shared = layer_of(model, 0).inputs
+    model(**batch())
+    assert shared.mask_of(torch.randn(8, 9, WIDTH)) is None
+    layer_of(model, 2).register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**batch())
+    assert shared.mask_of(torch.randn(8, 9, WIDTH)) is None
+
+
+def test_nothing_is_learned_from_what_a_model_writes() -> None:
+    model = swapped()
+    run(model, batch())
+    before = copy.deepcopy(model.state_dict())
+    written = model.generate(**batch(), max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert written.shape[1] > batch()["input_ids"].shape[1]
+    assert_same(model.state_dict(), before)
+
+
+def test_calibration_and_training_agree_on_padding() -> None:
+    """`calibrate` leaves padding out by its own means."""
+    reports = [airmoe.calibrate(swapped(), [batch(filler)]) for filler in (0, 7)]
+    assert reports[0] == reports[1]
