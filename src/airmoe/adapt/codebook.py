@@ -46,7 +46,7 @@ class ScaledCodebook(Codebook):
     @torch.no_grad()
     def measure_scales(self, hidden: Tensor) -> None:
         """Set the scales from the tokens [T, D] of all ranks; without any, the mean."""
-        codeword_ids = self.nearest(hidden, 1).squeeze(-1)  # [T]
+        codeword_ids = self.nearest(hidden)  # [T]
         projections = (hidden.float() * self.codewords[codeword_ids]).sum(-1)  # [T]
         pairs = torch.stack([projections, torch.ones_like(projections)], dim=1)  # [T, 2]
         totals = pairs.new_zeros(self.num_codewords, 2)

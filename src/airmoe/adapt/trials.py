@@ -120,7 +120,7 @@ def sum_over_ranks(count: int, device: torch.device) -> int:
 def _chunks(layer: CalibratedLayer, codebook: Codebook, hidden: Tensor) -> Iterator[Chunk]:
     """Tokens come by codeword, so that few orders of experts are needed at a time."""
     near = layer.representatives(codebook)
-    codeword_ids = codebook.nearest(hidden, 1).squeeze(-1)  # [T]
+    codeword_ids = codebook.nearest(hidden)  # [T]
     by_codeword = codeword_ids.argsort(stable=True)
     for rows in by_codeword.split(max(1, CHUNK_ELEMENTS // layer.num_experts)):
         ids = codeword_ids[rows]
