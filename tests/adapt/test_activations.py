@@ -44,7 +44,7 @@ def test_whole_texts_are_held_out() -> None:
 
 
 def test_a_batch_is_cut_by_its_ids() -> None:
-    """Whatever stands before them, and only what has a row for each sequence."""
+    """Whatever comes before them, and only what has a row for each sequence."""
     rows, sizes = torch.arange(12).view(4, 3), torch.arange(4)
     given = {"sizes": sizes, "cache": torch.zeros(1, 5), "input_ids": rows, "mask": rows > 0}
     learned, held_out = hold_out([given])
@@ -61,7 +61,7 @@ def test_a_batch_is_cut_by_its_ids() -> None:
 
 
 def test_a_router_s_own_mask_counts() -> None:
-    """Padding that a layer of ours was told of, though no batch had an attention mask."""
+    """The mask a layer passes to its router, though no batch had an attention mask."""
     router = AirRouter.Config(
         dim=60, num_experts=8, top_k=2, num_codewords=2, shortlist_size=4
     ).build()

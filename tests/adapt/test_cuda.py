@@ -43,8 +43,8 @@ def test_shortlists_route_as_on_the_cpu(family: str) -> None:
     here = calibrated(family)
     there = copy.deepcopy(here).to(GPU)
     hidden = torch.randn(200, here.config.hidden_size)
-    for router, twin in zip(swapped_routers(here), swapped_routers(there), strict=True):
-        expected, found = router(hidden), twin(hidden.to(GPU))
+    for router, copied in zip(swapped_routers(here), swapped_routers(there), strict=True):
+        expected, found = router(hidden), copied(hidden.to(GPU))
         torch.testing.assert_close(found[0].cpu(), expected[0], rtol=0, atol=1e-5)
         torch.testing.assert_close(
             found[2].cpu().sort(-1).values, expected[2].sort(-1).values, rtol=0, atol=0

@@ -58,17 +58,17 @@ def run(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def test_codebooks_learn_from_real_tokens_only() -> None:
     model = swapped()
-    twins = [copy.deepcopy(layer_of(model, index).router) for index in (0, 2)]
+    others = [copy.deepcopy(layer_of(model, index).router) for index in (0, 2)]
     seen: list[Tensor] = []
     for index in (0, 2):
         layer_of(model, index).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     state = run(model, batch())
     real = batch()["attention_mask"] != 0
-    for index, twin, hidden in zip((0, 2), twins, seen, strict=True):
-        twin.observe(hidden.detach()[real])
-        for name, value in twin.state_dict().items():
+    for index, other, hidden in zip((0, 2), others, seen, strict=True):
+        other.observe(hidden.detach()[real])
+        for name, value in other.state_dict().items():
             assert torch.equal(state[f"model.layers.{index}.mlp.router.{name}"], value), name
-    assert float(twins[0].codebook.counts.sum()) == pytest.approx(8 * 9 - 5 * PADDED)
+    assert float(others[0].codebook.counts.sum()) == pytest.approx(8 * 9 - 5 * PADDED)
     assert_same(run(swapped(), batch(filler=7)), state)  # whatever the padding is
 
 
@@ -84,9 +84,9 @@ def by_loading(model: Any, folder: Path) -> Any:
 @pytest.mark.parametrize("copied", [lambda model, _: copy.deepcopy(model), by_pickle, by_loading])
 def test_copies_know_their_own_padding(copied: Callable[..., Any], tmp_path: Path) -> None:
     model = swapped()
-    twin = copied(model, tmp_path)
+    other = copied(model, tmp_path)
     expected = run(model, batch())
-    assert_same(run(twin, batch(filler=7)), expected)
+    assert_same(run(other, batch(filler=7)), expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -99,15 +99,15 @@ def test_checkpointing_changes_nothing(use_reentrant: bool) -> None:
 def test_compiled_layers_learn_the_same() -> None:
     model = dense(num_hidden_layers=1).train()
     swap_ffn(model, layers=[0], router=air())
-    twin = copy.deepcopy(model)
+    eager = copy.deepcopy(model)
     compiled: Any = torch.compile(model, backend="eager")
     for padded in (0, 7):  # the second time with the mask of its own batch
         inputs = batch()
         inputs["attention_mask"][6, :padded] = 0
-        for one in (compiled, twin):
+        for one in (compiled, eager):
             torch.manual_seed(0)
             one(**inputs)
-    actual, expected = (layer_of(one, 0).router.state_dict() for one in (model, twin))
+    actual, expected = (layer_of(one, 0).router.state_dict() for one in (model, eager))
     assert_same(actual, expected)
 
 

@@ -56,7 +56,7 @@ def assert_same_state(found: Any, expected: Any) -> None:
     assert_same(found.state_dict(), expected.state_dict())
 
 
-def assert_untaught(model: Any) -> None:
+def assert_uncalibrated(model: Any) -> None:
     """Nothing of the codebooks is left unwritten: tests fill such memory with NaN."""
     assert swapped_routers(model)
     for router in swapped_routers(model):
@@ -83,7 +83,7 @@ def test_round_trip(kind: str, tmp_path: Path) -> None:
         assert type(loaded) is type(model) and not loaded.training
         assert_same_state(loaded, model)
         assert torch.equal(logits_of(loaded), logits_of(model))
-        # Tests fill memory that nobody has written with NaN.
+        # Tests fill unwritten memory with NaN.
         assert all(t.isfinite().all() for t in loaded.buffers() if t.is_floating_point())
     for ours, theirs in zip(swapped_routers(loaded), swapped_routers(model), strict=True):
         assert torch.equal(ours.shortlists(), theirs.shortlists())
@@ -110,7 +110,7 @@ def test_restored_models_are_stock_again(family: str, tmp_path: Path) -> None:
     assert_same_state(plain, stock)
     for one in (loaded, plain):
         airmoe.swap_routers(one, num_codewords=4, shortlist_size=8)
-        assert_untaught(one)
+        assert_uncalibrated(one)
         one.save_pretrained(tmp_path / "again")
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
         assert type(again) is type(one)
@@ -149,11 +149,11 @@ def test_stock_weights_in_a_swapped_model_start_the_codebook_anew(
     with transformers_log() as messages:
         loaded = type(model).from_pretrained(tmp_path, config=config)
     assert any("codebook" in message for message in messages)
-    assert_untaught(loaded)
+    assert_uncalibrated(loaded)
     with pytest.warns(UserWarning, match=r"airmoe\.calibrate"):
         assert torch.equal(logits_of(loaded), logits_of(stock))
     model.load_state_dict(stock.state_dict())  # strict, as torch has it
-    assert_untaught(model)
+    assert_uncalibrated(model)
     with pytest.warns(UserWarning, match=r"airmoe\.calibrate"):
         assert torch.equal(logits_of(model), logits_of(stock))
 
@@ -166,7 +166,7 @@ def test_a_torn_codebook_starts_anew(tmp_path: Path) -> None:
     kept = {name: value for name, value in state.items() if not name.endswith("codewords")}
     assert len(kept) == len(state) - 2
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert_untaught(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert_uncalibrated(AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
 @pytest.mark.parametrize("family", BUILD)
@@ -175,8 +175,8 @@ def test_a_model_built_without_memory(family: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.to_empty(device="cpu").init_weights()
-    assert_untaught(model)
-    assert_untaught(AutoModelForCausalLM.from_config(config))
+    assert_uncalibrated(model)
+    assert_uncalibrated(AutoModelForCausalLM.from_config(config))
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "llama"])
@@ -283,7 +283,7 @@ def test_copies_and_pickles(kind: str) -> None:
         assert type(one) is MixtralForCausalLM
 
 
-def test_settings_changed_meanwhile_survive_the_restoration() -> None:
+def test_settings_changed_after_the_swap_survive_its_undoing() -> None:
     model = calibrated("mixtral")
     model.config.use_cache = False
     model.set_attn_implementation("eager")

@@ -191,7 +191,7 @@ def test_shortlists_follow_an_optimizer_that_leaves_no_trace() -> None:
     router = swapped_routers(model)[0]
     with torch.no_grad():
         before = router.shortlists()
-    model(ids(6), labels=ids(6)).loss.backward()  # somebody trains in evaluation mode
+    model(ids(6), labels=ids(6)).loss.backward()  # training in evaluation mode
     router.weight.data.neg_()
     with torch.no_grad():
         assert not torch.equal(router.shortlists(), before)

@@ -1,4 +1,4 @@
-"""The layer that takes the place of a dense feed-forward network in somebody else's decoder."""
+"""The layer that takes the place of a dense feed-forward network in another library's decoder."""
 
 from __future__ import annotations
 

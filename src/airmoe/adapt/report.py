@@ -21,7 +21,7 @@ class Trial:
 
 
 def products(num_codewords: int, shortlist_size: int, num_experts: int) -> int:
-    """Per token; where the shortlist is everything no codeword is asked."""
+    """Per token; where the shortlist holds every expert no codeword is compared."""
     whole = shortlist_size == num_experts
     return num_experts if whole else num_codewords + shortlist_size
 
@@ -71,7 +71,7 @@ class Losses:
     """Next-token loss of the model on the held-out text, by how all its layers route."""
 
     exact: float  # over all experts
-    fewer: float | None  # exactly, with K - 1 experts per token, as a yardstick; None for K = 1
+    fewer: float | None  # exactly, with K - 1 experts per token, for comparison; None for K = 1
     calibrated: float  # with the sizes it has
     suggested: float  # with the suggested sizes, or each layer's own where there are none for all
 

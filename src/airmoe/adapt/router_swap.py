@@ -22,7 +22,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @config
 class RouterSettings:
-    """What a swap was asked for, as the model's config keeps it."""
+    """The arguments of a swap, as the model's config keeps them."""
 
     label: ClassVar[str] = "swap_routers"
 
@@ -149,7 +149,7 @@ def _check_not_swapped(model: nn.Module) -> None:
 
 
 def _check_forwards(model: nn.Module, routers: Iterable[str]) -> None:
-    """Refuse routers that would not be asked.
+    """Refuse routers whose own forward would not run.
 
     The block around a router counts too: kernels from the hub may replace both at once.
     """
