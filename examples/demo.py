@@ -15,7 +15,7 @@ from airmoe.commands.console import keep_streams
 from airmoe.experiments import preset
 from airmoe.files import read_json
 from airmoe.training import generate_text, open_run, override, resume, train
-from airmoe.training.load import load_trained
+from airmoe.training.trained import load_trained
 
 # Method -> name and colour (Okabe and Ito's palette) in table and figure.
 METHODS = {
@@ -100,7 +100,7 @@ def introduce(console: Console) -> None:
 
 def train_one(method: str, folder: Path, changes: list[str], console: Console) -> Finished:
     """Train it, resume it, or take it as it is if it has finished."""
-    config = override(preset("tiny", method), ["training.tensorboard=false", *changes])
+    config = override(preset("tiny", method), ["training.track=none", *changes])
     if (folder / "run.json").exists() and open_run(folder).config == config:
         finished = resume(folder, console)
     else:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from airmoe import AirRouter, CellRouting, ConfigError, MoELayer
 from airmoe.metrics import dead_experts, routing_quality
 from airmoe.model.modeling import AirMoeDecoderLayer
-from airmoe.training.load import load_trained
+from airmoe.training.trained import load_trained
 
 NUM_TOKENS, SHOWN_CELLS = 4096, 8
 

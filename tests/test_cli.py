@@ -18,7 +18,7 @@ from airmoe.data import open_prepared
 from airmoe.experiments.doctor import examine
 from airmoe.files import read_json
 from airmoe.training import train
-from airmoe.training.load import load_trained
+from airmoe.training.trained import load_trained
 from tests.experiments.forked import fork_runs
 from tests.training.command import airmoe, assert_one_line, pythonpath
 from tests.training.runs import (
@@ -105,7 +105,7 @@ def test_train_prepares_its_text_and_names_its_folder(tmp_path: Path) -> None:
     outcome = airmoe(
         *("train", "tiny", "--method", "dense", "training.steps=1", "training.batch_size=2"),
         *("training.micro_batch_size=2", "data.block_size=32", "data.corpus=./text.txt"),
-        *("data.tokenizer=bytes", "data.validation_fraction=0.1", "training.tensorboard=false"),
+        *("data.tokenizer=bytes", "data.validation_fraction=0.1", "training.track=none"),
         cwd=tmp_path,
     )
     assert outcome.code == 0, outcome.err
@@ -347,7 +347,7 @@ def test_names_reach_the_terminal_escaped(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / HOSTILE
     folder.mkdir()
     text = write_text(folder, 60)
-    config = small_run(tmp_path, steps=1, eval_every=1, tensorboard=False)
+    config = small_run(tmp_path, steps=1, eval_every=1, track="none")
     new_text = (f"data.corpus={text}", f"data.folder={folder}/new", "data.validation_fraction=0.1")
     prepare = ("prepare", text, "--tokenizer", "bytes", "--validation-fraction", 0.1)
     empty = folder / "empty"
@@ -376,7 +376,7 @@ def test_names_reach_the_terminal_escaped(run: Path, tmp_path: Path) -> None:
 def test_names_reach_a_bar_escaped(tmp_path: Path) -> None:
     folder = tmp_path / HOSTILE
     folder.mkdir()
-    config = small_run(tmp_path, steps=1, eval_every=1, tensorboard=False)
+    config = small_run(tmp_path, steps=1, eval_every=1, track="none")
     text = write_text(folder, 60)
     new_text = (f"data.corpus={text}", f"data.folder={folder}/new", "data.validation_fraction=0.1")
     terminal = {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "COLUMNS": "400"}

@@ -21,9 +21,9 @@ from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.suites import make_plan
 from airmoe.experiments.suites.folder import SuiteFolder, check_suite, write_plan
 from airmoe.model import METHODS
-from airmoe.training.load import load_trained
-from airmoe.training.overrides import SECTIONS
+from airmoe.training.config import SECTIONS
 from airmoe.training.run_folder import data_sha256
+from airmoe.training.trained import load_trained
 from tests.mutations import HOSTILE, damaged, dump
 from tests.test_config_errors import CONFIGS, GOOD
 from tests.training.runs import small_run, train_here
@@ -208,7 +208,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "mine/run.json": read_model,
     "mine/checkpoint-4/config.json": read_model,
     "mine/checkpoint-4/generation_config.json": read_model,
-    "mine/checkpoint-4/trainer_state.json": read_model,
     "mine/checkpoint-4/training.json": read_model,
     "mine/checkpoint-4/manifest.json": read_model,
     "mine/result.json": read_result_file,

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import warnings
 from pathlib import Path
 
 import pytest
-from transformers import Trainer
 from transformers.utils import output_capturing
 
 from airmoe import transformers_internals
 from airmoe.errors import ConfigError
-from airmoe.training.arguments import make_arguments
-from tests.training.runs import small_run
 
 FILE = Path(transformers_internals.__file__)
 PRIVATE_MODULES = (
@@ -52,19 +48,3 @@ def test_a_missing_name_says_which_versions_are_known(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=r"^transformers: got '5.* it knows 5\.17\.0 to 5\.") as e:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     assert "_CAN_RECORD_REGISTRY" in str(e.value) and "\n" not in str(e.value)
-
-
-def test_a_trainer_without_a_method_that_ours_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Trainer, "_save_checkpoint")
-    with pytest.raises(ConfigError, match=r"_save_checkpoint.*it knows 5\.17\.0"):
-        transformers_internals.check_trainer(Trainer)
-
-
-@pytest.mark.parametrize("enabled", [False, True])
-def test_training_arguments_announce_no_break(enabled: bool, tmp_path: Path) -> None:
-    run = small_run(tmp_path, gradient_checkpointing=enabled)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        arguments = make_arguments(run, tmp_path, num_processes=1, steps_per_epoch=10)
-    assert arguments.gradient_checkpointing is enabled  # both names until version 6
-    assert arguments.gradient_checkpointing_kwargs == {"use_reentrant": False}

@@ -64,7 +64,8 @@ def imported_modules(source: str, module: str, *, is_package: bool) -> Iterator[
             origin = ".".join(filter(None, (base, node.module)))
             if origin == "airmoe":  # `from airmoe import routers` means `airmoe.routers`
                 for alias in node.names:
-                    yield node.lineno, f"airmoe.{alias.name}"
+                    if alias.name != "__version__":  # no module, and there before any
+                        yield node.lineno, f"airmoe.{alias.name}"
             else:
                 yield node.lineno, origin
 

@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 
 from airmoe.commands.comparisons import report, suite
-from airmoe.commands.console import keep_streams, say
+from airmoe.commands.console import keep_streams
 from airmoe.commands.costs import bench, doctor, flops
 from airmoe.commands.models import evaluate, generate, prepare, train
-from airmoe.errors import ConfigError, RunError
+from airmoe.errors import ConfigError, RunError, say
 from airmoe.files import can_be_written, disk_is_full
 
 # A path that cannot be made or read is the user's to change.

@@ -7,9 +7,11 @@ missing names, and whose `check()` method, if it has one, runs after every const
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 import math
 import sys
+from collections.abc import Iterable
 from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
 
 from airmoe.errors import ConfigError
@@ -38,7 +40,7 @@ def config(cls: ConfigClass) -> ConfigClass:
                     f"{label}.{name}",
                     values[name],
                     "is not an option",
-                    f"Valid options: {', '.join(fields)}.",
+                    f"{did_you_mean(name, fields)}Valid options: {', '.join(fields)}.",
                 )
         for name in required:
             if name not in values:
@@ -104,4 +106,11 @@ def check_choice(field: str, value: object, literal: object) -> None:
     options = get_args(literal)
     if value not in options:
         listed = ", ".join(repr(option) for option in options)
-        raise ConfigError(field, value, f"must be one of {listed}", "Choose one of these.")
+        remedy = f"{did_you_mean(value, options)}Choose one of these."
+        raise ConfigError(field, value, f"must be one of {listed}", remedy)
+
+
+def did_you_mean(given: object, valid: Iterable[str]) -> str:
+    """A sentence naming the valid word that is nearest to a mistyped one, or nothing."""
+    near = difflib.get_close_matches(str(given)[:100], list(valid), n=1)
+    return f"Did you mean {near[0]!r}? " if near else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def visible(text: object) -> str:
     """Text for a terminal: what is not printable (escape codes, line breaks, half characters of a
@@ -10,6 +12,11 @@ def visible(text: object) -> str:
     return "".join(
         character if character.isprintable() else repr(character)[1:-1] for character in str(text)
     )
+
+
+def say(console: Any, text: str) -> None:
+    """One line as it is: names may hold escape codes, or what rich takes for markup."""
+    console.print(visible(text), highlight=False, markup=False, soft_wrap=True)
 
 
 class ConfigError(ValueError):

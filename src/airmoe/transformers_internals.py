@@ -17,17 +17,6 @@ from torch import Tensor
 from airmoe.errors import ConfigError
 
 KNOWN = ("5.17.0", "5.23.0")  # oldest and newest that the tests have run with
-TRAINER_METHODS = (
-    "_clip_grad_norm",
-    "_get_train_sampler",
-    "_load_from_checkpoint",
-    "_load_optimizer_and_scheduler",
-    "_load_rng_state",
-    "_load_scaler",
-    "_prepare_inputs",
-    "_run_epoch",
-    "_save_checkpoint",
-)
 
 
 @contextmanager
@@ -69,8 +58,6 @@ __all__ = [
     "Qwen3MoeTopKRouter",
     "can_return_tuple",
     "capture_outputs",
-    "check_trainer",
-    "checkpointing_arguments",
     "convert_checkpoints_like",
     "is_loaded",
     "merge_with_config_defaults",
@@ -103,20 +90,3 @@ def convert_checkpoints_like(model_type: str, stock: str) -> None:
 def is_loaded(tensor: Tensor) -> bool:
     """Whether `from_pretrained` has read this tensor from a file, so it keeps its values."""
     return getattr(tensor, "_is_hf_initialized", False)
-
-
-def check_trainer(trainer: type) -> None:
-    """Check the methods that our Trainer replaces: one that is gone would never be called."""
-    with _known_versions():
-        for name in TRAINER_METHODS:
-            getattr(trainer, name)
-
-
-def checkpointing_arguments(enabled: bool) -> dict[str, Any]:
-    """Activation checkpointing in the words of `TrainingArguments`, which 5.23 has renamed."""
-    names = transformers.TrainingArguments.__dataclass_fields__
-    prefix = "activation" if "activation_checkpointing" in names else "gradient"
-    return {
-        f"{prefix}_checkpointing": enabled,
-        f"{prefix}_checkpointing_kwargs": {"use_reentrant": False},
-    }

@@ -20,8 +20,7 @@ from airmoe.experiments import PRESETS, preset
 from airmoe.experiments.method_runs import method_run
 from airmoe.kernels.linear_cross_entropy import CPU_CHUNK_BYTES, CUDA_CHUNK_BYTES
 from airmoe.model import METHODS
-from airmoe.training.callbacks import Recorder
-from airmoe.training.run_log import read_log
+from airmoe.training.run_log import TIME_FIELDS, read_log
 from tests.docs.common import PAGES, ROOT, code_blocks, command_lines
 from tests.training.command import airmoe
 from tests.training.runs import in_process
@@ -64,7 +63,7 @@ def test_log_fields_are_those_of_the_table(walked: Path) -> None:
     listed = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])}
     lines = read_log(walked / "runs" / "mine" / "log.jsonl")
     assert listed == {name for line in lines for name in line}
-    assert re.findall(r"`(\w+)`", rows[-1][0]) == list(Recorder.TIME_FIELDS)
+    assert re.findall(r"`(\w+)`", rows[-1][0]) == list(TIME_FIELDS)
     only = {row[0].strip("` "): row[1] for row in rows}
     evaluation = next(line for line in lines if line["kind"] == "eval")
     training = next(line for line in lines if line["kind"] == "train")

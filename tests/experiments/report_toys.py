@@ -18,6 +18,7 @@ from airmoe.experiments.suites import SUITES
 from airmoe.files import read_json, write_json
 from airmoe.losses import BALANCE
 from airmoe.training import RunConfig, override
+from airmoe.training.checkpoints import FORMAT
 
 EVALUATIONS = 6
 TRAIN_LINES = 12
@@ -49,7 +50,7 @@ def write_run(
     lines = _lines(perplexity, numbers)
     evaluations = [line for line in lines if line["kind"] == "eval"]
     folder.mkdir(parents=True)
-    write_json(folder / "run.json", {"format": 1, "config": config.to_json(), **about})
+    write_json(folder / "run.json", {"format": FORMAT, "config": config.to_json(), **about})
     text = "\n".join(str(line).replace("'", '"') for line in lines)
     (folder / "log.jsonl").write_text(text + "\n", encoding="utf-8")
     if result:

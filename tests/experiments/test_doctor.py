@@ -19,9 +19,8 @@ import airmoe.kernels
 from airmoe import ConfigError
 from airmoe.experiments import doctor, preset
 from airmoe.experiments.doctor import OPTIONAL, examine
-from airmoe.training import bfloat16, override
-from airmoe.training.arguments import check_device
-from airmoe.training.evaluation import autocast_of
+from airmoe.training import devices, override
+from airmoe.training.devices import autocast_of, check_device
 
 
 def shown() -> str:
@@ -86,11 +85,11 @@ def test_a_cpu_that_refuses_its_own_instructions(
     """
     (tmp_path / "signal.py").write_text("open('planted', 'w')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(bfloat16.VARIABLE, raising=False)
+    monkeypatch.delenv(devices.VARIABLE, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     end = "os.kill(os.getpid(), signal.SIGILL)" if killed else "pass"
-    monkeypatch.setattr(bfloat16, "PRODUCT", f"import os, signal; {end}")
-    bfloat16.product_kills.cache_clear()
+    monkeypatch.setattr(devices, "PRODUCT", f"import os, signal; {end}")
+    devices.product_kills.cache_clear()
     try:
         assert ("Set the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16." in shown()) == (
             killed
@@ -99,14 +98,14 @@ def test_a_cpu_that_refuses_its_own_instructions(
             check_device(override(preset("tiny"), ["training.precision=bf16"]), 1)
         with pytest.raises(ConfigError, match="or use fp32") if killed else nullcontext():
             autocast_of("bf16", torch.device("cpu"))
-        bfloat16.check_bfloat16("precision", "cuda")
+        devices.check_bfloat16("precision", "cuda")
     finally:
-        bfloat16.product_kills.cache_clear()
+        devices.product_kills.cache_clear()
     assert not (tmp_path / "planted").exists()
 
 
 def test_the_product_that_is_tried() -> None:
-    exec(bfloat16.PRODUCT, {})
+    exec(devices.PRODUCT, {})
 
 
 def test_the_extras_named_exist() -> None:

@@ -199,7 +199,7 @@ def test_every_variant_has_the_same_seeds(runs: Runs) -> None:
 
 
 def test_how_closely_a_run_is_watched_does_not_matter(runs: Runs) -> None:
-    runs["air"] = changed(runs["air"], "training.log_every=7", "training.tensorboard=false")
+    runs["air"] = changed(runs["air"], "training.log_every=7", "training.track=none")
     assert violations(runs) == []
 
 

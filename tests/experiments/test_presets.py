@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import TrainingArguments
 
 from airmoe.errors import ConfigError
 from airmoe.experiments import PRESETS, preset
 from airmoe.model import METHODS, AirMoeForCausalLM
-from airmoe.training import RunConfig, arguments, override
-from airmoe.training.arguments import make_arguments, total_steps
 
 PAPER = [name for name in PRESETS if name != "tiny"]
 LLAMA3_VOCABULARY, LLAMA3_END = 128_256, 128_001
@@ -89,46 +84,23 @@ def test_architecture(name: str) -> None:
     assert (router.num_codewords, router.shortlist_size) == (1024, 2048)  # pyright: ignore
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The paper's fp16 is refused without one; nothing of it runs here."""
-    monkeypatch.setattr(arguments, "check_device", lambda *_: None)
-
-
-def arguments_of(run: RunConfig, folder: Path, processes: int = 4) -> TrainingArguments:
-    return make_arguments(run, folder, num_processes=processes, steps_per_epoch=70)
-
-
 @pytest.mark.parametrize("name", PAPER)
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_the_trainer_is_told_so(name: str, tmp_path: Path) -> None:
-    run = preset(name)
-    made = arguments_of(run, tmp_path)
-    assert (made.adam_beta1, made.adam_beta2, made.adam_epsilon) == (0.9, 0.95, 1e-8)
+def test_the_recipe_is_the_papers(name: str) -> None:
+    made = preset(name).training
+    assert (made.beta1, made.beta2, made.epsilon) == (0.9, 0.95, 1e-8)
     assert (made.weight_decay, made.max_grad_norm) == (0.1, 1.0)
-    assert made.optim == "adamw_torch_fused"
-    assert (made.learning_rate, made.lr_scheduler_type) == (3e-4, "linear")
-    steps = run.training.steps or 10 * 70
-    assert made.max_steps == steps
-    assert made.get_warmup_steps(steps) == -(-steps * 5 // 100)  # 5 %, rounded up
-    assert made.seed == 42
-    assert made.logging_steps == 500
-    assert made.eval_steps == made.save_steps == (70 if run.training.eval_every == "epoch" else 500)
-    together = made.per_device_train_batch_size * made.gradient_accumulation_steps * 4
-    assert together == run.training.batch_size
-    assert (made.metric_for_best_model, made.greater_is_better) == ("loss", False)
-    assert (made.fp16, made.bf16) == (True, False)
-
-
-def test_precision_is_passed_on(tmp_path: Path) -> None:
-    run = override(preset("tiny"), ["training.precision=bf16"])
-    made = make_arguments(run, tmp_path, num_processes=1, steps_per_epoch=3)
-    assert (made.bf16, made.fp16) == (True, False)
+    assert (made.learning_rate, made.warmup, made.seed) == (3e-4, 0.05, 42)
+    assert (made.log_every, made.precision) == (500, "fp16")
+    assert made.total_steps(steps_per_epoch=70) == (made.steps or 10 * 70)
+    every = 70 if made.eval_every == "epoch" else 500
+    assert made.steps_between_evaluations(steps_per_epoch=70) == every
+    assert made.micro_batch_size * made.accumulation_steps(4) * 4 == made.batch_size
 
 
 def test_epochs_become_steps() -> None:
-    assert total_steps(preset("small"), steps_per_epoch=123) == 1230
-    assert total_steps(preset("small-c5"), steps_per_epoch=123) == preset("small-c5").training.steps
+    small, c5 = preset("small").training, preset("small-c5").training
+    assert small.total_steps(steps_per_epoch=123) == 1230
+    assert c5.total_steps(steps_per_epoch=123) == c5.steps
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -20,6 +20,7 @@ from airmoe.experiments.suites.folder import (
     write_plan,
 )
 from airmoe.training import RunConfig
+from airmoe.training.checkpoints import FORMAT
 
 
 def open_suite(path: Path, plan: Plan) -> SuiteFolder:
@@ -97,7 +98,7 @@ def test_a_run_with_other_settings_is_not_touched(tmp_path: Path) -> None:
 
 def write_run(path: Path, config: RunConfig) -> None:
     path.mkdir(exist_ok=True)
-    (path / "run.json").write_text(json.dumps({"format": 1, "config": config.to_json()}))
+    (path / "run.json").write_text(json.dumps({"format": FORMAT, "config": config.to_json()}))
 
 
 def test_what_a_kill_left_of_a_first_file_is_no_hindrance(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from airmoe.experiments.suites import make_plan
 from airmoe.experiments.suites.execution import start_process
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.files import check_unlocked, read_json
-from airmoe.training.checkpoints import checkpoints
+from airmoe.training.checkpoints import FORMAT, checkpoints
 from tests.experiments.forked import fork_runs
 from tests.training.command import Outcome, airmoe, assert_one_line, pythonpath
 from tests.training.runs import (
@@ -269,7 +269,7 @@ def test_two_processes_run_a_suite_together(toy: Toy) -> None:
     short = ["training.steps=4", "training.eval_every=2"]
     plan = make_plan("granularity", "tiny", [*toy.settings, *short])
     (out / FIRST).mkdir(parents=True)
-    begun = {"format": 1, "config": plan.runs[0].config.to_json(), "data_sha256": "another"}
+    begun = {"format": FORMAT, "config": plan.runs[0].config.to_json(), "data_sha256": "another"}
     (out / FIRST / "run.json").write_text(json.dumps(begun))
     done = torchrun(*toy.arguments(out, *short))
     assert done.returncode != 0

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from airmoe.training import callbacks, checkpoints, evaluation, trainer
-from airmoe.training.trainer import AirMoeTrainer
+from airmoe.training import checkpoints, evaluation
+from airmoe.training.loop import TrainingLoop
+from airmoe.training.run_log import LogWriter
 from tests.training.runs import kill_self
 
 Kill = Callable[[], None]
@@ -51,23 +52,24 @@ def nth(count: int) -> Callable[..., bool]:
     return now
 
 
+def is_step(step: int) -> Callable[..., bool]:
+    """True in the loop's methods while it takes that step, counted from 1."""
+    return lambda loop, *_, **__: loop.step == step - 1
+
+
 def before_step(step: int) -> Kill:
     """Between two accumulation windows."""
-    return lambda: before(
-        callbacks.WatchSteps,
-        "on_step_begin",
-        lambda _self, _arguments, state, *_, **__: state.global_step == step - 1,
-    )
+    return lambda: before(TrainingLoop, "_take_step", is_step(step))
 
 
 def at_micro_batch(count: int) -> Kill:
-    """In the forward of a micro-batch, counted over the whole process."""
-    return lambda: after(AirMoeTrainer, "compute_loss", nth(count))
+    """Right behind a micro-batch, counted over the whole process."""
+    return lambda: after(TrainingLoop, "_forward_backward", nth(count))
 
 
 def after_optimizer_step(count: int) -> Kill:
     """The parameters have moved, the step is not counted yet."""
-    return lambda: before(callbacks.Recorder, "on_step_end", nth(count))
+    return lambda: after(TrainingLoop, "_take_step", nth(count))
 
 
 def in_evaluation(batch: int) -> Kill:
@@ -75,7 +77,7 @@ def in_evaluation(batch: int) -> Kill:
 
 
 def after_log_line(count: int) -> Kill:
-    return lambda: after(callbacks.Recorder, "on_log", nth(count))
+    return lambda: after(LogWriter, "write", nth(count))
 
 
 def in_fill(file: int) -> Kill:
@@ -90,7 +92,7 @@ def before_rename(count: int) -> Kill:
 
 def before_rotation(count: int) -> Kill:
     """A new checkpoint is whole, the old ones are still there."""
-    return lambda: before(trainer.checkpoints, "remove_old", nth(count))
+    return lambda: before(checkpoints, "remove_old", nth(count))
 
 
 def in_rotation() -> None:
@@ -108,7 +110,7 @@ def in_rotation() -> None:
 
 
 def after_rotation(count: int) -> Kill:
-    return lambda: after(trainer.checkpoints, "remove_old", nth(count))
+    return lambda: after(checkpoints, "remove_old", nth(count))
 
 
 def before_result() -> None:

@@ -22,25 +22,25 @@ from airmoe.distributed import full_tensor, rank, world_size
 from airmoe.errors import ConfigError, RunError
 from airmoe.routers import Router
 from airmoe.training import RunConfig, checkpoints, evaluate
-from airmoe.training.held_out import measure_test
-from airmoe.training.load import load_trained
-from airmoe.training.optimizer_state import optimizer_state
+from airmoe.training.evaluation import measure_test
+from airmoe.training.loop import TrainingLoop
 from airmoe.training.run_folder import open_run
-from airmoe.training.trainer import AirMoeTrainer
+from airmoe.training.state import optimizer_state
+from airmoe.training.trained import load_trained
 from tests.training import kills
 from tests.training.runs import quiet, resume_here, train_here
 
-SEEN: list[AirMoeTrainer] = []
+SEEN: list[TrainingLoop] = []
 
 
-def remember_trainers() -> None:
-    original = AirMoeTrainer.__init__
+def remember_loops() -> None:
+    original = TrainingLoop.__init__
 
-    def init(self: AirMoeTrainer, *arguments: Any, **named: Any) -> None:
+    def init(self: TrainingLoop, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **named)
         SEEN.append(self)
 
-    setattr(AirMoeTrainer, "__init__", init)  # noqa: B010
+    setattr(TrainingLoop, "__init__", init)  # noqa: B010
 
 
 def train_and_save_codebooks(folder: Path, name: str) -> None:
@@ -50,7 +50,7 @@ def train_and_save_codebooks(folder: Path, name: str) -> None:
     buffers = {
         f"{place}.{buffer}": value.clone()
         for place, router in enumerate(
-            module for module in SEEN[-1].airmoe_model.modules() if isinstance(module, Router)
+            module for module in SEEN[-1].model.modules() if isinstance(module, Router)
         )
         for buffer, value in router.named_buffers()
     }
@@ -76,7 +76,7 @@ def measure(folder: Path, name: str) -> None:
     """The end of the run just trained, as if its validation text were a test split."""
     run, data = open_run(folder / name), open_prepared(folder / "tokens")
     test: Any = SimpleNamespace(blocks=lambda _, size: data.blocks("validation", size))
-    measure_test(run, test, SEEN[-1].airmoe_model, quiet())
+    measure_test(run, test, SEEN[-1].model, quiet())
     if rank() == 0:
         run.test.rename(folder / f"{name}-test.json")
 
@@ -97,18 +97,18 @@ def broken(folder: Path, name: str) -> None:
 
 def break_off(micro_batch: int, job: Callable[[], None]) -> None:
     """Leave `job` in the micro-batch of that number."""
-    now, original = kills.nth(micro_batch), AirMoeTrainer.compute_loss
+    now, original = kills.nth(micro_batch), TrainingLoop._forward_backward
 
-    def compute_loss(self: AirMoeTrainer, *arguments: Any, **named: Any) -> Any:
+    def forward_backward(self: TrainingLoop, batch: Any) -> Any:
         if now():
             raise BrokenOffError
-        return original(self, *arguments, **named)
+        return original(self, batch)
 
-    setattr(AirMoeTrainer, "compute_loss", compute_loss)  # noqa: B010
+    TrainingLoop._forward_backward = forward_backward
     try:
         job()
     except BrokenOffError:
-        setattr(AirMoeTrainer, "compute_loss", original)  # noqa: B010
+        TrainingLoop._forward_backward = original
 
 
 def take_up(run: Path, name: str) -> None:
@@ -117,23 +117,21 @@ def take_up(run: Path, name: str) -> None:
     Nothing is trained: what another number of processes makes of it differs in the last bit.
     """
     break_off(1, lambda: resume_here(run))
-    trainer = SEEN[-1]
+    loop = SEEN[-1]
     weights = {
         key: full_tensor(value).detach().cpu().clone()
-        for key, value in trainer.airmoe_model.state_dict().items()
+        for key, value in loop.model.state_dict().items()
     }
-    moments = optimizer_state(trainer.airmoe_model, trainer.torch_optimizer)
+    moments = optimizer_state(loop.model, loop.optimizer)
     numbers = {
-        "steps": torch.tensor([trainer.state.global_step]),
-        "rates": torch.tensor(trainer.lr_scheduler.get_last_lr()),  # pyright: ignore
-        "shards": torch.tensor(
-            [isinstance(one, DTensor) for one in trainer.airmoe_model.parameters()]
-        ),
+        "steps": torch.tensor([loop.step]),
+        "rates": torch.tensor(loop.schedule.get_last_lr()),
+        "shards": torch.tensor([isinstance(one, DTensor) for one in loop.model.parameters()]),
     }
     save_file(
         {
             f"{part}/{key}": value
-            for part, values in {"model": weights, "optimizer": moments, "trainer": numbers}.items()
+            for part, values in {"model": weights, "optimizer": moments, "loop": numbers}.items()
             for key, value in values.items()
         },
         run.parent / f"{name}-{rank()}.safetensors",
@@ -192,7 +190,7 @@ JOBS: dict[str, Callable[[Path, str], None]] = {
 
 
 def main() -> None:
-    remember_trainers()
+    remember_loops()
     folder = Path(sys.argv[1])
     for job in sys.argv[2:]:
         what, _, name = job.partition(":")

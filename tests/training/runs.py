@@ -22,12 +22,11 @@ from airmoe.files import read_json
 from airmoe.model import AirMoeConfig
 from airmoe.routers import track_optimizer
 from airmoe.training import DataOptions, RunConfig, TrainingOptions, resume, train
-from airmoe.training.callbacks import Recorder
 from airmoe.training.checkpoints import LOG, checkpoints
 from airmoe.training.config import model_options
-from airmoe.training.order import EpochOrder
 from airmoe.training.run import build_model
-from airmoe.training.run_log import read_log
+from airmoe.training.run_log import TIME_FIELDS, read_log
+from airmoe.training.text import epoch_order
 
 WORDS = "the of a expert router token learns codebook follows shortlist picks and then again"
 
@@ -100,7 +99,7 @@ def small_run(
                 "log_every": 3,
                 "learning_rate": 1e-2,
                 "quality_tokens": 16,
-                "tensorboard": False,
+                "track": "none",
                 **training,
             }
         ),
@@ -160,7 +159,7 @@ def resume_here(folder: Path) -> None:
 def timeless_log(folder: Path) -> list[dict[str, Any]]:
     """The log without the fields in which two equal runs may differ."""
     return [
-        {name: value for name, value in line.items() if name not in Recorder.TIME_FIELDS}
+        {name: value for name, value in line.items() if name not in TIME_FIELDS}
         for line in read_log(folder / "log.jsonl")
     ]
 
@@ -213,7 +212,7 @@ def assert_same_run(run: Path, reference: Path) -> None:
     results = [read_json(folder / "result.json") for folder in (run, reference)]
     for result in results:
         for line in (result, result["best"], result["last"], *result["log"]):
-            for name in (*Recorder.TIME_FIELDS, "peak_memory_gib"):
+            for name in (*TIME_FIELDS, "peak_memory_gib"):
                 line.pop(name, None)
     assert results[0] == results[1]
 
@@ -224,7 +223,7 @@ def loss_of_a_new_model(config: RunConfig, micro_batches: int = 2) -> float:
     prepared = open_prepared(Path(config.data.folder))
     blocks = prepared.blocks("train", config.data.block_size)
     size, seed = config.training.batch_size, config.training.seed
-    order = list(EpochOrder(len(blocks), size, seed))[:size]
+    order = epoch_order(len(blocks), size, seed, epoch=0)[:size]
     model = build_model(config, prepared).train()
     optimizer = torch.optim.SGD(model.parameters())  # kept: a dead one would not be tracked
     track_optimizer(model, optimizer)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from airmoe.errors import ConfigError, RunError
-from airmoe.training import best_checkpoint
+from airmoe.training import best_checkpoint, loop
 from airmoe.training.checkpoints import (
+    STATE,
     checkpoints,
     clean_up,
     load_model,
@@ -25,9 +26,8 @@ from airmoe.training.checkpoints import (
     write_manifest,
 )
 from airmoe.training.evaluation import Evaluation
-from airmoe.training.load import load_trained
-from airmoe.training.optimizer_state import load_optimizer_state, optimizer_state
-from airmoe.training.trainer import AirMoeTrainer
+from airmoe.training.state import load_optimizer_state, optimizer_state
+from airmoe.training.trained import load_trained
 from tests.model.common import build, learn_a_little
 from tests.training.runs import differing, in_process, small_run, train_here
 
@@ -35,8 +35,8 @@ from tests.training.runs import differing, in_process, small_run, train_here
 def fake(folder: Path, *steps: int, best: int | None = None) -> None:
     for step in steps:
         (folder / f"checkpoint-{step}").mkdir()
-        state = {"best_global_step": best}
-        (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+        state = {"best_step": best}
+        (folder / f"checkpoint-{step}" / STATE).write_text(json.dumps(state))
         write_manifest(folder / f"checkpoint-{step}", step, "run")
 
 
@@ -195,22 +195,22 @@ def test_a_model_is_loaded_whole_or_refused(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
-LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5}
+def trained_with(losses: dict[int, float], folder: Path, **options: Any) -> Path:
+    """A run whose validation losses are given by step; everything else is real."""
+    config = small_run(folder, steps=max(losses), **options)
+
+    def job() -> None:
+        given = iter(losses.values())
+        loop.evaluate = lambda *_, **__: Evaluation(next(given), 10, {})
+        train_here(config, folder / "run")
+
+    assert in_process(job) == 0
+    return folder / "run"
 
 
 def test_the_best_is_chosen_by_validation_loss(tmp_path: Path) -> None:
-    """The losses of a run that overfits are given, everything else is real."""
-    config = small_run(tmp_path, steps=8, eval_every=2)
-
-    def job() -> None:
-        def evaluation(self: AirMoeTrainer) -> Evaluation:
-            return Evaluation(LOSSES[self.state.global_step], 10, {})
-
-        setattr(AirMoeTrainer, "evaluation", evaluation)  # noqa: B010
-        train_here(config, tmp_path / "run")
-
-    assert in_process(job) == 0
-    run = tmp_path / "run"
+    """Of a run that overfits."""
+    run = trained_with({2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5}, tmp_path, eval_every=2)
     assert steps(run) == [4, 8]
     assert step_of(best_checkpoint(run)) == 4
     assert step_of(load_trained(run, "best").checkpoint) == 4
@@ -222,18 +222,9 @@ def test_the_best_is_chosen_by_validation_loss(tmp_path: Path) -> None:
 
 
 def test_checkpoints_between_evaluations_do_not_push_the_best_out(tmp_path: Path) -> None:
-    config = small_run(tmp_path, steps=7, eval_every=4, save_every=1, keep_checkpoints=3)
-
-    def job() -> None:
-        def evaluation(self: AirMoeTrainer) -> Evaluation:
-            return Evaluation(float(self.state.global_step), 10, {})
-
-        setattr(AirMoeTrainer, "evaluation", evaluation)  # noqa: B010
-        train_here(config, tmp_path / "run")
-
-    assert in_process(job) == 0
-    assert steps(tmp_path / "run") == [4, 6, 7]
-    assert step_of(best_checkpoint(tmp_path / "run")) == 4
+    run = trained_with({4: 4.0, 7: 7.0}, tmp_path, eval_every=4, save_every=1, keep_checkpoints=3)
+    assert steps(run) == [4, 6, 7]
+    assert step_of(best_checkpoint(run)) == 4
 
 
 def test_a_checkpoint_is_an_ordinary_hugging_face_model(tmp_path: Path) -> None:

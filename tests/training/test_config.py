@@ -55,7 +55,7 @@ def test_values_are_json_or_plain_text() -> None:
             "training.steps=7",
             "training.epochs=null",
             "training.learning_rate=1e-2",
-            "training.tensorboard=false",
+            "training.track=none",
             "training.precision=bf16",
             'training.eval_every="epoch"',
             "data.corpus=some/where=odd.txt",
@@ -65,7 +65,7 @@ def test_values_are_json_or_plain_text() -> None:
         ],
     )
     assert (made.training.steps, made.training.epochs) == (7, None)
-    assert (made.training.learning_rate, made.training.tensorboard) == (0.01, False)
+    assert (made.training.learning_rate, made.training.track) == (0.01, "none")
     assert (made.training.precision, made.training.eval_every) == ("bf16", "epoch")
     assert (made.data.corpus, made.data.folder) == ("some/where=odd.txt", "7")
     assert made.model["moe_layers"] == [0, 2]

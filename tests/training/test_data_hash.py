@@ -15,7 +15,6 @@ from airmoe.files import write_json
 from airmoe.training.run_folder import (
     RunFolder,
     check_same_data,
-    check_same_loss,
     data_sha256,
 )
 
@@ -63,12 +62,3 @@ def test_a_run_goes_on_with_its_own_text_only(tmp_path: Path) -> None:
     other = prepared(tmp_path / "two", "other words")
     with pytest.raises(ConfigError, match="must hold the text with which"):
         check_same_data(run, other)
-
-
-def test_a_run_that_began_with_the_weaker_balance_loss_does_not_go_on(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, preset("tiny"))
-    write_json(tmp_path / "run.json", {"balance": "f sums to K"})
-    check_same_loss(run)
-    write_json(tmp_path / "run.json", {})
-    with pytest.raises(ConfigError, match=r"run\.balance: got None, must be 'f sums to K'"):
-        check_same_loss(run)

@@ -11,8 +11,8 @@ from airmoe.data import PrepareConfig, open_prepared, prepare
 from airmoe.files import read_json
 from airmoe.training import RunConfig, evaluate
 from airmoe.training.checkpoints import write_manifest
-from airmoe.training.load import load_trained
 from airmoe.training.run_folder import open_run
+from airmoe.training.trained import load_trained
 from tests.training.runs import resume_here, small_run, train_here
 
 
@@ -53,13 +53,13 @@ def test_the_best_checkpoint_is_measured(run: Path) -> None:
 def test_it_is_the_best_and_not_the_last(run: Path) -> None:
     """The weights in memory are the last ones: spoil the best checkpoint and measure again."""
     best = load_trained(run).checkpoint
-    state = best.parent / "checkpoint-12" / "trainer_state.json"
+    state = best.parent / "checkpoint-12" / "training.json"
     values = state.read_text(encoding="utf-8")
     before = read_json(run / "test.json")
     try:
         earlier = "8" if best.name == "checkpoint-12" else "12"
-        step = f'"best_global_step": {best.name.partition("-")[2]}'
-        state.write_text(values.replace(step, f'"best_global_step": {earlier}'), encoding="utf-8")
+        step = f'"best_step": {best.name.partition("-")[2]}'
+        state.write_text(values.replace(step, f'"best_step": {earlier}'), encoding="utf-8")
         write_manifest(state.parent, 12, open_run(run).sha256())
         (run / "test.json").unlink()
         resume_here(run)

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
 import subprocess
-import sys
 import time
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import transformers
+from accelerate.utils import LoggerType
 from safetensors.torch import load_file
 
 import airmoe
 from airmoe.data import open_prepared
 from airmoe.metrics.flops import Workload, count_flops
 from airmoe.routers import RouterConfig
-from airmoe.training import RunConfig, TrainingOptions, trainer
-from airmoe.training.callbacks import Recorder
-from airmoe.training.cost import flops_per_token
-from airmoe.training.load import load_trained
-from airmoe.training.run import build_model
+from airmoe.training import RunConfig, TrainingOptions, loop, trackers
+from airmoe.training.config import Tracker
+from airmoe.training.run import build_model, flops_per_token
 from airmoe.training.run_folder import git_state
-from airmoe.training.run_log import read_log
-from airmoe.training.tensorboard import LEFT_OUT
+from airmoe.training.run_log import STARTING_STEPS, TIME_FIELDS, Clock, read_log
+from airmoe.training.trackers import not_installed
+from airmoe.training.trained import load_trained
 from tests.training import kills
 from tests.training.command import airmoe as command
 from tests.training.runs import (
@@ -49,7 +46,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
     folder = tmp_path_factory.mktemp("log")
-    config = small_run(folder, tensorboard=True)
+    config = small_run(folder, track="tensorboard")
     assert in_process(lambda: train_here(config, folder / "run")) == 0
     return config, folder / "run"
 
@@ -223,7 +220,7 @@ def test_the_log_of_a_killed_run_is_whole_lines(tmp_path: Path) -> None:
 def test_run_json(finished: tuple[RunConfig, Path]) -> None:
     config, run = finished
     values = json.loads((run / "run.json").read_text())
-    assert values["format"] == 1
+    assert values["format"] == 2
     assert RunConfig.from_json(values["config"]) == config
     assert config.data.folder is not None
     prepared = open_prepared(config.data.folder)
@@ -262,7 +259,7 @@ def test_result_json(finished: tuple[RunConfig, Path]) -> None:
     started = json.loads((run / "run.json").read_text())
     assert result["versions"] == started["versions"]
     assert result["git"] == started["git"]
-    assert airmoe.__version__
+    assert result["versions"]["airmoe"] == airmoe.__version__
 
 
 def events(run: Path) -> dict[str, list[tuple[int, float]]]:
@@ -288,7 +285,7 @@ def test_tensorboard_has_the_same_numbers(finished: tuple[RunConfig, Path]) -> N
 
 def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    config = small_run(tmp_path, tensorboard=True, log_every=1, steps=8)
+    config = small_run(tmp_path, track="tensorboard", log_every=1, steps=8)
 
     def killed() -> None:
         kills.before_step(8)()
@@ -302,23 +299,25 @@ def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path: Path) -> No
     assert [step for step, _ in found["eval/loss"]] == [4, 8]
 
 
-def test_without_tensorboard_a_run_trains_and_says_so_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+def test_a_tracker_that_is_not_installed_is_left_out_in_one_line(
+    tracker: Any, tmp_path: Path
+) -> None:
     def patch() -> None:
-        real = importlib.util.find_spec
-        importlib.util.find_spec = lambda name, *rest: (
-            None if name == "tensorboard" else real(name, *rest)
-        )
-        for name in list(sys.modules):
-            if name.partition(".")[0] == "tensorboard":
-                del sys.modules[name]
-        sys.modules["tensorboard"] = None  # pyright: ignore (importing it raises)
+        trackers.get_available_trackers = lambda: []
 
-    config, folder = small_run(tmp_path, tensorboard=True, steps=4), tmp_path / "run"
+    config, folder = small_run(tmp_path, track=tracker, steps=4), tmp_path / "run"
     outcome = command("train", "tiny", *assignments(config), "--run", folder, patch=patch)
     assert outcome.code == 0, outcome.err
-    assert [line for line in outcome.out.splitlines() if "TensorBoard" in line] == [LEFT_OUT]
-    assert "airmoe[track]" in LEFT_OUT and not (folder / "tensorboard").exists()
+    said = not_installed(tracker)
+    assert [line for line in outcome.out.splitlines() if "training.track" in line] == [said]
+    assert f"training.track={tracker}" in said and "pip install" in said
+    assert not (folder / "tensorboard").exists()
     assert read_log(folder / "log.jsonl")[-1]["step"] == 4
+
+
+def test_trackers_are_those_of_accelerate() -> None:
+    assert {*get_args(Tracker)} - {"none"} == {*LoggerType.list()} - {"all"}
 
 
 def test_times_leave_out_what_is_not_training(tmp_path: Path) -> None:
@@ -326,13 +325,13 @@ def test_times_leave_out_what_is_not_training(tmp_path: Path) -> None:
     config = small_run(tmp_path, steps=4, eval_every=2, log_every=1)
 
     def job() -> None:
-        original = trainer.evaluate
+        original = loop.evaluate
 
         def slow(*arguments: Any, **named: Any) -> Any:
             time.sleep(0.5)
             return original(*arguments, **named)
 
-        setattr(trainer, "evaluate", slow)  # noqa: B010
+        loop.evaluate = slow
         train_here(config, tmp_path / "run")
 
     assert in_process(job) == 0
@@ -343,7 +342,7 @@ def test_times_leave_out_what_is_not_training(tmp_path: Path) -> None:
 
 
 def test_time_fields_are_the_only_ones_that_may_differ() -> None:
-    assert set(Recorder.TIME_FIELDS) <= TRAIN_FIELDS
+    assert set(TIME_FIELDS) <= TRAIN_FIELDS
     assert TrainingOptions(batch_size=1, micro_batch_size=1, steps=1).log_every == 500
 
 
@@ -354,23 +353,16 @@ def test_a_copy_can_tell_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert git_state() == {"commit": "abc", "changed": None}
 
 
-@pytest.mark.parametrize(("option", "counted"), [({}, 10), ({"compile": True}, 2)])
+@pytest.mark.parametrize(("starting", "counted"), [(0, 10), (STARTING_STEPS, 2)])
 def test_time_in_which_compilers_start_is_nobody_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: dict[str, Any], counted: int
+    monkeypatch: pytest.MonkeyPatch, starting: int, counted: int
 ) -> None:
-    clock = iter(range(100))
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    fake: Any = SimpleNamespace(
-        options=small_run(tmp_path, **option).training, training_seconds=0.0, seconds=lambda: 0.0
-    )
-    lines: list[dict[str, Any]] = []
-    recorder = Recorder(fake, tmp_path / "log.jsonl", 100, {}, [lines.append])
-    control = transformers.TrainerControl()
-    arguments: Any = None
-    state = transformers.TrainerState(global_step=10, is_world_process_zero=True)
-    recorder.on_train_begin()
+    ticks = iter(range(100))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(ticks)))
+    clock = Clock(starting_steps=starting)
     for _ in range(10):  # of one second each
-        recorder.on_step_end(arguments, state, control)
-    recorder.on_log(arguments, state, control, logs={"loss": 1.0})
-    assert fake.training_seconds == counted
-    assert lines[0]["tokens_per_second"] == 100.0
+        with clock.step(then_wait=False):
+            pass
+    assert clock.training_seconds == counted
+    assert clock.steps_per_second() == 1.0
+    assert clock.steps_per_second() is None

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from airmoe.errors import ConfigError
 from airmoe.training import RunConfig
-from airmoe.training.arguments import check_device
+from airmoe.training.devices import check_device
 from tests.training.runs import in_process, small_model, small_run, timeless_log, train_here
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from airmoe import ROUTERS
+from airmoe.data import open_prepared
 from airmoe.files import read_json, write_json
 from airmoe.training import RunConfig
 from airmoe.training.checkpoints import checkpoints, step_of
-from airmoe.training.order import EpochOrder
+from airmoe.training.text import MicroBatches, epoch_order
 from tests.training import kills
 from tests.training.runs import (
     assert_same_run,
@@ -248,14 +250,27 @@ def test_epochs_resume_exactly(
 
 
 def test_epochs_see_every_block_once_in_a_new_order() -> None:
-    order = EpochOrder(num_blocks=21, batch_size=4, seed=5)
-    orders = []
-    for epoch in range(3):
-        order.set_epoch(epoch)
-        orders.append(list(order))
-        assert len(orders[-1]) == len(order) == 20
-        assert len(set(orders[-1])) == 20 and set(orders[-1]) < set(range(21))
-        assert list(order) == orders[-1]
+    orders = [epoch_order(21, 4, seed=5, epoch=epoch) for epoch in range(3)]
+    for order in orders:
+        assert len(order) == 20 == len(set(order)) and set(order) < set(range(21))
     assert orders[0] != orders[1] != orders[2] != orders[0]
-    again = EpochOrder(num_blocks=21, batch_size=4, seed=6)
-    assert list(again) != orders[0]
+    assert epoch_order(21, 4, seed=5, epoch=0) == orders[0]
+    assert epoch_order(21, 4, seed=6, epoch=0) != orders[0]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_copies_do_not_block_where_memory_is_pinned(
+    monkeypatch: pytest.MonkeyPatch, pinned: bool, plain: tuple[RunConfig, Path]
+) -> None:
+    """From pageable memory they would block all the same; without pinning a GPU waits."""
+    config, _ = plain
+    blocks = open_prepared(Path(str(config.data.folder))).blocks("train", 32)
+    batches = MicroBatches(blocks, config.training, torch.device("cpu"))
+    copied: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(batches, "_device", torch.device("cuda" if pinned else "cpu"))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: copied.append("pinned") or self)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, device, **options: copied.append(options) or self
+    )
+    assert len([*batches.of_step(0)]) == 2
+    assert copied == 2 * (["pinned"] * pinned + [{"non_blocking": True}])

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from airmoe.training import RunConfig, callbacks, evaluation
+from airmoe.training import RunConfig, evaluation, loop
 from airmoe.training.checkpoints import checkpoints, step_of
 from airmoe.training.living_lists import LISTS
-from airmoe.training.trainer import AirMoeTrainer
+from airmoe.training.loop import TrainingLoop
 from tests.training import kills
 from tests.training.command import airmoe, started
 from tests.training.runs import (
@@ -75,12 +75,7 @@ def send(
 
 
 def before_step(number: int, step: int) -> Callable[[], None]:
-    return send(
-        number,
-        callbacks.WatchSteps,
-        "on_step_begin",
-        lambda _self, _arguments, state, *_, **__: state.global_step == step - 1,
-    )
+    return send(number, TrainingLoop, "_take_step", kills.is_step(step))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +86,7 @@ def before_step(number: int, step: int) -> Callable[[], None]:
         pytest.param(before_step(signal.SIGINT, 1), INTERRUPTED, 1, id="in the first step"),
         pytest.param(before_step(signal.SIGINT, 4), INTERRUPTED, 4, id="at an evaluation"),
         pytest.param(
-            send(signal.SIGTERM, AirMoeTrainer, "compute_loss", kills.nth(2 * 4 + 2)),
+            send(signal.SIGTERM, TrainingLoop, "_forward_backward", kills.nth(2 * 4 + 2)),
             TERMINATED,
             5,
             id="inside a window",
@@ -99,11 +94,11 @@ def before_step(number: int, step: int) -> Callable[[], None]:
         pytest.param(
             send(signal.SIGTERM, evaluation, "_summed_loss", kills.nth(2)),
             TERMINATED,
-            5,
+            4,
             id="inside an evaluation",
         ),
         pytest.param(
-            send(signal.SIGTERM, AirMoeTrainer, "compute_loss", kills.nth(3), times=2),
+            send(signal.SIGTERM, TrainingLoop, "_forward_backward", kills.nth(3), times=2),
             TERMINATED,
             2,
             id="twice at once, as by timeout",
@@ -160,8 +155,8 @@ def test_the_second_signal_does_not_wait(plain: tuple[RunConfig, Path], tmp_path
     config, _ = plain
     for number, code in ((signal.SIGINT, INTERRUPTED), (signal.SIGTERM, -signal.SIGTERM)):
         run = tmp_path / f"run-{number}"
-        pause = 1.2 * callbacks.ECHO_SECONDS
-        patch = send(number, AirMoeTrainer, "compute_loss", kills.nth(3), times=2, pause=pause)
+        pause = 1.2 * loop.ECHO_SECONDS
+        patch = send(number, TrainingLoop, "_forward_backward", kills.nth(3), times=2, pause=pause)
         outcome = airmoe("train", "tiny", *assignments(config), "--run", run, patch=patch)
         assert outcome.code == code
         assert checkpoints(run) == []

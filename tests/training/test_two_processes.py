@@ -23,8 +23,8 @@ from airmoe.errors import ConfigError
 from airmoe.model import AirMoeForCausalLM
 from airmoe.training import RunConfig, TrainingOptions, evaluate, run
 from airmoe.training.checkpoints import checkpoints, step_of, write_manifest
-from airmoe.training.load import load_trained
 from airmoe.training.run_folder import open_run
+from airmoe.training.trained import load_trained
 from tests.training import kills, ranks
 from tests.training.command import pythonpath
 from tests.training.runs import (
@@ -232,8 +232,8 @@ def assert_taken_up(loaded: Path, checkpoint: Path) -> dict[str, Tensor]:
             one.pop("lm_head.weight", None)  # the embedding, which only shards save twice
         assert taken and differing(taken, saved) == []
     schedule = json.loads((checkpoint / "training.json").read_text())["schedule"]
-    assert found["trainer/steps"].item() == step_of(checkpoint)
-    assert found["trainer/rates"].tolist() == torch.tensor(schedule["_last_lr"]).tolist()
+    assert found["loop/steps"].item() == step_of(checkpoint)
+    assert found["loop/rates"].tolist() == torch.tensor(schedule["_last_lr"]).tolist()
     return found
 
 
@@ -243,12 +243,12 @@ def test_one_process_takes_up_what_two_made(name: str, runs: Runs, tmp_path: Pat
     shutil.copytree(runs.folder / name, tmp_path / name)
 
     def job() -> None:
-        ranks.remember_trainers()
+        ranks.remember_loops()
         ranks.take_up(tmp_path / name, "loaded")
 
     assert in_process(job) == 0
     rest = assert_taken_up(tmp_path / "loaded-0.safetensors", tmp_path / name / "checkpoint-4")
-    assert not rest["trainer/shards"].any()
+    assert not rest["loop/shards"].any()
     assert in_process(lambda: resume_here(tmp_path / name)) == 0
     steps = [line["step"] for line in timeless_log(tmp_path / name)]
     assert steps == [line["step"] for line in timeless_log(runs.folder / "one")]
@@ -262,7 +262,7 @@ def test_two_processes_take_up_what_there_is(name: str, sharded: bool, runs: Run
     for rank in (0, 1):
         loaded = runs.folder / f"{name}-by-two-{rank}.safetensors"
         rest = assert_taken_up(loaded, runs.folder / name / "checkpoint-4")
-        assert rest["trainer/shards"].all() == sharded
+        assert rest["loop/shards"].all() == sharded
 
 
 def test_numbers_of_processes_that_do_not_fit() -> None:

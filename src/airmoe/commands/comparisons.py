@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from airmoe.commands.console import say
+from airmoe.errors import say
 
 
 def suite(

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from airmoe.errors import visible
 from airmoe.files import KeptStream
 
 WIDTH = 130  # columns of wide tables where there is no terminal
@@ -25,11 +24,6 @@ def keep_streams() -> None:
         cast(Any, KeptStream(stream or open(os.devnull, "w")))  # noqa: SIM115
         for stream in (sys.stdout, sys.stderr)
     )
-
-
-def say(console: Console, text: str) -> None:
-    """One line as it is: paths may be long, and hold escape codes or what rich takes for markup."""
-    console.print(visible(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def wide_console() -> Console:

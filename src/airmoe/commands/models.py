@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from airmoe.commands.console import say
-from airmoe.errors import ConfigError
+from airmoe.errors import ConfigError, say
 
 if TYPE_CHECKING:
     from airmoe.training import Finished
@@ -134,9 +133,10 @@ def evaluate(
 
     from airmoe import training
     from airmoe.data import open_prepared
-    from airmoe.training.evaluation import autocast_of, num_batches
-    from airmoe.training.load import check_same_tokenizer, load_trained
+    from airmoe.training.devices import autocast_of
+    from airmoe.training.evaluation import num_batches
     from airmoe.training.text import data_folder
+    from airmoe.training.trained import check_same_tokenizer, load_trained
 
     trained = load_trained(run, checkpoint)  # pyright: ignore[reportArgumentType]
     options = trained.run.config
@@ -170,7 +170,7 @@ def generate(
 ) -> None:
     """Continue a text with a trained model."""
     from airmoe.training import generate_text
-    from airmoe.training.load import load_trained
+    from airmoe.training.trained import load_trained
 
     trained = load_trained(run, checkpoint)  # pyright: ignore[reportArgumentType]
     print(

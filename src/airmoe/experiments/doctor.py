@@ -13,7 +13,7 @@ from rich.table import Table
 
 import airmoe.kernels
 from airmoe.kernels.backend import backend_for
-from airmoe.training.bfloat16 import FAULT, REMEDY, product_kills
+from airmoe.training.devices import FAULT, REMEDY, product_kills
 from airmoe.training.run_folder import versions
 
 # What needs which package, and the extra that brings it.

@@ -42,7 +42,7 @@ ROUTING_OPTIONS = frozenset(
 )
 # Of the recipe, what only says how closely a run is watched, and the seed, which has its own check.
 WATCHING_OPTIONS = frozenset(
-    {"seed", "log_every", "save_every", "keep_checkpoints", "quality_tokens", "tensorboard"}
+    {"seed", "log_every", "save_every", "keep_checkpoints", "quality_tokens", "track"}
 )
 
 

@@ -15,7 +15,7 @@ from airmoe.experiments.method_runs import method_run
 from airmoe.metrics.flops import Ledger, Workload, count_flops
 from airmoe.metrics.flops.table import detailed_table, side_by_side
 from airmoe.training import RunConfig
-from airmoe.training.cost import workload_of
+from airmoe.training.config import workload_of
 
 PAPER_DEVICES = 4  # of all its runs
 VOCABULARIES = {"llama-3": 128_256, "bytes": 257}  # known without reading the tokenizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from airmoe.config import did_you_mean
 from airmoe.errors import ConfigError
 from airmoe.model import model_size, with_method
 from airmoe.model.methods import check_method
@@ -29,9 +30,8 @@ def preset(name: str, method: str = "air") -> RunConfig:
     `small` and `medium` are the paper's WikiText-103 runs.
     """
     if name not in PRESETS:
-        raise ConfigError(
-            "preset", name, f"must be one of {', '.join(PRESETS)}", "Choose one of these."
-        )
+        remedy = f"{did_you_mean(name, PRESETS)}Choose one of these."
+        raise ConfigError("preset", name, f"must be one of {', '.join(PRESETS)}", remedy)
     check_method("method", method)
     size = name.partition("-")[0]
     data, training = _recipe("large-openwebtext2" if name == "large" else name, size)

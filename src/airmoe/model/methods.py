@@ -11,6 +11,7 @@ import dataclasses
 import math
 from typing import Any
 
+from airmoe.config import did_you_mean
 from airmoe.errors import ConfigError
 from airmoe.model.configuration import AirMoeConfig
 from airmoe.routers import ROUTERS, AirRouter
@@ -62,7 +63,8 @@ def check_method(field: str, name: str) -> None:
     added = [router for router in ROUTERS if router not in (*METHODS, "topk")]
     known = (*METHODS, *added)
     if name not in known:
-        raise ConfigError(field, name, f"must be one of {', '.join(known)}", ADD_YOURS)
+        remedy = f"{did_you_mean(name, known)}{ADD_YOURS}"
+        raise ConfigError(field, name, f"must be one of {', '.join(known)}", remedy)
 
 
 def _routed(config: AirMoeConfig, router: str, **options: Any) -> AirMoeConfig:

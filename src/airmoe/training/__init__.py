@@ -1,4 +1,4 @@
-"""Training runs on the Hugging Face Trainer: exact resume, DDP and FSDP2, routing health."""
+"""Training runs: one loop on Accelerate, exact resume, DDP and FSDP2, routing health."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from airmoe.training.config import (
     RunConfig,
     TrainingOptions,
     model_options,
+    override,
 )
 from airmoe.training.evaluation import Evaluation, evaluate
-from airmoe.training.generation import generate_text
-from airmoe.training.overrides import override
 from airmoe.training.run import Finished, resume, train
 from airmoe.training.run_folder import RunFolder, open_run
+from airmoe.training.trained import generate_text
 
 __all__ = [
     "MODEL_OPTIONS",

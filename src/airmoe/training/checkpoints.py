@@ -6,9 +6,8 @@ checkpoint-N/  model.safetensors, config.json  what `from_pretrained` reads
                random-R.safetensors            random states and running loss of process R
                shortlists.safetensors          of AIR, where they live several steps
                usage.safetensors               tokens of each expert and cell in the evaluation
-               training.json                   schedule, scaler, counters
+               training.json                   step, best step, schedule, loss scale, times
                log.jsonl                       copy of the run's log so far
-               trainer_state.json              the Trainer's own
                manifest.json                   step, run, size and sha256 of every other file
 """
 
@@ -29,14 +28,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from airmoe.errors import ConfigError, RunError
 from airmoe.files import disk_is_full, file_sha256, read_json, sync_folder, sync_tree, write_json
 from airmoe.training.living_lists import LISTS
-from airmoe.training.optimizer_state import OPTIMIZER
+from airmoe.training.state import OPTIMIZER
 
 NAME = re.compile(r"checkpoint-(\d+)")
 PARTIAL = ".partial"
-USAGE = "usage.safetensors"
-LOG = "log.jsonl"
-MANIFEST, MANIFEST_FORMAT = "manifest.json", 1
-ONLY_TO_RESUME = re.compile(rf"{OPTIMIZER}|{LISTS}|random-\d+\.safetensors|training\.json|{LOG}")
+USAGE, STATE, LOG = "usage.safetensors", "training.json", "log.jsonl"
+MANIFEST = "manifest.json"
+# Of run folders and of checkpoints; LAST_READERS names the last airmoe that takes up older ones.
+FORMAT, LAST_READERS = 2, {1: "0.1.0"}
+ONLY_TO_RESUME = re.compile(rf"{OPTIMIZER}|{LISTS}|random-\d+\.safetensors|{STATE}|{LOG}")
 FROM_THE_ONE_BEFORE = "Remove this checkpoint folder and resume from the one before."
 
 
@@ -82,7 +82,7 @@ def write_manifest(checkpoint: Path, step: int, run_sha256: str) -> None:
         }
         for name in _files(checkpoint)
     }
-    values = {"format": MANIFEST_FORMAT, "step": step, "run_sha256": run_sha256, "files": files}
+    values = {"format": FORMAT, "step": step, "run_sha256": run_sha256, "files": files}
     write_json(checkpoint / MANIFEST, values)
 
 
@@ -171,17 +171,21 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
     values = load_json(path)
     kinds = {"format": int, "step": int, "run_sha256": str, "files": dict}
     checked_fields(path, values, kinds, FROM_THE_ONE_BEFORE)
-    if values["format"] != MANIFEST_FORMAT:
-        raise ConfigError(
-            f"{path}: format",
-            values["format"],
-            f"must be {MANIFEST_FORMAT}, the format of this airmoe",
-            "Use the airmoe version that wrote it (see versions in run.json).",
-        )
+    check_format(f"{path}: format", values["format"])
     for name, listed in values["files"].items():
         kinds = {"bytes": int, "sha256": str}
         checked_fields(path, listed, kinds, FROM_THE_ONE_BEFORE, f"files.{name}")
     return values
+
+
+def check_format(field: str, found: object) -> None:
+    """Refuse what another airmoe wrote; it says which one can go on with it."""
+    if found == FORMAT and type(found) is int:
+        return
+    remedy = "Use the airmoe version that wrote it (see versions in run.json)."
+    if type(found) is int and found in LAST_READERS:
+        remedy = f"The last version that can read it is {LAST_READERS[found]}; or start a new run."
+    raise ConfigError(field, found, f"must be {FORMAT}, the format of this airmoe", remedy)
 
 
 def checked_fields(
@@ -342,10 +346,10 @@ def best_checkpoint(run_folder: Path) -> Path:
             "must hold a checkpoint-N folder",
             "Train it first, or wait for its first evaluation.",
         )
-    state = found[-1] / "trainer_state.json"
+    state = found[-1] / STATE
     listed = _read_manifest(found[-1])["files"].get(state.name)
     if listed is None:
         raise _damaged(found[-1] / MANIFEST, "JSON", KeyError(f"files.{state.name}"))
     _check_file(state, listed, by_hash=True)
-    best_step = load_json(state).get("best_global_step")
+    best_step = load_json(state).get("best_step")
     return next((path for path in found if step_of(path) == best_step), found[-1])

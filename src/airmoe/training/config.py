@@ -1,21 +1,42 @@
-"""What one training run is: model options, data, recipe. Strict, and JSON both ways."""
+"""What one training run is: model options, data, recipe; strict, JSON both ways, overridable."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, get_type_hints
 
 from huggingface_hub.errors import StrictDataclassError
 
-from airmoe.config import check_choice, check_count, check_flag, check_number, config
+from airmoe.config import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+    config,
+    did_you_mean,
+)
 from airmoe.errors import ConfigError
-from airmoe.files import can_be_written
+from airmoe.files import can_be_written, parse_json
+from airmoe.metrics.flops import Workload
 from airmoe.model import AirMoeConfig
 from airmoe.model.configuration import refused
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Sharding = Literal["none", "fsdp2"]
+Tracker = Literal[  # as Accelerate calls them
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "comet_ml",
+    "aim",
+    "clearml",
+    "dvclive",
+    "swanlab",
+    "trackio",
+    "none",
+]
 
 # What a run may say of its model; AirMoeConfig has more, inherited, that would be a mistake here.
 MODEL_OPTIONS = (
@@ -114,7 +135,7 @@ class TrainingOptions:
     compile: bool = False
     cuda_graph: bool = False  # of whole micro-batches, on one GPU
     sharding: Sharding = "none"  # of several processes: none is DDP
-    tensorboard: bool = True
+    track: Tracker = "tensorboard"  # where else log lines go; log.jsonl has them in any case
 
     def check(self) -> None:
         for name in ("batch_size", "micro_batch_size", "log_every", "quality_tokens"):
@@ -133,10 +154,11 @@ class TrainingOptions:
         check_number("training.weight_decay", self.weight_decay)
         for name in ("warmup", "beta1", "beta2"):
             check_number(f"training.{name}", getattr(self, name), below=1.0)
-        for name in ("gradient_checkpointing", "compile", "cuda_graph", "tensorboard"):
+        for name in ("gradient_checkpointing", "compile", "cuda_graph"):
             check_flag(f"training.{name}", getattr(self, name))
         check_choice("training.precision", self.precision, Precision)
         check_choice("training.sharding", self.sharding, Sharding)
+        check_choice("training.track", self.track, Tracker)
         self._check_length()
 
     def _check_length(self) -> None:
@@ -169,6 +191,21 @@ class TrainingOptions:
                 f"With these settings use {fitting} processes, or start a run with others.",
             )
         return self.batch_size // together
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return self.epochs * steps_per_epoch
+
+    def steps_between_evaluations(self, steps_per_epoch: int) -> int:
+        return steps_per_epoch if self.eval_every == "epoch" else self.eval_every
+
+    def first_checkpoint_step(self, steps_per_epoch: int) -> int:
+        """No later step is reached without a checkpoint; a signal may have made one earlier."""
+        evaluated = self.steps_between_evaluations(steps_per_epoch)
+        last = self.total_steps(steps_per_epoch)
+        return min(evaluated, last, self.save_every or last)
 
 
 @config
@@ -272,10 +309,9 @@ def _without_later_defaults(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def unknown_option(path: str, name: str, value: object, valid: tuple[str, ...]) -> ConfigError:
-    """The error for a key that does not exist; it lists those that do."""
-    return ConfigError(
-        f"{path}.{name}", value, "is not an option", f"Valid options: {', '.join(valid)}."
-    )
+    """The error for a key that does not exist; it names the nearest and lists those that do."""
+    remedy = f"{did_you_mean(name, valid)}Valid options: {', '.join(valid)}."
+    return ConfigError(f"{path}.{name}", value, "is not an option", remedy)
 
 
 def _check_mapping(field: str, value: object) -> None:
@@ -289,3 +325,84 @@ def _check_text(field: str, value: object) -> None:
     if not can_be_written(value):
         rule = "must be Unicode text without zero bytes, which no file's name can hold"
         raise ConfigError(field, value, rule, "Give another name or path.")
+
+
+def workload_of(run: RunConfig, devices: int) -> Workload:
+    """One optimizer step of a run on so many devices, for the FLOP ledger."""
+    options, block = run.training, run.data.block_size
+    options.accumulation_steps(devices)  # refuses what does not divide
+    return Workload(
+        sequence_length=block,
+        tokens_per_step=options.batch_size * block,
+        tokens_per_micro_batch=options.micro_batch_size * block,
+        devices=devices,
+    )
+
+
+# -- `key.path=value` on top of a run's settings --------------------------------------------------
+
+SHOWN = 60  # characters of a value that cannot be read
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "model": MODEL_OPTIONS,
+    "data": tuple(field.name for field in dataclasses.fields(DataOptions)),
+    "training": tuple(field.name for field in dataclasses.fields(TrainingOptions)),
+}
+
+
+def override(run: RunConfig, assignments: Sequence[str]) -> RunConfig:
+    """A copy of `run` with `section.option=value` applied in order.
+
+    Values are JSON where they parse as such (numbers, true, null, lists), else plain text.
+    `model.router_options.<name>` reaches into the router's own settings.
+    """
+    values = run.to_json()
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        if not equals:
+            raise ConfigError(
+                "overrides", assignment, "must look like key.path=value", "Add '=' and a value."
+            )
+        _assign(values, path.split("."), _parse(path, text))
+    return RunConfig.from_json(values)
+
+
+def _assign(values: dict[str, Any], path: list[str], value: Any) -> None:
+    section, *rest = path
+    if section not in SECTIONS or not rest:
+        raise ConfigError(
+            ".".join(path),
+            value,
+            f"must start with one of {', '.join(SECTIONS)}, then a dot and an option",
+            f"{did_you_mean(section, SECTIONS)}Write for example training.steps=500.",
+        )
+    name, *inner = rest
+    if name not in SECTIONS[section]:
+        raise unknown_option(section, name, value, SECTIONS[section])
+    if not inner:
+        values[section][name] = value
+        if path == ["model", "router"]:
+            values["model"]["router_options"] = {}  # another router has other options
+        return
+    if [section, name] != ["model", "router_options"] or len(inner) > 1:
+        raise ConfigError(
+            ".".join(path),
+            value,
+            f"goes too deep: {section}.{name} has no options of its own",
+            "Only model.router_options.<name> has a third part.",
+        )
+    before = values[section].get(name) or {}
+    if not isinstance(before, dict):
+        raise ConfigError(
+            f"{section}.{name}", before, "must map names to values", "Give a JSON object."
+        )
+    values[section][name] = {**before, inner[0]: value}
+
+
+def _parse(path: str, text: str) -> Any:
+    try:
+        return parse_json(text)
+    except json.JSONDecodeError:
+        return text
+    except ValueError as error:
+        shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+        raise ConfigError(path, shown, f"cannot be read: {error}", "Give another value.") from error

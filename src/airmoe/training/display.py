@@ -7,10 +7,9 @@ from typing import Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from airmoe.data import PrepareProgress
-from airmoe.errors import visible
+from airmoe.errors import say, visible
 from airmoe.files import KeptStream
 
 Line = dict[str, Any]
@@ -24,11 +23,6 @@ SHOWN = {
     "dead_experts": ("dead", "{:.1%}"),
     "entropy": ("entropy", "{:.2f}"),
 }
-
-
-def say(console: Console, text: str) -> None:
-    """One line as it is: names may hold escape codes, or what rich takes for markup."""
-    console.print(visible(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def kept(console: Console | None) -> Console:
@@ -47,39 +41,29 @@ def summary(line: Line) -> str:
     )
 
 
-class Display(TrainerCallback):
+class Display:
     """The progress of one run; `show` is called with every log line."""
 
-    def __init__(self, console: Console, title: str) -> None:
-        self._console, self._title = console, visible(title)
+    def __init__(self, console: Console, title: str, step: int, last_step: int) -> None:
+        self._console, self._title, self._total = console, visible(title), last_step
         self._progress: Progress | None = None
-        self._task: Any = None
-        self._total = 0
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=24),
+                TextColumn("{task.completed}/{task.total}"),
+                TimeRemainingColumn(compact=True),
+                TextColumn("{task.fields[numbers]}"),
+                console=console,
+            )
+            self._progress.start()
+            self._task = self._progress.add_task(
+                self._title, total=last_step, completed=step, numbers=""
+            )
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self._total = state.max_steps
-        if not self._console.is_terminal:
-            return
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed}/{task.total}"),
-            TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[numbers]}"),
-            console=self._console,
-        )
-        self._progress.start()
-        self._task = self._progress.add_task(
-            self._title, total=self._total, completed=state.global_step, numbers=""
-        )
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def advance(self, step: int) -> None:
         if self._progress is not None:
-            self._progress.update(self._task, completed=state.global_step)
+            self._progress.update(self._task, completed=step)
 
     def show(self, line: Line) -> None:
         kind = "valid" if line["kind"] == "eval" else "train"
@@ -96,9 +80,6 @@ class Display(TrainerCallback):
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.close()
 
 
 class PrepareDisplay:

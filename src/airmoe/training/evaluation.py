@@ -1,4 +1,4 @@
-"""Validation loss and routing health over whole splits, exact to the token."""
+"""Loss and routing health over whole splits, exact to the token; the test split at the end."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 from airmoe.config import check_count
-from airmoe.distributed import all_reduce_sum, rank, world_size
-from airmoe.training.bfloat16 import check_bfloat16
-from airmoe.training.config import Precision
+from airmoe.data import Prepared
+from airmoe.distributed import all_reduce_sum, on_first_rank, rank, world_size
+from airmoe.files import write_json
+from airmoe.model import AirMoeForCausalLM
+from airmoe.training.checkpoints import best_checkpoint, check_checkpoint, load_model, step_of
+from airmoe.training.devices import autocast_of
+from airmoe.training.run_folder import RunFolder
 from airmoe.training.watch import RoutingWatch, looking
 
 
@@ -69,16 +74,6 @@ def evaluate(
     return Evaluation(loss_sum / tokens_everywhere, int(tokens_everywhere), routing, watch.usage())
 
 
-def autocast_of(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """What a run of this precision computes in."""
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    if precision not in dtypes:
-        return nullcontext()
-    if precision == "bf16":
-        check_bfloat16("training.precision", device.type)
-    return torch.autocast(device.type, dtype=dtypes[precision])
-
-
 def num_batches(blocks: Any, batch_size: int) -> int:
     """Forwards per rank: all ranks run equally many, because sharded parameters are gathered."""
     return math.ceil(math.ceil(len(blocks) / batch_size) / world_size())
@@ -104,3 +99,34 @@ def _summed_loss(model: nn.Module, input_ids: Tensor) -> tuple[Tensor, Tensor]:
     predicted = input_ids.shape[0] * (input_ids.shape[1] - 1)
     output = model(input_ids=input_ids, labels=input_ids, use_cache=False)
     return output.loss.float() * predicted, torch.tensor(predicted, device=input_ids.device)
+
+
+def is_untested(run: RunFolder, prepared: Prepared) -> bool:
+    """Whether its text has a test split that was not measured yet; too short a one never is."""
+    split = prepared.manifest.splits.get("test")
+    long_enough = split is not None and split.tokens >= run.config.data.block_size
+    return long_enough and not run.test.exists()
+
+
+def measure_test(
+    run: RunFolder, prepared: Prepared, model: AirMoeForCausalLM, console: Console
+) -> None:
+    """Put the best weights into `model` and write what they give; every process must call it."""
+    options = run.config.training
+    blocks = prepared.blocks("test", run.config.data.block_size)
+    if rank() == 0:
+        console.print(f"Measuring the test split, {len(blocks):,} blocks", highlight=False)
+    best = best_checkpoint(run.path)
+    on_first_rank(lambda: check_checkpoint(best, run.sha256(), to_resume=False))
+    load_model(best, model)
+    device = next(model.parameters()).device
+    result = evaluate(
+        model,
+        blocks,
+        batch_size=options.micro_batch_size,
+        quality_tokens=options.quality_tokens,
+        autocast=autocast_of(options.precision, device),
+    )
+    if rank() == 0:
+        write_json(run.test, {"step": step_of(best), "tokens": result.tokens, **result.numbers()})
+        console.print(f"test  loss {result.loss:.3f}  ppl {result.perplexity:.2f}", highlight=False)

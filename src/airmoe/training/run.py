@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
+from accelerate.utils import set_seed
 from rich.console import Console
-from torch.utils.data import Subset
-from transformers import PrinterCallback, TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
-from airmoe.data import BlockDataset, Prepared
+from airmoe.data import Prepared
 from airmoe.distributed import on_first_rank, rank
-from airmoe.errors import ConfigError
+from airmoe.errors import ConfigError, say
 from airmoe.files import read_json, write_bytes, write_json
+from airmoe.metrics.flops import count_flops
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM, draw_weights, parameter_counts
-from airmoe.training.arguments import (
-    check_device,
-    check_sharding,
-    first_checkpoint_step,
-    make_arguments,
-    total_steps,
-)
-from airmoe.training.callbacks import LastStep, Recorder, Restore, StopOnSignal, WatchSteps
 from airmoe.training.checkpoints import (
     USAGE,
     check_checkpoint,
@@ -40,14 +30,14 @@ from airmoe.training.checkpoints import (
     load_json,
     step_of,
 )
-from airmoe.training.config import RunConfig
-from airmoe.training.cost import flops_per_token
-from airmoe.training.display import Display, PrepareDisplay, kept, say
-from airmoe.training.held_out import is_untested, measure_test
+from airmoe.training.config import RunConfig, workload_of
+from airmoe.training.devices import check_device, check_sharding
+from airmoe.training.display import Display, PrepareDisplay, kept
+from airmoe.training.evaluation import is_untested, measure_test
+from airmoe.training.loop import TrainingLoop
 from airmoe.training.run_folder import (
     RunFolder,
     check_same_data,
-    check_same_loss,
     claimed,
     create_run,
     machine,
@@ -55,10 +45,9 @@ from airmoe.training.run_folder import (
     read_result,
     versions,
 )
-from airmoe.training.run_log import check_never_saved, put_back, read_log
-from airmoe.training.tensorboard import LEFT_OUT, TensorBoard, is_installed
-from airmoe.training.text import check_blocks, data_folder, prepared_data
-from airmoe.training.trainer import AirMoeTrainer
+from airmoe.training.run_log import LogWriter, check_never_saved, put_back, read_log
+from airmoe.training.text import blocks_of, data_folder, prepared_data
+from airmoe.training.trackers import RunTracker, is_installed, not_installed
 
 MEASURE_AGAIN = "Remove the file and resume the run: the test split is measured again."
 
@@ -81,7 +70,7 @@ def train(config: RunConfig, folder: Path | str, console: Console | None = None)
         # Before the hours that preparing may take.
         on_first_rank(lambda: stack.enter_context(claimed(folder, config)))
         prepared = _data_on_every_process(config, console)
-        _blocks(config, prepared)  # what is wrong with them is said before there is a run
+        blocks_of(config, prepared)  # what is wrong with them is said before there is a run
         _model_config(config, prepared)
         run = on_first_rank(lambda: create_run(folder, config, prepared))
         with full_disk_explained(folder):
@@ -100,7 +89,6 @@ def resume(folder: Path | str, console: Console | None = None) -> Finished:
     _check_folder_there(run.config)
     prepared = _data_on_every_process(run.config, console)
     check_same_data(run, prepared)
-    check_same_loss(run)
     with full_disk_explained(folder), ExitStack() as stack:
         on_first_rank(lambda: stack.enter_context(run.lock()))
         checkpoint = on_first_rank(lambda: _newest_checkpoint(run, prepared, console))
@@ -114,9 +102,10 @@ def _newest_checkpoint(run: RunFolder, prepared: Prepared, console: Console) -> 
     if newest is not None:
         check_checkpoint(newest, run.sha256(), to_resume=True)
     else:
-        train_blocks, _ = _blocks(run.config, prepared)
-        steps_per_epoch = len(train_blocks) // run.config.training.batch_size
-        check_never_saved(run.log, first_checkpoint_step(run.config, steps_per_epoch))
+        options = run.config.training
+        train_blocks, _ = blocks_of(run.config, prepared)
+        first = options.first_checkpoint_step(len(train_blocks) // options.batch_size)
+        check_never_saved(run.log, first)
         _say(console, f"{run.path} has no checkpoint yet: it starts again.")
     clean_up(run.path, run.config.training.keep_checkpoints)
     if changed := put_back(run.log, newest):
@@ -158,9 +147,8 @@ def _data_on_every_process(config: RunConfig, console: Console) -> Prepared:
 
 def _go(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path | None) -> Finished:
     config, options = run.config, run.config.training
-    train_blocks, eval_blocks = _blocks(config, prepared)
-    steps_per_epoch = len(train_blocks) // options.batch_size
-    last_step = total_steps(config, steps_per_epoch)
+    train_blocks, eval_blocks = blocks_of(config, prepared)
+    last_step = options.total_steps(len(train_blocks) // options.batch_size)
     if checkpoint is not None and step_of(checkpoint) >= last_step:
         if is_untested(run, prepared):  # killed after its last checkpoint
             model = build_model(config, prepared)
@@ -168,49 +156,86 @@ def _go(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path |
             measure_test(run, prepared, model, console)
         _finish(run, peak_memory=None)
         return Finished(run, None, last_step)
-    arguments = make_arguments(
-        config,
-        run.path,
-        num_processes=PartialState().num_processes,
-        steps_per_epoch=steps_per_epoch,
-    )
     transformers_logging.disable_progress_bar()  # one bar, and it is ours
     set_seed(options.seed)
     model = build_model(config, prepared)
     _introduce(run, model, last_step, console)
-    trainer = AirMoeTrainer(
-        model, config, arguments, train_blocks, eval_blocks, prepared.tokenizer().save, run.sha256()
-    )
-    stop, closing = _add_callbacks(trainer, run, console, checkpoint)
-    try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    finally:
-        for close in closing:
-            close()
-    if stop.received is not None and trainer.state.global_step < last_step:
-        return Finished(run, stop.received, trainer.state.global_step)
+    accelerator = _accelerator(run, console)
+    save_tokenizer = prepared.tokenizer().save
+    loop = TrainingLoop(run, model, accelerator, train_blocks, eval_blocks, save_tokenizer)
+    if checkpoint is not None:
+        loop.restore(checkpoint)
+    stopped_by = _trained(loop, console)
+    if stopped_by is not None:
+        return Finished(run, stopped_by, loop.step)
     peak = peak_memory()
     if is_untested(run, prepared):
-        measure_test(run, prepared, trainer.airmoe_model, console)
+        measure_test(run, prepared, model, console)
     _finish(run, peak)
-    return Finished(run, None, trainer.state.global_step)
+    return Finished(run, None, loop.step)
+
+
+def _accelerator(run: RunFolder, console: Console) -> Accelerator:
+    """Precision is not its business, because it can be chosen only once in a process."""
+    track = run.config.training.track
+    if track != "none" and not is_installed(track):
+        _say(console, not_installed(track))
+        track = "none"
+    # Codebooks are equal on all processes by construction, and must not be halved.
+    in_ddp = DistributedDataParallelKwargs(broadcast_buffers=False)
+    return Accelerator(
+        mixed_precision="no",
+        cpu=not torch.cuda.is_available(),
+        log_with=None if track == "none" else track,
+        project_dir=run.path,
+        kwargs_handlers=[in_ddp],
+    )
+
+
+def _trained(loop: TrainingLoop, console: Console) -> int | None:
+    """Train, with everything that watches; the signal that stopped it early, if any."""
+    run, options, accelerator = loop.run, loop.run.config.training, loop.accelerator
+    with ExitStack() as stack:
+        sinks, advance = [], lambda _: None
+        if rank() == 0:
+            display = Display(console, _title(run), loop.step, loop.last_step)
+            stack.callback(display.close)
+            sinks, advance = [display.show], display.advance
+            if accelerator.log_with:
+                tracker = RunTracker(accelerator, run.path, run.config, loop.step, console)
+                stack.callback(tracker.close)
+                sinks.append(tracker.write)
+        log = LogWriter(
+            run.log,
+            loop.clock,
+            tokens_per_step=options.batch_size * run.config.data.block_size,
+            steps_per_epoch=loop.batches.steps_per_epoch,
+            flops_per_token=flops_per_token(
+                run.config, loop.model.config, accelerator.num_processes
+            ),
+            sinks=sinks,
+        )
+        return loop.train(log, advance)
+
+
+def flops_per_token(run: RunConfig, model: AirMoeConfig, devices: int) -> dict[str, float]:
+    """By field of a log line; empty for a router that the ledger cannot count."""
+    try:
+        ledger = count_flops(model, workload_of(run, devices))
+    except ConfigError as error:
+        if error.field != "flops.router":
+            raise
+        return {}
+    return {
+        "flops": ledger.cost("algorithmic").total,
+        "executed_flops": ledger.cost("executed").total,
+    }
 
 
 def _finish(run: RunFolder, peak_memory: float | None) -> None:
     if rank() == 0:
         write_result(run, peak_memory)
     PartialState().wait_for_everyone()
-
-
-def _blocks(config: RunConfig, prepared: Prepared) -> tuple[BlockDataset, Any]:
-    """What to train and what to validate on, both long enough."""
-    options, block_size = config.training, config.data.block_size
-    train_blocks = prepared.blocks("train", block_size)
-    check_blocks(len(train_blocks), options.batch_size, block_size)
-    eval_blocks: Any = prepared.blocks("validation", block_size)
-    if options.eval_blocks is not None and options.eval_blocks < len(eval_blocks):
-        eval_blocks = Subset(eval_blocks, range(options.eval_blocks))
-    return train_blocks, eval_blocks
 
 
 def _model_config(config: RunConfig, prepared: Prepared) -> AirMoeConfig:
@@ -245,39 +270,6 @@ def build_model(config: RunConfig, prepared: Prepared) -> AirMoeForCausalLM:
         for layer in model.model.layers:  # layer by layer: compiles once, keeps parameter names
             layer.compile()
     return model
-
-
-def _add_callbacks(
-    trainer: AirMoeTrainer, run: RunFolder, console: Console, checkpoint: Path | None
-) -> tuple[StopOnSignal, list[Callable[[], None]]]:
-    """Everything beside the steps, in order; also what must be closed whatever happens."""
-    options = run.config.training
-    trainer.remove_callback(PrinterCallback)
-    stop = StopOnSignal()
-    display = Display(console, _title(run))
-    sinks: list[Callable[[dict[str, Any]], None]] = [display.show]
-    closing = [stop.restore, display.close]
-    first_step = 0 if checkpoint is None else step_of(checkpoint)
-    if options.tensorboard and not is_installed():
-        _say(console, LEFT_OUT)
-    elif options.tensorboard and rank() == 0:
-        board = TensorBoard(run.path / "tensorboard", first_step)
-        sinks.append(board.write)
-        closing.append(board.close)
-    tokens_per_step = options.batch_size * run.config.data.block_size
-    costs = flops_per_token(run.config, trainer.airmoe_model.config, PartialState().num_processes)
-    recorder = Recorder(trainer, run.log, tokens_per_step, costs, sinks)
-    # What the last step asks for must be known when its time is taken.
-    added: list[TrainerCallback] = [LastStep(options.save_every), recorder, WatchSteps(trainer)]
-    if PartialState().num_processes == 1:
-        added.append(stop)
-    if rank() == 0:
-        added.append(display)
-    if checkpoint is not None:
-        added.append(Restore(trainer, checkpoint))
-    for callback in added:
-        trainer.add_callback(callback)
-    return stop, closing
 
 
 def _introduce(run: RunFolder, model: AirMoeForCausalLM, last_step: int, console: Console) -> None:

@@ -5,7 +5,7 @@ RUN/  run.json         settings, hash and recipe of the text, versions, git stat
       lock             who trains it, while somebody does
       log.jsonl        one line per log or evaluation
       checkpoint-N/    see checkpoints.py
-      tensorboard/     the same numbers for TensorBoard
+      tensorboard/     the same numbers, where training.track asks for it
       test.json        the best checkpoint on the test split, where the text has one
       result.json      when it is finished
       usage.safetensors  then too: which experts the best checkpoint uses
@@ -27,18 +27,18 @@ from typing import Any
 
 import torch
 
+from airmoe import __version__
 from airmoe.data import Prepared
 from airmoe.errors import ConfigError
 from airmoe.files import LOCK, check_unlocked, locked, read_json, write_json
 from airmoe.losses import BALANCE
-from airmoe.training.checkpoints import LOG, checked_fields, load_json
+from airmoe.training.checkpoints import FORMAT, LOG, check_format, checked_fields, load_json
 from airmoe.training.config import RunConfig
 
-FORMAT = 1
 TRAINED = "is being trained"
 PUT_BACK = "Put the file back as it was, or start a new run."
 UNUSED = (LOCK, "run.json.draft")  # what a kill leaves of a run that was not one yet
-PACKAGES = ("airmoe", "transformers", "accelerate", "safetensors", "tokenizers", "numpy")
+PACKAGES = ("transformers", "accelerate", "safetensors", "tokenizers", "numpy")
 
 
 @dataclass(frozen=True)
@@ -155,13 +155,7 @@ def open_run(path: Path) -> RunFolder:
         raise ConfigError(
             "run", str(file), f"must be JSON with format and config ({error})", "Start a new run."
         ) from error
-    if found != FORMAT:
-        raise ConfigError(
-            "run.format",
-            found,
-            f"must be {FORMAT}, the format of this airmoe",
-            "Use the airmoe version that wrote it (see versions in run.json).",
-        )
+    check_format("run.format", found)
     return RunFolder(path, RunConfig.from_json(config))
 
 
@@ -207,22 +201,11 @@ def check_same_data(run: RunFolder, prepared: Prepared) -> None:
     checked_fields(file, values, {"versions": dict, "git": dict, "machine": dict}, PUT_BACK)
 
 
-def check_same_loss(run: RunFolder) -> None:
-    """Raise if the run began with the balance loss of older versions, K times weaker."""
-    found = read_json(run.path / "run.json").get("balance")
-    if found != BALANCE:
-        raise ConfigError(
-            "run.balance",
-            found,
-            f"must be {BALANCE!r}, the balance loss of this airmoe",
-            "Start a new run, or finish this one with the airmoe that began it (see its git).",
-        )
-
-
 def versions() -> dict[str, str]:
     """Python and the packages that decide what a run computes."""
     # torch with its build, which metadata may lack.
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    found = {"airmoe": __version__, "python": platform.python_version()}
+    found["torch"] = str(torch.__version__)
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)

@@ -1,15 +1,111 @@
-"""A run's log: read, and put back to the moment of a checkpoint."""
+"""A run's log: timed and written, read, and put back to the moment of a checkpoint."""
 
 from __future__ import annotations
 
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from airmoe.errors import ConfigError
 from airmoe.files import parse_json, write_bytes
 from airmoe.training.checkpoints import LOG
 
 Line = dict[str, Any]
+TIME_FIELDS = ("seconds", "training_seconds", "tokens_per_second")  # all that a repeat may change
+# Of a process that compiles or captures: the first is watched, then compilers and graphs start.
+STARTING_STEPS = 8
+
+
+class Clock:
+    """How long a run has taken so far, with all its parts: as a whole, and its steps alone.
+
+    Steps in which compilers and graphs start count for the whole only: they are no method's time,
+    and differ from one process to the next.
+    """
+
+    def __init__(self, *, starting_steps: int = 0) -> None:
+        self.training_seconds = 0.0
+        self._started, self._before = time.monotonic(), 0.0
+        self._starting = starting_steps
+        self._new_seconds, self._new_steps = 0.0, 0
+
+    @property
+    def seconds(self) -> float:
+        return self._before + time.monotonic() - self._started
+
+    def go_on(self, seconds: float, training_seconds: float) -> None:
+        """Continue from the times of a checkpoint."""
+        self._started, self._before = time.monotonic(), seconds
+        self.training_seconds = training_seconds
+
+    @contextmanager
+    def step(self, *, then_wait: bool) -> Iterator[None]:
+        """A training step; `then_wait` for the GPU, before it does something that is none."""
+        started = time.monotonic()
+        yield
+        if torch.cuda.is_available() and (then_wait or self._starting == 1):
+            torch.cuda.synchronize()
+        if self._starting:
+            self._starting -= 1
+            return
+        took = time.monotonic() - started
+        self.training_seconds += took
+        self._new_seconds, self._new_steps = self._new_seconds + took, self._new_steps + 1
+
+    def steps_per_second(self) -> float | None:
+        """Of the steps since the last call; None if there were none to be counted."""
+        steps, seconds = self._new_steps, self._new_seconds
+        self._new_seconds, self._new_steps = 0.0, 0
+        return steps / seconds if seconds > 0 else None
+
+
+class LogWriter:
+    """Adds lines to a run's log, and hands each to the `sinks`: display, tracker.
+
+    A line is {"kind": "train" | "eval", "step", "epoch", "tokens", numbers ...}.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        clock: Clock,
+        *,
+        tokens_per_step: int,
+        steps_per_epoch: int,
+        flops_per_token: dict[str, float],
+        sinks: list[Callable[[Line], None]],
+    ) -> None:
+        self._path, self._clock, self._sinks = path, clock, sinks
+        self._tokens_per_step, self._steps_per_epoch = tokens_per_step, steps_per_epoch
+        self._flops_per_token = flops_per_token
+
+    def write(self, kind: str, step: int, numbers: dict[str, float]) -> None:
+        epoch, place = divmod(step, self._steps_per_epoch)
+        tokens = step * self._tokens_per_step
+        line: Line = {
+            "kind": kind,
+            "step": step,
+            "epoch": epoch + place / self._steps_per_epoch,
+            "tokens": tokens,
+            **numbers,
+            **{name: tokens * cost for name, cost in self._flops_per_token.items()},
+            "seconds": round(self._clock.seconds, 3),
+            "training_seconds": round(self._clock.training_seconds, 3),
+        }
+        if kind == "train" and (speed := self._clock.steps_per_second()) is not None:
+            line["tokens_per_second"] = round(speed * self._tokens_per_step, 1)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        for sink in self._sinks:
+            sink(line)
 
 
 def read_log(path: Path) -> list[Line]:

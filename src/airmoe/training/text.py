@@ -1,15 +1,29 @@
-"""From a run's data options to prepared tokens, preparing them the first time."""
+"""From a run's data options to prepared tokens, and on to the micro-batches of each step."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from airmoe.data import PrepareConfig, Prepared, PrepareProgress, open_prepared, prepare
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
+from airmoe.data import (
+    BlockDataset,
+    PrepareConfig,
+    Prepared,
+    PrepareProgress,
+    open_prepared,
+    prepare,
+)
 from airmoe.data.tokenizer_choice import is_trained, make_tokenizer
+from airmoe.distributed import rank, world_size
 from airmoe.errors import ConfigError
-from airmoe.training.config import DataOptions
+from airmoe.training.config import DataOptions, RunConfig, TrainingOptions
 
 
 def data_folder(data: DataOptions) -> Path:
@@ -21,17 +35,6 @@ def data_folder(data: DataOptions) -> Path:
     return Path("data") / re.sub(r"[^\w.-]+", "-", f"{corpus}-{tokenizer}")
 
 
-def prepare_config(data: DataOptions) -> PrepareConfig:
-    return PrepareConfig(
-        corpus=data.corpus,
-        tokenizer=data.tokenizer,
-        out=str(data_folder(data)),
-        validation=data.validation,
-        validation_fraction=data.validation_fraction,
-        max_tokens=data.max_tokens,
-    )
-
-
 def prepared_data(
     data: DataOptions, report: Callable[[PrepareProgress], None] | None = None
 ) -> Prepared:
@@ -41,7 +44,15 @@ def prepared_data(
     """
     folder = data_folder(data)
     if data.folder is None or not folder.exists():
-        prepare(prepare_config(data), report)
+        config = PrepareConfig(
+            corpus=data.corpus,
+            tokenizer=data.tokenizer,
+            out=str(folder),
+            validation=data.validation,
+            validation_fraction=data.validation_fraction,
+            max_tokens=data.max_tokens,
+        )
+        prepare(config, report)
         return open_prepared(folder)
     prepared = open_prepared(folder)
     found = prepared.manifest
@@ -58,6 +69,17 @@ def prepared_data(
     return prepared
 
 
+def blocks_of(config: RunConfig, prepared: Prepared) -> tuple[BlockDataset, Any]:
+    """What to train on and what to validate on, both long enough."""
+    options, block_size = config.training, config.data.block_size
+    train_blocks = prepared.blocks("train", block_size)
+    check_blocks(len(train_blocks), options.batch_size, block_size)
+    eval_blocks: Any = prepared.blocks("validation", block_size)
+    if options.eval_blocks is not None and options.eval_blocks < len(eval_blocks):
+        eval_blocks = Subset(eval_blocks, range(options.eval_blocks))
+    return train_blocks, eval_blocks
+
+
 def check_blocks(num_blocks: int, batch_size: int, block_size: int) -> None:
     """Training needs one optimizer step's worth of text at least."""
     if num_blocks < batch_size:
@@ -67,3 +89,46 @@ def check_blocks(num_blocks: int, batch_size: int, block_size: int) -> None:
             f"must be <= {num_blocks}, the blocks of {block_size} tokens in the training text",
             "Use more text, shorter blocks (data.block_size) or a smaller batch.",
         )
+
+
+@lru_cache(maxsize=1)
+def epoch_order(num_blocks: int, batch_size: int, seed: int, epoch: int) -> list[int]:
+    """The blocks of one epoch in their order: a new shuffle, cut to whole optimizer steps."""
+    random = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    used = num_blocks // batch_size * batch_size
+    return torch.randperm(num_blocks, generator=random)[:used].tolist()
+
+
+class MicroBatches:
+    """The micro-batches of every step, in an order that depends on the seed and nothing else.
+
+    Resuming therefore needs no saved state, and any number of processes shares out the same order.
+    """
+
+    def __init__(self, blocks: BlockDataset, options: TrainingOptions, device: torch.device):
+        self._blocks, self._options, self._device = blocks, options, device
+        self.steps_per_epoch = len(blocks) // options.batch_size
+        targets = options.batch_size * (blocks.block_size - 1)  # a block's first token is none
+        self._num_targets = torch.tensor(targets, device=device)
+
+    def of_step(self, step: int) -> Iterator[dict[str, Tensor]]:
+        """This process's share of a step, counted from 0: keyword arguments for the model."""
+        options = self._options
+        size = options.micro_batch_size
+        epoch, place = divmod(step, self.steps_per_epoch)
+        order = epoch_order(len(self._blocks), options.batch_size, options.seed, epoch)
+        batch = order[place * options.batch_size :][: options.batch_size]
+        for start in range(rank() * size, len(batch), world_size() * size):
+            chosen = [self._blocks[index]["input_ids"] for index in batch[start : start + size]]
+            input_ids = self._to_device(torch.stack(chosen))  # [micro batch, block]
+            yield {
+                "input_ids": input_ids,
+                "labels": input_ids,
+                "num_items_in_batch": self._num_targets,
+            }
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        """Without waiting: a copy that blocks makes the host wait for the GPU, then the reverse."""
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory()  # else the copy blocks all the same
+        return tensor.to(self._device, non_blocking=True)

@@ -16,10 +16,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from airmoe.errors import visible
+from airmoe.errors import say, visible
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.experiments.suites.plan import PlannedRun
-from airmoe.training.display import say, summary
+from airmoe.training.display import summary
 from airmoe.training.run_folder import read_result
 
 SHOWN = ("loss", "perplexity", "tokens_per_second")

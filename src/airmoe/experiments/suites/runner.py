@@ -23,7 +23,7 @@ from airmoe.experiments.suites.plan import Plan, PlannedRun, check_warmup
 from airmoe.experiments.suites.progress import Board
 from airmoe.files import write_json
 from airmoe.training import RunConfig
-from airmoe.training.arguments import check_device, check_sharding, total_steps
+from airmoe.training.devices import check_device, check_sharding
 from airmoe.training.display import PrepareDisplay
 from airmoe.training.text import check_blocks, prepared_data
 
@@ -108,6 +108,6 @@ def _known_steps(config: RunConfig, console: Console) -> int:
         prepared = prepared_data(config.data, display.show)
     blocks = len(prepared.blocks("train", config.data.block_size))
     check_blocks(blocks, config.training.batch_size, config.data.block_size)
-    steps = total_steps(config, blocks // config.training.batch_size)
+    steps = config.training.total_steps(blocks // config.training.batch_size)
     check_warmup(config.training, steps)
     return steps
