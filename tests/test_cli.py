@@ -14,6 +14,7 @@ from threading import Thread
 import pytest
 from rich.console import Console
 
+from airmoe import __version__
 from airmoe.data import open_prepared
 from airmoe.experiments.doctor import examine
 from airmoe.files import read_json
@@ -303,6 +304,29 @@ def test_help_lists_the_commands() -> None:
     for command in ("prepare", "train", "eval", "generate", "doctor"):
         assert command in outcome.out
         assert airmoe(command, "--help").code == 0
+
+
+def test_the_version_is_said() -> None:
+    assert airmoe("--version").out == f"airmoe {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("train sma", {"small", "small-c5", "small-openwebtext2"}),
+        ("train tiny training.prec", {"training.precision="}),
+        ("flops tiny --method h", {"hierarchical"}),
+        ("sui", {"suite"}),
+    ],
+)
+def test_a_shell_completes(
+    typed: str, completed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = f"airmoe {typed}"
+    monkeypatch.setenv("_AIRMOE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    assert {*airmoe().out.split()} == completed
 
 
 PROBE = """

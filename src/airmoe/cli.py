@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from airmoe import __version__
 from airmoe.commands.comparisons import report, suite
 from airmoe.commands.console import keep_streams
 from airmoe.commands.costs import bench, doctor, flops
@@ -34,13 +35,22 @@ app = typer.Typer(
     help="Granular mixtures-of-experts: prepare text, train, evaluate, generate, measure.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"airmoe {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
 def before(
     context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="say it and stop"),
+    ] = False,
     modules: Annotated[
         list[str] | None,
         typer.Option(
@@ -72,7 +82,7 @@ def main() -> None:
     keep_streams()
     try:
         _check_arguments(sys.argv[1:])
-        app()
+        app(prog_name="airmoe")
     except ConfigError as error:
         _stop(str(error), 2)
     except RunError as error:

@@ -55,7 +55,7 @@ def test_a_run_of_another_format(good: Path) -> None:
     values = read_json(good / "new" / "run.json")
     write_json(good / "new" / "run.json", values | {"format": 7})
     (line,) = problems(good)
-    assert line.startswith("runs/new: run.format: got 7, must be 1, the format of this airmoe")
+    assert line.startswith("runs/new: run.format: got 7, must be 2, the format of this airmoe")
 
 
 def test_an_empty_folder(good: Path) -> None:

@@ -99,17 +99,6 @@ def test_the_last_of_several_overrides_counts() -> None:
     assert made.training.steps == 6
 
 
-def test_a_younger_option_at_its_default_is_the_run_of_before() -> None:
-    """Records written before the option existed do not name it, and are of the same run."""
-    assert override(preset("small"), ["model.moe_post_norm_gain=1.0"]) == preset("small")
-    changed = override(preset("small"), ["model.moe_post_norm_gain=0.5"])
-    assert changed.model["moe_post_norm_gain"] == 0.5
-    assert override(changed, ["model.moe_post_norm_gain=1"]) == preset("small")
-    written = preset("small").to_json()
-    written["model"]["moe_post_norm_gain"] = 1.0
-    assert RunConfig.from_json(written) == preset("small")
-
-
 @pytest.mark.parametrize(
     ("assignment", "field"),
     [

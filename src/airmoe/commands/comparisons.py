@@ -8,17 +8,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from airmoe.commands import Overrides, Preset
 from airmoe.errors import say
 
 
 def suite(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="main, ablations, granularity, codebook")],
-    preset: Annotated[str, typer.Argument(help="tiny, small, medium, small-c5, ...")],
+    preset: Preset,
     out: Annotated[Path, typer.Option(help="folder of the suite, new or begun")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key.path=value, for every run")
-    ] = None,
+    overrides: Overrides = None,
     seeds: Annotated[int, typer.Option(help="runs of each variant: training.seed, + 1, ...")] = 1,
     tokens: Annotated[int | None, typer.Option(help="length of every run")] = None,
     epochs: Annotated[

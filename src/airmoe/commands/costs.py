@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from airmoe.commands import Method, Overrides, Preset
 from airmoe.commands.console import wide_console
 from airmoe.errors import ConfigError
 
@@ -71,11 +72,9 @@ def bench(
 
 
 def flops(
-    preset: Annotated[str, typer.Argument(help="tiny, small, medium, small-c5, ...")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key.path=value, e.g. model.load_balance_weight=0")
-    ] = None,
-    method: Annotated[str | None, typer.Option(help="air (default), exact, ... as train's")] = None,
+    preset: Preset,
+    overrides: Overrides = None,
+    method: Method = None,
     every: Annotated[bool, typer.Option("--all", help="all methods side by side")] = False,
     tokens: Annotated[
         int | None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from airmoe.commands import Method, OptionalPreset, Overrides
 from airmoe.errors import ConfigError, say
 
 if TYPE_CHECKING:
@@ -59,14 +60,9 @@ def prepare(
 
 
 def train(
-    preset: Annotated[str | None, typer.Argument(help="tiny, small, medium, small-c5, ...")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key.path=value, e.g. training.steps=500")
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(help="air (default), exact, peer, hierarchical, expert_choice, coarse, dense"),
-    ] = None,
+    preset: OptionalPreset = None,
+    overrides: Overrides = None,
+    method: Method = None,
     run: Annotated[
         Path | None,
         typer.Option(

@@ -131,8 +131,7 @@ def check_checkpoint(checkpoint: Path, run_sha256: str, *, to_resume: bool) -> N
             "checkpoint",
             str(checkpoint),
             f"must hold a copy of the run's {LOG}, to go on from",
-            "Finish the run with the airmoe that began it (see versions in run.json), or start a "
-            "new run.",
+            FROM_THE_ONE_BEFORE,
         )
     for name in listed:
         _check_file(checkpoint / name, listed[name], by_hash=to_resume or not _only_to_resume(name))

@@ -64,9 +64,6 @@ MODEL_OPTIONS = (
     "shortlist_balance_weight",
     "router_z_weight",
 )
-# Younger than the first committed records, and so named only where it is not the default: runs
-# without it stay the same runs.
-LATER_OPTIONS = ("moe_post_norm_gain",)
 
 LLAMA_COUNTS = (
     "hidden_size",
@@ -281,8 +278,6 @@ class RunConfig:
             name: hints[name](**value) if name in ("data", "training") else value
             for name, value in values.items()
         }
-        if isinstance(parts.get("model"), dict):
-            parts["model"] = _without_later_defaults(parts["model"])
         return cls(**parts)
 
 
@@ -291,21 +286,7 @@ def model_options(config: AirMoeConfig) -> dict[str, Any]:
     options = {name: getattr(config, name) for name in MODEL_OPTIONS if name != "vocab_size"}
     if options["moe_layers"] == [config.num_hidden_layers // 2]:
         options["moe_layers"] = None  # the middle one, also when the depth is overridden
-    return _without_later_defaults(options)
-
-
-def _without_later_defaults(options: dict[str, Any]) -> dict[str, Any]:
-    """The `model` part of a run as runs were written before there were `LATER_OPTIONS`."""
-
-    def is_default(name: str, value: object) -> bool:
-        # True equals 1.0, but is a mistake that has to be named.
-        return not isinstance(value, bool) and value == getattr(AirMoeConfig, name)
-
-    return {
-        name: value
-        for name, value in options.items()
-        if name not in LATER_OPTIONS or not is_default(name, value)
-    }
+    return options
 
 
 def unknown_option(path: str, name: str, value: object, valid: tuple[str, ...]) -> ConfigError:
