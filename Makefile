@@ -56,10 +56,10 @@ check: install
 test: check
 	$(RUN) -m pytest -n auto $(PYTEST_ARGS)
 
-# Without the folders whose tests train, start processes or interpret Triton kernels.
+# Without tests that train, start processes or interpret Triton kernels.
+SLOW_TESTS = distributed experiments kernels training test_benchmarks.py test_cli.py test_fuzz.py
 test-quick: install
-	$(RUN) -m pytest -n auto -m "not slow" \
-	  $(addprefix --ignore=tests/,distributed experiments kernels training) $(PYTEST_ARGS)
+	$(RUN) -m pytest -n auto -m "not slow" $(addprefix --ignore=tests/,$(SLOW_TESTS)) $(PYTEST_ARGS)
 
 test-oldest: $(VENV)-oldest/installed
 	$(VENV)-oldest/bin/python -m pytest -n auto $(PYTEST_ARGS)

@@ -410,6 +410,7 @@ def measure_this_rank(rank: int, join: Callable[[], None]) -> list[dict[str, lis
     return results
 
 
+@pytest.mark.slow
 def test_mean_over_ranks_is_the_global_loss(tmp_path: Path) -> None:
     first, second = run_all({"losses": measure_this_rank}, tmp_path)["losses"]
     assert isinstance(first, list), first
