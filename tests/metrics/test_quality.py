@@ -346,7 +346,7 @@ def everything(router: AirRouter) -> dict[str, Any]:
     found["experts"] = router.training_lists.experts.clone()
     found["norms"] = router.training_lists.inverse_norms.clone()
     found["flags"] = [module.training for module in router.modules()]
-    found["stale"] = router.training_lists.stale
+    found["age"] = router.training_lists.age
     return found
 
 

@@ -68,12 +68,12 @@ def test_tracking_again_counts_no_step_twice(lifetime: int) -> None:
 def test_tracking_again_makes_no_lists_due() -> None:
     layer, optimizer = with_old_lists()
     layer(batch(8))
-    lists = air_of(layer).training_lists
-    assert lists.due == "nothing"
+    router = air_of(layer)
+    assert router.lists_due == "nothing"
     airmoe.track_optimizer(layer, optimizer)
-    assert lists.due == "nothing"
+    assert router.lists_due == "nothing"
     airmoe.track_optimizer(layer, optimizer).remove()  # the first call's connection stays
-    assert lists.due == "nothing" and air_of(layer).tracked
+    assert router.lists_due == "nothing" and router.tracked
 
 
 def test_every_tracked_optimizer_of_the_centroids_counts_and_no_other() -> None:
@@ -87,9 +87,9 @@ def test_every_tracked_optimizer_of_the_centroids_counts_and_no_other() -> None:
     handle.remove()
     assert air_of(layer).tracked
     layer(batch(7))
-    assert air_of(layer).training_lists.due == "nothing"
+    assert air_of(layer).lists_due == "nothing"
     second.step()  # nobody hears of it any more
-    assert air_of(layer).training_lists.due == "nothing"
+    assert air_of(layer).lists_due != "lists"
 
 
 def with_old_lists() -> tuple[MoELayer, torch.optim.Optimizer]:
@@ -131,16 +131,24 @@ def test_evaluation_sees_every_step() -> None:
     assert not torch.equal(router.training_lists.experts, expected)
 
 
-def test_loading_and_changes_by_hand_do_not_wait() -> None:
+def test_loading_brings_the_lists_and_changes_by_hand_do_not_wait() -> None:
     layer = build_layer("air", jitter_std=0.0, refresh_every=100)
     router = air_of(layer)
     optimizer = torch.optim.AdamW(layer.parameters())  # a router forgets one that nobody keeps
     airmoe.track_optimizer(layer, optimizer)
     layer(batch(0))
     other = build_layer("air", seed=1, jitter_std=0.0, refresh_every=100)
+    other_optimizer = torch.optim.AdamW(other.parameters())
+    airmoe.track_optimizer(other, other_optimizer)
     other(batch(1))
-    assert router.tracked and router.training_lists.due == "nothing"
+    expected = air_of(other).shortlists().clone()
+    assert router.tracked and router.lists_due == "nothing"
     layer.load_state_dict(other.state_dict())
+    layer(batch(2))
+    assert torch.equal(router.training_lists.experts, expected)
+    assert not torch.equal(expected, plain_shortlists(router, router.codebook.codewords))
+    without = {k: v for k, v in other.state_dict().items() if "training_lists" not in k}
+    layer.load_state_dict(without, strict=False)
     layer(batch(2))
     assert torch.equal(
         router.training_lists.experts, plain_shortlists(router, router.codebook.codewords)

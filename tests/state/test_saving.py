@@ -182,7 +182,7 @@ def test_meta_construction_then_reset_gives_a_working_layer(case: str) -> None:
             reset()
     for name, tensor in layer.state_dict().items():
         assert tensor.isfinite().all(), name
-        assert tensor.dtype != torch.int64 or tensor != torch.iinfo(torch.int64).max, name
+        assert tensor.dtype != torch.int64 or (tensor < torch.iinfo(torch.int64).max).all(), name
     weights = dense(layer.router(batch(0, 22)))
     assert weights.isfinite().all() and (weights >= 0).all()
     if "choice" not in case:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from airmoe import AirMoeForCausalLM
-from airmoe.routers.shortlists import ShortlistCache
+from airmoe.routers import air
 from tests.model.common import batch, build, learn_a_little
 
 THREADS = 8
@@ -37,15 +37,16 @@ def in_threads(evaluate: Callable[[int], Tensor]) -> list[Tensor]:
 @pytest.fixture
 def slow_rebuilds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rebuilding takes its time on both sides of the write; as many entries as rebuilds."""
-    rebuild, calls = ShortlistCache.rebuild, []
+    build_lists, calls = air.build_lists, []
 
-    def slow(self: Any, *arguments: Any, **options: Any) -> None:
+    def slow(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
         time.sleep(0.02)
-        rebuild(self, *arguments, **options)
+        built = build_lists(*arguments, **options)
         time.sleep(0.02)
+        return built
 
-    monkeypatch.setattr(ShortlistCache, "rebuild", slow)
+    monkeypatch.setattr(air, "build_lists", slow)
     return calls
 
 
@@ -68,7 +69,7 @@ def test_a_model_that_was_just_loaded(
 def test_a_copy_has_a_lock_of_its_own() -> None:
     model = learn_a_little(build("air")).eval()
     (layer,) = [module for module in model.modules() if hasattr(module, "evaluation_lists")]
-    with layer._evaluating, torch.no_grad():
+    with layer.evaluation_lists.lock, torch.no_grad():
         copied = copy.deepcopy(model)(batch(0)).logits  # would wait forever for the other's
     with torch.no_grad():
         assert torch.equal(model(batch(0)).logits, copied)

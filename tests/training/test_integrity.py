@@ -21,7 +21,6 @@ from airmoe.training.checkpoints import (
     checkpoints,
     write_manifest,
 )
-from airmoe.training.living_lists import LISTS
 from airmoe.training.run_folder import open_run, read_result
 from airmoe.training.run_log import read_log
 from airmoe.training.state import OPTIMIZER
@@ -47,7 +46,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     assert in_process(lambda: train_here(config, folder / "whole")) == 0
     assert in_process(killed) < 0
-    assert (folder / "killed" / "checkpoint-4" / LISTS).exists()
     return folder
 
 
@@ -101,10 +99,8 @@ ROUTER = {"num_codewords": 8, "shortlist_size": 16, "refresh_every": 3, "codeboo
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a bit of the weights": (lambda at: flip(at / "model.safetensors"), "model.safetensors"),
     "a bit of the moments": (lambda at: flip(at / OPTIMIZER), OPTIMIZER),
-    "a bit of the lists": (lambda at: flip(at / LISTS), LISTS),
     "a bit of the random state": (lambda at: flip(at / "random-0.safetensors"), "random-0"),
     "no moments": (lambda at: (at / OPTIMIZER).unlink(), OPTIMIZER),
-    "no lists": (lambda at: (at / LISTS).unlink(), LISTS),
     "empty moments": (lambda at: (at / OPTIMIZER).write_bytes(b""), OPTIMIZER),
     "moments of another step": (of_another_step(OPTIMIZER), OPTIMIZER),
     "weights of another step": (of_another_step("model.safetensors"), "model.safetensors"),

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from airmoe.training import RunConfig, evaluation, loop
 from airmoe.training.checkpoints import checkpoints, step_of
-from airmoe.training.living_lists import LISTS
 from airmoe.training.loop import TrainingLoop
 from tests.training import kills
 from tests.training.command import airmoe, started
@@ -135,7 +135,9 @@ def test_shortlists_that_live_several_steps(step: int, tmp_path: Path) -> None:
 
     assert in_process(stopped) == 0
     last = checkpoints(tmp_path / "run")[-1]
-    assert step_of(last) == step and (last / LISTS).exists() == (step == 5)
+    saved = load_file(last / "model.safetensors")
+    (age,) = (tensor for name, tensor in saved.items() if name.endswith("saved_age"))
+    assert (step_of(last), int(age)) == (step, step - 3)
     assert in_process(lambda: resume_here(tmp_path / "run")) == 0
     assert_same_run(tmp_path / "run", tmp_path / "reference")
 

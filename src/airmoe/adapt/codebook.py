@@ -54,7 +54,7 @@ class ScaledCodebook(Codebook):
         sums, counts = totals.unbind(1)
         mean = sums.sum() / counts.sum()
         self.scales.copy_(torch.where(counts > 0, sums / counts.clamp_min(1), mean))
-        self.changes += 1
+        self.version = (self.version[0] + 1, self.version[1])
 
     def empty_state(self, prefix: str) -> dict[str, Any]:
         """The state dict of a codebook that has seen no token, for checkpoints without one."""

@@ -19,7 +19,7 @@ from airmoe.kernels.backend import own_precision
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import make_cells
 from airmoe.routers.base import run_eagerly
-from airmoe.routers.seen import Seen
+from airmoe.routers.lists import TensorIdentity
 from airmoe.routers.tokens import read_tokens
 
 # What a swapped router has beyond the stock module.
@@ -160,9 +160,12 @@ class ShortlistRouter(_Base):
     def _cache_key(self) -> tuple[Any, ...]:
         """Changes when the cached shortlists must be built anew."""
         return (
-            self.codebook.changes,
+            self.codebook.version,
             self.codebook.codewords.device,
-            *map(Seen, (self.codebook.codewords, self.codebook.scales, *self.ranked_by())),
+            *map(
+                TensorIdentity,
+                (self.codebook.codewords, self.codebook.scales, *self.ranked_by()),
+            ),
         )
 
     # -- fine stage -------------------------------------------------------------------------

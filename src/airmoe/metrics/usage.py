@@ -54,8 +54,11 @@ def shortlist_staleness(router: AirRouter) -> float:
 
     The codebook moves with every micro-batch, the shortlists only after an optimizer step (Alg. 3).
     The rebuild draws the jitter of the lists in use, so only real movement counts: 0 right after a
-    rebuild. NaN before the first one. Nothing is stored.
+    rebuild, or where every forward builds its own (without a tracked optimizer). NaN before the
+    first one. Nothing is stored.
     """
+    if not router.tracked and int(router.micro_batches) > 0:
+        return 0.0
     if router.built_at is None:
         return float("nan")
     # The cache itself: `router.shortlists()` would replace it by fresh lists after a step.

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from airmoe.model.configuration import AirMoeConfig
 from airmoe.moe import CoarseExperts, GranularExperts
 from airmoe.routers import Codebook, Router
-from airmoe.routers.shortlists import ShortlistCache
+from airmoe.routers.lists import ListCache
 from airmoe.transformers_internals import is_loaded
 
 
@@ -47,13 +47,8 @@ def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
 @torch.no_grad()
 def initialize_layer(module: nn.Module, std: float) -> bool:
     """Give the parts of a MoELayer their starting values, experts with this `std`; else False."""
-    if isinstance(module, ShortlistCache):
-        for buffer in module.buffers():
-            buffer.zero_()
-        module.expire()
-        return True
     experts = isinstance(module, (GranularExperts, CoarseExperts))
-    if not (experts or isinstance(module, (Router, Codebook))):
+    if not (experts or isinstance(module, (Router, Codebook, ListCache))):
         return False
     loaded = [
         (tensor, tensor.clone())
@@ -67,6 +62,8 @@ def initialize_layer(module: nn.Module, std: float) -> bool:
         module.reset_parameters()
     for tensor, value in loaded:
         tensor.copy_(value)
+    if isinstance(module, Router):
+        module.on_load()
     return True
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import warnings
 from dataclasses import dataclass
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from airmoe.config import config
+from airmoe.config import check_choice, check_count, check_number, config
+from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
@@ -17,16 +19,16 @@ from airmoe.kernels.cells import Cells, make_cells
 from airmoe.kernels.layout import ReverseIndex, make_reverse
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
 from airmoe.kernels.norms import unit_rows
-from airmoe.routers.air_settings import AirSettings
 from airmoe.routers.base import Plan
-from airmoe.routers.centroids import CentroidRouter
-from airmoe.routers.codebook import Codebook
+from airmoe.routers.centroids import CentroidConfig, CentroidRouter
+from airmoe.routers.codebook import Codebook, CodebookKind
 from airmoe.routers.gating import ScoredCells, binary, capacity_of, expert_choice, token_choice
+from airmoe.routers.lists import Due, Key, ListCache, Lists, TensorIdentity, build_lists, norms_of
 from airmoe.routers.routing import CellRouting, Lazy
-from airmoe.routers.seen import OwnLock, Seen
-from airmoe.routers.shortlists import ShortlistCache
 from airmoe.routers.tokens import Tokens
 from airmoe.routers.tracking import how_to_track
+
+Gate = Literal["token_choice", "expert_choice", "binary"]
 
 PLAN_BYTES = 256 * 2**20  # memory for the plans of forwards that wait for their backward
 
@@ -36,9 +38,7 @@ class AirPlan(Plan):
     """The coarse stage's outcome."""
 
     codeword_ids: Tensor  # [T]
-    shortlists: Tensor  # [G, M]
-    inverse_norms: Tensor | None  # [E]
-    reverse: ReverseIndex | None  # of the shortlists
+    lists: Lists
     codewords: Tensor  # [G, D]
 
 
@@ -46,8 +46,65 @@ class AirRouter(CentroidRouter):
     """Adaptive inverted-index routing, executed in cells."""
 
     @config
-    class Config(AirSettings):
-        __doc__ = AirSettings.__doc__
+    class Config(CentroidConfig):
+        """Settings of AIR.
+
+        `gate`: with "token_choice" a token takes its K best and weighs them by softmax; "binary" is
+        the same choice, but each of the K weighs 1 and the centroids learn nothing from the output
+        (for experts taken from a dense network); with "expert_choice" experts take tokens.
+        """
+
+        num_codewords: int
+        shortlist_size: int
+        codebook_decay: float = 0.95
+        dead_below: float = 1.0
+        codebook: CodebookKind = "spherical"
+        gate: Gate = "token_choice"
+        capacity_factor: float = 1.0  # of the expert-choice gate
+        refresh_every: int = 1  # optimizer steps between two buildings of the shortlists
+
+        def check(self) -> None:
+            super().check()
+            for name in ("num_codewords", "shortlist_size", "refresh_every"):
+                check_count(f"{self.label}.{name}", getattr(self, name))
+            check_number(f"{self.label}.codebook_decay", self.codebook_decay, below=1.0)
+            check_number(f"{self.label}.dead_below", self.dead_below)
+            check_number(f"{self.label}.capacity_factor", self.capacity_factor, strict=True)
+            check_choice(f"{self.label}.codebook", self.codebook, CodebookKind)
+            check_choice(f"{self.label}.gate", self.gate, Gate)
+            if self.shortlist_size < self.top_k:
+                raise ConfigError(
+                    f"{self.label}.shortlist_size",
+                    self.shortlist_size,
+                    f"must be >= top_k = {self.top_k}, because the K active experts come from "
+                    "one shortlist",
+                    "Raise shortlist_size or lower top_k.",
+                )
+            if self.shortlist_size > self.num_experts:
+                raise ConfigError(
+                    f"{self.label}.shortlist_size",
+                    self.shortlist_size,
+                    f"must be <= num_experts = {self.num_experts}",
+                    "Lower shortlist_size or raise num_experts.",
+                )
+            if self.gate != "expert_choice" and self.capacity_factor != 1.0:
+                raise ConfigError(
+                    f"{self.label}.capacity_factor",
+                    self.capacity_factor,
+                    'only has a meaning with gate = "expert_choice"',
+                    'Leave it at 1.0 or set gate="expert_choice".',
+                )
+
+        @classmethod
+        def for_budget(cls, *, dim: int, num_experts: int, top_k: int) -> Self:
+            """Shortlists of 4 K experts, and a codeword for every 64 experts, at most 1024."""
+            return cls(
+                dim=dim,
+                num_experts=num_experts,
+                top_k=top_k,
+                num_codewords=max(1, min(1024, num_experts // 64)),
+                shortlist_size=min(num_experts, 4 * top_k),
+            )
 
         def build(self) -> AirRouter:
             return AirRouter(self)
@@ -63,53 +120,23 @@ class AirRouter(CentroidRouter):
             config.codebook_decay,
             config.dead_below,
         )
-        self.training_lists = self._new_cache()
-        self.evaluation_lists = self._new_cache()
-        self._evaluated_at: tuple[int, int, Seen, Seen] | None = None
-        self._evaluating = OwnLock()
-        # The micro-batch of the training lists. Derived like them, hence never saved.
-        built_at = torch.zeros((), dtype=torch.int64)
-        self.register_buffer("_built_at", built_at, persistent=False)
-        self._built_at: Tensor
-        self._was_built = False
-        self._built_from = -1
-        self._built_for: Seen | None = None  # the centroids, until an optimizer moves them
-        self._fresh = False  # untracked only: the training lists belong to this very micro-batch
+        sizes = config.num_codewords, config.shortlist_size, config.num_experts
+        normalize = config.normalize_centroids
+        lifetime = config.refresh_every
+        self.training_lists = ListCache(*sizes, normalize=normalize, lifetime=lifetime)
+        self.evaluation_lists = ListCache(*sizes, normalize=normalize)
         self._untracked_batches = 0
-        self._warned_rebuilding = False
+        self._warned_untracked = False
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        self._built_at.zero_()
-        self.codebook.reset_parameters()
+        for part in (self.codebook, self.training_lists, self.evaluation_lists):
+            part.reset_parameters()
 
-    def on_parameters_changed(self) -> None:
-        super().on_parameters_changed()
-        self._leave_meta_device()
-        self.training_lists.expire()
-        self._built_for = self._evaluated_at = None
-
-    def _leave_meta_device(self) -> None:
-        """Where `load_state_dict(assign=True)` has left all that is not saved."""
-        device = self.codebook.codewords.device
-        if self._built_at.is_meta and device.type != "meta":
-            for cache in (self.training_lists, self.evaluation_lists):
-                cache.to_empty(device=device)
-            self._built_at = torch.zeros_like(self._built_at, device=device)
-
-    def on_optimizer_step(self) -> None:
-        """Training lists may wait for their turn, norms and evaluation may not."""
-        super().on_parameters_changed()
-        self.training_lists.optimizer_stepped()
-        self._built_for = self._evaluated_at = None
-
-    def train(self, mode: bool = True) -> AirRouter:
-        if mode != self.training:
-            self._evaluated_at = None  # an optimizer nobody told us of may have stepped meanwhile
-        super().train(mode)
-        return self
+    def cached_parameters(self) -> list[nn.Parameter]:
+        return [self.centroids]
 
     @property
     def kept_plans(self) -> int:
@@ -119,74 +146,89 @@ class AirRouter(CentroidRouter):
             owned += self.training_lists.experts.nbytes
         return max(4, min(super().kept_plans, PLAN_BYTES // owned))
 
-    @property
-    def built_at(self) -> Tensor | None:
-        """The micro-batch in which the training lists were built, None before."""
-        return self._built_at if self._was_built else None
-
-    def cached_parameters(self) -> list[nn.Parameter]:
-        return [self.centroids]
-
     def freeze_codebook(self) -> None:
         """Stop the codebook (fine-tuning); shortlists still follow the centroids."""
         self.codebook.frozen = True
 
-    def lists_state(self) -> dict[str, Tensor]:
-        """Training lists that live several steps: they cannot be derived again in between."""
-        lists = self.training_lists.state()
-        return {**lists, "built_at": self._built_at} if lists else {}
+    # -- when lists are built ---------------------------------------------------------------
 
-    @torch.no_grad()
-    def restore_lists(self, state: dict[str, Tensor]) -> None:
-        """What `lists_state` gave, after parameters and codebook were loaded and the optimizer is
-        tracked, which both make the lists due."""
-        self.training_lists.restore(state)
-        self._built_at.copy_(state["built_at"])
-        self._was_built, self._built_from = True, self.codebook.loads
+    @property
+    def lists_due(self) -> Due:
+        """What of the lists of this mode must be derived again."""
+        return self._cache.due(self._key())
 
-    # -- gradient-free learning -------------------------------------------------------------
+    @property
+    def _cache(self) -> ListCache:
+        return self.training_lists if self.training else self.evaluation_lists
+
+    def _key(self) -> Key:
+        """Training lists outlive what the codebook learns, those of evaluation nothing."""
+        set_anew, learned = self.codebook.version
+        centroids = TensorIdentity(self.centroids)
+        if self.training:
+            return Key(self.parameter_changes, (set_anew,), (centroids,))
+        codewords = TensorIdentity(self.codebook.codewords)
+        return Key(self.parameter_changes, (set_anew, learned), (centroids, codewords))
+
+    def on_parameters_changed(self) -> None:
+        super().on_parameters_changed()
+        self.training_lists.expire()
+        self.evaluation_lists.expire()
+
+    def on_optimizer_step(self) -> None:
+        self.parameter_changes += 1
+        self.training_lists.optimizer_stepped()
+        self.evaluation_lists.optimizer_stepped()
+
+    def on_load(self) -> None:
+        self.parameter_changes += 1
+        for cache in (self.training_lists, self.evaluation_lists):
+            cache.loaded(self.codebook.version[:1], self.codebook.codewords.device)
+
+    def train(self, mode: bool = True) -> AirRouter:
+        if mode != self.training:  # an optimizer nobody told us of may have stepped meanwhile
+            self.evaluation_lists.expire()
+        super().train(mode)
+        return self
+
+    def lists_renewed(self, due: Due) -> None:
+        """A captured CUDA graph has derived what was due of this mode's lists."""
+        self._cache.renewed(due, self._key())
+
+    @property
+    def built_at(self) -> Tensor | None:
+        """The micro-batch in which the training lists were built, None before."""
+        return None if self.training_lists.key is None else self.training_lists.built_at
 
     def learn(self, tokens: Tokens) -> None:
         """Alg. 3: move the codebook, then rebuild the shortlists if parameters have changed."""
         self.codebook.update(tokens.hidden, tokens.valid)
         if not self.training:  # calibration: the training lists are not ours to touch
             return
-        if self._due() or not self.tracked:
-            self._build(self.training_lists, self._shortlist_noise(self.micro_batches))
-            self._built_at.copy_(self.micro_batches)
-            self._was_built = True
-            self._built_from = self.codebook.loads
-            self._fresh = True
+        if not self.tracked:  # every forward builds its own
+            self.training_lists.expire()
             self._note_untracked()
-        elif self.training_lists.due == "norms":
-            self.training_lists.renew_norms(self.centroids)
-        elif self._built_for is not None:
             return
-        self._built_for = Seen(self.centroids)
+        due, key = self.lists_due, self._key()
+        if due == "lists":
+            self.training_lists.store(self._build_lists(), key, self.micro_batches)
+        elif due == "norms":
+            self.training_lists.renew_norms(self.centroids, key)
 
     def _note_untracked(self) -> None:
-        if self.tracked:
-            return
         self._untracked_batches += 1
         if self._untracked_batches == 2:
-            self._warn_of_rebuilding()
+            self._warn_untracked()
 
-    def _warn_of_rebuilding(self) -> None:
-        if self._warned_rebuilding:
+    def _warn_untracked(self) -> None:
+        if self._warned_untracked:
             return
-        self._warned_rebuilding = True
+        self._warned_untracked = True
         warnings.warn(
             "AirRouter is trained without a tracked optimizer, so its shortlists are rebuilt for "
             f"every micro-batch: correct, but slower. {how_to_track()}",
             stacklevel=2,
         )
-
-    def _shortlist_noise(self, micro_batch: Tensor) -> Noise | None:
-        """Shortlist jitter (Alg. 1, line 6): the codebook's seed, hence equal on all ranks."""
-        if not self.training or self.config.jitter_std == 0:
-            return None
-        key = combine(self.codebook.seed, micro_batch)
-        return make_noise(key, Stage.SHORTLIST, self.config.num_codewords, self.config.jitter_std)
 
     # -- coarse stage -----------------------------------------------------------------------
 
@@ -196,95 +238,66 @@ class AirRouter(CentroidRouter):
 
     def rebuild_shortlists(self) -> Tensor:
         """[G, M] what a rebuild at this moment would give under the cached lists' jitter."""
-        lists = self._new_cache()
-        built_at = self.micro_batches if self.built_at is None else self.built_at
-        noise = self._shortlist_noise(built_at)
-        self._build(lists, noise)
-        return lists.experts
+        return self._build_lists(self.built_at).experts
 
-    def _build(self, lists: ShortlistCache, noise: Noise | None) -> None:
-        lists.rebuild(self.codebook.codewords, self.centroids, noise)
+    def _build_lists(self, micro_batch: Tensor | None = None) -> Lists:
+        """Lists of this moment, with the jitter of this micro-batch or another."""
+        config, noise = self.config, None
+        if self.training and config.jitter_std > 0:  # Alg. 1, line 6
+            # The codebook's seed is equal on all ranks.
+            micro_batch = self.micro_batches if micro_batch is None else micro_batch
+            key = combine(self.codebook.seed, micro_batch)
+            noise = make_noise(key, Stage.SHORTLIST, config.num_codewords, config.jitter_std)
+        return build_lists(
+            self.codebook.codewords,
+            self.centroids,
+            noise,
+            config.shortlist_size,
+            normalize=config.normalize_centroids,
+        )
 
-    def _new_cache(self) -> ShortlistCache:
-        config = self.config
-        with torch.device(self.codebook.codewords.device):
-            return ShortlistCache(
-                config.num_codewords,
-                config.shortlist_size,
-                config.num_experts,
-                config.normalize_centroids,
-                config.refresh_every,
-            )
+    def _lists(self) -> Lists:
+        return self._lists_of_training() if self.training else self._lists_of_evaluation()
 
-    def _lists(self) -> ShortlistCache:
-        if self.training:
-            if self._due() or self._edited() or not (self.tracked or self._fresh):
-                # Nobody observed this forward, or other centroids have come between two steps:
-                # right for now, but not kept, because the next observe builds from the codebook
-                # as it will be then (Alg. 3's order), and backwards may want those that are there.
-                return self._fresh_lists()
-            if self.training_lists.due == "norms":  # nobody observed this forward
-                lists = copy.deepcopy(self.training_lists)
-                lists.renew_norms(self.centroids)
-                return lists
-            return self.training_lists
-        if torch.is_grad_enabled() and self.centroids.requires_grad and not self.tracked:
-            # Somebody may be training a model in evaluation mode; is, where a backward was.
-            self._evaluated_at = None
-            if self.centroids.grad is not None:
-                self._warn_of_rebuilding()
-            return self._fresh_lists()
-        with self._evaluating:  # one of several threads builds, the others find what it built
-            moment = self._moment()
-            if self._evaluated_at != moment:
-                before = self._evaluated_at
-                if before is not None and before[:2] == moment[:2] and torch.is_grad_enabled():
-                    return self._fresh_lists()  # a backward may want those of the other centroids
-                self._build(self.evaluation_lists, None)
-                self._evaluated_at = moment
-        return self.evaluation_lists
+    def _lists_of_training(self) -> Lists:
+        """The cached ones, or lists of this moment that nobody keeps.
 
-    def _fresh_lists(self) -> ShortlistCache:
-        """Lists of this moment that nobody keeps."""
-        lists = self._new_cache()
-        noise = self._shortlist_noise(self.micro_batches)
-        self._build(lists, noise)
-        return lists
-
-    def _moment(self) -> tuple[int, int, Seen, Seen]:
-        """Changes when the evaluation lists must be rebuilt.
-
-        The hook counts; what was seen only adds edits made by hand, and other tensors.
+        Only `learn` fills the cache, from the codebook as it is then (Alg. 3's order). A forward
+        that nobody observed leaves it alone: earlier ones may want it for their backward.
         """
-        codewords, centroids = Seen(self.codebook.codewords), Seen(self.centroids)
-        return self.parameter_changes, self.codebook.changes, codewords, centroids
+        due = self.lists_due if self.tracked else "lists"
+        cached = self.training_lists.view()
+        if due == "nothing":
+            return cached
+        if due == "norms" and self.config.normalize_centroids:
+            return dataclasses.replace(cached, inverse_norms=norms_of(self.centroids))
+        return cached if due == "norms" else self._build_lists()
 
-    def _due(self) -> bool:
-        """True when the training lists must be rebuilt: a step, or another codebook, came since."""
-        return self.training_lists.stale or self._built_from != self.codebook.loads
-
-    def _edited(self) -> bool:
-        """True when other centroids than those of the training lists came between two steps."""
-        return self._built_for is not None and self._built_for != Seen(self.centroids)
+    def _lists_of_evaluation(self) -> Lists:
+        cache, gradients = self.evaluation_lists, torch.is_grad_enabled()
+        if gradients and self.centroids.requires_grad and not self.tracked:
+            # Somebody may be training a model in evaluation mode; is, where a backward was.
+            self.on_parameters_changed()
+            if self.centroids.grad is not None:
+                self._warn_untracked()
+            return self._build_lists()
+        with cache.lock:
+            due, key = self.lists_due, self._key()
+            if due == "replaced" and gradients:
+                return self._build_lists()  # a backward may want those of the other tensors
+            if due != "nothing":
+                cache.store(self._build_lists(), key, self.micro_batches)
+        return cache.view()
 
     def plan(self, tokens: Tokens) -> AirPlan:
         if not tokens.hidden.is_meta:
             self.codebook.check_in_memory()
         lists = self._lists()
-        shortlists, scale, reverse = lists.experts, lists.scale(), lists.reverse()
-        if self.training and not self.tracked:
-            # The next micro-batch overwrites the cache, maybe before this one's backward.
-            shortlists = shortlists.clone()
-            scale = None if scale is None else scale.clone()
-            if reverse is not None:
-                reverse = ReverseIndex(reverse.entries.clone(), reverse.starts.clone())
-            self._fresh = False
         codeword_ids = self.codebook.nearest(tokens.hidden)
         codewords = self.codebook.codewords
         if self.training:  # the next micro-batch moves them, maybe before somebody reads this one
             codewords = codewords.clone()
-        key = self.current_noise_key()
-        return AirPlan(key, codeword_ids, shortlists, scale, reverse, codewords)
+        return AirPlan(self.current_noise_key(), codeword_ids, lists, codewords)
 
     def plan_layout(self) -> str:
         config = self.config
@@ -299,30 +312,34 @@ class AirRouter(CentroidRouter):
         return ";".join([*fields, super().plan_layout()])
 
     def pack_plan(self, plan: AirPlan) -> list[Tensor]:
-        reverse = plan.reverse or make_reverse(plan.shortlists, self.config.num_experts)
-        index = [plan.codeword_ids, plan.shortlists, reverse.entries, reverse.starts]
-        norms = [] if plan.inverse_norms is None else [plan.inverse_norms]
+        lists = plan.lists
+        reverse = lists.reverse or make_reverse(lists.experts, self.config.num_experts)
+        index = [plan.codeword_ids, lists.experts, reverse.entries, reverse.starts]
+        norms = [] if lists.inverse_norms is None else [lists.inverse_norms]
         return [*index, plan.codewords, *norms, *super().pack_plan(plan)]
 
     def unpack_plan(self, tensors: list[Tensor]) -> AirPlan:
         codeword_ids, shortlists, entries, starts, codewords = tensors[:5]
         rest = iter(tensors[5:])  # compilers differ in what they let one do with a part of a list
-        scale = next(rest) if self.config.normalize_centroids else None
-        key = next(rest, None)
-        reverse = ReverseIndex(entries, starts)
-        return AirPlan(key, codeword_ids, shortlists, scale, reverse, codewords)
+        norms = next(rest) if self.config.normalize_centroids else None
+        lists = Lists(shortlists, norms, ReverseIndex(entries, starts))
+        return AirPlan(next(rest, None), codeword_ids, lists, codewords)
 
     # -- fine stage -------------------------------------------------------------------------
 
     def route(self, tokens: Tokens, plan: AirPlan) -> CellRouting:
         config = self.config
-        cells = make_cells(plan.codeword_ids.unsqueeze(-1), plan.shortlists, plan.reverse)
+        cells = make_cells(plan.codeword_ids.unsqueeze(-1), plan.lists.experts, plan.lists.reverse)
         noise = self.noise(plan, Stage.TOKEN, tokens.hidden.shape[0])
         capacity = self._capacity(tokens)
         if use_triton(tokens.hidden, self.centroids):
             return self._route_in_one(tokens, plan, cells, noise, capacity)
         scores = cell_scores(
-            tokens.hidden, self.centroids, cells, inverse_norms=plan.inverse_norms, noise=noise
+            tokens.hidden,
+            self.centroids,
+            cells,
+            inverse_norms=plan.lists.inverse_norms,
+            noise=noise,
         )
         scored = ScoredCells(tokens, cells, scores, config.num_experts)
         if capacity is None:
@@ -360,7 +377,7 @@ class AirRouter(CentroidRouter):
             tokens.valid,
             most,
             capacity=capacity,
-            inverse_norms=plan.inverse_norms,
+            inverse_norms=plan.lists.inverse_norms,
             noise=noise,
         )
         return CellRouting(

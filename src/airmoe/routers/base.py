@@ -208,11 +208,15 @@ class Router(nn.Module, ABC):
         """Gradient-free learning of this router; most have none."""
 
     def on_parameters_changed(self) -> None:
-        """After an optimizer step or a load: derived caches are out of date."""
+        """Parameters were changed by hand: derived caches are out of date."""
         self.parameter_changes += 1
 
     def on_optimizer_step(self) -> None:
         """After a step of the tracked optimizer."""
+        self.on_parameters_changed()
+
+    def on_load(self) -> None:
+        """After `load_state_dict`, or when transformers has put in what a checkpoint has."""
         self.on_parameters_changed()
 
     @property
@@ -239,7 +243,6 @@ class Router(nn.Module, ABC):
         if whom != id(self) or optimizer in hooks:
             return False
         hooks[optimizer] = optimizer.register_step_post_hook(lambda *_: self.on_optimizer_step())
-        self.on_parameters_changed()
         return True
 
     def unfollow(self, optimizer: Optimizer) -> None:
@@ -328,7 +331,7 @@ class Router(nn.Module, ABC):
 
 def _after_load(module: nn.Module, _incompatible: object) -> None:
     assert isinstance(module, Router)
-    module.on_parameters_changed()
+    module.on_load()
 
 
 def init_centroids(centroids: Tensor, kind: CentroidInit) -> None:

@@ -78,8 +78,8 @@ class Codebook(Float32State):
         self.num_codewords, self.dim, self.kind = num_codewords, dim, kind
         self.decay, self.dead_below = decay, dead_below
         self.frozen = False
-        self.changes = 0  # how often the codewords moved, for caches derived from them
-        self.loads = 0  # how often they were set anew instead of learned
+        # For caches: how often the codewords were set anew (loaded), how often they learned.
+        self.version = (0, 0)
         self._seen_first_batch = False
         self._warned_few_tokens = False
         exact, whole = torch.float32, torch.int64
@@ -154,7 +154,7 @@ class Codebook(Float32State):
         if self.kind != "static":
             self._step(batch)
         self.updates += updated
-        self.changes += 1
+        self.version = (self.version[0], self.version[1] + 1)
 
     def _global_batch(self, tokens: Tokens) -> GlobalBatch:
         # Keys must agree on all ranks, whatever seed each was built with: rank 0's are taken.
@@ -226,8 +226,7 @@ class Codebook(Float32State):
 
     def _forget(self) -> None:
         self._seen_first_batch = False
-        self.changes += 1
-        self.loads += 1
+        self.version = (self.version[0] + 1, self.version[1])
 
     def _warn_if_few_tokens(self, num_tokens: int) -> None:
         per_code = num_tokens * world_size() / self.num_codewords

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from airmoe.routers import AirRouter
-from airmoe.routers.shortlists import Due
+from airmoe.routers.lists import Due
 
 Inputs = dict[str, Tensor]
 Step = Callable[[Inputs], Tensor]  # forward and backward of one micro-batch -> its loss
@@ -32,8 +32,7 @@ class CapturedSteps:
 
     def __init__(self, model: nn.Module, step: Step, example: Inputs) -> None:
         self._step = step
-        # Those of evaluation change too, but no step reads them: more graphs would be their price.
-        self._caches = [one.training_lists for one in model.modules() if isinstance(one, AirRouter)]
+        self._routers = [one for one in model.modules() if isinstance(one, AirRouter)]
         self._inputs = {name: tensor.clone() for name, tensor in example.items()}
         self._grads = {
             parameter: torch.zeros_like(parameter)
@@ -60,12 +59,13 @@ class CapturedSteps:
             self._graphs[before] = self._capture()
         captured = self._graphs[before]
         captured.graph.replay()
-        for cache, due in zip(self._caches, captured.due, strict=True):
-            cache.settle(due)
+        for router, due, left in zip(self._routers, before, captured.due, strict=True):
+            if left != due:
+                router.lists_renewed(due)
         return captured.loss.clone()  # the next replay writes over it
 
     def _due(self) -> tuple[Due, ...]:
-        return tuple(cache.due for cache in self._caches)
+        return tuple(router.lists_due for router in self._routers)
 
     def _use_own_gradients(self) -> None:
         """A graph adds to fixed addresses; what is there is 0, or of earlier micro-batches."""

@@ -4,7 +4,6 @@ checkpoint-N/  model.safetensors, config.json  what `from_pretrained` reads
                tokenizer files                 of the data it was trained on
                optimizer.safetensors           by parameter name
                random-R.safetensors            random states and running loss of process R
-               shortlists.safetensors          of AIR, where they live several steps
                usage.safetensors               tokens of each expert and cell in the evaluation
                training.json                   step, best step, schedule, loss scale, times
                log.jsonl                       copy of the run's log so far
@@ -27,7 +26,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from airmoe.errors import ConfigError, RunError
 from airmoe.files import disk_is_full, file_sha256, read_json, sync_folder, sync_tree, write_json
-from airmoe.training.living_lists import LISTS
 from airmoe.training.state import OPTIMIZER
 
 NAME = re.compile(r"checkpoint-(\d+)")
@@ -36,7 +34,7 @@ USAGE, STATE, LOG = "usage.safetensors", "training.json", "log.jsonl"
 MANIFEST = "manifest.json"
 # Of run folders and of checkpoints; LAST_READERS names the last airmoe that takes up older ones.
 FORMAT, LAST_READERS = 2, {1: "0.1.0"}
-ONLY_TO_RESUME = re.compile(rf"{OPTIMIZER}|{LISTS}|random-\d+\.safetensors|{STATE}|{LOG}")
+ONLY_TO_RESUME = re.compile(rf"{OPTIMIZER}|random-\d+\.safetensors|{STATE}|{LOG}")
 FROM_THE_ONE_BEFORE = "Remove this checkpoint folder and resume from the one before."
 
 

@@ -34,7 +34,6 @@ from airmoe.training.capture import CapturedSteps
 from airmoe.training.config import TrainingOptions
 from airmoe.training.devices import autocast_of, placed
 from airmoe.training.evaluation import evaluate
-from airmoe.training.living_lists import LISTS, living_lists, restore_lists
 from airmoe.training.run_folder import RunFolder
 from airmoe.training.run_log import STARTING_STEPS, Clock, LogWriter
 from airmoe.training.state import (
@@ -252,8 +251,6 @@ class TrainingLoop:
             self.model.save_pretrained(partial, state_dict=weights, max_shard_size="1TB")
             self._save_tokenizer(partial)
             checkpoints.save_tensors(moments, partial / OPTIMIZER)
-            if lists := living_lists(self.model):
-                checkpoints.save_tensors(lists, partial / LISTS)
             for place, tensors in enumerate(of_processes):
                 checkpoints.save_tensors(tensors, partial / f"random-{place}.safetensors")
             evaluated, usage = self._usage
@@ -302,8 +299,6 @@ class TrainingLoop:
         if saved["best_step"] is not None:
             self.best_step, self.best_loss = saved["best_step"], saved["best_loss"]
         self._restore_processes(checkpoint, saved["processes"])
-        if (checkpoint / LISTS).exists():  # whatever else is loaded marks them as out of date
-            restore_lists(self.model, checkpoints.load_tensors(checkpoint / LISTS))
         self.clock.go_on(saved["seconds"], saved["training_seconds"])
 
     def _restore_processes(self, checkpoint: Path, processes: int) -> None:
