@@ -18,6 +18,7 @@ from airmoe.routers.base import Plan, Router, RouterConfig, run_eagerly
 from airmoe.routers.codebook import Codebook
 from airmoe.routers.planning import draw_ticket, new_handle, traced_plan
 from airmoe.routers.routing import Routing
+from airmoe.routers.tokens import Tokens
 
 PostNorm = Literal["layernorm", "none"]
 FROZEN = (
@@ -126,15 +127,12 @@ class MoELayer(nn.Module):
 
     def _forward(self, x: Tensor, mask: Tensor | None, learn: bool) -> MoEOutput:
         hidden, flat_mask = self._flatten(x, mask)
-        routing = self._route(hidden, flat_mask, learn)
-        # Padding may hold anything. A bad token is NaN again at the end: it must not look like a
-        # good one, nor enter a gradient.
-        unused = ~routing.valid.unsqueeze(-1)  # [T, 1]
-        output = self.experts(hidden.masked_fill(unused, 0), routing)
+        tokens, routing = self._route(hidden, flat_mask, learn)
+        output = self.experts(tokens.hidden, routing)
         if self.post_norm is not None:
             output = self.post_norm(output)
-        bad = unused if flat_mask is None else unused & flat_mask.unsqueeze(-1)
-        output = output.masked_fill(bad, torch.nan)
+        # A bad token is NaN again: it must not look like a good one, nor enter a gradient.
+        output = output.masked_fill(tokens.bad.unsqueeze(-1), torch.nan)
         return MoEOutput(output.reshape(x.shape).to(x.dtype), routing)
 
     _forward_eagerly = run_eagerly(_forward)
@@ -175,37 +173,42 @@ class MoELayer(nn.Module):
         """Whether a forward is one of training: it may be recomputed, and the router learns."""
         return self.training and self.router.training
 
-    def _route(self, hidden: Tensor, mask: Tensor | None, learn: bool) -> Routing:
+    def _route(self, hidden: Tensor, mask: Tensor | None, learn: bool) -> tuple[Tokens, Routing]:
         """Observe and plan a new micro-batch, or find the plan of a recomputed one, and route."""
+        plan = None
         if torch.compiler.is_compiling():
-            mask, plan = traced_plan(
-                self, self._handle, hidden, mask, training=self.in_training, learn=learn
+            training = self.in_training
+            valid, plan = traced_plan(
+                self, self._handle, hidden, mask, training=training, learn=learn
             )
+            read = self.router.read(hidden, valid)
+            tokens = Tokens(read.hidden, read.valid, mask)
         else:
-            plan = self.make_plan(hidden, mask, draw_ticket(), learn) if self.in_training else None
-        return self.router(hidden, mask, plan)
+            tokens = self.router.read(hidden, mask)
+            if self.in_training:
+                plan = self.make_plan(tokens.detach(), draw_ticket(), learn)
+        return tokens, self.router(hidden, mask, plan, tokens)
 
     @property
     def planning_router(self) -> Router:
         return self.router
 
     @run_once()
-    def make_plan(
-        self, hidden: Tensor, mask: Tensor | None, ticket: int | None, learn: bool
-    ) -> Plan:
+    def make_plan(self, tokens: Tokens, ticket: int | None, learn: bool) -> Plan:
         """The plan of a training forward that drew `ticket`; without one, as things are now."""
         router, recomputed = self.router, inside_backward()
         if ticket is not None and learn:
             self._note_frozen()
         if ticket is not None and recomputed:
-            plan = self._plans.find(ticket, hidden)
+            plan = self._plans.find(ticket, tokens.hidden)
             if plan is not None:
                 return plan
         elif ticket is not None and learn:
-            router.observe(hidden, mask)
-        plan = router.plan(router.read(hidden.detach(), mask))
+            router.observe(tokens)
+        plan = router.plan(tokens)
         if ticket is not None and not recomputed:
-            self._plans.keep(ticket, hidden, plan, router.parameter_changes, router.kept_plans)
+            changes, limit = router.parameter_changes, router.kept_plans
+            self._plans.keep(ticket, tokens.hidden, plan, changes, limit)
         return plan
 
     def _note_frozen(self) -> None:

@@ -202,7 +202,7 @@ class AirRouter(CentroidRouter):
 
     def learn(self, tokens: Tokens) -> None:
         """Alg. 3: move the codebook, then rebuild the shortlists if parameters have changed."""
-        self.codebook.update(tokens.hidden, tokens.valid)
+        self.codebook.update(tokens)
         if not self.training:  # calibration: the training lists are not ours to touch
             return
         if not self.tracked:  # every forward builds its own

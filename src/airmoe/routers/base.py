@@ -158,35 +158,42 @@ class Router(nn.Module, ABC):
         return Plan(self.current_noise_key())
 
     def forward(
-        self, hidden: Tensor, mask: Tensor | None = None, plan: Plan | None = None
+        self,
+        hidden: Tensor,
+        mask: Tensor | None = None,
+        plan: Plan | None = None,
+        tokens: Tokens | None = None,
     ) -> Routing:
         """hidden [T, D], mask [T] bool (False = padding) -> Routing.
 
-        With a plan of an earlier moment the answer is that moment's. Autocast is off inside:
-        selection is on float32 scores.
+        With a plan of an earlier moment the answer is that moment's. `tokens` are hidden and mask
+        as `read` gave them, where that was done before. Autocast is off inside: selection is on
+        float32 scores.
         """
         if not torch.compiler.is_compiling():
-            return self._forward(hidden, mask, plan)
+            return self._forward(hidden, mask, plan, tokens)
         if not self.compiles(hidden):
-            return self._forward_eagerly(hidden, mask, plan)
+            return self._forward_eagerly(hidden, mask, plan, tokens)
         if plan is None:
             mask, plan = traced_plan(self, self._handle, hidden, mask, training=False)
-        return self._forward(hidden, mask, plan)
+        return self._forward(hidden, mask, plan, tokens)
 
-    def _forward(self, hidden: Tensor, mask: Tensor | None, plan: Plan | None) -> Routing:
-        tokens = self.read(hidden, mask)
+    def _forward(
+        self, hidden: Tensor, mask: Tensor | None, plan: Plan | None, tokens: Tokens | None
+    ) -> Routing:
+        tokens = self.read(hidden, mask) if tokens is None else tokens
         with torch.autocast(hidden.device.type, enabled=False):
             return self.route(tokens, self.plan(tokens) if plan is None else plan)
 
     _forward_eagerly = run_eagerly(_forward)
 
     @run_eagerly
-    def observe(self, hidden: Tensor, mask: Tensor | None = None) -> None:
+    def observe(self, hidden: Tensor | Tokens, mask: Tensor | None = None) -> None:
         """Learn from one training micro-batch without gradients, and move the noise on."""
         tokens = self.read(hidden.detach(), mask)
         if self._has_nothing(tokens):
             return
-        self._warn_if_non_finite(hidden.detach(), mask)
+        self._warn_if_non_finite(tokens)
         # Ranks must count alike even when one of them has no token this time.
         moved = 1 if is_distributed() else tokens.valid.any()
         self.micro_batches += moved
@@ -288,23 +295,19 @@ class Router(nn.Module, ABC):
     def planning_router(self) -> Router:
         return self
 
-    def make_plan(
-        self, hidden: Tensor, mask: Tensor | None, ticket: int | None, learn: bool
-    ) -> Plan:
+    def make_plan(self, tokens: Tokens, ticket: int | None, learn: bool) -> Plan:
         """A plan as things are now, for the operator `airmoe::plan`."""
-        return self.plan(self.read(hidden, mask))
+        return self.plan(tokens)
 
-    def read(self, hidden: Tensor, mask: Tensor | None) -> Tokens:
+    def read(self, hidden: Tensor | Tokens, mask: Tensor | None = None) -> Tokens:
         """Check the input and find the tokens that count."""
         return read_tokens(type(self).__name__, self.config.dim, hidden, mask)
 
-    def _warn_if_non_finite(self, hidden: Tensor, mask: Tensor | None) -> None:
+    def _warn_if_non_finite(self, tokens: Tokens) -> None:
         # Reading a flag would stall a GPU, so only the CPU looks; statistics are safe on both.
-        if self._warned_non_finite or hidden.device.type != "cpu":
+        if self._warned_non_finite or tokens.hidden.device.type != "cpu":
             return
-        bad = ~self.read(hidden, None).valid
-        if mask is not None:
-            bad &= mask
+        bad = tokens.bad
         if bool(bad.any()):
             self._warned_non_finite = True
             warnings.warn(

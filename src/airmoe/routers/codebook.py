@@ -136,15 +136,15 @@ class Codebook(Float32State):
         return assign(hidden, self.codewords, euclidean=self.euclidean)
 
     @torch.no_grad()
-    def update(self, hidden: Tensor, mask: Tensor | None = None) -> None:
+    def update(self, hidden: Tensor | Tokens, mask: Tensor | None = None) -> None:
         """One step of Alg. 2 on a micro-batch; every rank of a process group must call it."""
         tokens = read_tokens("codebook", self.dim, hidden.detach(), mask)
-        if self.frozen or (hidden.shape[0] == 0 and not is_distributed()):
+        if self.frozen or (tokens.shape[0] == 0 and not is_distributed()):
             return
         started = self._has_started()
         if self.kind == "static" and started:
             return
-        self._warn_if_few_tokens(hidden.shape[0])
+        self._warn_if_few_tokens(tokens.shape[0])
         batch = self._global_batch(tokens)
         updated = batch.total > 0
         if self.kind == "static":

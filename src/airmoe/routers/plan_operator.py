@@ -50,8 +50,9 @@ def _plan(
     planner = planner_of(handle)
     router = planner.planning_router
     with torch.set_grad_enabled(gradients):
-        plan = planner.make_plan(hidden, mask, None if ticket is None else int(ticket), learn)
-    tensors = [router.read(hidden, mask).valid, *router.pack_plan(plan)]
+        tokens = router.read(hidden, mask)
+        plan = planner.make_plan(tokens, None if ticket is None else int(ticket), learn)
+    tensors = [tokens.valid, *router.pack_plan(plan)]
     return [tensor.clone() for tensor in tensors]
 
 

@@ -19,6 +19,7 @@ from airmoe.kernels.backend import assume_constant
 
 if TYPE_CHECKING:
     from airmoe.routers.base import Plan, Router
+    from airmoe.routers.tokens import Tokens
 
 
 class Planner(Protocol):
@@ -27,9 +28,7 @@ class Planner(Protocol):
     @property
     def planning_router(self) -> Router: ...
 
-    def make_plan(
-        self, hidden: Tensor, mask: Tensor | None, ticket: int | None, learn: bool
-    ) -> Plan:
+    def make_plan(self, tokens: Tokens, ticket: int | None, learn: bool) -> Plan:
         """Observe, if it is to learn, and plan; a training forward has a ticket, by which it is
         known again."""
         ...

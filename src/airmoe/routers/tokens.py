@@ -17,6 +17,20 @@ class Tokens:
 
     hidden: Tensor  # [T, D]
     valid: Tensor  # [T] bool
+    mask: Tensor | None = None  # [T] bool, of the caller
+
+    @property
+    def shape(self) -> torch.Size:
+        """[T, D]"""
+        return self.hidden.shape
+
+    @property
+    def bad(self) -> Tensor:
+        """[T] bool: those that should count, but hold NaN, infinity or huge values."""
+        return ~self.valid if self.mask is None else self.mask & ~self.valid
+
+    def detach(self) -> Tokens:
+        return Tokens(self.hidden.detach(), self.valid, self.mask)
 
     @property
     def weights(self) -> Tensor:
@@ -26,15 +40,19 @@ class Tokens:
 
 
 def read_tokens(
-    label: str, dim: int, hidden: Tensor, mask: Tensor | None, *, own: bool = True
+    label: str, dim: int, hidden: Tensor | Tokens, mask: Tensor | None, *, own: bool = True
 ) -> Tokens:
     """Check hidden [T, dim] and mask [T], and find the tokens that count.
+
+    What was read before is returned as it is.
 
     Masked tokens do not, nor do those whose squared norm is no finite float32: NaN, infinity and
     values beyond 1e19 would spoil sums that others share. Whoever is done with them at once, and
     records no gradient, needs no states of its `own`: copying them takes longer on a CPU than
     scoring them does. (A GPU would have to wait for the answer whether there is anything to set.)
     """
+    if isinstance(hidden, Tokens):
+        return hidden
     if hidden.ndim != 2 or hidden.shape[1] != dim:
         raise ConfigError(
             f"{label}.hidden",
@@ -58,5 +76,5 @@ def read_tokens(
         valid = valid & mask
     asks = not own and hidden.device.type == "cpu" and not torch.compiler.is_compiling()
     if asks and bool(valid.all()):
-        return Tokens(hidden, valid)
-    return Tokens(torch.where(valid.unsqueeze(-1), hidden, 0), valid)
+        return Tokens(hidden, valid, mask)
+    return Tokens(torch.where(valid.unsqueeze(-1), hidden, 0), valid, mask)
