@@ -15,15 +15,20 @@ import torch
 
 from airmoe import ConfigError
 from airmoe.data import PrepareConfig, open_prepared, prepare
+from airmoe.data.shards import WriterState
+from airmoe.data.workspace import Progress, Workspace
 from airmoe.experiments.method_runs import method_run
 from airmoe.experiments.report import write_report
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.suites import make_plan
 from airmoe.experiments.suites.folder import SuiteFolder, check_suite, write_plan
+from airmoe.files import write_json
 from airmoe.model import METHODS
+from airmoe.training.checkpoints import check_checkpoint
 from airmoe.training.config import SECTIONS
-from airmoe.training.run_folder import data_sha256
+from airmoe.training.run_folder import data_sha256, open_run, read_test
 from airmoe.training.trained import load_trained
+from tests.data.common import save_own
 from tests.mutations import HOSTILE, damaged, dump
 from tests.test_config_errors import CONFIGS, GOOD
 from tests.training.runs import small_run, train_here
@@ -149,6 +154,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     corpus, out = str(folder / "text.txt"), str(folder / "words")
     options: dict[str, Any] = {"workers": 1, "validation_fraction": 0.1}
     prepare(PrepareConfig(corpus=corpus, tokenizer="bpe:300", out=out, **options))
+    own = save_own(folder, "<s> $A")
+    write_json(own / "special_tokens_map.json", {"bos_token": "<s>", "eos_token": "</s>"})
+    out = str(folder / "owned")
+    prepare(PrepareConfig(corpus=corpus, tokenizer=str(own), out=out, **options))
+    with Workspace(folder / "half") as workspace:
+        manifest = open_prepared(folder / "words").manifest
+        writers = {name: WriterState(split) for name, split in manifest.splits.items()}
+        workspace.save(Progress(manifest.recipe, 1000, manifest.tokenizer, writers=writers))
+    numbers = {"step": 4, "tokens": 640, "loss": 5.5, "perplexity": 244.7}
+    write_json(folder / "mine" / "test.json", numbers)
     write_plan(SuiteFolder(folder / "suite"), SUITE)
     write_report([folder / "mine"], folder / "report", folder / "records")
     return folder
@@ -173,6 +188,21 @@ def read_model(folder: Path) -> object:
     with torch.no_grad():
         logits = trained.model(torch.arange(24).view(2, 12)).logits
     return trained.run.config, trained.model.config.eos_token_id, logits.tolist()
+
+
+def read_to_resume(folder: Path) -> object:
+    """Nothing, if the run may go on."""
+    run = open_run(folder / "mine")
+    return check_checkpoint(run.path / "checkpoint-4", run.sha256(), to_resume=True)
+
+
+def read_progress(folder: Path) -> object:
+    return Workspace(folder / "half")._read()
+
+
+def read_test_file(folder: Path) -> object:
+    """Another number is another measurement: only errors count."""
+    return bool(read_test(folder / "mine" / "test.json"))
 
 
 def read_suite(folder: Path) -> object:
@@ -208,9 +238,13 @@ READERS: dict[str, Callable[[Path], object]] = {
     "mine/run.json": read_model,
     "mine/checkpoint-4/config.json": read_model,
     "mine/checkpoint-4/generation_config.json": read_model,
-    "mine/checkpoint-4/training.json": read_model,
+    "mine/checkpoint-4/training.json": read_to_resume,
     "mine/checkpoint-4/manifest.json": read_model,
     "mine/result.json": read_result_file,
+    "mine/test.json": read_test_file,
+    "owned/tokenizer/special_tokens_map.json": lambda made: read_data(made, "owned"),
+    "half.partial/progress.json": read_progress,
+    "report/report.json": lambda made: _without_problems([made / "report" / "report.json"]),
     "suite/suite.json": read_suite,
     "records/single/mine.json": read_records,
 }

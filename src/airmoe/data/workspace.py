@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 from dataclasses import asdict, dataclass, field
@@ -114,7 +116,8 @@ class Workspace:
         return begin
 
     def save(self, progress: Progress) -> None:
-        write_json(self.folder / PROGRESS_FILE, asdict(progress))
+        values = asdict(progress)
+        write_json(self.folder / PROGRESS_FILE, values | {"sha256": _sha256_of(values)})
 
     def save_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Write the tokenizer under its name only when it is whole."""
@@ -156,7 +159,10 @@ class Workspace:
     def _read(self) -> Progress:
         file = self.folder / PROGRESS_FILE
         try:
-            return _progress(read_json(file))
+            values = read_json(file)
+            if values.pop("sha256", None) not in (None, _sha256_of(values)):  # None: older ones
+                raise ValueError("it has changed since it was written")
+            return _progress(values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 "prepare.out",
@@ -175,6 +181,10 @@ class Workspace:
                 f"holds files that prepare did not make there, such as {foreign[0]}",
                 "Move them away or use another out.",
             )
+
+
+def _sha256_of(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _progress(values: dict[str, Any]) -> Progress:

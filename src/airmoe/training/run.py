@@ -43,13 +43,12 @@ from airmoe.training.run_folder import (
     machine,
     open_run,
     read_result,
+    read_test,
     versions,
 )
 from airmoe.training.run_log import LogWriter, check_never_saved, put_back, read_log
 from airmoe.training.text import blocks_of, data_folder, prepared_data
 from airmoe.training.trackers import RunTracker, is_installed, not_installed
-
-MEASURE_AGAIN = "Remove the file and resume the run: the test split is measured again."
 
 
 @dataclass(frozen=True)
@@ -340,7 +339,7 @@ def write_result(run: RunFolder, peak_memory: float | None) -> None:
             "parameters": {"total": counts.total, "active": counts.active},
             "best": best,
             "last": evaluations[-1],
-            "test": load_json(run.test, MEASURE_AGAIN) if run.test.exists() else None,
+            "test": read_test(run.test) if run.test.exists() else None,
             "tokens": evaluations[-1]["tokens"],
             "seconds": evaluations[-1]["seconds"],
             "tokens_per_second": median(speeds) if speeds else None,

@@ -172,6 +172,14 @@ def read_result(file: Path) -> dict[str, Any]:
     return values
 
 
+def read_test(file: Path) -> dict[str, Any]:
+    """A test.json, with what is read of it."""
+    again = "Remove the file and resume the run: the test split is measured again."
+    number = (int, float)
+    kinds = {"step": int, "tokens": int, "loss": number, "perplexity": number}
+    return checked_fields(file, load_json(file, again), kinds, again)
+
+
 def data_sha256(prepared: Prepared) -> str:
     """One number for the tokens of a run, whatever the text's folders and files are called."""
     manifest = prepared.manifest
