@@ -266,7 +266,7 @@ def test_copies_do_not_block_where_memory_is_pinned(
     config, _ = plain
     blocks = open_prepared(Path(str(config.data.folder))).blocks("train", 32)
     batches = MicroBatches(blocks, config.training, torch.device("cpu"))
-    copied: list[tuple[Any, ...]] = []
+    copied: list[object] = []
     monkeypatch.setattr(batches, "_device", torch.device("cuda" if pinned else "cpu"))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: copied.append("pinned") or self)
     monkeypatch.setattr(
