@@ -22,13 +22,13 @@ from airmoe.kernels.norms import unit_rows
 from airmoe.routers.base import Plan
 from airmoe.routers.centroids import CentroidConfig, CentroidRouter
 from airmoe.routers.codebook import Codebook, CodebookKind
-from airmoe.routers.gating import ScoredCells, binary, capacity_of, expert_choice, token_choice
+from airmoe.routers.gating import ScoredCells, capacity_of, expert_choice, token_choice
 from airmoe.routers.lists import Due, Key, ListCache, Lists, TensorIdentity, build_lists, norms_of
 from airmoe.routers.routing import CellRouting, Lazy
 from airmoe.routers.tokens import Tokens
 from airmoe.routers.tracking import how_to_track
 
-Gate = Literal["token_choice", "expert_choice", "binary"]
+Gate = Literal["token_choice", "expert_choice"]
 
 PLAN_BYTES = 256 * 2**20  # memory for the plans of forwards that wait for their backward
 
@@ -49,9 +49,8 @@ class AirRouter(CentroidRouter):
     class Config(CentroidConfig):
         """Settings of AIR.
 
-        `gate`: with "token_choice" a token takes its K best and weighs them by softmax; "binary" is
-        the same choice, but each of the K weighs 1 and the centroids learn nothing from the output
-        (for experts taken from a dense network); with "expert_choice" experts take tokens.
+        `gate`: with "token_choice" a token takes its K best and weighs them by softmax; with
+        "expert_choice" experts take tokens.
         """
 
         num_codewords: int
@@ -343,7 +342,7 @@ class AirRouter(CentroidRouter):
         )
         scored = ScoredCells(tokens, cells, scores, config.num_experts)
         if capacity is None:
-            gates, most = self._weighed(token_choice(scored, config.top_k)), config.top_k
+            gates, most = token_choice(scored, config.top_k), config.top_k
         else:
             gates, most = expert_choice(scored, capacity), None
         return scored.routing(gates, most, lambda: codeword_probs(tokens, plan.codewords))
@@ -354,10 +353,6 @@ class AirRouter(CentroidRouter):
         if config.gate != "expert_choice":
             return None
         return capacity_of(tokens.valid, config.top_k, config.num_experts, config.capacity_factor)
-
-    def _weighed(self, gates: Tensor) -> Tensor:
-        """[N, M] gates of token choice as `gate` wants them."""
-        return binary(gates) if self.config.gate == "binary" else gates
 
     def _route_in_one(
         self,
@@ -385,7 +380,7 @@ class AirRouter(CentroidRouter):
             num_experts=config.num_experts,
             valid=tokens.valid,
             cells=cells,
-            gates=self._weighed(found.gates),
+            gates=found.gates,
             max_per_token=most,
             lazy_expert_probs=Lazy(device, found.expert_probs),
             lazy_log_z=Lazy(device, lambda: found.log_z.index_select(0, cells.order.argsort())),

@@ -69,15 +69,6 @@ def token_choice(scored: ScoredCells, top_k: int) -> Tensor:
     return gates.reshape(scores.shape).index_select(0, cells.order)
 
 
-def binary(weights: Tensor) -> Tensor:
-    """1 for every expert that was chosen, 0 elsewhere, whatever the shape.
-
-    A step has no slope: no gradient of the output reaches scores, centroids or, through the
-    router, the hidden states.
-    """
-    return (weights.detach() != 0).to(weights.dtype)
-
-
 def expert_choice(scored: ScoredCells, capacity: Tensor) -> Tensor:
     """Each expert takes its `capacity` most probable tokens among those that may have it.
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from airmoe.config import check_choice, config
+from airmoe.config import config
 from airmoe.kernels.best_experts import best_experts
 from airmoe.kernels.chosen_logits import chosen_logits
 from airmoe.kernels.noise import Noise, Stage
@@ -18,25 +16,13 @@ from airmoe.routers.centroids import CentroidConfig, CentroidRouter
 from airmoe.routers.routing import Lazy, TokenRouting
 from airmoe.routers.tokens import Tokens
 
-TokenGate = Literal["token_choice", "binary"]
-
 
 class TopKRouter(CentroidRouter):
     """Scores every expert, in chunks of tokens, and keeps the K best."""
 
     @config
     class Config(CentroidConfig):
-        """Settings of exact top-K.
-
-        `gate`: with "token_choice" the K chosen are weighed by softmax, with "binary" each weighs 1
-        and the centroids learn nothing from the output (for experts taken from a dense network).
-        """
-
-        gate: TokenGate = "token_choice"
-
-        def check(self) -> None:
-            super().check()
-            check_choice(f"{self.label}.gate", self.gate, TokenGate)
+        """Settings of exact top-K."""
 
         def build(self) -> TopKRouter:
             return TopKRouter(self)
@@ -59,15 +45,11 @@ class TopKRouter(CentroidRouter):
             )
 
         summary = Lazy(hidden.device, summarize)
-        if self.config.gate == "binary":
-            work = torch.promote_types(hidden.dtype, torch.float32)
-            weights = torch.ones(expert_ids.shape, dtype=work, device=hidden.device)
+        logits = self._logits_of(expert_ids, hidden, noise)
+        if top_k == 1:  # the probability among all experts, or the router gets no gradient
+            weights = (logits - summary().log_z.unsqueeze(-1)).exp()
         else:
-            logits = self._logits_of(expert_ids, hidden, noise)
-            if top_k == 1:  # the probability among all experts, or the router gets no gradient
-                weights = (logits - summary().log_z.unsqueeze(-1)).exp()
-            else:
-                weights = softmax_weights(logits)
+            weights = softmax_weights(logits)
         return TokenRouting(
             num_tokens=num_tokens,
             num_experts=self.config.num_experts,
