@@ -12,8 +12,7 @@ from airmoe.adapt.codebook import ScaledCodebook
 from airmoe.adapt.layers import CalibratedLayer
 from airmoe.adapt.report import Trial, products
 from airmoe.distributed import all_reduce_sum
-from airmoe.routers.codebook import Codebook
-from airmoe.routers.k_means import k_means
+from airmoe.routers.codebook import Codebook, k_means
 
 CHUNK_ELEMENTS = 1 << 23  # of the exact logits held at a time
 FEW_EXPERTS = 64  # up to here every size of shortlist is tried

@@ -7,11 +7,12 @@ replacements drawn from the global batch with shared keys, so every rank ends wi
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from airmoe.config import check_choice, check_count, check_number
 from airmoe.distributed import all_gather_rows, all_reduce_sum, is_distributed, rank, world_size
@@ -20,10 +21,41 @@ from airmoe.kernels.assign import assign
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.codeword_sums import codeword_sums, directions
 from airmoe.kernels.noise import Stage, combine, normal, uniform_index
-from airmoe.routers.float32_state import Float32State
 from airmoe.routers.tokens import Tokens, read_tokens
 
 CodebookKind = Literal["spherical", "euclidean", "static"]
+
+
+class Float32State(nn.Module):
+    """A module whose floating-point buffers move between devices but never lose precision.
+
+    They stay float32 when a model is cast: an average over thousands of tokens does not fit
+    bfloat16, and a count above 256 not even as a whole number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(_widen)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        exact = {
+            name: buffer
+            for name, buffer in self._buffers.items()
+            if buffer is not None and buffer.is_floating_point()
+        }
+        result = super()._apply(fn, recurse)
+        for name, before in exact.items():
+            after = self._buffers[name]
+            if after is not None and after.dtype != torch.float32:
+                self._buffers[name] = before.to(device=after.device, dtype=torch.float32)
+        return result
+
+
+def _widen(module: nn.Module, _incompatible: object) -> None:
+    """`load_state_dict(assign=True)` takes any dtype."""
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.is_floating_point():
+            setattr(module, name, buffer.float())
 
 
 @dataclass(frozen=True)
@@ -245,6 +277,18 @@ class Codebook(Float32State):
         return f"{self.num_codewords}, {self.dim}, kind={self.kind!r}, decay={self.decay}"
 
 
-def _after_load(module: torch.nn.Module, _incompatible: object) -> None:
+def _after_load(module: nn.Module, _incompatible: object) -> None:
     assert isinstance(module, Codebook)
     module._forget()
+
+
+def k_means(new: Callable[[], Codebook], hidden: Tensor, passes: int, seed: int) -> Codebook:
+    """k-means on hidden [T, D]: what `new` makes, learned in whole passes."""
+    with torch.random.fork_rng(devices=[]), torch.device(hidden.device):
+        torch.manual_seed(seed)
+        codebook = new()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its advice is about micro-batches of training
+        for _ in range(passes):
+            codebook.update(hidden)
+    return codebook

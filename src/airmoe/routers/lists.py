@@ -16,7 +16,7 @@ from airmoe.kernels.layout import ReverseIndex, make_reverse
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.norms import inverse_norms
 from airmoe.kernels.shortlist import top_m
-from airmoe.routers.float32_state import Float32State
+from airmoe.routers.codebook import Float32State
 
 # What of cached lists is out of date: all of them, the norms only, or nothing, but other tensors
 # than those they were built from are in place for a while (`functional_call`, an edit by hand).
