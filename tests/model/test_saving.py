@@ -212,6 +212,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_auto_classes_know_it_after_one_import(tmp_path: Path) -> None:
     model = learn_a_little(build("air"))
     model.save_pretrained(tmp_path / "model")

@@ -275,6 +275,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return results
 
 
+@pytest.mark.slow
 def test_ranks_and_micro_batches_add_up_to_the_whole(ranks: dict[str, list[Any]]) -> None:
     """Ranks with unequal numbers of rows: gradients of both losses are those of one process."""
     first, second = ranks["window"]
