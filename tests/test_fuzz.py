@@ -34,7 +34,7 @@ from tests.test_config_errors import CONFIGS, GOOD
 from tests.training.runs import small_run, train_here
 
 ROUTER_CONFIGS = 200
-OVERRIDES = 200
+OVERRIDES = 280
 DAMAGES = 100  # of every file
 LONGEST = 2_000  # characters of a message
 TINY = method_run("tiny", "air").to_json()

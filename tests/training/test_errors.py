@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from airmoe.data import PrepareConfig, prepare
@@ -166,7 +167,12 @@ def test_a_run_that_failed_before_its_first_step_is_none(text: Path, tmp_path: P
 def test_a_process_with_another_precision(text: Path, tmp_path: Path) -> None:
     """Accelerate, which the Trainer sets up too, has one in a process."""
     config = small_run(text, steps=1)
-    outcome = trained(config, tmp_path / "run", patch=lambda: Accelerator(mixed_precision="bf16"))
+
+    def prepare_in_bf16() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)  # of tests before, in a fork
+        Accelerator(mixed_precision="bf16")
+
+    outcome = trained(config, tmp_path / "run", patch=prepare_in_bf16)
     assert_one_line(outcome, CONFIG_ERROR, "training.precision: got 'fp32'", "process of its own")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from airmoe.errors import ConfigError
 from airmoe.metrics import routing_quality
-from airmoe.routers import Router
+from airmoe.routers import Router, track_optimizer
 from airmoe.training.evaluation import Evaluation, evaluate, num_batches
 from airmoe.training.watch import RoutingWatch
 from tests.model.common import VARIANTS, batch, build, learn_a_little
@@ -191,6 +191,7 @@ def test_where_experts_choose_the_sample_is_routed_among_the_whole_batch(variant
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_counts_once(checkpointing: bool, reentrant: bool) -> None:
     model = build("air").train()
+    track_optimizer(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
     if checkpointing:
         checkpoint_activations(model, reentrant)
     watch = RoutingWatch(model, 8)
@@ -200,6 +201,7 @@ def test_activation_checkpointing_counts_once(checkpointing: bool, reentrant: bo
         (meter,) = watch._meters
         assert meter.compute().tokens == 2 * 36
         assert watch.numbers().keys() >= {"entropy", "overlap", "staleness"}
+    del optimizer  # alive until here, or its routers would be untracked
 
 
 def test_a_watch_that_is_off_sees_nothing() -> None:
