@@ -11,7 +11,7 @@ from torch import Tensor
 import airmoe
 from airmoe import AirRouter
 from airmoe.adapt.activations import Sample, collect, hold_out, next_token_loss
-from airmoe.adapt.layers import AirLayer
+from airmoe.adapt.fitting import AirLayer
 from tests.adapt.models import BATCHES, calibrated, ids
 
 

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import airmoe
 from airmoe import AirRouter, ConfigError, GranularExperts, MoELayer
-from airmoe.adapt.layers import AirLayer
-from airmoe.adapt.trials import fit
+from airmoe.adapt.fitting import AirLayer, fit
 from tests.adapt.models import (
     BATCHES,
     BUILD,

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from airmoe import AirRouter, metrics
-from airmoe.adapt import trials
-from airmoe.adapt.codebook import new_codebook
-from airmoe.adapt.layers import AirLayer, CalibratedLayer
-from airmoe.adapt.trials import fit, measure, sizes_to_try
+from airmoe.adapt import fitting
+from airmoe.adapt.fitting import AirLayer, CalibratedLayer, fit, measure, sizes_to_try
+from airmoe.adapt.shortlist_router import new_codebook
 from tests.adapt.models import BUILD, calibrated, swapped_routers
 
 
@@ -83,7 +82,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     router = swapped_routers(calibrated("deepseek_v3"))[0]
     layer, hidden = CalibratedLayer("router", router), torch.randn(50, 32)
     (whole,) = measure(layer, router.codebook, hidden, [9])
-    monkeypatch.setattr(trials, "CHUNK_ELEMENTS", 7 * 16)
+    monkeypatch.setattr(fitting, "CHUNK_ELEMENTS", 7 * 16)
     (parts,) = measure(layer, router.codebook, hidden, [9])
     assert astuple(parts) == pytest.approx(astuple(whole), abs=1e-6)
 

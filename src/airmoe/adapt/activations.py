@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from airmoe.adapt.layers import CalibratedLayer
-from airmoe.adapt.trials import sum_over_ranks
+from airmoe.adapt.fitting import CalibratedLayer, sum_over_ranks
 from airmoe.distributed import all_reduce_sum, is_distributed
 from airmoe.errors import ConfigError
 from airmoe.routers.tokens import read_tokens

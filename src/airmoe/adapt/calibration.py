@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from airmoe.adapt.activations import HELD_OUT, Batch, collect, hold_out, next_token_loss
 from airmoe.adapt.checks import check_model
-from airmoe.adapt.layers import AirLayer, CalibratedLayer, find_layers
-from airmoe.adapt.report import CalibrationReport, Criterion, LayerReport, Losses, Trial
-from airmoe.adapt.trials import (
+from airmoe.adapt.fitting import (
+    AirLayer,
+    CalibratedLayer,
     codewords_to_try,
+    find_layers,
     fit,
     measure,
     sizes_to_try,
     sum_over_ranks,
 )
+from airmoe.adapt.report import CalibrationReport, Criterion, LayerReport, Losses
 from airmoe.config import check_choice, check_count, check_number
 from airmoe.errors import ConfigError
 from airmoe.routers.codebook import Codebook
-
-
-@dataclass(frozen=True)
-class Activations:
-    """The hidden states one router got."""
-
-    learned: Tensor  # [n, D], to fit the codebook
-    measured: Tensor  # [m, D], to measure it
-
-    def counts(self, layer: CalibratedLayer) -> tuple[int, int]:
-        """(n, m) over all ranks."""
-        learned, measured = self.learned.shape[0], self.measured.shape[0]
-        return sum_over_ranks(learned, layer.device), sum_over_ranks(measured, layer.device)
 
 
 def calibrate(
@@ -75,44 +62,37 @@ def calibrate(
     check_count("calibrate.seed", seed, least=0)
     layers = find_layers(model)
     wanted = (float(wanted_recall), criterion)
+    learned_from, held_out = hold_out(batches)
     few = -(-max_tokens // HELD_OUT)
-    learned, held_out = hold_out(batches)
-    parts = ((learned, max_tokens - few), (held_out, few))
-    samples = zip(*(collect(model, layers, *part, seed) for part in parts), strict=True)
-    activations = [Activations(*sample) for sample in samples]
-    _check_enough(layers, activations)
-    reports, fitted = [], []
-    for layer, states in zip(layers, activations, strict=True):
-        codebooks, trials = _fit_layer(layer, states, passes, seed)
+    learned = collect(model, layers, learned_from, max_tokens - few, seed)
+    measured = collect(model, layers, held_out, few, seed)
+    counts = [
+        (sum_over_ranks(ours.shape[0], layer.device), sum_over_ranks(others.shape[0], layer.device))
+        for layer, ours, others in zip(layers, learned, measured, strict=True)
+    ]
+    _check_enough(layers, counts)
+    reports: list[LayerReport] = []
+    fitted: list[dict[int, Codebook]] = []  # by number of codewords
+    for layer, ours, others, (count, _) in zip(layers, learned, measured, counts, strict=True):
+        to_fit, to_measure = ours.to(layer.device), others.to(layer.device)
+        codebooks, trials = {}, []
+        for num_codewords in codewords_to_try(layer, count):
+            codebook = fit(layer, to_fit, num_codewords, passes, seed)
+            trials += measure(layer, codebook, to_measure, sizes_to_try(layer))
+            codebooks[num_codewords] = codebook
         sizes = (layer.num_experts, layer.num_codewords, layer.shortlist_size)
-        reports.append(LayerReport(layer.name, *sizes, trials, *wanted))
+        reports.append(LayerReport(layer.name, *sizes, tuple(trials), *wanted))
         fitted.append(codebooks)
-    report = CalibrationReport(tuple(reports), *activations[0].counts(layers[0]), *wanted)
+    report = CalibrationReport(tuple(reports), *counts[0], *wanted)
     report = replace(report, losses=_losses(model, layers, fitted, report, held_out))
     for layer, codebooks in zip(layers, fitted, strict=True):
         layer.install(codebooks[layer.num_codewords])
     return report
 
 
-@torch.no_grad()
-def _fit_layer(
-    layer: CalibratedLayer, states: Activations, passes: int, seed: int
-) -> tuple[dict[int, Codebook], tuple[Trial, ...]]:
-    """Fitted codebooks by size, and what each keeps with every size of shortlist."""
-    learned, measured = states.learned.to(layer.device), states.measured.to(layer.device)
-    trials: list[Trial] = []
-    codebooks: dict[int, Codebook] = {}
-    for num_codewords in codewords_to_try(layer, states.counts(layer)[0]):
-        codebook = fit(layer, learned, num_codewords, passes, seed)
-        trials += measure(layer, codebook, measured, sizes_to_try(layer))
-        codebooks[num_codewords] = codebook
-    return codebooks, tuple(trials)
-
-
-def _check_enough(layers: list[CalibratedLayer], activations: list[Activations]) -> None:
+def _check_enough(layers: list[CalibratedLayer], counts: list[tuple[int, int]]) -> None:
     fewest = float("inf")
-    for layer, states in zip(layers, activations, strict=True):
-        learned, measured = states.counts(layer)
+    for layer, (learned, measured) in zip(layers, counts, strict=True):
         if learned < layer.num_codewords or measured == 0:
             least = -(-layer.num_codewords * HELD_OUT // (HELD_OUT - 1)) + HELD_OUT
             raise ConfigError(
@@ -159,26 +139,20 @@ def _losses(
         for setting, layer in zip(own, layers, strict=True)
     ]
     fewer = [replace(setting, top_k=max(1, setting.top_k - 1)) for setting in exact]
-
-    def with_sizes(sizes: Iterable[tuple[int, int]]) -> list[Setting]:
-        return [
-            Setting(codebooks[count].to(layer.device), size, setting.top_k)
-            for layer, codebooks, setting, (count, size) in zip(
-                layers, fitted, own, sizes, strict=True
-            )
-        ]
-
-    suggestions = [report.suggestion or layer.suggestion for layer in report.layers]
-    settings = (
-        exact,
-        fewer,
-        with_sizes((layer.num_codewords, layer.shortlist_size) for layer in layers),
-        with_sizes((trial.num_codewords, trial.shortlist_size) for trial in suggestions),
-    )
+    calibrated, suggested = [], []
+    for layer, codebooks, setting, found in zip(layers, fitted, own, report.layers, strict=True):
+        trial = report.suggestion or found.suggestion
+        present = codebooks[layer.num_codewords].to(layer.device)
+        proposed = codebooks[trial.num_codewords].to(layer.device)
+        calibrated.append(replace(setting, codebook=present))
+        suggested.append(Setting(proposed, trial.shortlist_size, setting.top_k))
     losses = []
-    for setting in settings:
-        with _routing(routers, setting):
+    try:
+        for settings in (exact, fewer, calibrated, suggested):
+            _apply(settings, routers)
             losses.append(next_token_loss(model, batches))
+    finally:
+        _apply(own, routers)
     if None in losses:
         return None
     if any(setting.top_k == 1 for setting in own):
@@ -186,22 +160,8 @@ def _losses(
     return Losses(*losses)
 
 
-@contextmanager
-def _routing(routers: list[Any], settings: list[Setting]) -> Iterator[None]:
-    """Route by these settings for a while."""
-    own = [Setting(router.codebook, router.shortlist_size, router.top_k) for router in routers]
-    flags = [router.training for router in routers]
-    try:
-        _apply(routers, settings)
-        yield
-    finally:
-        _apply(routers, own)
-        for router, flag in zip(routers, flags, strict=True):
-            router.train(flag)
-
-
-def _apply(routers: list[Any], settings: list[Setting]) -> None:
-    for router, setting in zip(routers, settings, strict=True):
+def _apply(settings: list[Setting], routers: list[Any]) -> None:
+    for setting, router in zip(settings, routers, strict=True):
         router.codebook, router.top_k = setting.codebook, setting.top_k
         router.shortlist_size = setting.shortlist_size
-        router.eval()  # forgets the lists of another codebook
+        router.train(router.training)  # forgets the lists of another codebook

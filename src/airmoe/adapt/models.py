@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,11 +31,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from airmoe.adapt.codebook import ScaledCodebook
-from airmoe.adapt.ffn_layer import SwappedFfn
-from airmoe.adapt.ffn_swap import FfnSettings, build_saved
+from airmoe.adapt.ffn_swap import FfnSettings, SwappedFfn, build_saved
 from airmoe.adapt.router_swap import RouterSettings, exchange, find_routers
-from airmoe.adapt.shortlist_router import ShortlistRouter
+from airmoe.adapt.shortlist_router import ScaledCodebook, ShortlistRouter
 from airmoe.errors import ConfigError
 from airmoe.model.initialization import initialize_layer
 from airmoe.transformers_internals import (
@@ -118,7 +117,7 @@ def plan_swap(
     old = whole.config
     new = _copy_as(config_class_for(type(old)), old)
     if routers is not None:
-        new.airmoe = routers.to_dict()
+        new.airmoe = asdict(routers)
     if ffn is not None:
         noted = {str(number): settings.to_dict() for number, settings in ffn.items()}
         new.airmoe_ffn = {**(new.airmoe_ffn or {}), **noted}
@@ -251,22 +250,44 @@ def swapped_models(model: nn.Module) -> list[Any]:
 
 
 def config_class_for(stock: Any) -> Any:
-    """The swapped version of a config class, known to the Auto classes: made once."""
+    """The swapped version of a config class, known to the Auto classes."""
     if issubclass(stock, SwappedConfig):
         return stock
-    name = f"Air{stock.__name__}"
-    made = globals().get(name)
-    if made is None or _stock(made) is not stock:
-        body = {
-            "__module__": __name__,
-            "__doc__": f"{stock.__name__} of a model of which parts were swapped.",
-            "__annotations__": {"airmoe": "dict | None", "airmoe_ffn": "dict | None"},
-            "model_type": PREFIX + stock.model_type,
-            "airmoe": None,
-            "airmoe_ffn": None,
-        }
-        made = globals()[name] = type(name, (SwappedConfig, stock), body)
+    made = _made(stock)
+    if made is None:
+        made = _make(
+            SwappedConfig,
+            stock,
+            __annotations__={"airmoe": "dict | None", "airmoe_ffn": "dict | None"},
+            model_type=PREFIX + stock.model_type,
+            airmoe=None,
+            airmoe_ffn=None,
+        )
         _register(made, stock)
+    return made
+
+
+def class_for(stock: Any) -> Any:
+    """The swapped version of a model class."""
+    made = _made(stock)
+    if made is None:
+        made = _make(SwappedModel, stock, config_class=config_class_for(stock.config_class))
+        record_outputs_like(made, stock)
+    return made
+
+
+def _made(stock: Any) -> Any:
+    """The swapped version of a class, if it was made before."""
+    made = globals().get(f"Air{stock.__name__}")
+    return made if made is not None and _stock(made) is stock else None
+
+
+def _make(kind: type, stock: Any, **body: Any) -> Any:
+    """A name of this module, so that models and configs can be pickled."""
+    name = f"Air{stock.__name__}"
+    doc = f"{stock.__name__} with swapped parts."
+    made = type(name, (kind, stock), {"__module__": __name__, "__doc__": doc, **body})
+    globals()[name] = made
     return made
 
 
@@ -281,21 +302,6 @@ def _register(config_class: Any, stock: Any) -> None:
         causal = class_for(MODEL_FOR_CAUSAL_LM_MAPPING[stock])
         shift_labels_of(config_class.model_type, causal.__name__)
     convert_checkpoints_like(config_class.model_type, stock.model_type)
-
-
-def class_for(stock: Any) -> Any:
-    """The swapped version of a model class: made once, a name of this module."""
-    name = f"Air{stock.__name__}"
-    made = globals().get(name)
-    if made is None or _stock(made) is not stock:
-        body = {
-            "__module__": __name__,
-            "__doc__": f"{stock.__name__} of which parts were swapped.",
-            "config_class": config_class_for(stock.config_class),
-        }
-        made = globals()[name] = type(name, (SwappedModel, stock), body)
-        record_outputs_like(made, stock)
-    return made
 
 
 def _has(model: nn.Module, kind: type) -> bool:

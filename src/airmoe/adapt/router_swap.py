@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
 from airmoe.adapt.checks import check_available, check_model, check_weights, layer_numbers
-from airmoe.adapt.codebook import new_codebook
-from airmoe.adapt.shortlist_router import ShortlistRouter, UncalibratedWarning
+from airmoe.adapt.shortlist_router import ShortlistRouter, UncalibratedWarning, new_codebook
 from airmoe.config import check_count, config
 from airmoe.errors import ConfigError
 
@@ -35,9 +33,6 @@ class RouterSettings:
         check_count("swap_routers.shortlist_size", self.shortlist_size)
         if self.layers is not None:
             layer_numbers("swap_routers.layers", self.layers)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def swap_routers(

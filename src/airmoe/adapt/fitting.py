@@ -1,23 +1,30 @@
-"""Routers with a codebook as calibration sees them: swapped ones and AirRouters."""
+"""Fit a codebook to hidden states, and measure what its shortlists keep of exact routing."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from airmoe.adapt.codebook import ScaledCodebook
-from airmoe.adapt.shortlist_router import ShortlistRouter
-from airmoe.distributed import full_tensor
+from airmoe.adapt.report import Trial, products
+from airmoe.adapt.shortlist_router import ScaledCodebook, ShortlistRouter
+from airmoe.distributed import all_reduce_sum, full_tensor
 from airmoe.errors import ConfigError
 from airmoe.routers.air import AirRouter
-from airmoe.routers.codebook import Codebook
+from airmoe.routers.codebook import Codebook, k_means
 from airmoe.routers.topk import TopKRouter
+
+CHUNK_ELEMENTS = 1 << 23  # of the exact logits held at a time
+FEW_EXPERTS = 64  # up to here every size of shortlist is tried
+
+
+# -- routers with a codebook ----------------------------------------------------------------------
 
 
 class CalibratedLayer:
-    """A swapped router whose codebook can be fitted."""
+    """A swapped router, as `calibrate` uses it."""
 
     router: Any
 
@@ -90,7 +97,7 @@ class AirLayer(CalibratedLayer):
         return Codebook(num_codewords, self.dim, self.config.codebook, decay=0.0)
 
     def route_exactly(self, exactly: bool) -> None:
-        """A router that was trained keeps its own routing: its model is used to that."""
+        """Only untrained routers: a trained model expects the routing it was trained with."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -164,3 +171,97 @@ def _largest_norm(rows: Tensor) -> float:
     rows = full_tensor(rows)
     dtype = torch.promote_types(rows.dtype, torch.float32)
     return float(torch.linalg.vector_norm(rows, dim=1, dtype=dtype).max())
+
+
+# -- fit and measure ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def fit(
+    layer: CalibratedLayer, hidden: Tensor, num_codewords: int, passes: int, seed: int
+) -> Codebook:
+    """A new codebook of the layer's kind, fitted to hidden [T, D]."""
+    codebook = k_means(lambda: layer.new_codebook(num_codewords), hidden, passes, seed)
+    if isinstance(codebook, ScaledCodebook):
+        codebook.measure_scales(hidden)
+    return codebook
+
+
+@torch.no_grad()
+def measure(
+    layer: CalibratedLayer, codebook: Codebook, hidden: Tensor, sizes: Sequence[int]
+) -> list[Trial]:
+    """What shortlists of every size keep, as means over tokens [T, D] of all ranks.
+
+    The bound is Prop. 1's. Near its codeword's token r a token h has logits within |w| |h - r| of
+    those of r, and both softmax and sigmoid turn that into at most this factor of what the
+    shortlist keeps of r's own distribution: exp(-2 |w| |h - r|).
+    """
+    near, norm, experts = layer.representatives(codebook), layer.largest_norm(), layer.num_experts
+    overlaps = torch.zeros(len(sizes), dtype=torch.float64, device=hidden.device)
+    masses, bounds = (overlaps.new_zeros(experts) for _ in range(2))  # by rank
+    codeword_ids = codebook.nearest(hidden)  # [T]
+    # Chunks of tokens with the same codewords need few rankings at a time.
+    chunks = codeword_ids.argsort(stable=True).split(max(1, CHUNK_ELEMENTS // experts))
+    for rows in chunks:
+        tokens = hidden[rows]
+        used, places = codeword_ids[rows].unique(return_inverse=True)
+        # Each expert's place in the order of the token's codeword. A shortlist of M: those below M.
+        ranks = layer.ranking(near[used]).argsort(-1)[places]  # [t, E]
+        logits = layer.logits(tokens)
+        masses += _by_rank(layer.masses(logits), ranks).sum(0)
+        error = (tokens.to(logits.dtype) - near[used][places]).norm(dim=1)
+        factor = (-2 * norm * error).exp().double()  # [t]
+        own = layer.masses(layer.logits(near[used]))[places]  # [t, E]
+        bounds += factor @ _by_rank(own, ranks)
+        exact = layer.chosen(logits)  # [t, K]
+        right = torch.zeros_like(ranks, dtype=torch.bool).scatter_(1, exact, True)
+        for place, size in enumerate(sizes):
+            if layer.keeps_candidates:
+                found = right & (ranks < size)
+            else:
+                ids = layer.chosen(logits.masked_fill(ranks >= size, -torch.inf))
+                found = right.gather(1, ids)
+            overlaps[place] += found.sum(dtype=torch.float64) / exact.shape[1]
+    total = sum_over_ranks(hidden.shape[0], hidden.device)
+    kept = [all_reduce_sum(values.cumsum(0)) / total for values in (masses, bounds)]
+    kept[0][-1] = 1.0  # whatever rounding says
+    return [
+        Trial(
+            num_codewords=codebook.num_codewords,
+            shortlist_size=size,
+            overlap=overlap,
+            mass_recall=float(kept[0][size - 1]),
+            bound=float(kept[1][size - 1]),
+            scored=products(codebook.num_codewords, size, experts),
+        )
+        for size, overlap in zip(sizes, (all_reduce_sum(overlaps) / total).tolist(), strict=True)
+    ]
+
+
+def _by_rank(masses: Tensor, ranks: Tensor) -> Tensor:
+    """[t, E] by expert -> [t, E] float64 by rank."""
+    return torch.zeros_like(masses, dtype=torch.float64).scatter_(1, ranks, masses.double())
+
+
+def sizes_to_try(layer: CalibratedLayer) -> list[int]:
+    """Shortlist sizes: all where experts are few, else growing by a factor of sqrt(2)."""
+    if layer.num_experts <= FEW_EXPERTS:
+        return list(range(layer.least_size, layer.num_experts + 1))
+    sizes, size = {layer.shortlist_size, layer.num_experts}, float(layer.least_size)
+    while size < layer.num_experts:
+        sizes.add(round(size))
+        size *= 2**0.5
+    return sorted(sizes)
+
+
+def codewords_to_try(layer: CalibratedLayer, total: int) -> list[int]:
+    """A quarter, half and twice as many codewords as now, where there are tokens for them."""
+    now = layer.num_codewords
+    others = {max(1, now // 4), max(1, now // 2), 2 * now}
+    return sorted({now, *(count for count in others if 4 * count <= total)})
+
+
+def sum_over_ranks(count: int, device: torch.device) -> int:
+    """The sum of all ranks' counts, so that every rank decides alike."""
+    return int(all_reduce_sum(torch.tensor(count, device=device)))
