@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from airmoe.adapt import FfnExperts, calibrate, restore_routers, swap_ffn, swap_routers
     from airmoe.errors import ConfigError, RunError
     from airmoe.losses import load_balance_loss, router_z_loss, shortlist_balance_loss
-    from airmoe.model import AirMoeConfig, AirMoeForCausalLM
-    from airmoe.model.tracking import TrackOptimizerCallback
+    from airmoe.model import AirMoeConfig, AirMoeForCausalLM, TrackOptimizerCallback
     from airmoe.moe import CoarseExperts, GranularExperts, MoELayer, MoEOutput
     from airmoe.routers import (
         ROUTERS,
@@ -77,8 +76,7 @@ _HOMES = {
     "airmoe": ("losses", "metrics"),
     "airmoe.errors": ("ConfigError", "RunError"),
     "airmoe.losses": ("load_balance_loss", "router_z_loss", "shortlist_balance_loss"),
-    "airmoe.model": ("AirMoeConfig", "AirMoeForCausalLM"),
-    "airmoe.model.tracking": ("TrackOptimizerCallback",),
+    "airmoe.model": ("AirMoeConfig", "AirMoeForCausalLM", "TrackOptimizerCallback"),
     "airmoe.moe": ("CoarseExperts", "GranularExperts", "MoELayer", "MoEOutput"),
     "airmoe.adapt": ("FfnExperts", "calibrate", "restore_routers", "swap_ffn", "swap_routers"),
 }

@@ -1,9 +1,8 @@
-"""Routing quality against the exact answer: overlap, mass recall, the bound of Prop. 1.
+"""Routing quality against exact routing: overlap, mass recall, the bound of Prop. 1.
 
-Every function runs the router in evaluation mode (no jitter), without gradients, and leaves its
-state as it was: buffers, counters, training flag and training shortlists. The exact logits exist
-for a chunk of tokens at a time, never as one tokens x experts tensor. Masked and non-finite tokens
-get NaN, so `nanmean` is the mean over valid tokens.
+Every function runs the router in evaluation mode (no jitter), without gradients, and changes none
+of its state. Exact logits are computed for a chunk of tokens at a time, never as one tokens x
+experts tensor. Masked and non-finite tokens get NaN, so `nanmean` is the mean over valid tokens.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ CHUNK_BYTES = 256 * 2**20  # scratch memory for the exact logits of some tokens
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingQuality:
-    """What the router kept of the exact routing, per token that was compared."""
+    """What the router found of the exact routing, for each token that was compared."""
 
     overlap: Tensor  # [T] float32
     mass_recall: Tensor  # [T] float32
-    valid: Tensor  # [T] bool: the tokens that count; the others hold NaN
+    valid: Tensor  # [T] bool; the other tokens have NaN
 
 
 def overlap(router: Router, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
     """Share of the exact top-K that the router picks, per token [T] float32, in [0, 1].
 
-    The exact top-K is taken over the jitter-free logits of all experts. Where it is not unique
-    (ties at the K-th place) any valid choice counts in full.
+    The exact top-K is that of the jitter-free logits of all experts. Of experts tied at the K-th
+    place, any choice counts in full.
     """
     return routing_quality(router, hidden, mask).overlap
 
@@ -58,16 +57,12 @@ def routing_quality(
 ) -> RoutingQuality:
     """Overlap and mass recall from one routing and one pass over the exact logits.
 
-    All tokens are routed, and those of `rows` compared: where experts choose, who gets whom depends
-    on all of them.
+    All tokens are routed, because with expert choice every token matters, but only `rows` compared.
     """
     if not isinstance(router, Router):
-        raise ConfigError(
-            "overlap and mass recall: router",
-            type(router).__name__,
-            "must be a router, with the hidden states it gets",
-            "Of a layer give layer.router and x.flatten(0, -2).",
-        )
+        rule = "must be a router, with the hidden states it gets"
+        remedy = "For a layer give layer.router and x.flatten(0, -2)."
+        raise ConfigError("overlap and mass recall: router", type(router).__name__, rule, remedy)
     if isinstance(router, PeerRouter):
         raise ValueError(
             "overlap and mass recall: got a PeerRouter, need a router that approximates one list "
@@ -93,16 +88,16 @@ def routing_quality(
 
 @torch.no_grad()
 def mass_recall_bound(router: AirRouter, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Prop. 1, the guaranteed mass recall exp(-2 |w| eps) rho_M(c), per token [T] float32.
+    """The mass recall that Prop. 1 guarantees, exp(-2 |w| eps) rho_M(c), per token [T] float32.
 
     eps = |h - c(h)| is the quantisation error, rho_M(c) the mass recall of the codeword itself, and
-    |w| the largest centroid norm (1 when centroids are normalised, the paper's case). It holds for
-    any h, but says little when |h| is far from the codeword's: pass unit-norm tokens for that.
+    |w| the largest centroid norm (1 if centroids are normalised, as in the paper). The bound holds
+    for any h, but is close to 0 if |h| is far from the codeword's norm: pass unit-norm tokens.
     """
     if not isinstance(router, AirRouter):
         raise ValueError(
             f"mass_recall_bound: got a {type(router).__name__}, needs an AirRouter, because Prop. "
-            "1 speaks of codewords and their shortlists. Use mass_recall instead."
+            "1 is about codewords and their shortlists. Use mass_recall instead."
         )
     with router_mode(router, training=False), _whole_parameters(router):
         valid = router.read(hidden, mask).valid  # [T]
@@ -119,9 +114,9 @@ def mass_recall_bound(router: AirRouter, hidden: Tensor, mask: Tensor | None = N
 
 @contextmanager
 def router_mode(router: Router, *, training: bool) -> Iterator[None]:
-    """Run a block in training or evaluation mode, then give every submodule its own flag back.
+    """Run a block in training or evaluation mode, then restore every submodule's own flag.
 
-    Full precision too: autocast would round the exact logits that everything is measured against.
+    Autocast is off, because it would round the exact logits.
     """
     flags = [(module, module.training) for module in router.modules()]
     try:
@@ -135,7 +130,7 @@ def router_mode(router: Router, *, training: bool) -> Iterator[None]:
 
 @contextmanager
 def _whole_parameters(router: Router) -> Iterator[None]:
-    """Gather sharded parameters (FSDP2) once, not per chunk: ranks may need unequal many chunks."""
+    """Gather sharded parameters (FSDP2) once; ranks may need different numbers of chunks."""
     sharded = []
     for module in router.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -151,7 +146,7 @@ def _whole_parameters(router: Router) -> Iterator[None]:
 
 
 def _route(router: Router, hidden: Tensor, mask: Tensor | None) -> Routing:
-    if hasattr(router, "unshard"):  # an FSDP2 unit of its own: its forward gathers by itself
+    if hasattr(router, "unshard"):  # as an FSDP2 unit of its own it gathers in forward
         return router(hidden, mask)
     with _whole_parameters(router):
         return router(hidden, mask)
@@ -160,7 +155,7 @@ def _route(router: Router, hidden: Tensor, mask: Tensor | None) -> Routing:
 def _overlap_with_exact(logits: Tensor, picked: Tensor, num_active: int) -> Tensor:
     """Share of the num_active largest logits [t, E] found among picked [t, n] (-1 = unused slot).
 
-    Compares logits, not ids: of the experts tied at the K-th place any fill the places left.
+    Compares logits, not ids, so that any of the experts tied at the K-th place may fill it.
     """
     largest = logits.topk(num_active, dim=1).values  # [t, K]
     smallest = largest[:, -1:]
@@ -192,7 +187,7 @@ def _largest_norm(router: AirRouter) -> Tensor | float:
 def _chunks(rows: Tensor, router: Router) -> tuple[Tensor, ...]:
     """Split row numbers so that the exact logits of one part fit the memory budget."""
     logit_bytes = router.config.num_experts * 4
-    # `full_logits` normalises a copy of the centroids at every call, so a chunk may be as large.
+    # `full_logits` copies the centroids to normalise them, so a chunk may be as large as that copy.
     budget = max(CHUNK_BYTES, router.config.dim * logit_bytes)
-    # Logits, their exponentials and top-k's scratch live at once.
+    # Logits, their exponentials and the scratch of top-k exist at the same time.
     return rows.split(max(1, budget // (3 * logit_bytes)))

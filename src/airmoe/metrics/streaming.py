@@ -1,4 +1,4 @@
-"""Routing statistics over many batches and ranks, holding counts and sums but no token."""
+"""Routing statistics over many batches and ranks; keeps counts and sums, no tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from airmoe.routers.routing import CellRouting, Routing
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingReport:
-    """What a meter saw, over all ranks. None: never measured (or not defined for the router)."""
+    """What a meter saw on all ranks. None: never measured, or not defined for the router."""
 
     tokens: int  # valid tokens given to `update`
     entropy: float | None  # of expert usage, nats
-    dead_experts: float | None  # fraction in [0, 1] without a single token
-    load_imbalance: float | None  # busiest expert / mean expert: 1 is perfect
+    dead_experts: float | None  # fraction in [0, 1] that got no token
+    load_imbalance: float | None  # tokens of the busiest expert / mean: 1 is perfect
     codewords: CodewordUsage | None  # of codewords (AIR) or clusters (hierarchical)
     quality_tokens: int  # valid tokens given to `update_quality`
     overlap: float | None  # means over those tokens
@@ -33,8 +33,8 @@ class RoutingReport:
 class RoutingMeter:
     """Accumulates routings batch by batch; `compute` sums over ranks and reports.
 
-    Every rank calls `compute` the same number of times, also one that saw no batch: give that one
-    its `device` here if the process group wants GPU tensors.
+    Every rank must call `compute` equally often, even if it saw no batch: give such a rank its
+    `device` here if the process group needs GPU tensors.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -43,31 +43,30 @@ class RoutingMeter:
 
     def reset(self) -> None:
         """Forget everything seen so far."""
-        self._expert_counts: Tensor | None = None  # [E] int64
-        self._cell_counts: Tensor | None = None  # [G] int64
+        self._counts: dict[str, Tensor] = {}  # int64: of experts [E] and cells [G]
         self._tokens: Tensor | int = 0
         self._quality_tokens: Tensor | int = 0
         self._bound_tokens: Tensor | int = 0
         # Sums over tokens of overlap, mass recall and its bound: [3] float64.
         self._quality_sums: Tensor | None = None
-        # Tokens of each expert [E] and cell [G] on all ranks, as `compute` last found them: int64
-        # on the CPU, empty where nothing was counted.
+        # Counts of `experts` [E] and `cells` [G] on all ranks at the last `compute`: int64 on the
+        # CPU, empty if nothing was counted.
         self.totals: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def update(self, routing: Routing) -> None:
-        """Count the choices of one routing (training or evaluation); waits for no device."""
+        """Count the choices of one routing, without waiting for the device."""
         self._device = routing.valid.device
         self._tokens = self._tokens + routing.valid.sum()
-        self._expert_counts = _added("experts", self._expert_counts, routing.expert_counts)
+        self._add("experts", routing.expert_counts)
         if isinstance(routing, CellRouting):
-            self._cell_counts = _added("cells", self._cell_counts, routing.cell_counts)
+            self._add("cells", routing.cell_counts)
 
     @torch.no_grad()
     def update_quality(
         self, router: Router, hidden: Tensor, mask: Tensor | None = None, *, rows: slice = ALL
     ) -> None:
-        """Compare a batch, or some `rows` of it, with exact routing: a pass over all experts."""
+        """Compare a batch, or some `rows` of it, with exact routing, which scores all experts."""
         self._device = hidden.device
         quality = routing_quality(router, hidden, mask, rows=rows)
         measured = [quality.overlap, quality.mass_recall]  # each [T]
@@ -83,15 +82,19 @@ class RoutingMeter:
         self._quality_sums = sums if self._quality_sums is None else self._quality_sums + sums
 
     def compute(self) -> RoutingReport:
-        """Report over everything seen on all ranks; the meter goes on from where it was."""
+        """Report over everything seen on all ranks; the meter can go on counting."""
         sizes = self._sizes_everywhere()
-        parts = [
-            self._integers(self._expert_counts, sizes[0]),
-            self._integers(self._cell_counts, sizes[1]),
-            torch.stack([self._scalar(n) for n in self._token_counts()]),
+        nothing = {
+            name: torch.zeros(size, dtype=torch.int64, device=self._device)
+            for name, size in sizes.items()
+        }
+        tokens = [
+            torch.as_tensor(number, dtype=torch.int64, device=self._device)
+            for number in (self._tokens, self._quality_tokens, self._bound_tokens)
         ]
-        integers = all_reduce_sum(torch.cat(parts)).cpu()
-        expert_counts, cell_counts, tokens = integers.split([sizes[0], sizes[1], 3])
+        counts = {**nothing, **self._counts}
+        integers = all_reduce_sum(torch.cat([*counts.values(), torch.stack(tokens)])).cpu()
+        expert_counts, cell_counts, tokens = integers.split([*sizes.values(), 3])
         self.totals = {"experts": expert_counts, "cells": cell_counts}
         sums = self._quality_sums
         if sums is None:
@@ -103,50 +106,38 @@ class RoutingMeter:
             entropy=float(usage_entropy(expert_counts)) if counted else None,
             dead_experts=float(dead_experts(expert_counts)) if counted else None,
             load_imbalance=_imbalance(expert_counts) if counted else None,
-            codewords=codeword_usage(cell_counts) if counted and sizes[1] else None,
+            codewords=codeword_usage(cell_counts) if counted and sizes["cells"] else None,
             quality_tokens=compared,
             overlap=float(means[0]) if compared else None,
             mass_recall=float(means[1]) if compared else None,
             mass_recall_bound=float(means[2]) if bounded else None,
         )
 
-    def _sizes_everywhere(self) -> list[int]:
-        """[num_experts, num_cells], agreed by the ranks that know them; 0 where none does."""
-        known = [0 if c is None else c.numel() for c in (self._expert_counts, self._cell_counts)]
+    def _sizes_everywhere(self) -> dict[str, int]:
+        """Number of experts and cells, on which all ranks that know them agree; 0 if none does."""
+        names = ("experts", "cells")
+        known = [self._counts[name].numel() if name in self._counts else 0 for name in names]
         row = torch.tensor(known, dtype=torch.int64, device=self._device)
         rows = all_gather_rows(row).tolist()  # [ranks][2]
-        sizes = []
-        for name, column in zip(("experts", "cells"), zip(*rows, strict=True), strict=True):
+        sizes = {}
+        for name, column in zip(names, zip(*rows, strict=True), strict=True):
             if len(found := sorted(set(column) - {0})) > 1:
                 raise ValueError(
                     f"RoutingMeter: ranks counted {found} {name}, must agree, because their counts "
                     "are summed. Use one meter per router, the same on every rank."
                 )
-            sizes.append(found[0] if found else 0)
+            sizes[name] = found[0] if found else 0
         return sizes
 
-    def _token_counts(self) -> tuple[Tensor | int, ...]:
-        return self._tokens, self._quality_tokens, self._bound_tokens
-
-    def _integers(self, counts: Tensor | None, size: int) -> Tensor:
-        if counts is None:
-            return torch.zeros(size, dtype=torch.int64, device=self._device)
-        return counts
-
-    def _scalar(self, number: Tensor | int) -> Tensor:
-        return torch.as_tensor(number, dtype=torch.int64, device=self._device)
-
-
-def _added(name: str, total: Tensor | None, counts: Tensor) -> Tensor:
-    """Out of place: the first total is the routing's own tensor."""
-    if total is None:
-        return counts.detach()
-    if total.shape != counts.shape:
-        raise ValueError(
-            f"RoutingMeter.update: got a routing over {counts.numel()} {name}, must be "
-            f"{total.numel()} as before. Use one meter per router."
-        )
-    return total + counts.detach()
+    def _add(self, name: str, counts: Tensor) -> None:
+        total = self._counts.get(name)
+        if total is not None and total.shape != counts.shape:
+            raise ValueError(
+                f"RoutingMeter.update: got a routing over {counts.numel()} {name}, must be "
+                f"{total.numel()} as before. Use one meter per router."
+            )
+        # Out of place, because the first total is the routing's own tensor.
+        self._counts[name] = counts.detach() if total is None else total + counts.detach()
 
 
 def _imbalance(counts: Tensor) -> float:

@@ -11,12 +11,14 @@ from airmoe.errors import ConfigError
 from airmoe.metrics.quality import router_mode
 from airmoe.routers.air import AirRouter
 
+REMEDY = "Give routing.expert_counts or routing.cell_counts, summed over batches."
+
 
 def usage_entropy(counts: Tensor) -> Tensor:
     """Entropy in nats of the usage distribution counts / sum(counts): ln E at perfect balance.
 
-    counts [E] (or [G]), already summed over batches and ranks. NaN when nothing was counted.
-    A 0-d float64 tensor on the device of `counts`, so that a training loop need not synchronise.
+    counts [E] or [G] are summed over batches and ranks. The result is a 0-d float64 tensor on their
+    device, so that a training loop need not synchronise; NaN if nothing was counted.
     """
     _check_counts(counts)
     total = counts.sum(dtype=torch.float64)
@@ -24,18 +26,18 @@ def usage_entropy(counts: Tensor) -> Tensor:
 
 
 def dead_experts(counts: Tensor) -> Tensor:
-    """Fraction in [0, 1] of experts that did not get a single token; 0-d float64 tensor."""
+    """Fraction in [0, 1] of experts that got no token; a 0-d float64 tensor."""
     _check_counts(counts)
     return (counts == 0).to(torch.float64).mean()
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodewordUsage:
-    """How many codewords do the work."""
+    """How evenly codewords (or clusters) are used."""
 
-    entropy: float  # nats, ln G at best
-    perplexity: float  # exp(entropy): the number of equally used codewords with this entropy
-    unused: float  # fraction in [0, 1] of codewords without a single token
+    entropy: float  # nats, at most ln G
+    perplexity: float  # exp(entropy): that many equally used codewords have this entropy
+    unused: float  # fraction in [0, 1] of codewords that got no token
 
 
 def codeword_usage(counts: Tensor) -> CodewordUsage:
@@ -53,15 +55,14 @@ def shortlist_staleness(router: AirRouter) -> float:
     """Fraction of the training shortlists' entries that a rebuild now would replace.
 
     The codebook moves with every micro-batch, the shortlists only after an optimizer step (Alg. 3).
-    The rebuild draws the jitter of the lists in use, so only real movement counts: 0 right after a
-    rebuild, or where every forward builds its own (without a tracked optimizer). NaN before the
-    first one. Nothing is stored.
+    The comparison uses the jitter of the lists in use, so only real movement counts: 0 right after
+    a rebuild, and without a tracked optimizer, when every forward rebuilds. NaN before the first.
     """
     if not router.tracked and int(router.micro_batches) > 0:
         return 0.0
     if router.built_at is None:
         return float("nan")
-    # The cache itself: `router.shortlists()` would replace it by fresh lists after a step.
+    # Not `router.shortlists()`, which rebuilds stale lists.
     used = router.training_lists.experts  # [G, M], ascending
     with router_mode(router, training=True):  # jitter as in training
         fresh = router.rebuild_shortlists()  # [G, M], ascending
@@ -71,7 +72,7 @@ def shortlist_staleness(router: AirRouter) -> float:
 
 
 def unlisted_experts(shortlists: Tensor, num_experts: int) -> float:
-    """Fraction of experts that are in none of the shortlists [G, M]: no token can choose them."""
+    """Fraction of experts in none of the shortlists [G, M], which no token can choose."""
     listed = torch.zeros(num_experts, dtype=torch.bool, device=shortlists.device)
     listed[shortlists.flatten()] = True
     return float((~listed).to(torch.float64).mean())
@@ -79,14 +80,9 @@ def unlisted_experts(shortlists: Tensor, num_experts: int) -> float:
 
 def _check_counts(counts: Tensor) -> None:
     if not isinstance(counts, Tensor):
-        raise ConfigError(
-            "counts",
-            type(counts).__qualname__,
-            "must be a tensor of tokens per expert or codeword",
-            "Give routing.expert_counts or routing.cell_counts, summed over batches.",
-        )
+        rule = "must be a tensor of tokens per expert or codeword"
+        raise ConfigError("counts", type(counts).__qualname__, rule, REMEDY)
     if counts.dim() != 1 or counts.numel() == 0:
-        raise ValueError(
-            f"counts: got shape {tuple(counts.shape)}, must be [num_experts] or [num_codewords]. "
-            "Give routing.expert_counts or routing.cell_counts, summed over batches."
-        )
+        shape = tuple(counts.shape)
+        rule = "must be [num_experts] or [num_codewords]"
+        raise ValueError(f"counts: got shape {shape}, {rule}. {REMEDY}")

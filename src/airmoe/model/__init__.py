@@ -1,6 +1,6 @@
 """Tokens -> hidden -> logits: a Llama-3 decoder with mixture-of-experts layers.
 
-Importing this makes the model known to `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`.
+Importing this registers the model with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from airmoe.model.configuration import AirMoeConfig
 from airmoe.model.initialization import draw_weights
 from airmoe.model.methods import METHODS, with_method
-from airmoe.model.modeling import (
-    AirMoeDecoderLayer,
-    AirMoeForCausalLM,
-    AirMoeModel,
-    AirMoeOutput,
-)
-from airmoe.model.parameters import ParameterCounts, parameter_counts
-from airmoe.model.sizes import SIZES, model_size
+from airmoe.model.modeling import AirMoeDecoderLayer, AirMoeForCausalLM, AirMoeModel, AirMoeOutput
+from airmoe.model.objective import TrackOptimizerCallback
+from airmoe.model.sizes import SIZES, ParameterCounts, model_size, parameter_counts
 from airmoe.transformers_internals import shift_labels_of
 
 AutoConfig.register(AirMoeConfig.model_type, AirMoeConfig)
@@ -34,6 +29,7 @@ __all__ = [
     "AirMoeModel",
     "AirMoeOutput",
     "ParameterCounts",
+    "TrackOptimizerCallback",
     "draw_weights",
     "model_size",
     "parameter_counts",

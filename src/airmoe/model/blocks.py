@@ -1,8 +1,8 @@
-"""Llama's attention and feed-forward network, with projections of the same input taken together.
+"""Llama's attention and feed-forward network, with projections of the same input fused.
 
-Small models spend their time on many small products. In training queries, keys and values are one
-product instead of three, gate and up one instead of two, and as many fewer in backward. Parameters
-stay apart, under Llama's names.
+Small models spend their time on many small products. In training, queries, keys and values are one
+product instead of three, gate and up one instead of two, and likewise in backward. The parameters
+stay separate and keep Llama's names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Attention(LlamaAttention):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden [B, L, D] -> [B, L, D], and the attention weights where they are computed."""
+        """hidden [B, L, D] -> [B, L, D], and the attention weights if they are computed."""
         assert position_embeddings is not None
         projections = (self.q_proj, self.k_proj, self.v_proj)
         queries, keys, values = (
@@ -68,10 +68,9 @@ class FeedForward(LlamaMLP):
 
 
 def project(hidden: Tensor, *layers: nn.Linear) -> list[Tensor]:
-    """What each layer makes of `hidden`.
+    """Apply each layer to `hidden`, in training with one product for all.
 
-    One product in training only: joining the weights would cost more than it saves where there are
-    few tokens, as in generation.
+    With few tokens, as in generation, concatenating the weights would cost more than it saves.
     """
     if not all(layer.training and _is_plain(layer, hidden) for layer in layers):
         return [layer(hidden) for layer in layers]
@@ -80,15 +79,15 @@ def project(hidden: Tensor, *layers: nn.Linear) -> list[Tensor]:
 
 
 def keep_apart(layer: nn.Linear) -> None:
-    """Never join this layer: a sharded weight is given back after its product, a joined one not."""
+    """Never fuse this layer: FSDP frees a gathered weight after its own product only."""
     layer.kept_apart = True  # pyright: ignore[reportArgumentType]
 
 
 def _is_plain(layer: nn.Linear, hidden: Tensor) -> bool:
-    """False where more than one product happens, or somebody listens: then it must be called.
+    """Whether the layer is one product and nothing else; any other layer must be called.
 
-    Adapters and quantized layers have another class or another kind of weight; offloading puts a
-    `forward` of its own on the layer, and its weight elsewhere.
+    Adapters and quantized layers have another class or another kind of weight; offloading replaces
+    `forward` and keeps the weight elsewhere; hooks want to be run.
     """
     own = layer.__dict__
     hooks = (

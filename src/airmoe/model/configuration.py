@@ -18,7 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, LlamaConfig
 from transformers.activations import ACT2FN
 
-from airmoe.config import check_choice, check_count, check_number
+from airmoe.config import check_choice, check_count, check_number, did_you_mean
 from airmoe.errors import ConfigError
 from airmoe.files import read_json
 from airmoe.kernels.expert_tables import Activation
@@ -36,9 +36,10 @@ from airmoe.routers.registry import ADD_YOURS
 ExpertsKind = Literal["granular", "coarse"]
 MOST_LAYERS = 10_000
 KINDS = (CellRouting, TokenRouting, ExpertRouting)
+# A router's name for a setting -> the model's.
+TYPED = {"dim": "hidden_size", "num_experts": "num_experts", "top_k": "num_experts_per_tok"}
 
-# What transformers gives a config besides its fields: written by `to_dict`, or taken by
-# `PreTrainedConfig`. Names with a leading underscore are its own as well.
+# Names that transformers gives a config besides its fields, and all with a leading underscore.
 TRANSFORMERS_NAMES = frozenset(
     {
         "attn_implementation",
@@ -60,14 +61,14 @@ TRANSFORMERS_NAMES = frozenset(
 class AirMoeConfig(LlamaConfig):
     """A Llama-3 decoder some of whose feed-forward layers are mixtures of experts.
 
-    Defaults are the paper's small model with AIR. Impossible settings raise `ConfigError` here, not
-    when a model is built.
+    The defaults are the paper's small model with AIR. Impossible settings raise `ConfigError` here,
+    not when a model is built.
     """
 
     model_type = "airmoe"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "language_loss"]
     default_theta: ClassVar[float] = 500_000.0
-    # Routers and experts cannot be split over devices by transformers' plans.
+    # transformers' plans do not know how to split routers and experts over devices.
     base_model_tp_plan: ClassVar[dict[str, Any] | None] = None
     base_model_pp_plan: ClassVar[dict[str, Any] | None] = None
 
@@ -83,49 +84,44 @@ class AirMoeConfig(LlamaConfig):
     tie_word_embeddings: bool = True
 
     router: str = "air"
-    # Fields of that router's Config; the others come from its `for_budget` or their defaults.
+    # Fields of the router's Config; all others come from its `for_budget` or their defaults.
     router_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     num_experts: int = 65_536
     num_experts_per_tok: int = 512
     experts: ExpertsKind = "granular"
     expert_size: int = 1  # neurons
     expert_activation: Activation = "swiglu"
-    moe_layers: list[int] | None = None  # None: the middle layer; []: a dense model
+    moe_layers: list[int] | None = None  # None: the middle layer; [] makes a dense model
     moe_post_norm: PostNorm = "layernorm"
-    moe_post_norm_gain: float = 1.0  # what its weights start with
+    moe_post_norm_gain: float = 1.0  # initial value of its weights
     load_balance_weight: float = 5e-5
     shortlist_balance_weight: float = 0.0
     router_z_weight: float = 0.0
 
     def __post_init__(self, **names: Any) -> None:
         self._refuse_unknown(names)
-        # Before Llama divides by them.
+        # Checked first, because Llama's constructor divides by them.
         for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
             check_count(f"model.{name}", getattr(self, name))
         if self.hidden_size % self.num_attention_heads:
-            raise ConfigError(
-                "model.hidden_size",
-                self.hidden_size,
-                f"must be a multiple of num_attention_heads = {self.num_attention_heads}",
-                "Change one of them.",
-            )
+            rule = f"must be a multiple of num_attention_heads = {self.num_attention_heads}"
+            raise ConfigError("model.hidden_size", self.hidden_size, rule, "Change one of them.")
         if self.moe_layers is None:
             self.moe_layers = [self.num_hidden_layers // 2]
-        # Not the caller's own, which may go on to change.
+        # Copies, so that later changes by the caller do not reach this config.
         self.router_options = copy.deepcopy(self.router_options)
         self.moe_layers = copy.deepcopy(self.moe_layers)
         super().__post_init__(**names)
-        # Llama's rules. Its decorator @strict would run them, but also hide our errors in its own.
+        # Llama's own rules. Its decorator @strict runs them too, but hides our errors in its own.
         self.validate()
         self.check()
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """From a file. What others have written there is kept, with a warning, and saved again.
+        """Read a saved config, and keep unknown entries, which other tools leave there.
 
-        (Tools leave marks in a model's config; options that a program gives are those of the
-        constructor, which refuses what it does not know.) What is wrong there is a `ConfigError`,
-        whoever finds it.
+        It warns of them; the constructor refuses them. A wrong value raises `ConfigError`, also
+        where a check of transformers finds it.
         """
         _check_transformers_own(config_dict)
         unknown = {name: config_dict[name] for name in config_dict if cls._is_foreign(name)}
@@ -140,8 +136,8 @@ class AirMoeConfig(LlamaConfig):
         config.check()  # again, because the base class sets `kwargs` after the checks
         if unknown:
             warnings.warn(
-                f"AirMoeConfig: no options, but in the saved config: {', '.join(sorted(unknown))}. "
-                "They are kept and change nothing. Where an option was meant, correct its name.",
+                f"AirMoeConfig: unknown entries in the saved config: {', '.join(sorted(unknown))}. "
+                "They are kept and have no effect. To set an option, correct its name.",
                 stacklevel=2,
             )
         for name, value in unknown.items():
@@ -150,23 +146,20 @@ class AirMoeConfig(LlamaConfig):
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str]) -> Any:
-        """The base class would give it to the constructor."""
+        """Read a file as `from_dict` does; the base class would call the constructor."""
         return cls.from_dict(cls._dict_from_json_file(json_file))
 
     @classmethod
     def _dict_from_json_file(cls, json_file: str | os.PathLike[str]) -> dict[str, Any]:
-        """transformers' own reader lets tracebacks through."""
+        """Read JSON; where transformers' reader shows a traceback, raise a `ConfigError`."""
         try:
             values = read_json(Path(json_file))
             if not isinstance(values, dict):
                 raise ValueError("it must be an object")
         except ValueError as error:
-            raise ConfigError(
-                "config",
-                str(json_file),
-                f"must be the JSON of a model's config ({error})",
-                "Take the file of another copy, or save the model again.",
-            ) from error
+            rule = f"must be the JSON of a model's config ({error})"
+            remedy = "Take the file from another copy, or save the model again."
+            raise ConfigError("config", str(json_file), rule, remedy) from error
         return values
 
     def check(self) -> None:
@@ -183,64 +176,39 @@ class AirMoeConfig(LlamaConfig):
         self._check_moe_layers()
         self.router_config()
         if not self.has_shortlists and self.shortlist_balance_weight > 0:
-            raise ConfigError(
-                "model.shortlist_balance_weight",
-                self.shortlist_balance_weight,
-                f"must be 0 with the router {self.router!r}, which has no shortlists",
-                "Set it to 0, or choose a router with cells (air, hierarchical).",
-            )
+            rule = f"must be 0 with the router {self.router!r}, which has no shortlists"
+            remedy = "Set it to 0, or choose a router with cells (air, hierarchical)."
+            weight = self.shortlist_balance_weight
+            raise ConfigError("model.shortlist_balance_weight", weight, rule, remedy)
 
     def _check_decoder(self) -> None:
-        """Llama's part, as far as its own checks let through what breaks when a model is built."""
+        """Check what Llama's own checks let through, although no model can be built from it."""
         for name in ("intermediate_size", "num_key_value_heads", "head_dim"):
             if getattr(self, name) is not None:
                 check_count(f"model.{name}", getattr(self, name))
         if self.num_hidden_layers > MOST_LAYERS:
-            raise ConfigError(
-                "model.num_hidden_layers",
-                self.num_hidden_layers,
-                f"must be <= {MOST_LAYERS:,}",
-                "Give fewer.",
-            )
-        if self.num_attention_heads % (self.num_key_value_heads or 1):
-            raise ConfigError(
-                "model.num_key_value_heads",
-                self.num_key_value_heads,
-                f"must divide num_attention_heads = {self.num_attention_heads}",
-                "Choose a divisor.",
-            )
+            rule = f"must be <= {MOST_LAYERS:,}"
+            raise ConfigError("model.num_hidden_layers", self.num_hidden_layers, rule, "Lower it.")
+        heads = self.num_key_value_heads
+        if self.num_attention_heads % (heads or 1):
+            rule = f"must divide num_attention_heads = {self.num_attention_heads}"
+            raise ConfigError("model.num_key_value_heads", heads, rule, "Choose a divisor.")
         check_number("model.rms_norm_eps", self.rms_norm_eps, below=1.0, strict=True)
         check_number("model.attention_dropout", self.attention_dropout or 0, below=1.0)
         if self.hidden_act not in ACT2FN:
-            raise ConfigError(
-                "model.hidden_act",
-                self.hidden_act,
-                "must be an activation that transformers knows",
-                'Llama has "silu".',
-            )
+            rule = "must be an activation that transformers knows"
+            raise ConfigError("model.hidden_act", self.hidden_act, rule, 'Llama uses "silu".')
         pad = self.pad_token_id
         if pad is not None and not -self.vocab_size <= pad < self.vocab_size:
-            raise ConfigError(
-                "model.pad_token_id",
-                pad,
-                f"must be < vocab_size = {self.vocab_size}",
-                "Give the tokenizer's, or none.",
-            )
+            rule = f"must be < vocab_size = {self.vocab_size}"
+            raise ConfigError("model.pad_token_id", pad, rule, "Give the tokenizer's, or None.")
 
     def router_config(self) -> RouterConfig:
         """The checked settings of this model's routers."""
         if not isinstance(self.router, str) or self.router not in ROUTERS:
-            raise ConfigError(
-                "model.router",
-                self.router,
-                f"must be one of {', '.join(ROUTERS)}",
-                ADD_YOURS,
-            )
-        budget = {
-            "dim": self.hidden_size,
-            "num_experts": self.num_experts,
-            "top_k": self.num_experts_per_tok,
-        }
+            rule = f"must be one of {', '.join(ROUTERS)}"
+            raise ConfigError("model.router", self.router, rule, ADD_YOURS)
+        budget = {name: getattr(self, typed) for name, typed in TYPED.items()}
         options = self.router_options
         if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
             raise ConfigError(
@@ -261,9 +229,9 @@ class AirMoeConfig(LlamaConfig):
 
     @property
     def routes_causally(self) -> bool:
-        """False where experts choose tokens: such a model sees the future and cannot generate.
+        """False where experts choose tokens: such a model sees later tokens and cannot generate.
 
-        (Not `is_causal`: transformers takes a field of that name for the attention's.)
+        Not called `is_causal`, because transformers reads that name as a setting of attention.
         """
         if issubclass(self._layout(), ExpertRouting):
             return False
@@ -275,10 +243,11 @@ class AirMoeConfig(LlamaConfig):
         return issubclass(self._layout(), CellRouting)
 
     def _layout(self) -> type[Routing]:
-        """The kind of routing this model's router declares to return."""
+        """The kind of routing that the router's `route` is annotated to return."""
         route = ROUTERS[self.router].route
         declared = route.__annotations__.get("return")
-        if isinstance(declared, str):  # alone: others may be names that only type checkers know
+        if isinstance(declared, str):
+            # Alone, because the parameters may have types that only type checkers import.
             alone = SimpleNamespace(__annotations__={"return": declared})
             with suppress(NameError):
                 declared = get_type_hints(alone, route.__globals__)["return"]
@@ -299,16 +268,11 @@ class AirMoeConfig(LlamaConfig):
         for layer in layers:
             check_count("model.moe_layers", layer, least=0)
             if layer > last:
-                raise ConfigError(
-                    "model.moe_layers",
-                    layer,
-                    f"must be <= {last}, the last of num_hidden_layers = {last + 1}",
-                    "Layers are counted from 0.",
-                )
+                rule = f"must be <= {last}, the last of num_hidden_layers = {last + 1}"
+                raise ConfigError("model.moe_layers", layer, rule, "Layers are counted from 0.")
         if len(set(layers)) < len(layers):
-            raise ConfigError(
-                "model.moe_layers", layers, "must name a layer once", "Drop the repeated ones."
-            )
+            rule = "must name each layer once"
+            raise ConfigError("model.moe_layers", layers, rule, "Drop the repeated ones.")
 
     @classmethod
     def _options(cls) -> list[str]:
@@ -320,36 +284,35 @@ class AirMoeConfig(LlamaConfig):
 
     @classmethod
     def _is_foreign(cls, name: str) -> bool:
-        """No option, and without a meaning for transformers or for this class either."""
+        """Whether the name means nothing to this class or to transformers."""
         return not (cls._knows(name) or hasattr(cls, name) or hasattr(GenerationConfig(), name))
 
     def _refuse_unknown(self, names: dict[str, Any]) -> None:
+        options = self._options()
         for name, value in names.items():
             if self._knows(name):
                 continue
-            remedy = f"Valid options: {', '.join(self._options())}."
+            hint = did_you_mean(name, options)
             if name == "top_k":
-                remedy = "The number of active experts is num_experts_per_tok. " + remedy
+                hint = "The number of active experts is num_experts_per_tok. "
+            remedy = f"{hint}Valid options: {', '.join(options)}."
             raise ConfigError(f"model.{name}", value, "is not an option", remedy)
 
 
-# The router's names for what the model has other names for.
-TYPED = {"dim": "hidden_size", "num_experts": "num_experts", "top_k": "num_experts_per_tok"}
-
-
 def _as_typed(error: ConfigError, label: str) -> ConfigError:
-    """A router's error with the names of the model's options."""
+    """A router's error, with the names that the model has for the router's options."""
     before, _, name = error.field.rpartition(".")
     if before != label:
         return error
     field = f"model.{TYPED[name]}" if name in TYPED else f"model.router_options.{name}"
-    remedy = error.remedy.replace(f"options: {', '.join(TYPED)}, ", "options: ")  # the model's
+    # The first options in the router's list of valid ones are set by the model.
+    remedy = error.remedy.replace(f"options: {', '.join(TYPED)}, ", "options: ")
     rule, remedy = (re.sub(r"\btop_k\b", TYPED["top_k"], text) for text in (error.rule, remedy))
     return ConfigError(field, error.value, rule, remedy)
 
 
 def refused(error: Exception, given: Mapping[str, Any]) -> ConfigError:
-    """What transformers' own checks, which take several lines, have found among options."""
+    """An error of transformers' own checks, several lines long, as one `ConfigError`."""
     reason = str(error).splitlines()[-1].strip().rstrip(".")
     found = re.search(r"for field '(\w+)'", str(error))
     if found is None or found[1] not in given:
@@ -360,7 +323,7 @@ def refused(error: Exception, given: Mapping[str, Any]) -> ConfigError:
 
 
 def _check_transformers_own(values: Mapping[str, Any]) -> None:
-    """What transformers takes from a file without looking."""
+    """Check the entries that transformers takes from a file unchecked."""
     kind = values.get("model_type", "")
     if not isinstance(kind, str):
         raise ConfigError("model.model_type", kind, "must be a text", 'It is "airmoe".')

@@ -1,8 +1,8 @@
-"""First values of our modules under transformers' rules.
+"""Initial values of our modules under transformers' rules.
 
 Transformers builds a model without memory (on the meta device), loads what a checkpoint has, marks
-those tensors, and then asks for the initialisation of everything: the rest must get values, buffers
-too, and what was loaded must keep them.
+those tensors, and then initialises every module: tensors that were not loaded must get values,
+buffers too, and loaded ones must keep theirs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,10 @@ from airmoe.transformers_internals import is_loaded
 
 @torch.no_grad()
 def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
-    """Give what transformers does not know its starting values; else False.
+    """Initialise modules that transformers does not know; False for all others.
 
-    Experts start like the model's other matrices. A layer on its own prefers outputs of unit
-    variance, but then the down rows are of size 1, which AdamW at 3e-4 cannot turn in thousands of
-    steps.
-
-    Embeddings start with rows of norm 1, because the first steps push the outputs of all layers in
-    one common direction, which would drown rows of norm 0.3.
+    Experts start at the model's `initializer_range`, and embeddings with rows of norm 1:
+    docs/decisions.md has the measurements.
     """
     if isinstance(module, nn.LayerNorm):  # the post-norm; the decoder's own norms are of RMS
         if not is_loaded(module.weight):
@@ -46,7 +42,7 @@ def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
 
 @torch.no_grad()
 def initialize_layer(module: nn.Module, std: float) -> bool:
-    """Give the parts of a MoELayer their starting values, experts with this `std`; else False."""
+    """Initialise a part of a MoELayer, experts with this `std`; False for any other module."""
     experts = isinstance(module, (GranularExperts, CoarseExperts))
     if not (experts or isinstance(module, (Router, Codebook, ListCache))):
         return False
@@ -69,16 +65,16 @@ def initialize_layer(module: nn.Module, std: float) -> bool:
 
 @torch.no_grad()
 def draw_weights(model: PreTrainedModel, seed: int) -> None:
-    """Starting values again, those of each module from the seed and its name alone.
+    """Initialise again, each module from the seed and its own name alone.
 
-    Models that differ in one module, such as the router, then start equal in all others, and what
-    they learn can be compared in pairs.
+    Models that differ in one module, such as the router, then start equal in all others, so that
+    two methods with one seed are a pair.
     """
     tied = model.get_output_embeddings() if model.config.tie_word_embeddings else None
     # Children first, as transformers does: a router has the last word on its parts.
     for name, module in reversed(list(model.named_modules())):
         if module is tied:
-            continue  # the embedding's values
+            continue  # it shares the embedding's values
         key = hashlib.sha256(f"{seed} {name}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(key[:7], "big"))

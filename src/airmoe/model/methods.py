@@ -1,7 +1,7 @@
-"""The methods the paper compares, at equal budgets: one AIR config turned into any of them.
+"""The methods that the paper compares: turn an AIR config into any of them, at an equal budget.
 
-The paper's rules of fairness: equal active experts, equal coarse structure (AIR's codewords and the
-hierarchical router's clusters), equal candidates scored; a coarse model of equal parameters.
+The paper's rules of fairness: equal active experts, equal coarse structure (as many clusters as
+AIR has codewords), equal candidates scored, and for the coarse model equal parameters.
 """
 
 from __future__ import annotations
@@ -22,19 +22,16 @@ PEER_HEADS = 8  # the paper's P
 
 
 def with_method(config: AirMoeConfig, name: str) -> AirMoeConfig:
-    """The same model with another way of routing; `config` itself must use AIR.
+    """The same model with another method; `config` itself must use AIR.
 
-    "exact" scores all experts, "coarse" has few large experts, "dense" has none. A router that was
-    added to `ROUTERS` is a method too, with the settings of its `for_budget`.
+    "exact" scores all experts, "coarse" has a few large experts, "dense" has none. A router added
+    to `ROUTERS` is a method too, with the settings of its `for_budget`.
     """
     check_method("with_method.name", name)
     if config.router != "air":
-        raise ConfigError(
-            "with_method.config.router",
-            config.router,
-            "must be 'air', because the others take their budgets from its shortlists",
-            "Start from model_size(...) or from your own config with AIR.",
-        )
+        rule = "must be 'air', because the other methods derive their budgets from its shortlists"
+        remedy = "Start from model_size(...) or from your own config with AIR."
+        raise ConfigError("with_method.config.router", config.router, rule, remedy)
     if name == "air":
         return _changed(config)
     if name == "dense":
@@ -59,7 +56,7 @@ def with_method(config: AirMoeConfig, name: str) -> AirMoeConfig:
 
 def check_method(field: str, name: str) -> None:
     """One of `METHODS`, or a router that was added to `ROUTERS`."""
-    # The library's own routers have their methods: that of "topk" is "exact".
+    # Every router of the library has a method; that of "topk" is called "exact".
     added = [router for router in ROUTERS if router not in (*METHODS, "topk")]
     known = (*METHODS, *added)
     if name not in known:
@@ -68,33 +65,28 @@ def check_method(field: str, name: str) -> None:
 
 
 def _routed(config: AirMoeConfig, router: str, **options: Any) -> AirMoeConfig:
-    """Another router; of AIR's options those stay that the new one has too (such as jitter_std)."""
+    """Another router, which keeps those of AIR's options that it has too (such as jitter_std)."""
     known = {field.name for field in dataclasses.fields(ROUTERS[router].Config)}
     kept = {name: value for name, value in config.router_options.items() if name in known}
-    changed = _changed(
-        config,
-        router=router,
-        router_options={**kept, **options},
-        shortlist_balance_weight=0.0,
-    )
+    options = {**kept, **options}
+    changed = _changed(config, router=router, router_options=options, shortlist_balance_weight=0.0)
     if changed.has_shortlists:
         return _changed(changed, shortlist_balance_weight=config.shortlist_balance_weight)
     return changed
 
 
 def _cluster_options(config: AirMoeConfig) -> dict[str, int]:
-    """AIR's G as clusters, and as many of them per token as hold AIR's candidates."""
+    """As many clusters as codewords, and per token so many that they hold AIR's M candidates."""
     air = config.router_config()
     assert isinstance(air, AirRouter.Config)
     selected, rest = divmod(air.shortlist_size * air.num_codewords, air.num_experts)
     if rest or not selected:
-        raise ConfigError(
-            "model.router_options.shortlist_size",
-            air.shortlist_size,
+        rule = (
             "must be a whole number of clusters of num_experts / num_codewords = "
-            f"{air.num_experts / air.num_codewords:g} experts, for an equal pool of candidates",
-            "Choose a multiple of that.",
+            f"{air.num_experts / air.num_codewords:g} experts, for equally many candidates"
         )
+        field = "model.router_options.shortlist_size"
+        raise ConfigError(field, air.shortlist_size, rule, "Choose a multiple of that.")
     return {"num_clusters": air.num_codewords, "num_selected_clusters": selected}
 
 

@@ -1,4 +1,4 @@
-"""The language model, for Hugging Face: Llama's parts around our mixture-of-experts layers."""
+"""The language model for Hugging Face: Llama's parts around mixture-of-experts layers."""
 
 from __future__ import annotations
 
@@ -34,17 +34,16 @@ from airmoe.transformers_internals import (
 
 @dataclass
 class AirMoeModelOutput(BaseModelOutputWithPast):
-    router_losses: Tensor | None = None  # [MoE layers, losses that count], in training
+    router_losses: Tensor | None = None  # [MoE layers, losses with a weight], in training
 
 
 @dataclass
 class AirMoeOutput(CausalLMOutputWithPast):
-    """`loss` is what to minimise; the losses by name are for logs and carry no gradient.
+    """`loss` is what to minimise; the named losses are for logs and carry no gradient.
 
-    The routers' are unweighted means over the MoE layers, None where their weight is 0 and outside
-    of training, where `loss` is the language loss alone. `router_loss` is their weighted sum, also
-    without labels and with its gradient: whoever minimises a loss of their own adds it. It is that
-    of this micro-batch, whatever `num_items_in_batch` says of a window.
+    Named router losses are unweighted means over the MoE layers. They are None if their weight is
+    0 and in evaluation, where `loss` is the language loss alone. `router_loss` is their weighted
+    sum for this micro-batch, with gradient and also without labels: add it to a loss of your own.
     """
 
     language_loss: Tensor | None = None
@@ -56,7 +55,6 @@ class AirMoeOutput(CausalLMOutputWithPast):
 
 def build_moe(config: AirMoeConfig) -> MoELayer:
     """The mixture-of-experts layer a config describes."""
-    router = config.router_config().build()
     kind = {"granular": GranularExperts, "coarse": CoarseExperts}[config.experts]
     experts = kind(
         config.num_experts,
@@ -64,7 +62,7 @@ def build_moe(config: AirMoeConfig) -> MoELayer:
         activation=config.expert_activation,
         expert_size=config.expert_size,
     )
-    return MoELayer(router, experts, config.moe_post_norm)
+    return MoELayer(config.router_config().build(), experts, config.moe_post_norm)
 
 
 class AirMoeDecoderLayer(GradientCheckpointingLayer):
@@ -88,8 +86,8 @@ class AirMoeDecoderLayer(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden [B, L, D] -> hidden, and in training the router losses [n] of an MoE layer.
 
-        The losses leave as a tensor beside the hidden states, because only so do their gradients
-        get through activation checkpointing.
+        The losses are returned as a tensor beside the hidden states, because their gradients would
+        not pass through activation checkpointing any other way.
         """
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **attention)
         hidden_states = hidden_states + attended
@@ -163,7 +161,7 @@ class AirMoeModel(AirMoePreTrainedModel):
         """Like `LlamaModel.forward`.
 
         A mask [B, past + L] of 0 and 1 also keeps padding out of routing statistics and codebooks.
-        Whoever gives a cache goes on from there: codebooks do not learn from that in training.
+        Codebooks do not learn from a forward that is given a cache, because it is generating.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds, and not both.")
@@ -172,8 +170,8 @@ class AirMoeModel(AirMoePreTrainedModel):
         learn = past_key_values is None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        # Plain causal attention needs no mask. To find out by itself, `create_causal_mask` reads
-        # the positions on the host, and never does while a CUDA graph is captured.
+        # Plain causal attention needs no mask. `create_causal_mask` would find that out by reading
+        # the positions on the host, which cannot happen while a CUDA graph is captured.
         plain = attention_mask is None and position_ids is None and past_key_values is None
         if position_ids is None:
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -212,21 +210,17 @@ class AirMoeModel(AirMoePreTrainedModel):
 
 
 def refuse_router_logits(config: AirMoeConfig, options: dict[str, Any]) -> None:
-    """Raise where a caller or the config asks for the router logits that other models return."""
+    """Raise if a caller or the config asks for the router logits that other models return."""
     if options.get("output_router_logits", getattr(config, "output_router_logits", False)):
-        raise ConfigError(
-            "output_router_logits",
-            True,
-            "is not available: a router need not score all experts",
-            "Training's losses of the routers are in router_loss; for metrics ask a router for "
-            "full_logits(hidden).",
-        )
+        rule = "is not available: a router need not score all experts"
+        remedy = "For losses read router_loss; for metrics call router.full_logits(hidden)."
+        raise ConfigError("output_router_logits", True, rule, remedy)
 
 
 def token_mask_of(attention_mask: Tensor | None, length: int) -> Tensor | None:
     """Which of the newest `length` tokens are real: [B, past + L] -> [B, L] bool.
 
-    None where all are, or where only a prepared mask between positions is known.
+    None if all are, or if the mask is one between positions.
     """
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
         return None
@@ -261,14 +255,14 @@ class AirMoeForCausalLM(AirMoePreTrainedModel, GenerationMixin):
         return_logits: bool | None = None,
         **kwargs: Any,
     ) -> AirMoeOutput:
-        """Like `LlamaForCausalLM.forward`, but labels [B, L] replace the logits by the loss.
+        """Like `LlamaForCausalLM.forward`, but with labels [B, L] it returns no logits.
 
-        `return_logits` None means: logits if there are no labels. Logits [B, L, V] are by far the
-        largest tensor of a training step and the loss is computed without them, so whoever wants
-        both says True. Labels are shifted here; -100 marks a position without a target.
+        Logits [B, L, V] are by far the largest tensor of a training step, and the loss is computed
+        without them: `return_logits=True` gives both. Labels are shifted here; -100 marks a
+        position without a target.
         """
         if use_cache is None and labels is not None:
-            use_cache = False  # whoever computes a loss does not go on writing
+            use_cache = False  # a loss needs no cache
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -276,7 +270,7 @@ class AirMoeForCausalLM(AirMoePreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            return_dict=True,  # whatever the caller wants of this model
+            return_dict=True,  # even if the caller wants a tuple from this model
             **kwargs,
         )
         hidden = outputs.last_hidden_state
@@ -285,14 +279,8 @@ class AirMoeForCausalLM(AirMoePreTrainedModel, GenerationMixin):
             kept = logits_to_keep
             logits = self.lm_head(hidden[:, slice(-kept, None) if isinstance(kept, int) else kept])
         if labels is not None:
-            losses = model_losses(
-                self.config,
-                hidden,
-                self.lm_head,
-                labels,
-                outputs.router_losses,
-                num_items_in_batch,
-            )
+            layer_losses, window = outputs.router_losses, num_items_in_batch
+            losses = model_losses(self.config, hidden, self.lm_head, labels, layer_losses, window)
         return AirMoeOutput(
             logits=logits,
             past_key_values=outputs.past_key_values,
@@ -303,12 +291,9 @@ class AirMoeForCausalLM(AirMoePreTrainedModel, GenerationMixin):
         )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused where experts choose tokens: a token's experts would depend on those after it."""
+        """Generate; refused if experts choose tokens, which would look at later tokens."""
         if not self.config.routes_causally:
-            raise ConfigError(
-                "model.router",
-                self.config.router,
-                "must let tokens choose experts in order to generate; here experts choose tokens",
-                'Train with another router (for AIR: gate="token_choice").',
-            )
+            rule = "must let tokens choose experts in order to generate; here experts choose tokens"
+            remedy = 'Train with another router (for AIR: gate="token_choice").'
+            raise ConfigError("model.router", self.config.router, rule, remedy)
         return super().generate(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

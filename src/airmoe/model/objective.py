@@ -1,10 +1,10 @@
-"""What training minimises: the language loss, and the routers' losses at their weights.
+"""What training minimises: the language loss plus the routers' losses at their weights.
 
-Both add up. The Hugging Face Trainer passes `num_items_in_batch`, the targets of an accumulation
-window over all ranks; it multiplies a loss by the number of ranks, gradients are averaged over
-ranks and summed over micro-batches. With that number given, the sum over all of them is
+Losses add up over ranks and micro-batches. A training loop passes `num_items_in_batch`, the targets
+of an accumulation window on all ranks, and multiplies each loss by the number of ranks, over which
+gradients are averaged. The window's sum is then
 
-- the mean of the language loss over the window's targets, and
+- the mean of the language loss over the window's targets, plus
 - the mean of each router loss over micro-batches, weighted by their targets.
 """
 
@@ -17,13 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import TrainerCallback
 
 from airmoe.distributed import all_reduce_sum, world_size
 from airmoe.kernels.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy, token_chunks
 from airmoe.losses import load_balance_loss, router_z_loss, shortlist_balance_loss
 from airmoe.model.configuration import AirMoeConfig
-from airmoe.routers.base import run_eagerly
+from airmoe.routers.base import Router, run_eagerly
 from airmoe.routers.routing import Routing
+from airmoe.routers.tracking import Tracking, track_optimizer
 
 # Name in the model's output -> (loss of one routing, field of the config that weighs it).
 ROUTER_LOSSES: dict[str, tuple[Callable[..., Tensor], str]] = {
@@ -34,7 +36,7 @@ ROUTER_LOSSES: dict[str, tuple[Callable[..., Tensor], str]] = {
 
 
 def weighted_losses(config: AirMoeConfig) -> dict[str, float]:
-    """The router losses that count, and how much."""
+    """The router losses with a weight above 0, and their weights."""
     weights = {name: getattr(config, field) for name, (_, field) in ROUTER_LOSSES.items()}
     return {name: weight for name, weight in weights.items() if weight > 0}
 
@@ -46,7 +48,7 @@ def router_losses(config: AirMoeConfig, routing: Routing) -> Tensor | None:
 
 
 def weighted_sum(config: AirMoeConfig, layer_losses: Tensor | None) -> Tensor | None:
-    """What the router losses [MoE layers, n] add to any loss of one micro-batch, with gradient."""
+    """The weighted sum of router losses [MoE layers, n] of one micro-batch, with gradient."""
     if layer_losses is None:
         return None
     weights, losses = weighted_losses(config).values(), layer_losses.sum(0).unbind()
@@ -65,9 +67,9 @@ def model_losses(
 ) -> dict[str, Tensor]:
     """Losses by their name in the model's output; all but `loss` are detached.
 
-    hidden [B, L, D], head from D to V, labels [B, L], layer_losses [MoE layers, n]. The router
-    losses are summed over layers in `loss` (a layer's pull must not depend on how many there are)
-    and averaged by name, for logs.
+    hidden [B, L, D], head from D to V, labels [B, L], layer_losses [MoE layers, n]. In `loss` the
+    router losses are summed over layers, so that a layer's gradient does not depend on how many
+    there are; by name, for logs, they are averaged.
     """
     # The token at position i predicts the one at i + 1; the last predicts nothing.
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten().to(hidden.device)
@@ -80,7 +82,7 @@ def model_losses(
     if layer_losses is not None:
         share: Tensor | float = 1.0
         if num_items_in_batch is not None:
-            # Of all ranks, because each router loss is already that of the global micro-batch.
+            # Targets of all ranks, because a router loss is already that of the global micro-batch.
             share = all_reduce_sum(num_targets).to(torch.float32) / (world_size() * window)
         for column, (name, weight) in enumerate(weighted_losses(config).items()):
             loss = loss + share * weight * layer_losses[:, column].sum()
@@ -92,8 +94,8 @@ def model_losses(
 def _cross_entropy(hidden: Tensor, head: nn.Module, num_words: int, targets: Tensor) -> Tensor:
     """Summed over hidden [T, D] and targets [T], never with the logits of all tokens.
 
-    A head that does more than one product (one with an adapter) has to be called: a few tokens at a
-    time too, and once more in backward.
+    A head that is more than one product (with an adapter, say) is called for a few tokens at a
+    time, and again in backward.
     """
     hooked = head._forward_hooks or head._forward_pre_hooks
     if type(head) is nn.Linear and head.bias is None and not hooked:
@@ -109,3 +111,24 @@ def _cross_entropy(hidden: Tensor, head: nn.Module, num_words: int, targets: Ten
         part: Any = checkpoint(of, hidden[chunk], targets[chunk], use_reentrant=False)
         summed = summed + part
     return summed
+
+
+class TrackOptimizerCallback(TrainerCallback):
+    """Tells the routers of each optimizer step: Trainer(..., callbacks=[TrackOptimizerCallback()]).
+
+    The Trainer creates its optimizer when training begins, too late to call `track_optimizer`
+    yourself. Tracking ends with the training. A model without our routers is left alone.
+    """
+
+    def __init__(self) -> None:
+        self._tracking: Tracking | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **found: Any) -> None:
+        model = found["model"]
+        if any(isinstance(module, Router) for module in model.modules()):
+            self._tracking = track_optimizer(model, found["optimizer"])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **found: Any) -> None:
+        if self._tracking is not None:
+            self._tracking.remove()
+            self._tracking = None
