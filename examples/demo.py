@@ -12,9 +12,8 @@ from rich.table import Table
 
 from airmoe import AirRouter, ConfigError
 from airmoe.commands.console import keep_streams
-from airmoe.experiments import preset
 from airmoe.files import read_json
-from airmoe.training import generate_text, open_run, override, resume, train
+from airmoe.training import generate_text, open_run, override, preset, resume, train
 from airmoe.training.trained import load_trained
 
 # Method -> name and colour (Okabe and Ito's palette) in table and figure.

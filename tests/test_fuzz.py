@@ -17,13 +17,13 @@ from airmoe import ConfigError
 from airmoe.data import PrepareConfig, open_prepared, prepare
 from airmoe.data.shards import WriterState
 from airmoe.data.workspace import Progress, Workspace
-from airmoe.experiments.method_runs import method_run
 from airmoe.experiments.report import write_report
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.suites import make_plan
-from airmoe.experiments.suites.folder import SuiteFolder, check_suite, write_plan
+from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.files import write_json
 from airmoe.model import METHODS
+from airmoe.training import method_run
 from airmoe.training.checkpoints import check_checkpoint
 from airmoe.training.config import SECTIONS
 from airmoe.training.run_folder import data_sha256, open_run, read_test
@@ -164,7 +164,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         workspace.save(Progress(manifest.recipe, 1000, manifest.tokenizer, writers=writers))
     numbers = {"step": 4, "tokens": 640, "loss": 5.5, "perplexity": 244.7}
     write_json(folder / "mine" / "test.json", numbers)
-    write_plan(SuiteFolder(folder / "suite"), SUITE)
+    SuiteFolder(folder / "suite").write(SUITE)
     write_report([folder / "mine"], folder / "report", folder / "records")
     return folder
 
@@ -207,7 +207,7 @@ def read_test_file(folder: Path) -> object:
 
 def read_suite(folder: Path) -> object:
     """Nothing, if the suite may go on."""
-    return check_suite(SuiteFolder(folder / "suite"), SUITE)
+    return SuiteFolder(folder / "suite").check(SUITE)
 
 
 def read_records(folder: Path) -> object:

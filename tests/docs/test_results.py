@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from airmoe.experiments import preset
 from airmoe.experiments.report.reading import read_everything
 from airmoe.losses import BALANCE
+from airmoe.training import preset
 from tests.docs.common import ROOT, load_script
 
 draw_results = load_script("docs/draw_results.py")

@@ -16,10 +16,9 @@ from torch.distributed.run import parse_args
 
 from airmoe import cli
 from airmoe.data.shards import SHARD_TOKENS
-from airmoe.experiments import PRESETS, preset
-from airmoe.experiments.method_runs import method_run
 from airmoe.kernels.linear_cross_entropy import CPU_CHUNK_BYTES, CUDA_CHUNK_BYTES
 from airmoe.model import METHODS
+from airmoe.training import PRESETS, method_run, preset
 from airmoe.training.run_log import TIME_FIELDS, read_log
 from tests.docs.common import PAGES, ROOT, code_blocks, command_lines
 from tests.training.command import airmoe

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from airmoe.experiments import preset
+from airmoe.training import preset
 from tests.experiments.report_toys import write_main_suite, write_run
 
 

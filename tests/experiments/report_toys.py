@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from airmoe.experiments import preset
 from airmoe.experiments.report.corpora import KNOWN
 from airmoe.experiments.report.groups import Group, Grouped, group_runs
 from airmoe.experiments.report.reading import read_all
@@ -17,7 +16,7 @@ from airmoe.experiments.report.record import Record
 from airmoe.experiments.suites import SUITES
 from airmoe.files import read_json, write_json
 from airmoe.losses import BALANCE
-from airmoe.training import RunConfig, override
+from airmoe.training import RunConfig, override, preset
 from airmoe.training.checkpoints import FORMAT
 
 EVALUATIONS = 6

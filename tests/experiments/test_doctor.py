@@ -17,9 +17,9 @@ from rich.console import Console
 
 import airmoe.kernels
 from airmoe import ConfigError
-from airmoe.experiments import doctor, preset
+from airmoe.experiments import doctor
 from airmoe.experiments.doctor import OPTIONAL, examine
-from airmoe.training import devices, override
+from airmoe.training import devices, override, preset
 from airmoe.training.devices import autocast_of, check_device
 
 

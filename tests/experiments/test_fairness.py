@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from airmoe.errors import ConfigError
-from airmoe.experiments import preset
 from airmoe.experiments.fairness import ALL_RULES, Rule, Violation, check_fair, violations
 from airmoe.experiments.suites.variants import SUITES
-from airmoe.training import RunConfig, override
+from airmoe.training import RunConfig, override, preset
 
 Runs = dict[str, RunConfig]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from airmoe.experiments import preset
 from airmoe.experiments.report.beside_paper import beside_paper
 from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.tables import Table
 from airmoe.experiments.suites import SUITES
+from airmoe.training import preset
 from tests.experiments.report_toys import WIKIPEDIA_HASH, only_group, write_run, write_suite
 
 BALANCED = (

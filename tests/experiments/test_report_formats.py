@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from airmoe.experiments import preset
 from airmoe.experiments.report import write_report
 from airmoe.experiments.report.contents import NO_FIGURES, Figures, Report, Section
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.rendering import TEX_LETTERS, render, tex
 from airmoe.experiments.report.tables import Cell, Table
 from airmoe.files import read_json
-from airmoe.training import override
+from airmoe.training import override, preset
 from tests.experiments.report_toys import write_run, write_suite, write_usage
 from tests.training.command import airmoe, assert_one_line
 

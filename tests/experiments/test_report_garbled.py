@@ -17,13 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from airmoe import ConfigError
-from airmoe.experiments import preset
 from airmoe.experiments.report.contents import make_report
 from airmoe.experiments.report.reading import read_all, read_everything
 from airmoe.experiments.report.record import read_record, write_record
 from airmoe.experiments.report.writing import write_report
 from airmoe.files import read_json, write_json
-from airmoe.training import RunConfig
+from airmoe.training import RunConfig, preset
 from tests.experiments.report_toys import write_run, write_suite, write_usage
 
 DROPPED = object()  # in the place of a value: the field itself goes

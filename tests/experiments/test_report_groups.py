@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from airmoe.experiments import preset
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.record import Record
 from airmoe.files import read_json, write_json
-from airmoe.training import override
+from airmoe.training import override, preset
 from tests.experiments.report_toys import (
     change_config,
     grouped,

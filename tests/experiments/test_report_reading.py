@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from airmoe import ConfigError
-from airmoe.experiments import preset
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.record import MOST_POINTS, read_record, write_record
 from airmoe.files import read_json, write_json
-from airmoe.training import override
+from airmoe.training import override, preset
 from airmoe.training.checkpoints import USAGE
 from tests.experiments.report_toys import (
     write_main_suite,

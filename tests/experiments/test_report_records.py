@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from airmoe import ConfigError
-from airmoe.experiments import preset
 from airmoe.experiments.report.reading import read_all, read_everything
 from airmoe.experiments.report.record import (
     Run,
@@ -21,7 +20,7 @@ from airmoe.experiments.report.record import (
 )
 from airmoe.experiments.report.writing import default_folder
 from airmoe.files import read_json, write_json
-from airmoe.training import override
+from airmoe.training import override, preset
 from tests.experiments.report_toys import change_config, write_run, write_suite, write_usage
 from tests.training.command import airmoe, assert_one_line
 

@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from airmoe.experiments import preset
 from airmoe.experiments.report.figures.usage_maps import maps
 from airmoe.experiments.report.metrics import Kind, Summary, summary, unit_of, written
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.tables import COLLAPSE_NOTE, Cell, Table, group_table, settings_table
 from airmoe.files import read_json, write_json
-from airmoe.training import override
+from airmoe.training import override, preset
 from tests.experiments.report_toys import (
     WIKIPEDIA_HASH,
     only_group,

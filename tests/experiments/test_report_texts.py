@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from airmoe.experiments import preset
 from airmoe.experiments.report.beside_paper import beside_paper
 from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.record import read_record, write_record
 from airmoe.experiments.report.tables import settings_table
-from airmoe.training import override
+from airmoe.training import override, preset
 from tests.experiments.report_toys import grouped, write_run, write_suite
 
 RULE = "validation if the first 8 bytes of sha256(text) / 2^64 < 0.1"

@@ -12,13 +12,7 @@ import pytest
 from airmoe.errors import ConfigError
 from airmoe.experiments.suites import Budget, Plan, make_plan
 from airmoe.experiments.suites.execution import _last_words
-from airmoe.experiments.suites.folder import (
-    SuiteFolder,
-    check_suite,
-    locked_suite,
-    read_config,
-    write_plan,
-)
+from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.training import RunConfig
 from airmoe.training.checkpoints import FORMAT
 
@@ -26,8 +20,8 @@ from airmoe.training.checkpoints import FORMAT
 def open_suite(path: Path, plan: Plan) -> SuiteFolder:
     """As a start of the suite does, without running anything."""
     suite = SuiteFolder(path)
-    check_suite(suite, plan)
-    write_plan(suite, plan)
+    suite.check(plan)
+    suite.write(plan)
     return suite
 
 
@@ -50,9 +44,9 @@ def test_the_folder_holds_the_plan(tmp_path: Path) -> None:
         "seed": 42,
         "config": plan.runs[1].config.to_json(),
     }
-    assert read_config(suite, "peer-seed42") == plan.runs[1].config
+    assert suite.config("peer-seed42") == plan.runs[1].config
     with pytest.raises(ConfigError, match="must be a run of"):
-        read_config(suite, "nothing")
+        suite.config("nothing")
 
 
 def test_seeds_and_methods_may_be_added_and_nothing_else(tmp_path: Path) -> None:
@@ -156,12 +150,12 @@ def test_a_plan_of_another_format(tmp_path: Path) -> None:
 
 def test_two_suites_do_not_share_a_folder(tmp_path: Path) -> None:
     with (
-        locked_suite(tmp_path),
+        SuiteFolder(tmp_path).locked(),
         pytest.raises(ConfigError, match=f"being worked on by process {os.getpid()} on "),
-        locked_suite(tmp_path),
+        SuiteFolder(tmp_path).locked(),
     ):
         pass
-    with locked_suite(tmp_path):
+    with SuiteFolder(tmp_path).locked():
         pass
 
 

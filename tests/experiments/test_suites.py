@@ -15,7 +15,7 @@ from airmoe import ROUTERS, TopKRouter
 from airmoe.errors import ConfigError
 from airmoe.experiments.suites import Budget, Plan, child, make_plan
 from airmoe.experiments.suites.execution import start_process
-from airmoe.experiments.suites.folder import SuiteFolder, differences, write_plan
+from airmoe.experiments.suites.folder import SuiteFolder, differences
 from airmoe.metrics.flops import Workload, count_flops
 from airmoe.model import AirMoeForCausalLM
 from tests.training.command import airmoe, assert_one_line
@@ -76,7 +76,7 @@ def test_runs_import_the_modules_of_their_suite(
 ) -> None:
     plan = make_plan("main", "tiny")
     suite = SuiteFolder(tmp_path)
-    write_plan(suite, plan)
+    suite.write(plan)
     started: list[list[str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda words, **_: started.append(words))
     start_process(suite, plan.runs[0], BytesIO(), ["no_such_module"])

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from airmoe.errors import ConfigError
-from airmoe.experiments import preset
 from airmoe.metrics.flops import COLUMNS, PARTS, Cost, Ledger, Workload, count_flops
 from airmoe.model import METHODS, AirMoeConfig, model_size, with_method
 from airmoe.routers import ROUTERS, RouterConfig
+from airmoe.training import preset
 
 SEQUENCES_PER_DEVICE, DEVICES = 16, 4  # twice as many for the large model
 EPOCH = 121_000_000  # WikiText-103's training text in tokens (PAPER-NOTES: "about 121 M")

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from airmoe.errors import ConfigError
-from airmoe.experiments import PRESETS, preset
 from airmoe.model import METHODS, AirMoeConfig
 from airmoe.training import (
     MODEL_OPTIONS,
+    PRESETS,
     DataOptions,
     RunConfig,
     TrainingOptions,
     model_options,
     override,
+    preset,
 )
 from tests.training.runs import assignments, small_model, small_run
 

@@ -10,8 +10,8 @@ import pytest
 
 from airmoe import ConfigError
 from airmoe.data import PrepareConfig, Prepared, prepare
-from airmoe.experiments import preset
 from airmoe.files import write_json
+from airmoe.training import preset
 from airmoe.training.run_folder import (
     RunFolder,
     check_same_data,

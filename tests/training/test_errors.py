@@ -25,8 +25,7 @@ from safetensors.torch import load_file
 from airmoe.data import PrepareConfig, prepare
 from airmoe.data.shards import SplitWriter
 from airmoe.errors import ConfigError
-from airmoe.experiments import preset
-from airmoe.training import RunConfig, checkpoints, loop, override, run_folder
+from airmoe.training import RunConfig, checkpoints, loop, override, preset, run_folder
 from airmoe.training import run as run_module
 from airmoe.training.checkpoints import best_checkpoint, step_of
 from airmoe.training.config import SECTIONS

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Trainer
 
-from airmoe.experiments import preset
 from airmoe.model import METHODS, AirMoeForCausalLM
+from airmoe.training import preset
 from airmoe.training.config import TrainingOptions
 from airmoe.training.loop import make_optimizer
 

@@ -12,7 +12,7 @@ import typer
 
 
 def _presets(incomplete: str) -> list[str]:
-    from airmoe.experiments import PRESETS
+    from airmoe.training import PRESETS
 
     return [name for name in PRESETS if name.startswith(incomplete)]
 

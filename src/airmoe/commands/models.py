@@ -75,7 +75,7 @@ def train(
 ) -> None:
     """Train a language model. Under torchrun on several devices: torchrun ... -m airmoe train."""
     from airmoe import training
-    from airmoe.experiments.method_runs import method_run
+    from airmoe.training import method_run
 
     console = Console()
     if resume is not None:

@@ -1,7 +1,1 @@
-"""Whole experiments: named runs."""
-
-from __future__ import annotations
-
-from airmoe.experiments.presets import PRESETS, preset
-
-__all__ = ["PRESETS", "preset"]
+"""Comparisons and measurements: `airmoe suite | report | bench | flops | doctor`."""

@@ -11,10 +11,9 @@ from rich.console import Console
 
 from airmoe.data.tokenizer_choice import bpe_vocab_size, is_trained
 from airmoe.errors import ConfigError
-from airmoe.experiments.method_runs import method_run
 from airmoe.metrics.flops import Ledger, Workload, count_flops
 from airmoe.metrics.flops.table import detailed_table, side_by_side
-from airmoe.training import RunConfig
+from airmoe.training import RunConfig, method_run
 from airmoe.training.config import workload_of
 
 PAPER_DEVICES = 4  # of all its runs

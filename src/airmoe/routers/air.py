@@ -19,7 +19,7 @@ from airmoe.kernels.cells import Cells, make_cells
 from airmoe.kernels.layout import ReverseIndex, make_reverse
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
 from airmoe.kernels.norms import unit_rows
-from airmoe.routers.base import Plan
+from airmoe.routers.base import Amount, Fairness, Plan
 from airmoe.routers.centroids import CentroidConfig, CentroidRouter
 from airmoe.routers.codebook import Codebook, CodebookKind
 from airmoe.routers.gating import ScoredCells, capacity_of, expert_choice, token_choice
@@ -103,6 +103,13 @@ class AirRouter(CentroidRouter):
                 top_k=top_k,
                 num_codewords=max(1, min(1024, num_experts // 64)),
                 shortlist_size=min(num_experts, 4 * top_k),
+            )
+
+        def fairness(self) -> Fairness:
+            return Fairness(
+                active=Amount(self.top_k, str(self.top_k)),
+                structure=Amount(self.num_codewords, f"{self.num_codewords} codewords"),
+                candidates=Amount(self.shortlist_size, str(self.shortlist_size)),
             )
 
         def build(self) -> AirRouter:

@@ -32,6 +32,23 @@ CentroidInit = Literal["unit", "xavier"]
 run_eagerly = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 
 
+@dataclass(frozen=True)
+class Amount:
+    """A number to compare, and how it comes about."""
+
+    number: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fairness:
+    """What routers must have in common for a fair comparison (docs/suites.md). None: exempt."""
+
+    active: Amount  # experts per token
+    structure: Amount | None = None  # size of the first of two stages
+    candidates: Amount | None = None  # experts scored per token
+
+
 @config
 class RouterConfig:
     """What every router needs to know."""
@@ -52,6 +69,10 @@ class RouterConfig:
     def top_k_limit(self) -> int:
         """The most experts a token can choose."""
         return self.num_experts
+
+    def fairness(self) -> Fairness:
+        """Amounts that a router to be compared with this one must have too."""
+        return Fairness(active=Amount(self.top_k, str(self.top_k)))
 
     def check(self) -> None:
         for name in ("dim", "num_experts", "top_k"):

@@ -15,7 +15,7 @@ from airmoe.kernels.layout import ReverseIndex
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.norms import inverse_norms
 from airmoe.kernels.top_k import top_positions
-from airmoe.routers.base import Plan, exact_logits, init_centroids
+from airmoe.routers.base import Amount, Fairness, Plan, exact_logits, init_centroids
 from airmoe.routers.centroids import CentroidConfig, CentroidRouter
 from airmoe.routers.gating import ScoredCells, token_choice
 from airmoe.routers.routing import CellRouting
@@ -69,6 +69,14 @@ class HierarchicalRouter(CentroidRouter):
                 top_k=top_k,
                 num_clusters=num_clusters,
                 num_selected_clusters=math.ceil(candidates * num_clusters / num_experts),
+            )
+
+        def fairness(self) -> Fairness:
+            selected, size = self.num_selected_clusters, self.num_experts // self.num_clusters
+            return Fairness(
+                active=Amount(self.top_k, str(self.top_k)),
+                structure=Amount(self.num_clusters, f"{self.num_clusters} clusters"),
+                candidates=Amount(selected * size, f"{selected} x {size} = {selected * size}"),
             )
 
         def build(self) -> HierarchicalRouter:

@@ -13,7 +13,7 @@ from airmoe.kernels.backend import own_precision
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.product_keys import best_pairs
 from airmoe.kernels.top_k import softmax_weights
-from airmoe.routers.base import Plan, Router, RouterConfig, init_centroids
+from airmoe.routers.base import Amount, Fairness, Plan, Router, RouterConfig, init_centroids
 from airmoe.routers.routing import Lazy, TokenRouting
 from airmoe.routers.tokens import Tokens
 
@@ -75,6 +75,10 @@ class PeerRouter(Router):
             """Eight heads, or as many as divide both 8 and K."""
             heads = math.gcd(8, top_k)
             return cls(dim=dim, num_experts=num_experts, top_k=top_k, num_heads=heads)
+
+        def fairness(self) -> Fairness:
+            each = self.top_k // self.num_heads
+            return Fairness(active=Amount(self.top_k, f"{self.num_heads} heads x {each}"))
 
         def build(self) -> PeerRouter:
             return PeerRouter(self)

@@ -12,12 +12,14 @@ from airmoe.training.config import (
     override,
 )
 from airmoe.training.evaluation import Evaluation, evaluate
+from airmoe.training.presets import PRESETS, method_run, preset
 from airmoe.training.run import Finished, resume, train
 from airmoe.training.run_folder import RunFolder, open_run
 from airmoe.training.trained import generate_text
 
 __all__ = [
     "MODEL_OPTIONS",
+    "PRESETS",
     "DataOptions",
     "Evaluation",
     "Finished",
@@ -27,9 +29,11 @@ __all__ = [
     "best_checkpoint",
     "evaluate",
     "generate_text",
+    "method_run",
     "model_options",
     "open_run",
     "override",
+    "preset",
     "resume",
     "train",
 ]

@@ -24,12 +24,12 @@ from airmoe.data.prepared import open_prepared
 from airmoe.errors import ConfigError
 from airmoe.experiments.bench.measure import Result, guarded
 from airmoe.experiments.bench.timing import Limits, Step, Timer, peak_bytes, sample
-from airmoe.experiments.presets import preset
 from airmoe.kernels.backend import backend_for
 from airmoe.metrics.usage import codeword_usage
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM, model_size
 from airmoe.moe import MoELayer
 from airmoe.routers import AirRouter, track_optimizer
+from airmoe.training import preset
 
 NUM_BATCHES = 4
 WARMUP_STEPS = 5  # a compiled step is compiled in the first ones

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from airmoe.experiments.presets import preset
 from airmoe.experiments.report import metrics
 from airmoe.experiments.report.corpora import corpus_of, known_text
 from airmoe.experiments.report.groups import Group, options_of
@@ -16,6 +15,7 @@ from airmoe.experiments.report.record import Run
 from airmoe.experiments.report.tables import Cell, Table, note_on_test
 from airmoe.experiments.suites import SUITES
 from airmoe.experiments.suites.folder import flat
+from airmoe.training import preset
 
 # Field of the paper's cell, our columns. The test text may be nearer to the paper's than ours is.
 COMPARED: tuple[tuple[str, tuple[Metric, ...]], ...] = (

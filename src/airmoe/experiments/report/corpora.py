@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from airmoe.experiments.presets import PRESETS, preset
 from airmoe.experiments.report.record import Run
+from airmoe.training import PRESETS, preset
 
 
 @dataclass(frozen=True)

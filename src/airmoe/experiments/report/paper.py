@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from airmoe.experiments.presets import WEB_STEPS
+from airmoe.training.presets import WEB_STEPS
 
 P, E = 1e15, 1e18
 

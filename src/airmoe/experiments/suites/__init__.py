@@ -1,4 +1,8 @@
-"""Suites: runs that are fair to compare, run one after another and gone on with after a kill."""
+"""Suites: runs that are fair to compare, one after another; a killed suite goes on where it was.
+
+variants.py and fairness.py -> plan.py -> runner.py, which executes runs in folder.py's layout and
+shows them (progress.py)
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """One run of a suite in a process of its own.
 
 python -m airmoe.experiments.suites.child OUT FOLDER [MODULE ...], modules with routers to import.
-Its peak memory and a hard crash are its own. It ends when its standard input does, which the
-suite's process holds open: a killed suite leaves nothing behind that goes on training.
+So its peak memory and a hard crash are its own. It ends with its standard input, which the suite's
+process holds open: when a suite is killed, no run of it goes on training.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.console import Console
 
 from airmoe.errors import ConfigError, RunError, visible
 from airmoe.experiments.suites.execution import train_or_resume
-from airmoe.experiments.suites.folder import SuiteFolder, read_config
+from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.routers.registry import import_modules
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     begun = suite.state(folder) != "new"
     try:
         import_modules(sys.argv[3:])
-        config = read_config(suite, folder)
+        config = suite.config(folder)
         finished = train_or_resume(suite.run(folder), config, Console(), begun=begun)
     except (ConfigError, RunError) as error:
         print(visible(f"airmoe: {error}"), file=sys.stderr)

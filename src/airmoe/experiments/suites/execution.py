@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 from rich.console import Console
@@ -40,16 +40,8 @@ def train_or_resume(path: Path, config: RunConfig, console: Console, *, begun: b
     return resume(path, console) if begun else train(config, path, console)
 
 
-class Execution(Protocol):
-    """Runs one run to its end, on a context that may hold what all runs share."""
-
-    def __enter__(self) -> Execution: ...
-    def __exit__(self, *_: object) -> None: ...
-    def __call__(self, suite: SuiteFolder, run: PlannedRun) -> Outcome: ...
-
-
 class OwnProcesses:
-    """One process per run; Ctrl-C and SIGTERM are handed on, and end the suite after it."""
+    """One process per run. Ctrl-C and SIGTERM are passed on to it, and then end the suite."""
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
         self._modules = tuple(modules)
@@ -105,7 +97,7 @@ def start_process(
 
 
 def _last_words(printed: Path, start: int, code: int) -> str:
-    """Why a process ended, in one line: its last one, or the signal that killed it."""
+    """Why a process ended, in one line: the last it printed, or the signal that killed it."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     with printed.open("rb") as file:
@@ -118,32 +110,24 @@ def _last_words(printed: Path, start: int, code: int) -> str:
     return last[0].removeprefix("airmoe: ") if last else f"ended with code {code}"
 
 
-class InThisGroup:
-    """The runs one after another in torchrun's processes.
+def in_this_group(suite: SuiteFolder, run: PlannedRun) -> Outcome:
+    """Run in torchrun's processes.
 
     A failure that every process has (`ConfigError`, `RunError`) is the run's; one that a single
     process has would leave the others waiting, so it ends them all.
     """
-
-    def __enter__(self) -> InThisGroup:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def __call__(self, suite: SuiteFolder, run: PlannedRun) -> Outcome:
-        begun = on_first_rank(lambda: suite.state(run.folder) != "new")
-        output = suite.printed(run.folder) if rank() == 0 else Path(os.devnull)
-        with output.open("a", encoding="utf-8") as file:
-            try:
-                finished = train_or_resume(
-                    suite.run(run.folder), run.config, Console(file=file), begun=begun
-                )
-            except (ConfigError, RunError) as error:
-                print(visible(error), file=file)
-                return Outcome(2 if isinstance(error, ConfigError) else 1, str(error))
-            finally:
-                _free_memory()
-        return Outcome(stopped_by=finished.stopped_by)
+    begun = on_first_rank(lambda: suite.state(run.folder) != "new")
+    output = suite.printed(run.folder) if rank() == 0 else Path(os.devnull)
+    with output.open("a", encoding="utf-8") as file:
+        try:
+            console = Console(file=file)
+            finished = train_or_resume(suite.run(run.folder), run.config, console, begun=begun)
+        except (ConfigError, RunError) as error:
+            print(visible(error), file=file)
+            return Outcome(2 if isinstance(error, ConfigError) else 1, str(error))
+        finally:
+            _free_memory()
+    return Outcome(stopped_by=finished.stopped_by)
 
 
 def _free_memory() -> None:

@@ -50,50 +50,75 @@ class SuiteFolder:
             return "finished"
         return "begun" if (self.run(folder) / "run.json").exists() else "new"
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep a second command out."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with locked(self.path, "out", "is being worked on"):
+            yield
 
-def check_suite(suite: SuiteFolder, plan: Plan) -> None:
-    """Raise unless a plan may begin or go on in this folder."""
-    if (suite.path / "run.json").exists():
-        raise ConfigError(
-            "out",
-            str(suite.path),
-            "must be the folder of a suite, but holds a single run",
-            "Give another --out.",
-        )
-    if suite.file.exists():
-        _check_same_suite(suite, plan)
-    for run in plan.runs:
-        _check_run_folder(suite, run)
+    def check(self, plan: Plan) -> None:
+        """Raise unless a plan may begin or go on in this folder."""
+        if (self.path / "run.json").exists():
+            rule = "must be the folder of a suite, but holds a single run"
+            raise ConfigError("out", str(self.path), rule, "Give another --out.")
+        if self.file.exists() and (different := _different(self.read(), _to_json(plan))):
+            raise ConfigError(
+                "out",
+                str(self.path),
+                f"holds another suite: {different}",
+                "Give the settings of its first start (seeds and --also may only be added), or "
+                "another --out.",
+            )
+        for run in plan.runs:
+            self._check_run(run)
 
+    def _check_run(self, run: PlannedRun) -> None:
+        path = self.run(run.folder)
+        if self.state(run.folder) == "new":
+            check_free(path, run.config)
+        elif different := differences(open_run(path).config.to_json(), run.config.to_json()):
+            rule = f"holds a run with other settings: {different}"
+            remedy = "Give the settings it was made with, or another --out."
+            raise ConfigError("out", str(path), rule, remedy)
 
-def write_plan(suite: SuiteFolder, plan: Plan) -> None:
-    suite.path.mkdir(parents=True, exist_ok=True)
-    write_json(suite.file, _to_json(plan))
+    def write(self, plan: Plan) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json(self.file, _to_json(plan))
 
+    def read(self) -> dict[str, Any]:
+        """The plan as it was written."""
+        try:
+            values = read_json(self.file)
+            found = values["format"]
+            _ = [values[name] for name in ("suite", "preset", "budget")]
+            _ = set(values["seeds"]), {run["folder"]: run["config"] for run in values["runs"]}
+        except (ValueError, KeyError, TypeError) as error:
+            rule = f"must be the plan of a suite ({error})"
+            raise ConfigError("out", str(self.file), rule, "Use another --out.") from error
+        if found != FORMAT:
+            rule = f"must be {FORMAT}, the format of this airmoe"
+            remedy = "Use the airmoe version that wrote it, or another --out."
+            raise ConfigError("suite.format", found, rule, remedy)
+        return values
 
-def read_config(suite: SuiteFolder, folder: str) -> RunConfig:
-    """The settings of one run of a suite."""
-    for run in _read(suite)["runs"]:
-        if run["folder"] == folder:
-            return RunConfig.from_json(run["config"])
-    raise ConfigError("folder", folder, f"must be a run of {suite.file}", "See its runs.")
-
-
-@contextmanager
-def locked_suite(path: Path) -> Iterator[None]:
-    """Keep a second command out."""
-    path.mkdir(parents=True, exist_ok=True)
-    with locked(path, "out", "is being worked on"):
-        yield
+    def config(self, folder: str) -> RunConfig:
+        """The settings of one run."""
+        for run in self.read()["runs"]:
+            if run["folder"] == folder:
+                return RunConfig.from_json(run["config"])
+        raise ConfigError("folder", folder, f"must be a run of {self.file}", "See its runs.")
 
 
 def differences(before: Any, now: Any) -> str:
     """The keys in which two settings differ, with both values, in words."""
     old, new = flat(before), flat(now)
-    missing = "nothing"
+
+    def written(values: dict[str, Any], key: str) -> str:
+        return json.dumps(values[key]) if key in values else "nothing"
+
     return ", ".join(
-        f"{key} = {json.dumps(old[key]) if key in old else missing} (now "
-        f"{json.dumps(new[key]) if key in new else missing})"
+        f"{key} = {written(old, key)} (now {written(new, key)})"
         for key in sorted(old.keys() | new.keys())
         if key not in old or key not in new or old[key] != new[key]
     )
@@ -121,60 +146,17 @@ def _to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _read(suite: SuiteFolder) -> dict[str, Any]:
-    try:
-        values = read_json(suite.file)
-        found = values["format"]
-        _ = [values[name] for name in ("suite", "preset", "budget")]
-        _ = set(values["seeds"]), {run["folder"]: run["config"] for run in values["runs"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            "out", str(suite.file), f"must be the plan of a suite ({error})", "Use another --out."
-        ) from error
-    if found != FORMAT:
-        raise ConfigError(
-            "suite.format",
-            found,
-            f"must be {FORMAT}, the format of this airmoe",
-            "Use the airmoe version that wrote it, or another --out.",
-        )
-    return values
-
-
-def _check_same_suite(suite: SuiteFolder, plan: Plan) -> None:
-    """Seeds and methods may be added; everything else must be what it was."""
-    before, now = _read(suite), _to_json(plan)
+def _different(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """In words; nothing where only seeds and methods were added."""
     names = ("suite", "preset", "budget")
-    different = differences(*({name: plans[name] for name in names} for plans in (before, now)))
-    missing = sorted(set(before["seeds"]) - set(plan.seeds))
-    if not different and missing:
-        different = f"seeds {before['seeds']} (now {list(plan.seeds)})"
+    if found := differences(*({name: plan[name] for name in names} for plan in (before, now))):
+        return found
+    if not set(before["seeds"]) <= set(now["seeds"]):
+        return f"seeds {before['seeds']} (now {now['seeds']})"
     planned = {run["folder"]: run["config"] for run in now["runs"]}
     for run in before["runs"]:
-        if not different and run["folder"] not in planned:
-            different = f"run {run['folder']!r} (now no run of it)"
-        elif not different:
-            different = differences(run["config"], planned[run["folder"]])
-    if different:
-        raise ConfigError(
-            "out",
-            str(suite.path),
-            f"holds another suite: {different}",
-            "Give the settings of its first start (seeds and --also may only be added), or another "
-            "--out.",
-        )
-
-
-def _check_run_folder(suite: SuiteFolder, run: PlannedRun) -> None:
-    path = suite.run(run.folder)
-    if suite.state(run.folder) == "new":
-        check_free(path, run.config)
-        return
-    different = differences(open_run(path).config.to_json(), run.config.to_json())
-    if different:
-        raise ConfigError(
-            "out",
-            str(path),
-            f"holds a run with other settings: {different}",
-            "Give the settings it was made with, or another --out.",
-        )
+        if run["folder"] not in planned:
+            return f"run {run['folder']!r} (now no run of it)"
+        if found := differences(run["config"], planned[run["folder"]]):
+            return found
+    return ""

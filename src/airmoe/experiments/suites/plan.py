@@ -11,9 +11,10 @@ from typing import Any
 from airmoe.config import check_count
 from airmoe.errors import ConfigError
 from airmoe.experiments.fairness import check_fair
-from airmoe.experiments.presets import preset as named_run
-from airmoe.experiments.suites.variants import SUITES, Variants, method_variant
+from airmoe.experiments.suites.variants import SUITES, Variants
 from airmoe.training import RunConfig, TrainingOptions, override
+from airmoe.training import preset as named_run
+from airmoe.training.presets import method_variant
 
 LENGTHS = ("training.steps", "training.epochs")
 
@@ -38,12 +39,7 @@ class PlannedRun:
     config: RunConfig
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "folder": self.folder,
-            "variant": self.variant,
-            "seed": self.seed,
-            "config": self.config.to_json(),
-        }
+        return vars(self) | {"config": self.config.to_json()}
 
 
 @dataclass(frozen=True)
@@ -85,19 +81,12 @@ def make_plan(
     variants = _with_more(SUITES[suite].variants(base), base, also)
     seeds = tuple(range(base.training.seed, base.training.seed + num_seeds))
     runs = tuple(
-        PlannedRun(f"{variant}-seed{seed}", variant, seed, _with_seed(config, seed))
+        PlannedRun(f"{variant}-seed{seed}", variant, seed, _with_training(config, seed=seed))
         for seed in seeds
         for variant, config in variants.items()
     )
     check_fair({run.folder: run.config for run in runs}, SUITES[suite].rules)
     return Plan(suite, preset, budget, seeds, tuple(overrides), runs)
-
-
-def _with_more(variants: Variants, base: RunConfig, also: Sequence[str]) -> Variants:
-    more = {name: method_variant(base, name) for name in also}
-    for name in more.keys() & variants.keys():
-        raise ConfigError("also", name, "is in this suite already", "Leave it out.")
-    return {**variants, **more}
 
 
 def check_warmup(training: TrainingOptions, steps: int) -> None:
@@ -113,24 +102,26 @@ def check_warmup(training: TrainingOptions, steps: int) -> None:
         )
 
 
+def _with_more(variants: Variants, base: RunConfig, also: Sequence[str]) -> Variants:
+    more = {name: method_variant(base, name) for name in also}
+    for name in more.keys() & variants.keys():
+        raise ConfigError("also", name, "is in this suite already", "Leave it out.")
+    return {**variants, **more}
+
+
 def _with_budget(run: RunConfig, budget: Budget, overrides: Sequence[str]) -> RunConfig:
+    if budget == Budget():
+        return run
     for name, value in vars(budget).items():
         if value is not None:
             check_count(name, value)
+    one_of_them = "Give one of them."
     if budget.tokens is not None and budget.epochs is not None:
-        raise ConfigError(
-            "epochs", budget.epochs, "cannot be given with --tokens", "Give one of them."
-        )
-    if budget == Budget():
-        return run
+        raise ConfigError("epochs", budget.epochs, "cannot be given with --tokens", one_of_them)
     for assignment in overrides:
         if assignment.partition("=")[0] in LENGTHS:
-            raise ConfigError(
-                "overrides",
-                assignment,
-                "cannot be given with --tokens or --epochs, which say the same",
-                "Give one of them.",
-            )
+            rule = "cannot be given with --tokens or --epochs, which say the same"
+            raise ConfigError("overrides", assignment, rule, one_of_them)
     return _with_training(run, epochs=budget.epochs, steps=_steps(run, budget.tokens))
 
 
@@ -148,10 +139,6 @@ def _steps(run: RunConfig, tokens: int | None) -> int | None:
             "Raise --tokens.",
         )
     return tokens // per_step
-
-
-def _with_seed(run: RunConfig, seed: int) -> RunConfig:
-    return _with_training(run, seed=seed)
 
 
 def _with_training(run: RunConfig, **options: Any) -> RunConfig:

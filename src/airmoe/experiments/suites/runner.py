@@ -1,9 +1,9 @@
-"""Runs a suite: what is finished is skipped, what was begun goes on, a crash stops no other run."""
+"""Runs a suite: finished runs are skipped, begun ones go on, and a crash stops no other run."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
@@ -12,13 +12,8 @@ from accelerate import PartialState
 from rich.console import Console
 
 from airmoe.distributed import on_first_rank, rank, world_size
-from airmoe.experiments.suites.execution import (
-    Execution,
-    InThisGroup,
-    Outcome,
-    OwnProcesses,
-)
-from airmoe.experiments.suites.folder import SuiteFolder, check_suite, locked_suite, write_plan
+from airmoe.experiments.suites.execution import Outcome, OwnProcesses, in_this_group
+from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.experiments.suites.plan import Plan, PlannedRun, check_warmup
 from airmoe.experiments.suites.progress import Board
 from airmoe.files import write_json
@@ -26,6 +21,8 @@ from airmoe.training import RunConfig
 from airmoe.training.devices import check_device, check_sharding
 from airmoe.training.display import PrepareDisplay
 from airmoe.training.text import check_blocks, prepared_data
+
+Execution = Callable[[SuiteFolder, PlannedRun], Outcome]
 
 
 def run_suite(plan: Plan, out: Path, console: Console, modules: Sequence[str] = ()) -> int:
@@ -40,8 +37,8 @@ def run_suite(plan: Plan, out: Path, console: Console, modules: Sequence[str] = 
     with ExitStack() as stack:
 
         def unfinished_runs() -> list[PlannedRun]:
-            stack.enter_context(locked_suite(out))
-            check_suite(suite, plan)
+            stack.enter_context(suite.locked())
+            suite.check(plan)
             left = [run for run in plan.runs if suite.state(run.folder) != "finished"]
             # Those that failed come last: one that ends all of torchrun's processes every time must
             # not keep the others from their turn.
@@ -51,25 +48,20 @@ def run_suite(plan: Plan, out: Path, console: Console, modules: Sequence[str] = 
         # All runs of a suite have the same text and recipe.
         steps = _known_steps(plan.runs[0].config, console) if left else 0
         # Only now: settings that were refused must not bind those of the next attempt.
-        on_first_rank(lambda: write_plan(suite, plan))
+        on_first_rank(lambda: suite.write(plan))
         board = Board(suite, plan.runs, steps, console if rank() == 0 else Console(quiet=True))
-        execution = stack.enter_context(InThisGroup() if under_torchrun else OwnProcesses(modules))
-        return _run_all(plan, suite, left, board, execution)
+        for run in plan.runs:
+            if run not in left:
+                _clear_failure(suite, run)  # of an attempt before the one that finished it
+                board.already_finished(run)
+        own_processes = None if under_torchrun else stack.enter_context(OwnProcesses(modules))
+        return _run_all(suite, left, board, own_processes or in_this_group)
 
 
 def _run_all(
-    plan: Plan,
-    suite: SuiteFolder,
-    left: list[PlannedRun],
-    board: Board,
-    execution: Execution,
+    suite: SuiteFolder, left: Sequence[PlannedRun], board: Board, execution: Execution
 ) -> int:
     failed = False
-    for run in plan.runs:
-        if run not in left:
-            if rank() == 0:  # of an attempt before the one that finished it
-                suite.failure(run.folder).unlink(missing_ok=True)
-            board.already_finished(run)
     for run in left:
         outcome = _run_one(suite, run, board, execution)
         if outcome.stopped_by is not None:
@@ -81,21 +73,28 @@ def _run_all(
 
 
 def _run_one(suite: SuiteFolder, run: PlannedRun, board: Board, execution: Execution) -> Outcome:
-    failure = suite.failure(run.folder)
-    if rank() == 0:
-        failure.unlink(missing_ok=True)
+    _clear_failure(suite, run)
     try:
         with board.running(run):
             outcome = execution(suite, run)
     except Exception as error:  # of one process: recorded, then it ends the group
-        if rank() == 0:
-            write_json(failure, {"message": f"{type(error).__name__}: {error}", "code": 1})
+        _write_failure(suite, run, Outcome(1, f"{type(error).__name__}: {error}"))
         raise
-    if outcome.code and rank() == 0:
-        write_json(failure, {"message": outcome.message, "code": outcome.code})
+    if outcome.code:
+        _write_failure(suite, run, outcome)
     if outcome.stopped_by is None:
         board.ended(run, outcome.message)
     return outcome
+
+
+def _clear_failure(suite: SuiteFolder, run: PlannedRun) -> None:
+    if rank() == 0:
+        suite.failure(run.folder).unlink(missing_ok=True)
+
+
+def _write_failure(suite: SuiteFolder, run: PlannedRun, outcome: Outcome) -> None:
+    if rank() == 0:
+        write_json(suite.failure(run.folder), {"message": outcome.message, "code": outcome.code})
 
 
 def _known_steps(config: RunConfig, console: Console) -> int:

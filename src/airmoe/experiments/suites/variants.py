@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,30 +13,22 @@ from airmoe.errors import ConfigError
 from airmoe.experiments.fairness import ALL_RULES, Rule
 from airmoe.model import AirMoeConfig, with_method
 from airmoe.routers import AirRouter
-from airmoe.training import RunConfig, model_options
+from airmoe.training import RunConfig
+from airmoe.training.presets import air_model, method_variant, with_model
 
 Variants = dict[str, RunConfig]
 
 MAIN = ("air", "peer", "hierarchical", "exact", "coarse")
-ABLATIONS: dict[str, dict[str, Any]] = {  # options of the router
-    "air": {},
-    "no_projection": {"normalize_centroids": False},
-    "static": {"codebook": "static"},
-    "expert_choice": {"gate": "expert_choice"},
-    "euclidean": {"codebook": "euclidean"},
+# Options of the router, and of the model: the paper's expert choice replaces load balancing.
+ABLATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "air": ({}, {}),
+    "no_projection": ({"normalize_centroids": False}, {}),
+    "static": ({"codebook": "static"}, {}),
+    "expert_choice": ({"gate": "expert_choice"}, {"load_balance_weight": 0.0}),
+    "euclidean": ({"codebook": "euclidean"}, {}),
 }
-# Of the model. The paper's expert choice stands in the place of load balancing.
-ABLATED_MODELS: dict[str, dict[str, Any]] = {"expert_choice": {"load_balance_weight": 0.0}}
 # L(Q) = a / Q^b + c has three constants: fewer points than this would fit whatever they say.
 FEWEST_GRANULARITIES = 5
-
-
-@dataclass(frozen=True)
-class Suite:
-    """A comparison: its variants of a run with AIR, and the rules that keep it fair."""
-
-    variants: Callable[[RunConfig], Variants]
-    rules: Sequence[Rule]
 
 
 def main_variants(base: RunConfig) -> Variants:
@@ -45,17 +36,12 @@ def main_variants(base: RunConfig) -> Variants:
     return {name: method_variant(base, name) for name in MAIN}
 
 
-def method_variant(base: RunConfig, method: str) -> RunConfig:
-    """The same run with another way of routing."""
-    return with_model(base, with_method(model_of(base), method))
-
-
 def ablation_variants(base: RunConfig) -> Variants:
     """AIR with one of its parts taken away or replaced."""
-    model = model_of(base)
+    model = air_model(base)
     return {
-        name: with_model(base, _routed(model, options, **ABLATED_MODELS.get(name, {})))
-        for name, options in ABLATIONS.items()
+        name: with_model(base, _changed(model, options, **fields))
+        for name, (options, fields) in ABLATIONS.items()
     }
 
 
@@ -67,7 +53,7 @@ def granularity_variants(base: RunConfig) -> Variants:
     shortlists as before, so only the granularity changes. Where codewords and candidates together
     are no fewer than the experts, two stages save nothing and all experts are scored instead.
     """
-    model = model_of(base)
+    model = air_model(base)
     experts, active = model.num_experts, model.num_experts_per_tok
     if experts % active:
         raise ConfigError(
@@ -85,25 +71,33 @@ def granularity_variants(base: RunConfig) -> Variants:
 
 def codebook_variants(base: RunConfig) -> Variants:
     """Half, the same and twice the codewords and shortlists."""
-    model = model_of(base)
+    model = air_model(base)
     router = _air(model)
-    variants: Variants = {}
-    for codewords, size in product(_around(router.num_codewords), _around(router.shortlist_size)):
-        if router.top_k <= size <= router.num_experts:
-            options = {"num_codewords": codewords, "shortlist_size": size}
-            variants[f"g{codewords}-m{size}"] = with_model(base, _routed(model, options))
-    return variants
+    sizes = product(_around(router.num_codewords), _around(router.shortlist_size))
+    return {
+        f"g{codewords}-m{size}": with_model(
+            base, _changed(model, {"num_codewords": codewords, "shortlist_size": size})
+        )
+        for codewords, size in sizes
+        if router.top_k <= size <= router.num_experts
+    }
 
 
-WITHOUT_STRUCTURE = tuple(
-    rule for rule in ALL_RULES if rule not in (Rule.STRUCTURE, Rule.CANDIDATES)
-)
-SUITES: dict[str, Suite] = {
-    "main": Suite(main_variants, ALL_RULES),
-    "ablations": Suite(ablation_variants, ALL_RULES),
-    # These vary the sizes of the two stages by design.
-    "granularity": Suite(granularity_variants, WITHOUT_STRUCTURE),
-    "codebook": Suite(codebook_variants, WITHOUT_STRUCTURE),
+@dataclass(frozen=True)
+class Suite:
+    """A comparison: its variants of a run with AIR, and the rules that keep it fair."""
+
+    variants: Callable[[RunConfig], Variants]
+    rules: Sequence[Rule] = ALL_RULES
+
+
+# Granularity and codebook vary the sizes of the two stages by design.
+WITHOUT_SIZES = tuple(rule for rule in Rule if rule not in (Rule.STRUCTURE, Rule.CANDIDATES))
+SUITES = {
+    "main": Suite(main_variants),
+    "ablations": Suite(ablation_variants),
+    "granularity": Suite(granularity_variants, WITHOUT_SIZES),
+    "codebook": Suite(codebook_variants, WITHOUT_SIZES),
 }
 
 
@@ -122,7 +116,7 @@ def _at_granularity(model: AirMoeConfig, level: int) -> AirMoeConfig:
         return with_method(model, "coarse")
     router, active = _air(model), model.num_experts_per_tok
     shortlist_size = math.ceil(router.shortlist_size * level / active)
-    changed = _routed(
+    changed = _changed(
         model,
         {"shortlist_size": shortlist_size},
         num_experts=model.num_experts * level // active,
@@ -141,42 +135,21 @@ def _around(count: int) -> list[int]:
     return sorted({max(1, count // 2), count, 2 * count})
 
 
-def model_of(base: RunConfig) -> AirMoeConfig:
-    model = base.model_config(vocab_size=2, eos_id=1)  # any vocabulary: it is not kept
-    if model.router != "air":
-        raise ConfigError(
-            "model.router",
-            model.router,
-            "must be 'air', because the other methods are made from it",
-            "Leave it out.",
-        )
-    return model
-
-
 def _air(model: AirMoeConfig) -> AirRouter.Config:
     router = model.router_config()
     assert isinstance(router, AirRouter.Config)
     return router
 
 
-def _routed(model: AirMoeConfig, options: dict[str, Any], **fields: Any) -> AirMoeConfig:
-    """A checked copy with other options of AIR, and other fields of the model."""
-    changed = copy.deepcopy(model)
-    changed.router_options = {**_sizes(model), **model.router_options, **options}
+def _changed(model: AirMoeConfig, options: dict[str, Any], **fields: Any) -> AirMoeConfig:
+    """A checked copy with other options of AIR, and other fields of the model.
+
+    Sizes that AIR derived from the number of experts do not follow when that changes.
+    """
+    router, changed = _air(model), copy.deepcopy(model)
+    sizes = {"num_codewords": router.num_codewords, "shortlist_size": router.shortlist_size}
+    changed.router_options = {**sizes, **model.router_options, **options}
     for name, value in fields.items():
         setattr(changed, name, value)
     changed.check()
     return changed
-
-
-def _sizes(model: AirMoeConfig) -> dict[str, int]:
-    """What the router derived from the number of experts must not follow when that changes."""
-    router = _air(model)
-    return {"num_codewords": router.num_codewords, "shortlist_size": router.shortlist_size}
-
-
-def with_model(base: RunConfig, model: AirMoeConfig) -> RunConfig:
-    options = model_options(model)
-    if "vocab_size" in base.model:
-        options["vocab_size"] = base.model["vocab_size"]
-    return dataclasses.replace(base, model=options)

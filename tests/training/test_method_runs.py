@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from airmoe.errors import ConfigError
-from airmoe.experiments import PRESETS, preset
-from airmoe.experiments.method_runs import method_run
 from airmoe.experiments.suites import make_plan
 from airmoe.model import METHODS
-from airmoe.training import RunConfig
+from airmoe.training import PRESETS, RunConfig, method_run, preset
 
 SIZES = [
     ["model.num_experts=4096"],

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from airmoe.errors import ConfigError
-from airmoe.experiments import PRESETS, preset
 from airmoe.model import METHODS, AirMoeForCausalLM
+from airmoe.training import PRESETS, preset
 
 PAPER = [name for name in PRESETS if name != "tiny"]
 LLAMA3_VOCABULARY, LLAMA3_END = 128_256, 128_001
