@@ -1,4 +1,4 @@
-"""The command `airmoe`: gathers the commands, and says how they end."""
+"""The command `airmoe`: its subcommands, and how they end."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import errno
 import os
 import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
 
 from airmoe import __version__
 from airmoe.commands.comparisons import report, suite
-from airmoe.commands.console import keep_streams
 from airmoe.commands.costs import bench, doctor, flops
 from airmoe.commands.models import evaluate, generate, prepare, train
 from airmoe.errors import ConfigError, RunError, say
-from airmoe.files import can_be_written, disk_is_full
+from airmoe.files import KeptStream, can_be_written, disk_is_full
 
 # A path that cannot be made or read is the user's to change.
 PATH_ERRORS = (
@@ -79,7 +78,7 @@ app.command()(doctor)
 def main() -> None:
     """Run a command; mistakes of the user end with code 2, failed runs with 1, one line each."""
     _let_waiting_threads_sleep()
-    keep_streams()
+    _keep_streams()
     try:
         _check_arguments(sys.argv[1:])
         app(prog_name="airmoe")
@@ -99,8 +98,21 @@ def main() -> None:
         _leave_process_group()
 
 
+def _keep_streams() -> None:
+    """Let no stream that is lost, or was closed from the start, end this process."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # or the next file to be opened would get what is printed
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout, sys.stderr = (
+        cast(Any, KeptStream(stream or open(os.devnull, "w")))  # noqa: SIM115
+        for stream in (sys.stdout, sys.stderr)
+    )
+
+
 def _check_arguments(arguments: list[str]) -> None:
-    """Names that are not UTF-8 fit into no record, and tokenizers and tensors open no such file."""
+    """Refuse what is not UTF-8: no JSON can hold it, and libraries cannot open such paths."""
     for number, argument in enumerate(arguments, 1):
         if not can_be_written(argument):
             rule = "must be UTF-8, also where it is a path"
@@ -110,14 +122,14 @@ def _check_arguments(arguments: list[str]) -> None:
 def _let_waiting_threads_sleep() -> None:
     """Torch's threads spin while they wait; on a shared CPU they hold up those they wait for.
 
-    Read when torch is loaded, which no command has done yet.
+    Set before torch is loaded, which reads it.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "20000"
 
 
 def _leave_process_group() -> None:
-    """Under torchrun; a process that just ends can make the others abort."""
+    """Under torchrun: a process that just exits can make the others abort."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()

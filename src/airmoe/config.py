@@ -36,12 +36,7 @@ def config(cls: ConfigClass) -> ConfigClass:
         label = getattr(self, "label", made.__qualname__)
         for name in values:
             if name not in fields:
-                raise ConfigError(
-                    f"{label}.{name}",
-                    values[name],
-                    "is not an option",
-                    f"{did_you_mean(name, fields)}Valid options: {', '.join(fields)}.",
-                )
+                raise unknown_option(label, name, values[name], tuple(fields))
         for name in required:
             if name not in values:
                 raise ConfigError(
@@ -108,6 +103,12 @@ def check_choice(field: str, value: object, literal: object) -> None:
         listed = ", ".join(repr(option) for option in options)
         remedy = f"{did_you_mean(value, options)}Choose one of these."
         raise ConfigError(field, value, f"must be one of {listed}", remedy)
+
+
+def unknown_option(path: str, name: str, value: object, valid: tuple[str, ...]) -> ConfigError:
+    """The error for a key that does not exist; it names the nearest and lists those that do."""
+    remedy = f"{did_you_mean(name, valid)}Valid options: {', '.join(valid)}."
+    return ConfigError(f"{path}.{name}", value, "is not an option", remedy)
 
 
 def did_you_mean(given: object, valid: Iterable[str]) -> str:

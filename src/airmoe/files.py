@@ -1,4 +1,4 @@
-"""Writing that survives a kill or a lost reader; locks; JSON that anybody may have written."""
+"""Files: written whole or not at all, locked, and JSON read with care."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any
 
 from airmoe.errors import ConfigError
 
-# JSON beyond these is no file of ours, and would cost memory or end in a traceback.
+# JSON beyond these limits is not ours, and would cost memory or end in a traceback.
 MOST_JSON_BYTES = 64 * 2**20
 MOST_JSON_LEVELS = 64  # lists and objects in each other
 MOST_JSON_DIGITS = 1_000  # of an integer; Python itself raises above 4,300
-LOCK = "lock"  # file in a locked folder: never replaced, and not removed while it matters
+LOCK = "lock"  # file in a locked folder; never replaced
 CHUNK = 2**22
 
 
@@ -46,7 +46,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """Whether that is why a write failed; a used-up quota is a full disk to whoever has it."""
+    """Whether a write failed for want of space or quota."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -61,9 +61,8 @@ def read_json(path: Path) -> Any:
 def parse_json(text: str | bytes) -> Any:
     """JSON from outside; anything wrong with it is a ValueError of one line.
 
-    Refused: what is not UTF-8, a name given twice in one object, and whatever is too large, too
-    deeply nested or an integer too long. NaN and infinity pass, because Python writes them: who
-    needs a finite number checks the field.
+    Refused: text that is not UTF-8, a name given twice in one object, and what is too large, too
+    deeply nested, or an integer too long. NaN and infinity pass, because Python writes them.
     """
     if len(text) > MOST_JSON_BYTES:
         raise ValueError(f"it is larger than {MOST_JSON_BYTES:,} bytes")
@@ -107,12 +106,12 @@ def _check_levels(values: Any) -> None:
 
 
 def can_be_written(text: str) -> bool:
-    """Whether a UTF-8 file and a path can hold it: JSON and arguments can name half characters."""
+    """Whether a UTF-8 file and a path can hold it, unlike zero bytes and lone surrogates."""
     return "\0" not in text and not any("\ud800" <= one <= "\udfff" for one in text)
 
 
 def file_sha256(path: Path) -> str:
-    """Of the contents, read in pieces."""
+    """Hash of a file's contents, read in pieces."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(CHUNK):
@@ -122,7 +121,7 @@ def file_sha256(path: Path) -> str:
 
 @contextmanager
 def locked(folder: Path, field: str, work: str) -> Iterator[None]:
-    """Keep other processes out of a folder; a lock of the system, so none outlives a kill.
+    """Keep other processes out of a folder; the system drops the lock if this process dies.
 
     `field` is what the user called the folder, `work` what is done there: "is being trained".
     """
@@ -144,7 +143,7 @@ def check_unlocked(folder: Path, field: str, work: str) -> None:
 
 
 def _open_lock(folder: Path, field: str) -> int:
-    """A plain file: through a link the note would overwrite what it leads to."""
+    """A plain file, because writing through a link would overwrite what it leads to."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         handle = os.open(folder / LOCK, flags, 0o644)
@@ -179,15 +178,12 @@ def _lock(folder: Path, field: str, work: str) -> int:
             if os.path.samestat(os.fstat(handle), os.stat(folder / LOCK)):
                 return handle
         except FileNotFoundError:
-            pass  # whoever held it removed the file before we had it
+            pass  # the last holder removed the file before we locked it
         os.close(handle)
 
 
 class KeptStream:
-    """A stream for people that a program outlives: nobody may be reading any more.
-
-    `airmoe train tiny | head -1` must train to the end.
-    """
+    """A stream whose reader may go away: `airmoe train tiny | head -1` trains to the end."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -125,7 +125,6 @@ def take_up(run: Path, name: str) -> None:
     moments = optimizer_state(loop.model, loop.optimizer)
     numbers = {
         "steps": torch.tensor([loop.step]),
-        "rates": torch.tensor(loop.schedule.get_last_lr()),
         "shards": torch.tensor([isinstance(one, DTensor) for one in loop.model.parameters()]),
     }
     save_file(

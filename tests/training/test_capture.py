@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import airmoe
+from airmoe.training import capture
 from airmoe.training.capture import CapturedSteps
 from tests.state.common import batch, build_layer
 
@@ -25,13 +26,14 @@ def test_an_evaluation_asks_for_no_new_graph(monkeypatch: pytest.MonkeyPatch) ->
 
     captures = []
 
-    def capture(self: Any) -> Any:  # a graph that runs once, while it is captured
+    def captured(self: Any) -> Any:  # a graph that runs once, while it is captured
         captures.append(self._due())
         loss, due = step(self._inputs), self._due()
         return SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), loss=loss, due=due)
 
-    monkeypatch.setattr(CapturedSteps, "_capture", capture)
-    steps = CapturedSteps(layer, step, {"hidden": batch(0)})
+    monkeypatch.setattr(CapturedSteps, "_capture", captured)
+    monkeypatch.setattr(capture, "PLAIN_STEPS", 0)
+    steps = CapturedSteps(layer, step)
     for seed in range(4):
         steps.run({"hidden": batch(seed)})
         optimizer.step()

@@ -17,7 +17,6 @@ from airmoe.training.checkpoints import (
     STATE,
     checkpoints,
     clean_up,
-    load_model,
     load_tensors,
     remove_old,
     save_tensors,
@@ -26,7 +25,7 @@ from airmoe.training.checkpoints import (
     write_manifest,
 )
 from airmoe.training.evaluation import Evaluation
-from airmoe.training.state import load_optimizer_state, optimizer_state
+from airmoe.training.state import load_model, load_optimizer_state, optimizer_state
 from airmoe.training.trained import load_trained
 from tests.model.common import build, learn_a_little
 from tests.training.runs import differing, in_process, small_run, train_here

@@ -16,6 +16,7 @@ from airmoe.files import read_json, write_json
 from airmoe.training.checkpoints import (
     LOG,
     MANIFEST,
+    OPTIMIZER,
     best_checkpoint,
     check_checkpoint,
     checkpoints,
@@ -23,7 +24,6 @@ from airmoe.training.checkpoints import (
 )
 from airmoe.training.run_folder import open_run, read_result
 from airmoe.training.run_log import read_log
-from airmoe.training.state import OPTIMIZER
 from tests.training import kills
 from tests.training.command import airmoe, assert_one_line
 from tests.training.runs import in_process, small_model, small_run, timeless_log, train_here

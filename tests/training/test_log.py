@@ -21,12 +21,12 @@ import airmoe
 from airmoe.data import open_prepared
 from airmoe.metrics.flops import Workload, count_flops
 from airmoe.routers import RouterConfig
-from airmoe.training import RunConfig, TrainingOptions, loop, trackers
+from airmoe.training import RunConfig, TrainingOptions, display, loop
 from airmoe.training.config import Tracker
+from airmoe.training.display import not_installed
 from airmoe.training.run import build_model, flops_per_token
 from airmoe.training.run_folder import git_state
 from airmoe.training.run_log import STARTING_STEPS, TIME_FIELDS, Clock, read_log
-from airmoe.training.trackers import not_installed
 from airmoe.training.trained import load_trained
 from tests.training import kills
 from tests.training.command import airmoe as command
@@ -304,7 +304,7 @@ def test_a_tracker_that_is_not_installed_is_left_out_in_one_line(
     tracker: Any, tmp_path: Path
 ) -> None:
     def patch() -> None:
-        trackers.get_available_trackers = lambda: []
+        display.get_available_trackers = lambda: []
 
     config, folder = small_run(tmp_path, track=tracker, steps=4), tmp_path / "run"
     outcome = command("train", "tiny", *assignments(config), "--run", folder, patch=patch)

@@ -231,9 +231,7 @@ def assert_taken_up(loaded: Path, checkpoint: Path) -> dict[str, Tensor]:
         for one in (taken, saved):
             one.pop("lm_head.weight", None)  # the embedding, which only shards save twice
         assert taken and differing(taken, saved) == []
-    schedule = json.loads((checkpoint / "training.json").read_text())["schedule"]
     assert found["loop/steps"].item() == step_of(checkpoint)
-    assert found["loop/rates"].tolist() == torch.tensor(schedule["_last_lr"]).tolist()
     return found
 
 

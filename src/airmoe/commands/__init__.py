@@ -1,7 +1,7 @@
-"""What `airmoe` can do, a function per command: its signature is the command line.
+"""What `airmoe` can do: a function per command, whose signature is the command line.
 
-They import what they need themselves, so that --help is quick. Below: parameters that several
-commands have, with the words a shell completes them with.
+Commands import what they need inside, so that --help is quick. Here: parameters of several commands
+and how a shell completes them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,15 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.console import Console
+
+WIDTH = 130  # columns of wide tables where there is no terminal
+
+
+def wide_console() -> Console:
+    """For tables; a log file takes them whole."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
 
 
 def _presets(incomplete: str) -> list[str]:

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from airmoe.commands import Method, Overrides, Preset
-from airmoe.commands.console import wide_console
+from airmoe.commands import Method, Overrides, Preset, wide_console
 from airmoe.errors import ConfigError
 
 

@@ -1,4 +1,4 @@
-"""Text -> tokens -> a trained model -> its numbers, or more text."""
+"""Prepare text, train a model, evaluate it, generate text with it."""
 
 from __future__ import annotations
 

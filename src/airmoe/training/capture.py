@@ -1,8 +1,7 @@
 """Micro-batches as CUDA graphs: a small model spends more time launching kernels than running them.
 
-A graph repeats what the device did, and nothing of what Python did beside it. What Python decides
-between micro-batches is what of the shortlists is due, so there is a graph for each answer; and
-steps that are looked at (hooks of the log) are not captured but run as always.
+A graph repeats what the device did, and nothing of what Python did beside it. The one thing Python
+decides between micro-batches is which cached lists are due, so there is one graph per answer.
 """
 
 from __future__ import annotations
@@ -18,39 +17,40 @@ from airmoe.routers.lists import Due
 
 Inputs = dict[str, Tensor]
 Step = Callable[[Inputs], Tensor]  # forward and backward of one micro-batch -> its loss
+PLAIN_STEPS = 4  # before the first capture: compilers, codebooks and the optimizer have started
 
 
 @dataclass(frozen=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
     loss: Tensor
-    due: tuple[Due, ...]  # of the shortlists afterwards
+    due: tuple[Due, ...]  # of the lists afterwards
 
 
 class CapturedSteps:
-    """Runs a step on batches of one shape; gradients are added to `parameter.grad` as always."""
+    """Runs a step, after a few plain ones, as a graph; gradients add up in `parameter.grad`.
 
-    def __init__(self, model: nn.Module, step: Step, example: Inputs) -> None:
-        self._step = step
+    Batches of another shape than the one that was captured always run plainly.
+    """
+
+    def __init__(self, model: nn.Module, step: Step) -> None:
+        self._model, self._step, self._plain_steps = model, step, PLAIN_STEPS
         self._routers = [one for one in model.modules() if isinstance(one, AirRouter)]
-        self._inputs = {name: tensor.clone() for name, tensor in example.items()}
-        self._grads = {
-            parameter: torch.zeros_like(parameter)
-            for parameter in model.parameters()
-            if parameter.requires_grad
-        }
+        self._inputs: Inputs = {}  # a graph reads and writes at fixed addresses: these,
+        self._grads: dict[nn.Parameter, Tensor] = {}  # and these
         self._graphs: dict[tuple[Due, ...], _Graph] = {}
 
-    def fits(self, inputs: Inputs) -> bool:
-        """Whether these can take the place of those that were captured."""
-        shapes, captured = (
-            {name: (tensor.shape, tensor.dtype) for name, tensor in given.items()}
-            for given in (inputs, self._inputs)
-        )
-        return shapes == captured
-
     def run(self, inputs: Inputs) -> Tensor:
-        """One micro-batch; the first of each kind is captured on the way."""
+        """One micro-batch; returns its loss."""
+        if self._plain_steps:
+            self._plain_steps -= 1
+            return self._step(inputs)
+        if not self._inputs:
+            self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+            parameters = [one for one in self._model.parameters() if one.requires_grad]
+            self._grads = {one: torch.zeros_like(one) for one in parameters}
+        if _shapes(inputs) != _shapes(self._inputs):
+            return self._step(inputs)
         for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor)
         self._use_own_gradients()
@@ -62,13 +62,13 @@ class CapturedSteps:
         for router, due, left in zip(self._routers, before, captured.due, strict=True):
             if left != due:
                 router.lists_renewed(due)
-        return captured.loss.clone()  # the next replay writes over it
+        return captured.loss.clone()  # the next replay overwrites it
 
     def _due(self) -> tuple[Due, ...]:
         return tuple(router.lists_due for router in self._routers)
 
     def _use_own_gradients(self) -> None:
-        """A graph adds to fixed addresses; what is there is 0, or of earlier micro-batches."""
+        """Put the graph's buffers into `parameter.grad`, with what earlier micro-batches added."""
         fresh = []
         for parameter, grad in self._grads.items():
             if parameter.grad is None:
@@ -81,7 +81,11 @@ class CapturedSteps:
 
     def _capture(self) -> _Graph:
         graph = torch.cuda.CUDAGraph()
-        # Threads of the data loader may use the device meanwhile.
+        # Other threads (a data loader's) may use the device meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             loss = self._step(self._inputs)
         return _Graph(graph, loss, self._due())
+
+
+def _shapes(inputs: Inputs) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in inputs.items()}

@@ -16,6 +16,7 @@ from airmoe.config import (
     check_number,
     config,
     did_you_mean,
+    unknown_option,
 )
 from airmoe.errors import ConfigError
 from airmoe.files import can_be_written, parse_json
@@ -38,8 +39,7 @@ Tracker = Literal[  # as Accelerate calls them
     "none",
 ]
 
-# What a run may say of its model; AirMoeConfig has more, inherited, that would be a mistake here.
-MODEL_OPTIONS = (
+LLAMA_COUNTS = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -47,6 +47,11 @@ MODEL_OPTIONS = (
     "num_key_value_heads",
     "vocab_size",
     "max_position_embeddings",
+)
+OPTIONAL = ("num_key_value_heads", "vocab_size")  # None: one per head, the tokenizer's
+# The options of AirMoeConfig that a run may set; what it inherits besides would be a mistake here.
+MODEL_OPTIONS = (
+    *LLAMA_COUNTS,
     "rms_norm_eps",
     "initializer_range",
     "tie_word_embeddings",
@@ -65,21 +70,10 @@ MODEL_OPTIONS = (
     "router_z_weight",
 )
 
-LLAMA_COUNTS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
-OPTIONAL = ("num_key_value_heads", "vocab_size")  # None: one per head, the tokenizer's
-
 
 @config
 class DataOptions:
-    """Which text, cut how."""
+    """Which text, and how it is cut into blocks."""
 
     label: ClassVar[str] = "data"
 
@@ -227,7 +221,7 @@ class RunConfig:
         self.model_config(vocab_size=2, eos_id=1)  # the rest is checked now, not after the data
 
     def _check_numbers(self) -> None:
-        """Those of Llama, which would be refused in other words or not at all."""
+        """Llama's own options, which transformers would refuse in other words or not at all."""
         for name in LLAMA_COUNTS:
             left_open = self.model.get(name) is None and name in OPTIONAL
             if name in self.model and not left_open:
@@ -287,12 +281,6 @@ def model_options(config: AirMoeConfig) -> dict[str, Any]:
     if options["moe_layers"] == [config.num_hidden_layers // 2]:
         options["moe_layers"] = None  # the middle one, also when the depth is overridden
     return options
-
-
-def unknown_option(path: str, name: str, value: object, valid: tuple[str, ...]) -> ConfigError:
-    """The error for a key that does not exist; it names the nearest and lists those that do."""
-    remedy = f"{did_you_mean(name, valid)}Valid options: {', '.join(valid)}."
-    return ConfigError(f"{path}.{name}", value, "is not an option", remedy)
 
 
 def _check_mapping(field: str, value: object) -> None:

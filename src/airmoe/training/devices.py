@@ -1,4 +1,4 @@
-"""What this machine can do: precisions, CUDA graphs, and one model on several processes."""
+"""What this machine allows: precisions, CUDA graphs, and one model on several processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_device(run: RunConfig, num_processes: int) -> None:
 
 
 def check_sharding(run: RunConfig, num_processes: int) -> None:
-    """A new run with shards needs several processes; one that has begun may go on with one."""
+    """A new sharded run needs several processes; a resumed one may go on with one."""
     if run.training.sharding == "fsdp2" and num_processes == 1:
         raise ConfigError(
             "training.sharding",
@@ -75,9 +75,9 @@ def _check_cuda_graph(run: RunConfig, num_processes: int) -> None:
 
 @cache
 def product_kills() -> bool:
-    """True where a bfloat16 product ends the process without a word, as on some virtual machines.
+    """True where a bfloat16 product kills the process, as on some virtual machines.
 
-    Tried in a process of its own, which takes a second or two, and only where AMX is named.
+    Tried in a process of its own, which takes a second or two, and only where AMX is listed.
     """
     if os.environ.get(VARIABLE) == WITHOUT_AMX or not torch.cpu._is_amx_tile_supported():
         return False

@@ -1,18 +1,28 @@
-"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere."""
+"""Where else log lines go: to the terminal, and to a tracker such as TensorBoard."""
 
 from __future__ import annotations
 
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
+from pathlib import Path
 from typing import Any, cast
 
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from airmoe.data import PrepareProgress
 from airmoe.errors import say, visible
 from airmoe.files import KeptStream
+from airmoe.training.config import RunConfig, Tracker
 
 Line = dict[str, Any]
+PROJECT = "airmoe"  # as trackers call it
+INSTALL = {"tensorboard": "'airmoe[track]'", "comet_ml": "comet-ml"}  # names that pip knows
 
 # name in the log -> (short name, format)
 SHOWN = {
@@ -25,8 +35,8 @@ SHOWN = {
 }
 
 
-def kept(console: Console | None) -> Console:
-    """This console, or one on standard output, but without a reader training goes on."""
+def surviving(console: Console | None) -> Console:
+    """This console, or one on standard output, that ignores the loss of its reader."""
     found = copy(console or Console())
     found.file = cast(Any, KeptStream(found.file))
     return found
@@ -83,7 +93,7 @@ class Display:
 
 
 class PrepareDisplay:
-    """A bar for the preparation of text, from the first report on; then what was left out."""
+    """A bar while text is prepared; then the number of rows without text."""
 
     def __init__(self, console: Console, corpus: str) -> None:
         self._progress = Progress(
@@ -126,3 +136,74 @@ class PrepareDisplay:
         if skipped := sum(self._skipped.values()):
             say(self._console, f"skipped {skipped:,} rows without text")
             self._skipped.clear()
+
+
+def is_installed(tracker: Tracker) -> bool:
+    return tracker in map(str, get_available_trackers())
+
+
+def not_installed(tracker: Tracker) -> str:
+    """The line that says so; the run goes on without it."""
+    return (
+        f"training.track={tracker}: left out, because it is not installed (log.jsonl has the same "
+        f"numbers). Run: pip install {INSTALL.get(tracker, tracker)}"
+    )
+
+
+class RunTracker:
+    """One of Accelerate's trackers; a resumed run goes on in the same TensorBoard or W&B run.
+
+    A tracker that fails is switched off, and the run goes on.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, folder: Path, config: RunConfig, step: int, console: Console
+    ) -> None:
+        self._accelerator, self._name, self._console = accelerator, config.training.track, console
+        self._is_on = True
+        same_run = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+        options = {
+            "tensorboard": {"purge_step": step + 1},  # a resumed run does those again
+            "wandb": {"name": folder.name, "dir": str(folder), "id": same_run, "resume": "allow"},
+            "mlflow": {"run_name": folder.name},
+        }
+        # TensorBoard takes the project for its folder in the run, and settings for one more board.
+        is_board = self._name == "tensorboard"
+        project, settings = ("tensorboard", None) if is_board else (PROJECT, config.to_json())
+        with self._switched_off_by_failure():
+            accelerator.init_trackers(project, settings, options)
+
+    def write(self, line: Line) -> None:
+        numbers = {
+            f"{line['kind']}/{name}": value
+            for name, value in line.items()
+            if isinstance(value, int | float) and name not in ("step", "tokens")
+        }
+        if self._is_on:
+            with self._switched_off_by_failure():
+                self._accelerator.log(numbers, step=line["step"])
+
+    def close(self) -> None:
+        """Never raises, because the error that ends a run would be hidden."""
+        was_on, self._is_on = self._is_on, False
+        if was_on:
+            with self._switched_off_by_failure():
+                for tracker in self._accelerator.trackers:  # end_training would end the processes
+                    tracker.finish()
+
+    @contextmanager
+    def _switched_off_by_failure(self) -> Iterator[None]:
+        hook = threading.excepthook
+        threading.excepthook = lambda _: None  # TensorBoard's thread would print a traceback
+        try:
+            yield
+        except Exception as error:  # network, login, disk: whatever the package raises
+            if self._is_on:
+                self.close()
+                say(
+                    self._console,
+                    f"training.track={self._name} is off for the rest of this run, because it "
+                    f"failed ({error}). log.jsonl has the same numbers.",
+                )
+        finally:
+            threading.excepthook = hook

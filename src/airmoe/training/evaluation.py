@@ -17,15 +17,16 @@ from airmoe.data import Prepared
 from airmoe.distributed import all_reduce_sum, on_first_rank, rank, world_size
 from airmoe.files import write_json
 from airmoe.model import AirMoeForCausalLM
-from airmoe.training.checkpoints import best_checkpoint, check_checkpoint, load_model, step_of
+from airmoe.training.checkpoints import best_checkpoint, check_checkpoint, step_of
 from airmoe.training.devices import autocast_of
 from airmoe.training.run_folder import RunFolder
-from airmoe.training.watch import RoutingWatch, looking
+from airmoe.training.state import load_model
+from airmoe.training.watch import RoutingWatch, uncompiled
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a pass over held-out blocks gave."""
+    """The result of one pass over held-out blocks."""
 
     loss: float  # nats per token
     tokens: int  # predicted ones: a block's first token has no prediction
@@ -50,7 +51,7 @@ def evaluate(
     autocast: AbstractContextManager[Any] | None = None,
     on_batch: Any | None = None,
 ) -> Evaluation:
-    """Every block once, shared out over the ranks; usage over all tokens, quality on a sample."""
+    """Every block once, split over the ranks; usage over all tokens, quality on a sample."""
     check_count("evaluate.quality_tokens", quality_tokens)
     device = next(model.parameters()).device
     watch = RoutingWatch(model, quality_tokens)
@@ -58,10 +59,10 @@ def evaluate(
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, predicted tokens
     try:
-        with watch.on(), looking(), autocast or nullcontext():
+        with watch.on(), uncompiled(), autocast or nullcontext():
             for batch, counts in _batches(blocks, batch_size):
                 if not counts:
-                    watch.stop()  # such batches come last
+                    watch.stop()  # for good: such batches come last
                 loss, tokens = _summed_loss(model, batch.to(device))
                 if counts:
                     total += torch.stack([loss.double(), tokens.double()])
@@ -80,18 +81,13 @@ def num_batches(blocks: Any, batch_size: int) -> int:
 
 
 def _batches(blocks: Any, batch_size: int) -> Iterator[tuple[Tensor, bool]]:
-    """This rank's batches; one that only keeps step with the other ranks counts for nothing."""
-    starts = range(rank() * batch_size, len(blocks), world_size() * batch_size)
-    for start in starts:
-        yield _stacked(blocks, start, batch_size), True
-    for _ in range(num_batches(blocks, batch_size) - len(starts)):
-        yield _stacked(blocks, 0, batch_size), False
-
-
-def _stacked(blocks: Any, start: int, batch_size: int) -> Tensor:
-    """Blocks start, start + 1, ...: [at most batch_size, block_size]."""
-    stop = min(start + batch_size, len(blocks))
-    return torch.stack([blocks[index]["input_ids"] for index in range(start, stop)])
+    """This rank's batches, and whether each counts or only keeps step with the other ranks."""
+    starts = [*range(rank() * batch_size, len(blocks), world_size() * batch_size)]
+    missing = num_batches(blocks, batch_size) - len(starts)
+    for place, start in enumerate(starts + missing * [0]):
+        chosen = range(start, min(start + batch_size, len(blocks)))
+        batch = torch.stack([blocks[index]["input_ids"] for index in chosen])  # [batch, block]
+        yield batch, place < len(starts)
 
 
 def _summed_loss(model: nn.Module, input_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +98,7 @@ def _summed_loss(model: nn.Module, input_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_untested(run: RunFolder, prepared: Prepared) -> bool:
-    """Whether its text has a test split that was not measured yet; too short a one never is."""
+    """Whether its text has a test split, of a block at least, that was not measured yet."""
     split = prepared.manifest.splits.get("test")
     long_enough = split is not None and split.tokens >= run.config.data.block_size
     return long_enough and not run.test.exists()
@@ -111,7 +107,7 @@ def is_untested(run: RunFolder, prepared: Prepared) -> bool:
 def measure_test(
     run: RunFolder, prepared: Prepared, model: AirMoeForCausalLM, console: Console
 ) -> None:
-    """Put the best weights into `model` and write what they give; every process must call it."""
+    """Load the best weights into `model`, write their test.json; every process must call it."""
     options = run.config.training
     blocks = prepared.blocks("test", run.config.data.block_size)
     if rank() == 0:

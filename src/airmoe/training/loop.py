@@ -1,8 +1,8 @@
 """The training loop, from top to bottom.
 
-Prepare once; then for every step: micro-batches (forward, backward, gradients add up), clip,
-optimizer, schedule; and where due: log, evaluate, save. Everything that a step depends on is in the
-checkpoint or a function of the step's number, so a resumed run has the bits of one never stopped.
+Each step: forward and backward per micro-batch (gradients add up), clip, optimizer, schedule; then,
+when due, log, evaluate, save. Everything a step depends on is in the checkpoint or computed from
+the step's number, so a resumed run has the same bits as one that never stopped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from transformers import get_linear_schedule_with_warmup
 
 from airmoe.distributed import all_reduce_sum, full_tensor, on_first_rank, rank, world_size
 from airmoe.errors import RunError
@@ -37,21 +36,17 @@ from airmoe.training.evaluation import evaluate
 from airmoe.training.run_folder import RunFolder
 from airmoe.training.run_log import STARTING_STEPS, Clock, LogWriter
 from airmoe.training.state import (
-    OPTIMIZER,
+    load_model,
     load_optimizer_state,
     optimizer_state,
     random_state,
     set_random_state,
 )
 from airmoe.training.text import MicroBatches
-from airmoe.training.watch import RoutingWatch, looking
+from airmoe.training.watch import RoutingWatch, uncompiled
 
-# Of the schedule's state, what is plain numbers; the rest are functions made anew.
-SCHEDULE_KEYS = ("last_epoch", "_step_count", "_last_lr", "base_lrs")
-PLAIN_STEPS = 4  # before a capture: compilers, codebooks and the optimizer have started
 ROUTER_LOSSES = ("load_balance_loss", "shortlist_balance_loss", "router_z_loss")
-# `timeout` and batch systems signal a process and its group, so that it hears one wish twice.
-ECHO_SECONDS = 0.5
+ECHO_SECONDS = 0.5  # `timeout` and batch systems send one signal twice: to a process and its group
 
 
 @dataclass(frozen=True)
@@ -82,44 +77,39 @@ class TrainingLoop:
         self.step, self.last_step = 0, options.total_steps(self.batches.steps_per_epoch)
         self.best_step: int | None = None
         self.best_loss = math.inf
-        self.clock = Clock(
-            starting_steps=STARTING_STEPS if options.compile or options.cuda_graph else 0
-        )
+        slow_start = options.compile or options.cuda_graph
+        self.clock = Clock(starting_steps=STARTING_STEPS if slow_start else 0)
         if options.gradient_checkpointing:
             checkpoint_activations(model)
         self.wrapped = placed(model, accelerator, run.config)
         self.optimizer = make_optimizer(model, options)  # sharding has replaced the parameters
-        self.schedule = get_linear_schedule_with_warmup(
-            self.optimizer, math.ceil(self.last_step * options.warmup), self.last_step
-        )
         self.scaler = torch.amp.GradScaler("cuda", enabled=options.precision == "fp16")
         if any(isinstance(module, Router) for module in model.modules()):
             track_optimizer(model, self.optimizer)
         self.watch = RoutingWatch(model, options.quality_tokens)
-        self._captured: CapturedSteps | None = None
-        self._plain_steps = 0  # micro-batches that this process ran without a graph
+        self._graphs = CapturedSteps(model, self._forward_backward) if options.cuda_graph else None
         self._router_losses: dict[str, Tensor] = {}  # of the last watched micro-batch
-        self._usage: tuple[int, dict[str, Tensor]] = (0, {})  # of experts, at its evaluation's step
+        self._usage: tuple[int, dict[str, Tensor]] = (0, {})  # step of an evaluation, its counts
         self._last_logged = 0
-        # On the device, because asking every step would make the host wait for the GPU.
+        # On the device: reading them at every step would make the host wait for the GPU.
         self._running_loss = torch.zeros((), device=accelerator.device)  # since the last log line
         self._bad_step = torch.full((), -1, device=accelerator.device)  # first not finite, or -1
 
     def train(self, log: LogWriter, advance: Callable[[int], None]) -> int | None:
-        """Take the steps that are left. Returns the signal that stopped them early, if any."""
+        """Take the remaining steps. Returns the signal that stopped them early, if any."""
         self.model.train()
         with StopOnSignal(enabled=world_size() == 1) as stop:
             while self.step < self.last_step:
                 due = self._due(self.step + 1)
                 with self.clock.step(then_wait=due.log or due.save):
-                    grad_norm, learning_rate = self._take_step(watched=due.log)
+                    grad_norm = self._take_step(watched=due.log)
                 self.step += 1
                 advance(self.step)
                 if due.log:
-                    self._log(log, grad_norm, learning_rate)
+                    self._log(log, grad_norm)
                 if due.evaluate:
                     self._evaluate(log)
-                stopping = stop.received is not None  # asked once, or it could stop without saving
+                stopping = stop.received is not None  # read once: a signal may come after `save`
                 if due.save or stopping:
                     self.save()
                 if stopping:
@@ -127,7 +117,7 @@ class TrainingLoop:
         return stop.received if self.step < self.last_step else None
 
     def _due(self, step: int) -> Due:
-        """Logged are the first step, the last, and every log_every in between."""
+        """The first and the last step are logged, and every log_every-th between them."""
         options, last = self.options, step == self.last_step
         every = options.steps_between_evaluations(self.batches.steps_per_epoch)
         evaluate = last or step % every == 0
@@ -139,8 +129,8 @@ class TrainingLoop:
 
     # -- one step -----------------------------------------------------------------------------
 
-    def _take_step(self, *, watched: bool) -> tuple[Tensor, float]:
-        """One optimizer step; its gradient norm before clipping, and its learning rate."""
+    def _take_step(self, *, watched: bool) -> Tensor:
+        """One optimizer step; returns the gradient norm before clipping."""
         if watched:
             self.watch.start()
         *others, last = self.batches.of_step(self.step)
@@ -150,35 +140,31 @@ class TrainingLoop:
         self._micro_batch(last)
         self.scaler.unscale_(self.optimizer)
         norm = full_tensor(clip_grad_norm_(self.model.parameters(), self.options.max_grad_norm))
-        if not self.scaler.is_enabled():  # it skips such steps by itself
+        if not self.scaler.is_enabled():  # the scaler skips steps with such gradients itself
             self._note_bad(norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.options, self.step, self.last_step)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        learning_rate = float(self.schedule.get_last_lr()[0])
-        self.schedule.step()
         self.optimizer.zero_grad()
-        return norm, learning_rate
+        return norm
 
     def _micro_batch(self, batch: dict[str, Tensor]) -> None:
-        """Forward and backward, where asked for as a CUDA graph; watched ones always without."""
+        """Forward and backward; watched ones run neither compiled nor as a CUDA graph."""
         if self.watch.is_on:
-            with looking():
+            with uncompiled():
                 loss = self._forward_backward(batch)
-        elif not self.options.cuda_graph or self._plain_steps < PLAIN_STEPS:
-            self._plain_steps += 1
-            loss = self._forward_backward(batch)
+        elif self._graphs is not None:
+            loss = self._graphs.run(batch)
         else:
-            if self._captured is None:
-                self._captured = CapturedSteps(self.model, self._forward_backward, batch)
-            run = self._captured.run if self._captured.fits(batch) else self._forward_backward
-            loss = run(batch)
+            loss = self._forward_backward(batch)
         self._note_bad(loss)
         self._running_loss += loss
 
     def _forward_backward(self, batch: dict[str, Tensor]) -> Tensor:
         with autocast_of(self.options.precision, self.accelerator.device):
             output = self.wrapped(**batch)
-            # The model divides by the targets of the whole step, and gradients are averaged.
+            # The model divides by the targets of the whole step; DDP and FSDP2 average gradients.
             loss = output["loss"] * world_size()
         self.scaler.scale(loss).backward()
         if self.watch.is_on:
@@ -191,7 +177,7 @@ class TrainingLoop:
         self._bad_step = torch.where(newly_bad, self.step + 1, self._bad_step)
 
     def _check_finite(self) -> None:
-        """Stop a run whose loss is no number, before anything of it is logged or saved."""
+        """Stop before anything is logged or saved that came after a NaN or infinite loss."""
         step = int(self._bad_step)
         if step < 0:
             return
@@ -204,14 +190,14 @@ class TrainingLoop:
 
     # -- after a step -------------------------------------------------------------------------
 
-    def _log(self, log: LogWriter, grad_norm: Tensor, learning_rate: float) -> None:
+    def _log(self, log: LogWriter, grad_norm: Tensor) -> None:
         self._check_finite()
         total = float(all_reduce_sum(self._running_loss) / world_size())
         self._running_loss.zero_()
         numbers = {
             "loss": total / (self.step - self._last_logged),
             "grad_norm": float(grad_norm),
-            "learning_rate": learning_rate,
+            "learning_rate": learning_rate(self.options, self.step - 1, self.last_step),
             **{name: float(full_tensor(value)) for name, value in self._router_losses.items()},
             **self.watch.numbers(),
         }
@@ -239,25 +225,23 @@ class TrainingLoop:
     def save(self) -> None:
         """Write a checkpoint; every process must call it, because shards are gathered."""
         self._check_finite()
-        weights = {
-            name: full_tensor(tensor).detach().cpu()
-            for name, tensor in self.model.state_dict().items()
-        }
+        state = self.model.state_dict()
+        weights = {name: full_tensor(tensor).detach().cpu() for name, tensor in state.items()}
         moments = optimizer_state(self.model, self.optimizer)
         running = {"running_loss": self._running_loss.cpu().reshape(1)}
         of_processes = gather_object([{**random_state(), **running}])
 
-        def fill(partial: Path) -> None:
-            self.model.save_pretrained(partial, state_dict=weights, max_shard_size="1TB")
-            self._save_tokenizer(partial)
-            checkpoints.save_tensors(moments, partial / OPTIMIZER)
+        def fill(folder: Path) -> None:
+            self.model.save_pretrained(folder, state_dict=weights, max_shard_size="1TB")
+            self._save_tokenizer(folder)
+            checkpoints.save_tensors(moments, folder / checkpoints.OPTIMIZER)
             for place, tensors in enumerate(of_processes):
-                checkpoints.save_tensors(tensors, partial / f"random-{place}.safetensors")
+                checkpoints.save_tensors(tensors, folder / f"random-{place}.safetensors")
             evaluated, usage = self._usage
             if usage and evaluated == self.step:
-                checkpoints.save_tensors(usage, partial / checkpoints.USAGE)
-            write_json(partial / checkpoints.STATE, self._counters())
-            shutil.copyfile(self.run.log, partial / checkpoints.LOG)
+                checkpoints.save_tensors(usage, folder / checkpoints.USAGE)
+            write_json(folder / checkpoints.STATE, self._counters())
+            shutil.copyfile(self.run.log, folder / checkpoints.LOG)
 
         def write() -> None:
             folder, keep = self.run.path, self.options.keep_checkpoints
@@ -265,10 +249,9 @@ class TrainingLoop:
             best = None if self.best_step is None else folder / f"checkpoint-{self.best_step}"
             checkpoints.remove_old(folder, keep, best)
 
-        on_first_rank(write)  # or it fails on all
+        on_first_rank(write)  # a failure there is raised on all ranks
 
     def _counters(self) -> dict[str, Any]:
-        schedule = self.schedule.state_dict()
         return {
             "step": self.step,
             "best_step": self.best_step,
@@ -277,32 +260,25 @@ class TrainingLoop:
             "seconds": self.clock.seconds,
             "training_seconds": self.clock.training_seconds,
             "processes": world_size(),
-            "schedule": {key: schedule[key] for key in SCHEDULE_KEYS},
             "scaler": self.scaler.state_dict(),
         }
 
     def restore(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint, by whatever number of processes it was written."""
+        """Go on from a checkpoint, whatever number of processes wrote it."""
         saved = checkpoints.load_json(checkpoint / checkpoints.STATE)
-        checkpoints.load_model(checkpoint, self.model)
-        entries = checkpoints.load_tensors(checkpoint / OPTIMIZER)
+        load_model(checkpoint, self.model)
+        entries = checkpoints.load_tensors(checkpoint / checkpoints.OPTIMIZER)
         may_be_new = self.scaler.is_enabled()
         load_optimizer_state(self.model, self.optimizer, entries, may_be_new=may_be_new)
-        self.schedule.load_state_dict({**self.schedule.state_dict(), **saved["schedule"]})
-        for group, rate in zip(
-            self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True
-        ):
-            group["lr"] = rate
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
         self.step, self._last_logged = saved["step"], saved["last_logged"]
         if saved["best_step"] is not None:
             self.best_step, self.best_loss = saved["best_step"], saved["best_loss"]
-        self._restore_processes(checkpoint, saved["processes"])
         self.clock.go_on(saved["seconds"], saved["training_seconds"])
-
-    def _restore_processes(self, checkpoint: Path, processes: int) -> None:
-        """This process's own; of another number the mean loss, and new ones draw from the seed."""
+        # A rank that was not there before keeps the random state its seed gave it, and where the
+        # number of ranks changed, each goes on from the mean of their running losses.
+        processes = saved["processes"]
         files = [checkpoint / f"random-{place}.safetensors" for place in range(processes)]
         if rank() < processes:
             set_random_state(checkpoints.load_tensors(files[rank()]))
@@ -312,19 +288,24 @@ class TrainingLoop:
 
 
 def make_optimizer(model: nn.Module, options: TrainingOptions) -> torch.optim.AdamW:
-    """AdamW that lets norms and biases, all that is no matrix, keep their size."""
+    """AdamW; only matrices decay, not norms and biases."""
     parameters = [one for one in model.parameters() if one.requires_grad]
+    matrices = [one for one in parameters if one.ndim > 1]
     groups = [
-        {
-            "params": [one for one in parameters if one.ndim > 1],
-            "weight_decay": options.weight_decay,
-        },
+        {"params": matrices, "weight_decay": options.weight_decay},
         {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},
     ]
     betas = (options.beta1, options.beta2)
     return torch.optim.AdamW(
         groups, lr=options.learning_rate, betas=betas, eps=options.epsilon, fused=True
     )
+
+
+def learning_rate(options: TrainingOptions, step: int, last_step: int) -> float:
+    """Of a step counted from 0: linear warm-up from 0, then linear to 0 after the last step."""
+    warmup = math.ceil(last_step * options.warmup)
+    share = step / warmup if step < warmup else (last_step - step) / max(1, last_step - warmup)
+    return options.learning_rate * share
 
 
 def checkpoint_activations(model: AirMoeForCausalLM) -> None:
@@ -334,9 +315,9 @@ def checkpoint_activations(model: AirMoeForCausalLM) -> None:
 
 
 class StopOnSignal:
-    """Ctrl-C or a polite kill: finish the step, write a checkpoint, stop. A later one kills.
+    """Ctrl-C or SIGTERM: finish the step, write a checkpoint, stop. A later signal kills at once.
 
-    One process only: several would have to agree on the step, and the checkpoint before is exact.
+    On one process only: several would have to agree on the step.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -351,7 +332,7 @@ class StopOnSignal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the handlers that were there before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

@@ -1,8 +1,8 @@
-"""A run's folder: what was asked for, with which versions, and how far it came.
+"""A run's folder: made and locked with run.json at the start, summed up in result.json at the end.
 
 RUN/  run.json         settings, hash and recipe of the text, versions, git state, machine, and
                        which convention its balance loss has
-      lock             who trains it, while somebody does
+      lock             which process trains it, while one does
       log.jsonl        one line per log or evaluation
       checkpoint-N/    see checkpoints.py
       tensorboard/     the same numbers, where training.track asks for it
@@ -18,11 +18,13 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,14 +32,25 @@ import torch
 from airmoe import __version__
 from airmoe.data import Prepared
 from airmoe.errors import ConfigError
-from airmoe.files import LOCK, check_unlocked, locked, read_json, write_json
+from airmoe.files import LOCK, check_unlocked, locked, read_json, write_bytes, write_json
 from airmoe.losses import BALANCE
-from airmoe.training.checkpoints import FORMAT, LOG, check_format, checked_fields, load_json
+from airmoe.model import parameter_counts
+from airmoe.training.checkpoints import (
+    FORMAT,
+    LOG,
+    USAGE,
+    check_format,
+    checked_fields,
+    checkpoints,
+    load_json,
+    step_of,
+)
 from airmoe.training.config import RunConfig
+from airmoe.training.run_log import read_log
 
 TRAINED = "is being trained"
-PUT_BACK = "Put the file back as it was, or start a new run."
-UNUSED = (LOCK, "run.json.draft")  # what a kill leaves of a run that was not one yet
+UNUSED = (LOCK, "run.json.draft")  # what a kill leaves before there is a run
+NUMBER = (int, float)
 PACKAGES = ("transformers", "accelerate", "safetensors", "tokenizers", "numpy")
 
 
@@ -61,9 +74,9 @@ class RunFolder:
         return self.path / "test.json"
 
     def sha256(self) -> str:
-        """One number for settings and text: which run a checkpoint belongs to.
+        """One hash of settings and text: which run a checkpoint belongs to.
 
-        Of what run.json says, because options that a later version adds make no other run.
+        Taken from run.json, so that an option which a later version adds does not change it.
         """
         values = read_json(self.path / "run.json")
         settings = {name: value for name, value in values["config"].items() if name != "preset"}
@@ -76,9 +89,10 @@ class RunFolder:
 
 @contextmanager
 def claimed(path: Path, config: RunConfig) -> Iterator[None]:
-    """Make and lock the folder of a new run; without a run in the end, it is removed again.
+    """Make and lock the folder of a new run.
 
-    One that failed before the first line of its log is none: the corrected command needs the place.
+    If it fails before the first line of its log, the folder is removed again: the corrected command
+    needs the place.
     """
     check_free(path, config)
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -86,7 +100,7 @@ def claimed(path: Path, config: RunConfig) -> Iterator[None]:
     with locked(path, "run", TRAINED):
         unused = UNUSED
         try:
-            check_free(path, config)  # again: now nobody else can make one
+            check_free(path, config)  # again, now that no other process can make one
             yield
         except BaseException:
             unused = (*UNUSED, "run.json")
@@ -95,7 +109,7 @@ def claimed(path: Path, config: RunConfig) -> Iterator[None]:
             if {*os.listdir(path)} <= {*unused}:
                 for name in unused:
                     (path / name).unlink(missing_ok=True)
-                with suppress(OSError):  # a parent in which something else is now
+                with suppress(OSError):  # a parent that is no longer empty
                     for folder in made:
                         folder.rmdir()
 
@@ -123,65 +137,106 @@ def check_free(path: Path, config: RunConfig) -> None:
     # A link that leads nowhere does not exist, but no folder can be made in its place.
     if os.path.lexists(path) and not (path.is_dir() and {*os.listdir(path)} <= {*UNUSED}):
         check_unlocked(path, "run", TRAINED)
-        raise ConfigError("run", str(path), *_occupied(path, config))
+        raise _occupied(path, config)
 
 
-def _occupied(path: Path, config: RunConfig) -> tuple[str, str]:
-    """Rule and remedy for a folder that is not free."""
+def _occupied(path: Path, config: RunConfig) -> ConfigError:
+    resume = f"airmoe train --resume {path}"
     try:
-        same = open_run(path).config == config
+        if open_run(path).config == config:
+            rule, remedy = "holds this very run already", f"Go on with it: {resume}"
+        else:
+            rule = "holds a run with another config"
+            remedy = f"Choose another folder with --run, or go on with that run: {resume}"
     except ConfigError:
-        return "must be a new or empty folder", "Choose another with --run."
-    if same:
-        return "holds this very run already", f"Go on with it: airmoe train --resume {path}"
-    return (
-        "holds a run with another config",
-        f"Choose another folder with --run, or go on with that run: airmoe train --resume {path}",
-    )
+        rule, remedy = "must be a new or empty folder", "Choose another with --run."
+    return ConfigError("run", str(path), rule, remedy)
 
 
 def open_run(path: Path) -> RunFolder:
     """Read the folder of an earlier run."""
     file = path / "run.json"
     if not file.is_file():
-        raise ConfigError(
-            "run", str(path), "must be a run folder with a run.json", "Give the folder of a run."
-        )
+        rule = "must be a run folder with a run.json"
+        raise ConfigError("run", str(path), rule, "Give the folder of a run.")
     try:
         values = read_json(file)
-        found = values["format"]
-        config = values["config"]
+        found, config = values["format"], values["config"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            "run", str(file), f"must be JSON with format and config ({error})", "Start a new run."
-        ) from error
+        rule = f"must be JSON with format and config ({error})"
+        raise ConfigError("run", str(file), rule, "Start a new run.") from error
     check_format("run.format", found)
     return RunFolder(path, RunConfig.from_json(config))
 
 
+def write_result(run: RunFolder, peak_memory: float | None) -> None:
+    """Sum up a finished run in one small file, from its log.
+
+    `peak_memory` is None where no step was trained just now: then the earlier result or run.json
+    knows machine and versions.
+    """
+    lines = read_log(run.log)
+    evaluations = [line for line in lines if line["kind"] == "eval"]
+    newest = checkpoints(run.path)[-1]
+    if not evaluations or evaluations[-1]["step"] != step_of(newest):
+        raise ConfigError(
+            "log",
+            str(run.log),
+            f"must have the evaluation of step {step_of(newest)}, the last one",
+            f"Remove {newest} and resume the run: its last steps are done again.",
+        )
+    speeds = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
+    started = read_json(run.path / "run.json")
+    if peak_memory is None:
+        before = read_result(run.result) if run.result.exists() else started
+        conditions = {name: before.get(name) for name in ("peak_memory_gib", "versions", "machine")}
+    else:
+        conditions = {"peak_memory_gib": peak_memory, "versions": versions(), "machine": machine()}
+    best = min(evaluations, key=lambda line: line["loss"])
+    usage = run.path / f"checkpoint-{best['step']}" / USAGE
+    if usage.exists():
+        write_bytes(run.path / USAGE, usage.read_bytes())
+    model = load_json(newest / "config.json")
+    counts = parameter_counts(run.config.model_config(model["vocab_size"], model["eos_token_id"]))
+    write_json(
+        run.result,
+        {
+            "config": run.config.to_json(),
+            "parameters": {"total": counts.total, "active": counts.active},
+            "best": best,
+            "last": evaluations[-1],
+            "test": read_test(run.test) if run.test.exists() else None,
+            "tokens": evaluations[-1]["tokens"],
+            "seconds": evaluations[-1]["seconds"],
+            "tokens_per_second": median(speeds) if speeds else None,
+            **conditions,
+            "git": started["git"],
+            "log": lines,
+        },
+    )
+
+
 def read_result(file: Path) -> dict[str, Any]:
-    """A result.json, with what is read of it."""
+    """A result.json, with the fields that we read."""
     again = f"Remove the file and resume the run: airmoe train --resume {file.parent}"
     values = load_json(file, again)
-    number = (int, float)
-    kinds = {"best": dict, "last": dict, "seconds": number}
-    checked_fields(file, values, kinds | {"tokens_per_second": (*number, type(None))}, again)
-    best = {"loss": number, "perplexity": number}
+    kinds = {"best": dict, "last": dict, "seconds": NUMBER}
+    checked_fields(file, values, kinds | {"tokens_per_second": (*NUMBER, type(None))}, again)
+    best = {"loss": NUMBER, "perplexity": NUMBER}
     checked_fields(file, values["best"], best, again, "best")
     checked_fields(file, values["last"], {"step": int}, again, "last")
     return values
 
 
 def read_test(file: Path) -> dict[str, Any]:
-    """A test.json, with what is read of it."""
+    """A test.json, with the fields that we read."""
     again = "Remove the file and resume the run: the test split is measured again."
-    number = (int, float)
-    kinds = {"step": int, "tokens": int, "loss": number, "perplexity": number}
+    kinds = {"step": int, "tokens": int, "loss": NUMBER, "perplexity": NUMBER}
     return checked_fields(file, load_json(file, again), kinds, again)
 
 
 def data_sha256(prepared: Prepared) -> str:
-    """One number for the tokens of a run, whatever the text's folders and files are called."""
+    """One hash of a run's tokens, whatever the text's folders and files are called."""
     manifest = prepared.manifest
     shards = {
         name: [shard.sha256 for shard in split.shards] for name, split in manifest.splits.items()
@@ -205,15 +260,15 @@ def check_same_data(run: RunFolder, prepared: Prepared) -> None:
             f"must hold the text with which {run.path} began",
             "Put that back, or start a new run.",
         )
-    # What its result will repeat.
-    checked_fields(file, values, {"versions": dict, "git": dict, "machine": dict}, PUT_BACK)
+    # Copied into the result at the end.
+    kinds = {"versions": dict, "git": dict, "machine": dict}
+    checked_fields(file, values, kinds, "Put the file back as it was, or start a new run.")
 
 
 def versions() -> dict[str, str]:
     """Python and the packages that decide what a run computes."""
-    # torch with its build, which metadata may lack.
     found = {"airmoe": __version__, "python": platform.python_version()}
-    found["torch"] = str(torch.__version__)
+    found["torch"] = str(torch.__version__)  # with its build, which metadata may lack
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
@@ -225,7 +280,7 @@ def versions() -> dict[str, str]:
 def git_state() -> dict[str, Any]:
     """Commit of the code that runs, and whether it was changed since; None outside a checkout.
 
-    AIRMOE_COMMIT, where it is set, names the commit of a copy that lies in another repository.
+    The environment variable AIRMOE_COMMIT names the commit of a copy without its own repository.
     """
     if told := os.environ.get("AIRMOE_COMMIT"):
         return {"commit": told, "changed": None}
@@ -253,3 +308,11 @@ def machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         return {"device": torch.cuda.get_device_name(), "count": torch.cuda.device_count()}
     return {"device": platform.processor() or platform.machine(), "count": torch.get_num_threads()}
+
+
+def peak_memory() -> float:
+    """GiB: of the GPU's allocator where there is one, else of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used * (1 if os.uname().sysname == "Darwin" else 1024) / 2**30

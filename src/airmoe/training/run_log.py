@@ -1,4 +1,4 @@
-"""A run's log: timed and written, read, and put back to the moment of a checkpoint."""
+"""A run's log.jsonl: timed, written, read, and restored from a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from airmoe.files import parse_json, write_bytes
 from airmoe.training.checkpoints import LOG
 
 Line = dict[str, Any]
-TIME_FIELDS = ("seconds", "training_seconds", "tokens_per_second")  # all that a repeat may change
-# Of a process that compiles or captures: the first is watched, then compilers and graphs start.
-STARTING_STEPS = 8
+TIME_FIELDS = ("seconds", "training_seconds", "tokens_per_second")  # the rest repeats exactly
+STARTING_STEPS = 8  # of a process that compiles or captures graphs: they are not timed
 
 
 class Clock:
-    """How long a run has taken so far, with all its parts: as a whole, and its steps alone.
+    """How long a run has taken, resumed parts included: as a whole, and its steps alone.
 
-    Steps in which compilers and graphs start count for the whole only: they are no method's time,
-    and differ from one process to the next.
+    The first `starting_steps`, in which compilers and graphs start, count for the whole only: that
+    time says nothing about a method, and differs from one process to the next.
     """
 
     def __init__(self, *, starting_steps: int = 0) -> None:
@@ -46,7 +45,7 @@ class Clock:
 
     @contextmanager
     def step(self, *, then_wait: bool) -> Iterator[None]:
-        """A training step; `then_wait` for the GPU, before it does something that is none."""
+        """Times a training step; `then_wait` for the GPU, before it does something else."""
         started = time.monotonic()
         yield
         if torch.cuda.is_available() and (then_wait or self._starting == 1):
@@ -59,7 +58,7 @@ class Clock:
         self._new_seconds, self._new_steps = self._new_seconds + took, self._new_steps + 1
 
     def steps_per_second(self) -> float | None:
-        """Of the steps since the last call; None if there were none to be counted."""
+        """Of the timed steps since the last call; None if there were none."""
         steps, seconds = self._new_steps, self._new_seconds
         self._new_seconds, self._new_steps = 0.0, 0
         return steps / seconds if seconds > 0 else None
@@ -115,32 +114,30 @@ def read_log(path: Path) -> list[Line]:
 
 
 def parsed(text: bytes) -> Line | None:
-    """A line of a log; None for what is none."""
+    """A line of a log, or None if it is not one."""
     try:
         line = parse_json(text)
     except ValueError:
         return None
     if not isinstance(line, dict) or line.get("kind") not in ("train", "eval"):
         return None
-    counts, numbers = ("step", "tokens"), ["loss", "seconds"]
+    needed = {"step", "tokens", "loss", "seconds"}
     if line["kind"] == "eval":
-        numbers.append("perplexity")
-    is_line = (
-        all(type(line.get(name)) is int for name in counts)
-        and all(type(line.get(name)) in (int, float) for name in numbers)
-        and all(
-            value is None or type(value) in (int, float)
-            for name, value in line.items()
-            if name != "kind"
-        )
-    )
-    return line if is_line else None
+        needed.add("perplexity")
+    for name, value in line.items():
+        if name in ("step", "tokens"):
+            right = type(value) is int
+        else:
+            right = type(value) in (int, float) or (value is None and name not in needed)
+        if name != "kind" and not right:
+            return None
+    return line if needed <= line.keys() else None
 
 
 def check_never_saved(log: Path, first_checkpoint: int) -> None:
-    """Raise if a run without checkpoints had one: its log goes on after the first was due.
+    """Raise if a run without checkpoints once had one: its log goes on after the first was due.
 
-    Before that only a signal makes one. Should that be gone, the same few steps are done again.
+    A checkpoint that a signal made before that is not missed: the same few steps are done again.
     """
     reached = max((line["step"] for line in read_log(log)), default=0)
     if reached > first_checkpoint:
@@ -156,7 +153,7 @@ def check_never_saved(log: Path, first_checkpoint: int) -> None:
 def put_back(log: Path, checkpoint: Path | None) -> str | None:
     """Replace a log by the copy in its checkpoint, or empty it where there is none.
 
-    So that no damage to the log since then gets into the result. A sentence, if there was any.
+    Returns a sentence if the log was damaged or edited since.
     """
     found = log.read_bytes() if log.is_file() else b""
     copy = b"" if checkpoint is None else (checkpoint / LOG).read_bytes()

@@ -1,8 +1,9 @@
-"""What a run needs to go on besides its weights, as plain tensors: optimizer and random states."""
+"""Weights, optimizer and random states: as plain tensors out of a run, and back into one."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,10 +13,44 @@ from torch.optim import Optimizer
 
 from airmoe.distributed import full_tensor
 from airmoe.errors import ConfigError
+from airmoe.training.checkpoints import OPTIMIZER, USE_THE_ONE_BEFORE, load_tensors, refused
 
-OPTIMIZER = "optimizer.safetensors"
 STEP = "step"
 ENTRIES = ("exp_avg", "exp_avg_sq", STEP)
+
+
+def load_model(checkpoint: Path, model: nn.Module) -> None:
+    """Weights and routing state of a checkpoint into a model of the same shape, sharded or not."""
+    saved, own = load_tensors(checkpoint / "model.safetensors"), model.state_dict()
+    for name, tensor in saved.items():
+        if name in own and own[name].dtype != tensor.dtype:
+            raise _other_model(checkpoint, f"{name} is of {tensor.dtype}, not {own[name].dtype}")
+    try:
+        placed = {name: _sharded_like(own.get(name), tensor) for name, tensor in saved.items()}
+        result = model.load_state_dict(placed, strict=False)
+    except RuntimeError as error:  # shapes differ
+        raise _other_model(checkpoint, str(error).splitlines()[-1].strip()) from error
+    is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if is_tied else set()
+    if missing := sorted(set(result.missing_keys) - tied):
+        raise _other_model(checkpoint, f"it lacks {missing[0]}")
+    if result.unexpected_keys:
+        raise _other_model(checkpoint, f"the model has no {result.unexpected_keys[0]}")
+
+
+def _other_model(checkpoint: Path, difference: str) -> ConfigError:
+    return refused(
+        checkpoint,
+        f"must be of the same model as the run's config ({difference})",
+        "The folder was changed or mixed with another run: start a new one.",
+    )
+
+
+def _sharded_like(own: Tensor | None, tensor: Tensor) -> Tensor:
+    """Cut into shards where the model's own is, because whole tensors cannot be copied there."""
+    if not isinstance(own, DTensor) or own.shape != tensor.shape:
+        return tensor
+    return distribute_tensor(tensor.to(own.device), own.device_mesh, own.placements)
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -38,59 +73,39 @@ def load_optimizer_state(
     if may_be_new and not entries:
         return
     optimized = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    parameters = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if id(parameter) in optimized
-    }
-    wanted = {
-        f"{name}/{key}": _shape_and_dtype(key, parameter)
-        for name, parameter in parameters.items()
-        for key in ENTRIES
-    }
-    for path in sorted(wanted.keys() | entries.keys()):
-        _check(path, entries.get(path), wanted.get(path))
+    named = model.named_parameters()
+    parameters = {name: parameter for name, parameter in named if id(parameter) in optimized}
+    wanted = {}  # name of an entry -> its shape and dtype
     for name, parameter in parameters.items():
+        for key in ENTRIES:
+            moment = parameter.shape, parameter.dtype
+            wanted[f"{name}/{key}"] = (torch.Size(), torch.float32) if key == STEP else moment
+    for name in sorted(wanted.keys() | entries.keys()):
+        _check_entry(name, entries.get(name), wanted.get(name))
+    for name, parameter in parameters.items():
+        # Copies, because a loaded tensor shares its file's memory. Fused AdamW wants the step on
+        # the device too.
+        found = {key: entries[f"{name}/{key}"].to(parameter.device) for key in ENTRIES}
         optimizer.state[parameter] = {
-            key: _placed(key, entries[f"{name}/{key}"], parameter) for key in ENTRIES
+            key: _sharded_like(parameter, value).clone() for key, value in found.items()
         }
 
 
-def _shape_and_dtype(key: str, parameter: Tensor) -> tuple[torch.Size, torch.dtype]:
-    """What an entry must be: a number for the step, for moments what the parameter is."""
-    return (torch.Size(), torch.float32) if key == STEP else (parameter.shape, parameter.dtype)
-
-
-def _check(path: str, value: Tensor | None, wanted: tuple[torch.Size, torch.dtype] | None) -> None:
+def _check_entry(
+    name: str, value: Tensor | None, wanted: tuple[torch.Size, torch.dtype] | None
+) -> None:
     if value is None:
-        raise _refused(path, "lacks it")
-    if wanted is None:
-        raise _refused(path, "has it, but this model's AdamW does not")
-    shape, dtype = wanted
-    if (value.shape, value.dtype) != wanted:
-        raise _refused(
-            path,
-            f"has it as {list(value.shape)} of {value.dtype}, and it must be {list(shape)} of "
-            f"{dtype}",
-        )
-
-
-def _refused(path: str, difference: str) -> ConfigError:
-    return ConfigError(
-        "checkpoint",
-        path,
-        f"must be in {OPTIMIZER} as the model needs it: the file {difference}",
-        "Remove this checkpoint folder and resume from the one before.",
-    )
-
-
-def _placed(key: str, value: Tensor, parameter: Tensor) -> Tensor:
-    if key == STEP:  # fused AdamW keeps it on the device
-        return value.to(parameter.device) if parameter.is_cuda else value.clone()
-    if isinstance(parameter, DTensor):
-        value = value.to(parameter.device)
-        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
-    return value.to(device=parameter.device).clone()
+        difference = "lacks it"
+    elif wanted is None:
+        difference = "has it, but this model's AdamW does not"
+    elif (value.shape, value.dtype) != wanted:
+        shape, dtype = wanted
+        has = f"{list(value.shape)} of {value.dtype}"
+        difference = f"has it as {has}, and it must be {list(shape)} of {dtype}"
+    else:
+        return
+    rule = f"must be in {OPTIMIZER} as the model needs it: the file {difference}"
+    raise ConfigError("checkpoint", name, rule, USE_THE_ONE_BEFORE)
 
 
 def random_state() -> dict[str, Tensor]:

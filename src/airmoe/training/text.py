@@ -27,7 +27,7 @@ from airmoe.training.config import DataOptions, RunConfig, TrainingOptions
 
 
 def data_folder(data: DataOptions) -> Path:
-    """Where the prepared tokens of these options lie."""
+    """Where the prepared tokens of these options are."""
     if data.folder is not None:
         return Path(data.folder)
     corpus = Path(data.corpus).name if "/" in data.corpus else data.corpus
@@ -38,9 +38,9 @@ def data_folder(data: DataOptions) -> Path:
 def prepared_data(
     data: DataOptions, report: Callable[[PrepareProgress], None] | None = None
 ) -> Prepared:
-    """The tokens of a run, every shard verified; made now if they do not exist yet.
+    """The tokens of a run, every shard verified; prepared now if they do not exist yet.
 
-    A folder that was named is taken for what it is; only its tokenizer must be the one asked for.
+    A folder given by name is taken as it is; only its tokenizer must be the one asked for.
     """
     folder = data_folder(data)
     if data.folder is None or not folder.exists():
@@ -81,7 +81,7 @@ def blocks_of(config: RunConfig, prepared: Prepared) -> tuple[BlockDataset, Any]
 
 
 def check_blocks(num_blocks: int, batch_size: int, block_size: int) -> None:
-    """Training needs one optimizer step's worth of text at least."""
+    """Raise unless there is text for one optimizer step."""
     if num_blocks < batch_size:
         raise ConfigError(
             "training.batch_size",
@@ -93,16 +93,16 @@ def check_blocks(num_blocks: int, batch_size: int, block_size: int) -> None:
 
 @lru_cache(maxsize=1)
 def epoch_order(num_blocks: int, batch_size: int, seed: int, epoch: int) -> list[int]:
-    """The blocks of one epoch in their order: a new shuffle, cut to whole optimizer steps."""
+    """The blocks of one epoch in their order: shuffled anew, cut to whole optimizer steps."""
     random = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     used = num_blocks // batch_size * batch_size
     return torch.randperm(num_blocks, generator=random)[:used].tolist()
 
 
 class MicroBatches:
-    """The micro-batches of every step, in an order that depends on the seed and nothing else.
+    """The micro-batches of every step; their order depends on seed and step alone.
 
-    Resuming therefore needs no saved state, and any number of processes shares out the same order.
+    So resuming needs no saved state, and any number of processes shares the same order.
     """
 
     def __init__(self, blocks: BlockDataset, options: TrainingOptions, device: torch.device):
@@ -128,7 +128,7 @@ class MicroBatches:
             }
 
     def _to_device(self, tensor: Tensor) -> Tensor:
-        """Without waiting: a copy that blocks makes the host wait for the GPU, then the reverse."""
+        """Without waiting for the GPU, which would later wait for us."""
         if self._device.type == "cuda":
-            tensor = tensor.pin_memory()  # else the copy blocks all the same
+            tensor = tensor.pin_memory()  # or the copy would block all the same
         return tensor.to(self._device, non_blocking=True)

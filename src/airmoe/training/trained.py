@@ -22,7 +22,7 @@ Which = Literal["best", "last"]
 
 @dataclass(frozen=True)
 class Trained:
-    """What is needed to use a run's model."""
+    """A run's model with its tokenizer."""
 
     run: RunFolder
     checkpoint: Path
@@ -82,7 +82,7 @@ def generate_text(
     check_number("generate.seed", seed, below=2**63)
     check_number("generate.temperature", temperature)
     check_number("generate.nucleus", nucleus, strict=True, below=1.0 + 1e-9)
-    # Where nothing stands before a document, it begins after the end of another.
+    # In training a document follows the end of another, or what the tokenizer puts in front.
     ids = tokenizer.encode_start(prompt) or [tokenizer.identity.eos_id]
     longest = model.config.max_position_embeddings
     if len(ids) + max_new_tokens > longest:
@@ -93,7 +93,7 @@ def generate_text(
             "Shorten the prompt or the answer.",
         )
     torch.manual_seed(seed)
-    # A vocabulary may be larger than the tokenizer's; what is over stands for no text.
+    # A vocabulary may be larger than the tokenizer's; the ids beyond it mean nothing.
     unused = list(range(tokenizer.identity.vocab_size, model.config.vocab_size))
     sampling = {"do_sample": True, "temperature": temperature, "top_p": nucleus, "top_k": 0}
     answer = model.eval().generate(

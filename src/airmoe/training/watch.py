@@ -1,4 +1,4 @@
-"""Watching a model's routers through forward hooks: usage, and a sample against exact routing."""
+"""Measures a model's routers through forward hooks: usage, and a sample against exact routing."""
 
 from __future__ import annotations
 
@@ -18,17 +18,14 @@ from airmoe.moe.replay import inside_backward
 from airmoe.routers import AirRouter, PeerRouter, Router, Routing
 
 
-def looking() -> Any:
-    """A block whose forwards are watched: compiled layers run as they are written.
-
-    Hooks come and go, and a compiler would compile once more for each of them.
-    """
+def uncompiled() -> Any:
+    """A block in which compiled layers run as plain Python, or every new hook would recompile."""
     return torch.compiler.set_stance("force_eager")
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """Some tokens of a batch; where experts choose, all of them, because they vie."""
+    """Some tokens of a batch; where experts choose tokens, all, because tokens compete."""
 
     hidden: Tensor  # [n, D]
     valid: Tensor  # [n]
@@ -36,25 +33,23 @@ class _Sample:
 
 
 class RoutingWatch:
-    """Counts what the routers of a model do while it is switched on.
+    """Counts what the routers of a model do while it is on.
 
-    It costs a count per forward, and per `numbers` one exact routing of the sampled tokens.
+    Costs a count per forward, and one exact routing of the sampled tokens per call of `numbers`.
     """
 
     def __init__(self, model: nn.Module, sample_tokens: int) -> None:
         self._sample_tokens = sample_tokens
-        routers = {
-            name: module for name, module in model.named_modules() if isinstance(module, Router)
-        }
-        self._layers = [layer_of(name) for name in routers]
-        self._routers = list(routers.values())
+        found = [(name, one) for name, one in model.named_modules() if isinstance(one, Router)]
+        self._layers = [layer_of(name) for name, _ in found]
+        self._routers = [router for _, router in found]
         self._samples: dict[int, _Sample] = {}  # by router
         self._meters: list[RoutingMeter] = []
         self._hooks: list[Any] = []
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Watch the forwards of a block, starting from nothing."""
+        """Watch the forwards of a block, counting from zero."""
         self.start()
         try:
             yield
@@ -83,7 +78,7 @@ class RoutingWatch:
     def _hook(self, place: int) -> Any:
         def after_forward(router: nn.Module, inputs: tuple[Any, ...], routing: Routing) -> None:
             if inside_backward():
-                return  # activation checkpointing runs a forward again: counted already
+                return  # activation checkpointing runs the forward again
             self._meters[place].update(routing)
             if place not in self._samples:
                 stride = max(1, routing.num_tokens // self._sample_tokens)
@@ -95,9 +90,9 @@ class RoutingWatch:
         return after_forward
 
     def numbers(self) -> dict[str, float]:
-        """Means over the MoE layers; every rank must call it. What a router has not is left out.
+        """Means over the MoE layers, without what a router lacks; every rank must call it.
 
-        Ends the watching, because comparing the sample routes it once more.
+        Stops the watch, because comparing the sample with exact routing routes it once more.
         """
         self.stop()
         found: list[dict[str, float | None]] = []
@@ -139,7 +134,7 @@ def layer_of(name: str) -> str:
 
 
 def _no_tokens(router: Router) -> _Sample:
-    """The sample of a rank that saw no batch: it must still help to gather sharded parameters."""
+    """For a rank that saw no batch: it must still take part in gathering sharded parameters."""
     device = router.micro_batches.device
     nothing = torch.zeros(1, router.config.dim, device=device)
     return _Sample(nothing, torch.zeros(1, device=device).bool(), ALL)
@@ -152,7 +147,7 @@ def _staleness(router: Router) -> float | None:
 
 
 def _unlisted(router: Router) -> float | None:
-    """Of the lists that the watched forwards used."""
+    """Share of experts on no shortlist that the watched forwards used."""
     if not isinstance(router, AirRouter) or (router.training and router.built_at is None):
         return None
     lists = router.training_lists if router.training else router.evaluation_lists
@@ -161,10 +156,5 @@ def _unlisted(router: Router) -> float | None:
 
 def _means(found: list[dict[str, float | None]]) -> dict[str, float]:
     names = found[0] if found else {}
-    means = {}
-    for name in names:
-        values = [numbers[name] for numbers in found]
-        known = [value for value in values if value is not None]
-        if known:
-            means[name] = fmean(known)
-    return means
+    known = {name: [one for row in found if (one := row[name]) is not None] for name in names}
+    return {name: fmean(values) for name, values in known.items() if values}
