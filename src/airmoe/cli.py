@@ -59,7 +59,7 @@ def before(
 ) -> None:
     context.obj = tuple(modules or ())
     if context.obj:
-        from airmoe.routers.registry import import_modules
+        from airmoe.routers import import_modules
 
         import_modules(context.obj)
 

@@ -87,24 +87,20 @@ def _balance(
 
 def _per_token(tokens_everywhere: Tensor, total_tokens: Tensor | int | None) -> Tensor | float:
     """What one valid token of this rank weighs: ranks / tokens, read by no host."""
-    # A window without valid tokens sums nothing, so any divisor will do: no 0/0.
+    # Without valid tokens nothing is summed, so any divisor will do: no 0/0. In float32, because a
+    # quotient of whole numbers would take torch's default dtype.
     if total_tokens is None:
-        return world_size() / _in_float(tokens_everywhere).clamp(min=1)
+        return world_size() / tokens_everywhere.float().clamp(min=1)
     if isinstance(total_tokens, Tensor):
         if total_tokens.numel() != 1:
             raise ValueError(
                 f"total_tokens: got shape {tuple(total_tokens.shape)}, must be one number, the "
                 "valid tokens of the whole window. Sum it first."
             )
-        return world_size() / _in_float(total_tokens.detach()).reshape(()).clamp(min=1)
+        return world_size() / total_tokens.detach().float().reshape(()).clamp(min=1)
     if isinstance(total_tokens, bool) or not isinstance(total_tokens, int) or total_tokens < 0:
         raise ValueError(
             f"total_tokens: got {total_tokens!r}, must be a whole number >= 0. Give the valid "
             "tokens of the accumulation window over all ranks, or None."
         )
     return world_size() / max(total_tokens, 1)
-
-
-def _in_float(count: Tensor) -> Tensor:
-    """float32 or wider: a quotient of whole numbers would take torch's default dtype."""
-    return count.to(torch.promote_types(count.dtype, torch.float32))

@@ -15,9 +15,8 @@ from airmoe.kernels.cell_gates import CellGates, cell_gates
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import Cells, make_cells
 from airmoe.kernels.noise import Noise, Stage, make_noise
-from airmoe.routers.gating import ScoredCells, expert_choice
-from airmoe.routers.routing import CellRouting
-from airmoe.routers.tokens import Tokens
+from airmoe.routers.expert_choice import expert_choice_gates
+from airmoe.routers.routing import CellRouting, ScoredCells, Tokens
 from tests.kernels.comparison import (
     DEVICE,
     DTYPES,
@@ -167,7 +166,7 @@ def test_choice_is_the_definitions() -> None:
         found = taken_by_experts(**inputs, cells=cells, valid=valid, capacity=case.capacity).gates
     with use_backend("reference"):
         scored = defined(**inputs, cells=cells, valid=valid)
-        wanted = expert_choice(scored, torch.tensor(case.capacity, device=DEVICE))
+        wanted = expert_choice_gates(scored, torch.tensor(case.capacity, device=DEVICE))
     assert torch.equal(found > 0, wanted > 0)
     torch.testing.assert_close(found, wanted)
 
@@ -242,7 +241,7 @@ def test_router_takes_this_way(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("sorted all candidates")
 
-    monkeypatch.setattr("airmoe.routers.air.expert_choice", never)
+    monkeypatch.setattr("airmoe.routers.air.expert_choice_gates", never)
     with use_backend("triton"):
         found = router(hidden, mask)
         counts = found.expert_counts

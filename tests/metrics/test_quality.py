@@ -346,7 +346,7 @@ def everything(router: AirRouter) -> dict[str, Any]:
     found["experts"] = router.training_lists.experts.clone()
     found["norms"] = router.training_lists.inverse_norms.clone()
     found["flags"] = [module.training for module in router.modules()]
-    found["age"] = router.training_lists.age
+    found["key"] = router.training_lists.key
     return found
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import airmoe
 from airmoe import AirRouter, ConfigError, GranularExperts, MoELayer, shortlist_balance_loss
-from airmoe.routers.tokens import read_tokens
+from airmoe.routers.routing import read_tokens
 
 DIM, EXPERTS = 8, 64
 

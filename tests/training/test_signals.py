@@ -136,7 +136,7 @@ def test_shortlists_that_live_several_steps(step: int, tmp_path: Path) -> None:
     assert in_process(stopped) == 0
     last = checkpoints(tmp_path / "run")[-1]
     saved = load_file(last / "model.safetensors")
-    (age,) = (tensor for name, tensor in saved.items() if name.endswith("saved_age"))
+    (age,) = (tensor for name, tensor in saved.items() if name.endswith("training_lists.age"))
     assert (step_of(last), int(age)) == (step, step - 3)
     assert in_process(lambda: resume_here(tmp_path / "run")) == 0
     assert_same_run(tmp_path / "run", tmp_path / "reference")

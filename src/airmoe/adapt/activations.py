@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from airmoe.adapt.fitting import CalibratedLayer, sum_over_ranks
 from airmoe.distributed import all_reduce_sum, is_distributed
 from airmoe.errors import ConfigError
-from airmoe.routers.tokens import read_tokens
+from airmoe.routers.routing import read_tokens
 
 Batch = Tensor | Mapping[str, Any]
 HELD_OUT = 4  # one batch of so many is kept for measuring

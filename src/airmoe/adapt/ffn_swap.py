@@ -15,8 +15,7 @@ from airmoe.errors import ConfigError
 from airmoe.kernels.expert_tables import Activation
 from airmoe.moe import GranularExperts, MoELayer, MoEOutput
 from airmoe.moe.layer import PostNorm
-from airmoe.routers import ROUTERS, ExpertChoiceRouter, RouterConfig
-from airmoe.routers.registry import ADD_YOURS
+from airmoe.routers import ADD_YOURS, ROUTERS, ExpertChoiceRouter, RouterConfig
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

@@ -20,7 +20,7 @@ from airmoe.kernels.cells import make_cells
 from airmoe.routers.base import run_eagerly
 from airmoe.routers.codebook import Codebook
 from airmoe.routers.lists import TensorIdentity
-from airmoe.routers.tokens import read_tokens
+from airmoe.routers.routing import read_tokens
 
 # What a swapped router has beyond the stock module.
 ADDED = ("codebook", "shortlist_size", "scores_everything", "_warning", "_cached")

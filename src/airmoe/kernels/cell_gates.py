@@ -1,6 +1,6 @@
 """Gates of cells in one go: fine scores, the K best, their softmax (Alg. 1, line 10; Eq. 2).
 
-The definition is `cell_scores` followed by `top_k_gates`, or by `routers.gating.expert_choice`;
+The definition is `cell_scores` followed by `top_k_gates`, or by the routers' `expert_choice_gates`;
 here scores are not kept unless the products are float32. For one row per token, on Triton only: on
 a CPU the two steps are the faster way.
 """

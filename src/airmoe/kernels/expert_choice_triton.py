@@ -5,8 +5,8 @@
     bounds   an expert's last key that is taken, found bit by bit, counting the keys that reach it
     gates    probabilities of the pairs that reach their expert's bound
 
-`routers.gating.expert_choice` is the definition. An expert's candidates lie in many cells, so all
-scores [N, M] and as many 64-bit keys exist at a time: 1.5 GiB for 65,536 tokens and M = 2048.
+`expert_choice_gates` of the routers is the definition. An expert's candidates lie in many cells, so
+all scores [N, M] and as many 64-bit keys exist at a time: 1.5 GiB for 65,536 tokens and M = 2048.
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none

@@ -24,6 +24,7 @@ from airmoe.files import read_json
 from airmoe.kernels.expert_tables import Activation
 from airmoe.moe.layer import PostNorm
 from airmoe.routers import (
+    ADD_YOURS,
     ROUTERS,
     CellRouting,
     ExpertRouting,
@@ -31,7 +32,6 @@ from airmoe.routers import (
     Routing,
     TokenRouting,
 )
-from airmoe.routers.registry import ADD_YOURS
 
 ExpertsKind = Literal["granular", "coarse"]
 MOST_LAYERS = 10_000

@@ -14,8 +14,7 @@ from typing import Any
 from airmoe.config import did_you_mean
 from airmoe.errors import ConfigError
 from airmoe.model.configuration import AirMoeConfig
-from airmoe.routers import ROUTERS, AirRouter
-from airmoe.routers.registry import ADD_YOURS
+from airmoe.routers import ADD_YOURS, ROUTERS, AirRouter
 
 METHODS = ("air", "exact", "peer", "hierarchical", "expert_choice", "coarse", "dense")
 PEER_HEADS = 8  # the paper's P

@@ -61,63 +61,52 @@ class _Experts(nn.Module):
 
     def forward(self, hidden: Tensor, routing: Routing) -> Tensor:
         """hidden [T, D], routing of the same tokens -> [T, D]."""
-        if torch.compiler.is_compiling() and not use_triton(hidden, self.gate, self.up, self.down):
+        triton = use_triton(hidden, self.gate, self.up, self.down)
+        if torch.compiler.is_compiling() and not triton:
             return self._forward_eagerly(hidden, routing)
-        return self._forward(hidden, routing)
-
-    def _forward(self, hidden: Tensor, routing: Routing) -> Tensor:
         self._check(hidden, routing)
         hidden, tables = self._operands(hidden)
         if isinstance(routing, CellRouting):
-            if self._few(hidden, routing):
-                return self._by_list(hidden, tables, routing)
-            counts = self._counts(hidden, routing)
-            return cell_experts(hidden, tables, routing.gates, routing.cells, counts=counts)
+            return self._by_cell(hidden, tables, routing, triton)
         if isinstance(routing, ExpertRouting):
             return self._by_expert(hidden, tables, routing)
         assert isinstance(routing, TokenRouting)
         return self._by_token(hidden, tables, routing)
 
-    _forward_eagerly = run_eagerly(_forward)
-
-    def _counts(self, hidden: Tensor, routing: CellRouting) -> Tensor | None:
-        """Who was chosen at all, where that spares the backward something."""
-        wanted = torch.is_grad_enabled() and routing.cells.small and self.expert_size == 1
-        if not wanted or not use_triton(hidden, self.gate, self.up, self.down):
-            return None
-        return routing.entry_counts()
-
-    def _few(self, hidden: Tensor, routing: CellRouting) -> bool:
-        """True when decoding: so few tokens that fetching the K chosen beats products over M."""
-        return (
-            0 < hidden.shape[0] <= SMALL_BATCH
-            and routing.rows_per_token == 1
-            and routing.max_per_token is not None
-            and not torch.is_grad_enabled()
-            and use_triton(hidden, self.gate, self.up, self.down)
-        )
-
-    def _by_list(self, hidden: Tensor, tables: ExpertTables, routing: CellRouting) -> Tensor:
-        from airmoe.kernels.token_experts_triton import compact_gates_op
-
-        cells, count = routing.cells, routing.max_per_token
-        assert count is not None
-        expert_ids, weights = compact_gates_op(
-            routing.gates, cells.pools, cells.cell_of_row(), cells.token_ids, count
-        )
-        return token_experts(hidden, tables, weights, expert_ids)
+    _forward_eagerly = run_eagerly(forward)
 
     def _operands(self, hidden: Tensor) -> tuple[Tensor, ExpertTables]:
-        """Hidden states and the experts, in autocast's dtype where it is on."""
-        weights = [self.gate, self.up, self.down]
+        """Hidden states and the experts' neurons, in autocast's dtype where it is on."""
+        gate = None if self.gate is None else self.gate.reshape(-1, self.dim)
+        up, down = self.up.reshape(-1, self.dim), self.down.reshape(-1, self.dim)
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-            hidden = hidden.to(dtype)
-            weights = [None if weight is None else weight.to(dtype) for weight in weights]
-        gate, up, down = (None if w is None else w.reshape(-1, self.dim) for w in weights)
-        assert up is not None and down is not None
+            hidden, up, down = hidden.to(dtype), up.to(dtype), down.to(dtype)
+            gate = None if gate is None else gate.to(dtype)
         return hidden, ExpertTables(gate, up, down, self.activation, self.expert_size)
+
+    def _by_cell(
+        self, hidden: Tensor, tables: ExpertTables, routing: CellRouting, triton: bool
+    ) -> Tensor:
+        cells, top_k, counts = routing.cells, routing.max_per_token, None
+        if triton and torch.is_grad_enabled():
+            if cells.small and self.expert_size == 1:  # spares the backward who was not chosen
+                counts = routing.entry_counts()
+        elif (
+            triton
+            and top_k is not None
+            and cells.rows_per_token == 1
+            and 0 < hidden.shape[0] <= SMALL_BATCH
+        ):
+            # Decoding: with so few tokens fetching the K chosen beats products over M.
+            from airmoe.kernels.token_experts_triton import compact_gates_op
+
+            expert_ids, weights = compact_gates_op(
+                routing.gates, cells.pools, cells.cell_of_row(), cells.token_ids, top_k
+            )
+            return token_experts(hidden, tables, weights, expert_ids)
+        return cell_experts(hidden, tables, routing.gates, cells, counts=counts)
 
     def _by_token(self, hidden: Tensor, tables: ExpertTables, routing: TokenRouting) -> Tensor:
         return token_experts(hidden, tables, routing.weights, routing.expert_ids)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -17,8 +18,7 @@ from airmoe.moe.replay import PlanLog, inside_backward, run_once
 from airmoe.routers.base import Plan, Router, RouterConfig, run_eagerly
 from airmoe.routers.codebook import Codebook
 from airmoe.routers.planning import draw_ticket, new_handle, traced_plan
-from airmoe.routers.routing import Routing
-from airmoe.routers.tokens import Tokens
+from airmoe.routers.routing import Routing, Tokens
 
 PostNorm = Literal["layernorm", "none"]
 FROZEN = (
@@ -117,17 +117,20 @@ class MoELayer(nn.Module):
         `learn` the router does not observe the tokens even in training, as when a model that is
         being trained writes one token at a time: a codebook would soon know nothing else.
         """
-        if torch.compiler.is_compiling() and not self.compiles(x):
-            return self._forward_eagerly(x, mask, learn)
-        return self._forward(x, mask, learn)
-
-    def compiles(self, x: Tensor) -> bool:
-        """True where a compiler takes in the layer as a whole, else it is a break in the graph."""
-        return self.router.compiles(x) and use_triton(x, *self.experts._parameters.values())
-
-    def _forward(self, x: Tensor, mask: Tensor | None, learn: bool) -> MoEOutput:
-        hidden, flat_mask = self._flatten(x, mask)
-        tokens, routing = self._route(hidden, flat_mask, learn)
+        compiling, router, plan = torch.compiler.is_compiling(), self.router, None
+        if compiling and not self.compiles(x):
+            return self._forward_eagerly(x, mask, learn=learn)
+        hidden, mask = _flatten(x, mask)
+        # A forward of training may be recomputed, and the router learns from its tokens.
+        training = self.training and router.training
+        if compiling:
+            valid, plan = traced_plan(self, router, hidden, mask, training=training, learn=learn)
+            tokens = replace(router.read(hidden, valid), mask=mask)
+        else:
+            tokens = router.read(hidden, mask)
+            if training:
+                plan = self.make_plan(tokens.detach(), draw_ticket(), learn)
+        routing = router(hidden, mask, plan, tokens)
         output = self.experts(tokens.hidden, routing)
         if self.post_norm is not None:
             output = self.post_norm(output)
@@ -135,94 +138,71 @@ class MoELayer(nn.Module):
         output = output.masked_fill(tokens.bad.unsqueeze(-1), torch.nan)
         return MoEOutput(output.reshape(x.shape).to(x.dtype), routing)
 
-    _forward_eagerly = run_eagerly(_forward)
+    _forward_eagerly = run_eagerly(forward_with_routing)
 
-    def _flatten(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if x.ndim < 2:
-            raise ConfigError(
-                "MoELayer.x", tuple(x.shape), "must have shape [batch, length, dim]", "Add a batch."
-            )
-        hidden = x.reshape(-1, x.shape[-1])
-        if mask is None:
-            return hidden, None
-        if not isinstance(mask, Tensor):
-            raise ConfigError(
-                "MoELayer.mask",
-                type(mask).__qualname__,
-                "must be a tensor",
-                "Pass torch.tensor(mask), on the device of x.",
-            )
-        if mask.shape != x.shape[:-1]:
-            raise ConfigError(
-                "MoELayer.mask",
-                tuple(mask.shape),
-                f"must have shape {tuple(x.shape[:-1])}, one entry per token",
-                "Pass the attention mask of this batch.",
-            )
-        if mask.is_floating_point() or mask.is_complex():
-            raise ConfigError(
-                "MoELayer.mask",
-                mask.dtype,
-                "must be bool or 0/1 integers; an additive mask means the opposite",
-                "Pass the mask in which 1 stands for a real token.",
-            )
-        return hidden, mask.reshape(-1) != 0
-
-    @property
-    def in_training(self) -> bool:
-        """Whether a forward is one of training: it may be recomputed, and the router learns."""
-        return self.training and self.router.training
-
-    def _route(self, hidden: Tensor, mask: Tensor | None, learn: bool) -> tuple[Tokens, Routing]:
-        """Observe and plan a new micro-batch, or find the plan of a recomputed one, and route."""
-        plan = None
-        if torch.compiler.is_compiling():
-            training = self.in_training
-            valid, plan = traced_plan(
-                self, self._handle, hidden, mask, training=training, learn=learn
-            )
-            read = self.router.read(hidden, valid)
-            tokens = Tokens(read.hidden, read.valid, mask)
-        else:
-            tokens = self.router.read(hidden, mask)
-            if self.in_training:
-                plan = self.make_plan(tokens.detach(), draw_ticket(), learn)
-        return tokens, self.router(hidden, mask, plan, tokens)
-
-    @property
-    def planning_router(self) -> Router:
-        return self.router
+    def compiles(self, x: Tensor) -> bool:
+        """True where a compiler takes in the layer as a whole, else it is a break in the graph."""
+        return self.router.compiles(x) and use_triton(x, *self.experts._parameters.values())
 
     @run_once()
     def make_plan(self, tokens: Tokens, ticket: int | None, learn: bool) -> Plan:
         """The plan of a training forward that drew `ticket`; without one, as things are now."""
-        router, recomputed = self.router, inside_backward()
-        if ticket is not None and learn:
-            self._note_frozen()
-        if ticket is not None and recomputed:
-            plan = self._plans.find(ticket, tokens.hidden)
-            if plan is not None:
-                return plan
-        elif ticket is not None and learn:
+        router = self.router
+        if ticket is None:
+            return router.plan(tokens)
+        if learn and torch.is_grad_enabled():
+            self._warn_if_frozen()
+        if inside_backward():  # a recomputation
+            return self._plans.find(ticket, tokens.hidden) or router.plan(tokens)
+        if learn:
             router.observe(tokens)
         plan = router.plan(tokens)
-        if ticket is not None and not recomputed:
-            changes, limit = router.parameter_changes, router.kept_plans
-            self._plans.keep(ticket, tokens.hidden, plan, changes, limit)
+        self._plans.keep(
+            ticket, tokens.hidden, plan, router.parameter_changes, limit=router.kept_plans
+        )
         return plan
 
-    def _note_frozen(self) -> None:
+    def _warn_if_frozen(self) -> None:
         """Say once that a layer without a trained parameter changes, in a step that trains others.
 
         Not while a codebook starts, which somebody must let it do.
         """
+        if self._warned_frozen or any(map(attrgetter("requires_grad"), self.parameters())):
+            return
         codebook = getattr(self.router, "codebook", None)
-        if (
-            not self._warned_frozen
-            and isinstance(codebook, Codebook)
-            and codebook.learning
-            and torch.is_grad_enabled()
-            and not any(weight.requires_grad for weight in self.parameters())
-        ):
+        if isinstance(codebook, Codebook) and codebook.learning:
             self._warned_frozen = True
             warnings.warn(FROZEN, stacklevel=3)
+
+
+def _flatten(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """x [B, L, D], mask [B, L] -> [T, D], [T] bool."""
+    if x.ndim < 2:
+        raise ConfigError(
+            "MoELayer.x", tuple(x.shape), "must have shape [batch, length, dim]", "Add a batch."
+        )
+    hidden = x.reshape(-1, x.shape[-1])
+    if mask is None:
+        return hidden, None
+    if not isinstance(mask, Tensor):
+        raise ConfigError(
+            "MoELayer.mask",
+            type(mask).__qualname__,
+            "must be a tensor",
+            "Pass torch.tensor(mask), on the device of x.",
+        )
+    if mask.shape != x.shape[:-1]:
+        raise ConfigError(
+            "MoELayer.mask",
+            tuple(mask.shape),
+            f"must have shape {tuple(x.shape[:-1])}, one entry per token",
+            "Pass the attention mask of this batch.",
+        )
+    if mask.is_floating_point() or mask.is_complex():
+        raise ConfigError(
+            "MoELayer.mask",
+            mask.dtype,
+            "must be bool or 0/1 integers; an additive mask means the opposite",
+            "Pass the mask in which 1 stands for a real token.",
+        )
+    return hidden, mask.reshape(-1) != 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -94,11 +94,10 @@ def run_once() -> Iterator[None]:
     Selective activation checkpointing gives the n-th saved result of an operator to its n-th call
     in the second run, so it must not see what has no such call.
     """
-    modes = _get_current_dispatch_mode_stack()
-    if all(type(mode).__module__ != torch.utils.checkpoint.__name__ for mode in modes):
-        yield
-        return
-    with _disable_current_modes():
+    selective = False
+    for mode in _get_current_dispatch_mode_stack():
+        selective |= type(mode).__module__ == torch.utils.checkpoint.__name__
+    with _disable_current_modes() if selective else nullcontext():
         yield
 
 

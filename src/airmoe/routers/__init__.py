@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from airmoe.errors import ConfigError
 from airmoe.routers.air import AirRouter
 from airmoe.routers.base import Router, RouterConfig
 from airmoe.routers.codebook import Codebook
@@ -36,3 +42,34 @@ __all__ = [
     "TopKRouter",
     "track_optimizer",
 ]
+
+# What to do about a name that is not known.
+ADD_YOURS = (
+    "Choose one of these, or first import the module that adds yours to airmoe.ROUTERS (on the "
+    "command line: airmoe --import MODULE ...)."
+)
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import what the user named, so that it can add to `ROUTERS`; never a name out of a file.
+
+    Modules of the working folder are found however the process was started.
+    """
+    if names and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")) or name.endswith(".py"):
+            raise ConfigError(
+                "import", name, "must be the name of a module", "Give it without folder and .py."
+            )
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # it is there, and lacks something itself
+            raise ConfigError(
+                "import",
+                name,
+                "must be a module that Python finds",
+                "Start where it lies, or add its folder to PYTHONPATH.",
+            ) from error

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from dataclasses import dataclass
-from typing import Literal, Self
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +14,22 @@ from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
-from airmoe.kernels.cells import Cells, make_cells
+from airmoe.kernels.cells import make_cells
 from airmoe.kernels.layout import ReverseIndex, make_reverse
-from airmoe.kernels.noise import Noise, Stage, combine, make_noise
+from airmoe.kernels.noise import Stage, combine, make_noise
 from airmoe.kernels.norms import unit_rows
-from airmoe.routers.base import Amount, Fairness, Plan
-from airmoe.routers.centroids import CentroidConfig, CentroidRouter
+from airmoe.routers.base import (
+    KEPT_PLANS,
+    Amount,
+    CentroidConfig,
+    CentroidRouter,
+    Fairness,
+    Plan,
+)
 from airmoe.routers.codebook import Codebook, CodebookKind
-from airmoe.routers.gating import ScoredCells, capacity_of, expert_choice, token_choice
+from airmoe.routers.expert_choice import capacity_of, expert_choice_gates
 from airmoe.routers.lists import Due, Key, ListCache, Lists, TensorIdentity, build_lists, norms_of
-from airmoe.routers.routing import CellRouting, Lazy
-from airmoe.routers.tokens import Tokens
+from airmoe.routers.routing import CellRouting, Lazy, ScoredCells, Tokens, token_choice
 from airmoe.routers.tracking import how_to_track
 
 Gate = Literal["token_choice", "expert_choice"]
@@ -150,7 +154,7 @@ class AirRouter(CentroidRouter):
         owned = self.codebook.codewords.nbytes
         if not self.tracked:
             owned += self.training_lists.experts.nbytes
-        return max(4, min(super().kept_plans, PLAN_BYTES // owned))
+        return max(4, min(KEPT_PLANS, PLAN_BYTES // owned))
 
     def freeze_codebook(self) -> None:
         """Stop the codebook (fine-tuning); shortlists still follow the centroids."""
@@ -158,23 +162,29 @@ class AirRouter(CentroidRouter):
 
     # -- when lists are built ---------------------------------------------------------------
 
+    def _key(self) -> Key:
+        """Training lists outlive what the codebook learns, those of evaluation nothing."""
+        version, centroids = self.codebook.version, TensorIdentity(self.centroids)
+        if self.training:
+            return Key(self.parameter_changes, version[:1], (centroids,))
+        tensors = (centroids, TensorIdentity(self.codebook.codewords))
+        return Key(self.parameter_changes, version, tensors)
+
     @property
     def lists_due(self) -> Due:
         """What of the lists of this mode must be derived again."""
-        return self._cache.due(self._key())
+        cache = self.training_lists if self.training else self.evaluation_lists
+        return cache.due(self._key())
+
+    def lists_renewed(self, due: Due) -> None:
+        """A captured CUDA graph has derived what was due of this mode's lists."""
+        cache = self.training_lists if self.training else self.evaluation_lists
+        cache.renewed(due, self._key())
 
     @property
-    def _cache(self) -> ListCache:
-        return self.training_lists if self.training else self.evaluation_lists
-
-    def _key(self) -> Key:
-        """Training lists outlive what the codebook learns, those of evaluation nothing."""
-        set_anew, learned = self.codebook.version
-        centroids = TensorIdentity(self.centroids)
-        if self.training:
-            return Key(self.parameter_changes, (set_anew,), (centroids,))
-        codewords = TensorIdentity(self.codebook.codewords)
-        return Key(self.parameter_changes, (set_anew, learned), (centroids, codewords))
+    def built_at(self) -> Tensor | None:
+        """The micro-batch in which the training lists were built, None before."""
+        return None if self.training_lists.key is None else self.training_lists.built_at
 
     def on_parameters_changed(self) -> None:
         super().on_parameters_changed()
@@ -183,28 +193,19 @@ class AirRouter(CentroidRouter):
 
     def on_optimizer_step(self) -> None:
         self.parameter_changes += 1
-        self.training_lists.optimizer_stepped()
-        self.evaluation_lists.optimizer_stepped()
+        if self.config.refresh_every > 1:
+            self.training_lists.age += 1
 
     def on_load(self) -> None:
         self.parameter_changes += 1
         for cache in (self.training_lists, self.evaluation_lists):
-            cache.loaded(self.codebook.version[:1], self.codebook.codewords.device)
+            cache.loaded(self.parameter_changes, self.codebook)
 
     def train(self, mode: bool = True) -> AirRouter:
         if mode != self.training:  # an optimizer nobody told us of may have stepped meanwhile
             self.evaluation_lists.expire()
         super().train(mode)
         return self
-
-    def lists_renewed(self, due: Due) -> None:
-        """A captured CUDA graph has derived what was due of this mode's lists."""
-        self._cache.renewed(due, self._key())
-
-    @property
-    def built_at(self) -> Tensor | None:
-        """The micro-batch in which the training lists were built, None before."""
-        return None if self.training_lists.key is None else self.training_lists.built_at
 
     def learn(self, tokens: Tokens) -> None:
         """Alg. 3: move the codebook, then rebuild the shortlists if parameters have changed."""
@@ -213,18 +214,16 @@ class AirRouter(CentroidRouter):
             return
         if not self.tracked:  # every forward builds its own
             self.training_lists.expire()
-            self._note_untracked()
+            self._untracked_batches += 1
+            if self._untracked_batches == 2:
+                self._warn_untracked()
             return
-        due, key = self.lists_due, self._key()
+        key = self._key()
+        due = self.training_lists.due(key)
         if due == "lists":
             self.training_lists.store(self._build_lists(), key, self.micro_batches)
         elif due == "norms":
             self.training_lists.renew_norms(self.centroids, key)
-
-    def _note_untracked(self) -> None:
-        self._untracked_batches += 1
-        if self._untracked_batches == 2:
-            self._warn_untracked()
 
     def _warn_untracked(self) -> None:
         if self._warned_untracked:
@@ -263,23 +262,19 @@ class AirRouter(CentroidRouter):
         )
 
     def _lists(self) -> Lists:
-        return self._lists_of_training() if self.training else self._lists_of_evaluation()
+        """The cached lists, or lists of this moment that nobody keeps.
 
-    def _lists_of_training(self) -> Lists:
-        """The cached ones, or lists of this moment that nobody keeps.
-
-        Only `learn` fills the cache, from the codebook as it is then (Alg. 3's order). A forward
-        that nobody observed leaves it alone: earlier ones may want it for their backward.
+        Only `learn` fills the cache of training, from the codebook it has just moved (Alg. 3). A
+        forward that nobody observed leaves it alone: earlier ones may want it for their backward.
         """
-        due = self.lists_due if self.tracked else "lists"
-        cached = self.training_lists.view()
-        if due == "nothing":
-            return cached
-        if due == "norms" and self.config.normalize_centroids:
-            return dataclasses.replace(cached, inverse_norms=norms_of(self.centroids))
-        return cached if due == "norms" else self._build_lists()
-
-    def _lists_of_evaluation(self) -> Lists:
+        if self.training:
+            due = self.training_lists.due(self._key()) if self.tracked else "lists"
+            if due in ("lists", "replaced"):
+                return self._build_lists()
+            lists = self.training_lists.view()
+            if due == "norms" and lists.inverse_norms is not None:
+                lists = replace(lists, inverse_norms=norms_of(self.centroids))
+            return lists
         cache, gradients = self.evaluation_lists, torch.is_grad_enabled()
         if gradients and self.centroids.requires_grad and not self.tracked:
             # Somebody may be training a model in evaluation mode; is, where a backward was.
@@ -288,7 +283,8 @@ class AirRouter(CentroidRouter):
                 self._warn_untracked()
             return self._build_lists()
         with cache.lock:
-            due, key = self.lists_due, self._key()
+            key = self._key()
+            due = cache.due(key)
             if due == "replaced" and gradients:
                 return self._build_lists()  # a backward may want those of the other tensors
             if due != "nothing":
@@ -296,14 +292,11 @@ class AirRouter(CentroidRouter):
         return cache.view()
 
     def plan(self, tokens: Tokens) -> AirPlan:
-        if not tokens.hidden.is_meta:
-            self.codebook.check_in_memory()
-        lists = self._lists()
         codeword_ids = self.codebook.nearest(tokens.hidden)
         codewords = self.codebook.codewords
         if self.training:  # the next micro-batch moves them, maybe before somebody reads this one
             codewords = codewords.clone()
-        return AirPlan(self.current_noise_key(), codeword_ids, lists, codewords)
+        return AirPlan(self.current_noise_key(), codeword_ids, self._lists(), codewords)
 
     def plan_layout(self) -> str:
         config = self.config
@@ -334,53 +327,25 @@ class AirRouter(CentroidRouter):
     # -- fine stage -------------------------------------------------------------------------
 
     def route(self, tokens: Tokens, plan: AirPlan) -> CellRouting:
-        config = self.config
-        cells = make_cells(plan.codeword_ids.unsqueeze(-1), plan.lists.experts, plan.lists.reverse)
+        config, lists, device = self.config, plan.lists, tokens.hidden.device
+        cells = make_cells(plan.codeword_ids.unsqueeze(-1), lists.experts, lists.reverse)
         noise = self.noise(plan, Stage.TOKEN, tokens.hidden.shape[0])
-        capacity = self._capacity(tokens)
-        if use_triton(tokens.hidden, self.centroids):
-            return self._route_in_one(tokens, plan, cells, noise, capacity)
-        scores = cell_scores(
-            tokens.hidden,
-            self.centroids,
-            cells,
-            inverse_norms=plan.lists.inverse_norms,
-            noise=noise,
-        )
-        scored = ScoredCells(tokens, cells, scores, config.num_experts)
-        if capacity is None:
-            gates, most = token_choice(scored, config.top_k), config.top_k
-        else:
-            gates, most = expert_choice(scored, capacity), None
-        return scored.routing(gates, most, lambda: codeword_probs(tokens, plan.codewords))
-
-    def _capacity(self, tokens: Tokens) -> Tensor | None:
-        """Tokens an expert takes, where experts choose."""
-        config = self.config
-        if config.gate != "expert_choice":
-            return None
-        return capacity_of(tokens.valid, config.top_k, config.num_experts, config.capacity_factor)
-
-    def _route_in_one(
-        self,
-        tokens: Tokens,
-        plan: AirPlan,
-        cells: Cells,
-        noise: Noise | None,
-        capacity: Tensor | None,
-    ) -> CellRouting:
-        """The same without keeping the scores."""
-        config, device = self.config, tokens.hidden.device
-        most = config.top_k if capacity is None else None
+        operands: dict[str, Any] = {"inverse_norms": lists.inverse_norms, "noise": noise}
+        capacity, most = None, config.top_k  # tokens of an expert, experts of a token
+        if config.gate == "expert_choice":
+            capacity, most = capacity_of(tokens.valid, config), None
+        cell_probs = Lazy(device, lambda: codeword_probs(tokens, plan.codewords))
+        if not use_triton(tokens.hidden, self.centroids):
+            scores = cell_scores(tokens.hidden, self.centroids, cells, **operands)
+            scored = ScoredCells(tokens, cells, scores, config.num_experts)
+            if capacity is None:
+                gates = token_choice(scored, config.top_k)
+            else:
+                gates = expert_choice_gates(scored, capacity)
+            return scored.routing(gates, most, cell_probs)
+        # The same without keeping the scores.
         found = cell_gates(
-            tokens.hidden,
-            self.centroids,
-            cells,
-            tokens.valid,
-            most,
-            capacity=capacity,
-            inverse_norms=plan.lists.inverse_norms,
-            noise=noise,
+            tokens.hidden, self.centroids, cells, tokens.valid, most, capacity=capacity, **operands
         )
         return CellRouting(
             num_tokens=tokens.hidden.shape[0],
@@ -391,7 +356,7 @@ class AirRouter(CentroidRouter):
             max_per_token=most,
             lazy_expert_probs=Lazy(device, found.expert_probs),
             lazy_log_z=Lazy(device, lambda: found.log_z.index_select(0, cells.order.argsort())),
-            lazy_cell_probs=Lazy(device, lambda: codeword_probs(tokens, plan.codewords)),
+            lazy_cell_probs=cell_probs,
         )
 
 

@@ -1,4 +1,4 @@
-"""The one interface of all routers, and what they share: input checks, counters, plans."""
+"""The one interface of all routers, and what they share: counters, noise, plans, centroids."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from airmoe.config import check_count, check_number, config
+from airmoe.config import check_choice, check_count, check_flag, check_number, config
 from airmoe.distributed import full_tensor, is_distributed, rank
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import own_precision, use_triton
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
 from airmoe.kernels.norms import unit_rows
 from airmoe.routers.planning import new_handle, traced_plan
-from airmoe.routers.routing import Routing
-from airmoe.routers.tokens import Tokens, read_tokens
+from airmoe.routers.routing import Routing, Tokens, read_tokens
 
 CentroidInit = Literal["unit", "xavier"]
+
+KEPT_PLANS = 64  # forwards that may wait for their backward under activation checkpointing
 
 # Under torch.compile the reference kernels run eagerly, as a break in the graph: they loop over
 # cells, which a compiler would unroll anew for every batch. (torch.compiler.disable does the same
@@ -151,7 +152,7 @@ class Router(nn.Module, ABC):
         self.noise_seed: Tensor
         self.micro_batches: Tensor
         self.parameter_changes = 0
-        # The hooks of the optimizers that report their steps, and to whom they do.
+        # To whom hooks of optimizers report their steps (not a replica of this), and those hooks.
         self._reporting: tuple[int, WeakKeyDictionary[Any, Any]] = (id(self), WeakKeyDictionary())
         self._warned_non_finite = False
         # The same dict under another name: compilers assume that hooks never change.
@@ -191,49 +192,69 @@ class Router(nn.Module, ABC):
         as `read` gave them, where that was done before. Autocast is off inside: selection is on
         float32 scores.
         """
-        if not torch.compiler.is_compiling():
-            return self._forward(hidden, mask, plan, tokens)
-        if not self.compiles(hidden):
-            return self._forward_eagerly(hidden, mask, plan, tokens)
-        if plan is None:
-            mask, plan = traced_plan(self, self._handle, hidden, mask, training=False)
-        return self._forward(hidden, mask, plan, tokens)
-
-    def _forward(
-        self, hidden: Tensor, mask: Tensor | None, plan: Plan | None, tokens: Tokens | None
-    ) -> Routing:
-        tokens = self.read(hidden, mask) if tokens is None else tokens
+        if torch.compiler.is_compiling():
+            if not self.compiles(hidden):
+                return self._forward_eagerly(hidden, mask, plan, tokens)
+            if plan is None:
+                mask, plan = traced_plan(self, self, hidden, mask, training=False)
+        if tokens is None:
+            tokens = self.read(hidden, mask)
         with torch.autocast(hidden.device.type, enabled=False):
             return self.route(tokens, self.plan(tokens) if plan is None else plan)
 
-    _forward_eagerly = run_eagerly(_forward)
+    _forward_eagerly = run_eagerly(forward)
+
+    def read(self, hidden: Tensor | Tokens, mask: Tensor | None = None) -> Tokens:
+        """Check the input and find the tokens that count."""
+        return read_tokens(type(self).__name__, self.config.dim, hidden, mask)
 
     @run_eagerly
     def observe(self, hidden: Tensor | Tokens, mask: Tensor | None = None) -> None:
-        """Learn from one training micro-batch without gradients, and move the noise on."""
-        tokens = self.read(hidden.detach(), mask)
-        if self._has_nothing(tokens):
-            return
-        self._warn_if_non_finite(tokens)
-        # Ranks must count alike even when one of them has no token this time.
-        moved = 1 if is_distributed() else tokens.valid.any()
-        self.micro_batches += moved
-        self.learn(tokens)
+        """Learn from one training micro-batch without gradients, and move the noise on.
 
-    def _has_nothing(self, tokens: Tokens) -> bool:
-        """True for a batch without a valid token, which changes nothing.
-
-        Ranks decide together later on; and asking a GPU would stall it, so there such a batch is
-        only kept out of the statistics.
+        A batch without a valid token changes nothing. Ranks find that out together later on, and
+        asking a GPU would stall it: there such a batch is only kept out of the statistics.
         """
-        if is_distributed():
-            return False
-        return tokens.valid.numel() == 0 or (
-            tokens.valid.device.type == "cpu" and not bool(tokens.valid.any())
-        )
+        tokens = self.read(hidden.detach(), mask)
+        distributed, on_cpu = is_distributed(), tokens.valid.device.type == "cpu"
+        some = tokens.valid.any()
+        empty = tokens.valid.numel() == 0 or (on_cpu and not bool(some))
+        if empty and not distributed:
+            return
+        if on_cpu and not bool(tokens.valid.all()):
+            self._warn_if_non_finite(tokens)
+        # Ranks must count alike even when one of them has no token this time.
+        self.micro_batches += 1 if distributed else some
+        self.learn(tokens)
 
     def learn(self, tokens: Tokens) -> None:
         """Gradient-free learning of this router; most have none."""
+
+    def _warn_if_non_finite(self, tokens: Tokens) -> None:
+        if self._warned_non_finite:
+            return
+        bad = tokens.bad
+        if bool(bad.any()):
+            self._warned_non_finite = True
+            warnings.warn(
+                f"{int(bad.sum())} of {bad.numel()} tokens hold NaN, infinity or huge values; they "
+                "are left out of every routing statistic. Look for the layer that produced them.",
+                stacklevel=3,
+            )
+
+    def current_noise_key(self) -> Tensor | None:
+        """This micro-batch's key on this rank, or None when there is no jitter."""
+        if not self.training or self.config.jitter_std == 0:
+            return None
+        return combine(self.noise_seed, self.micro_batches, rank())
+
+    def noise(self, plan: Plan, stage: Stage, num_rows: int) -> Noise | None:
+        """Jitter of one stage under a plan."""
+        if plan.noise_key is None:
+            return None
+        return make_noise(plan.noise_key, stage, num_rows, self.config.jitter_std)
+
+    # -- when parameters change -------------------------------------------------------------
 
     def on_parameters_changed(self) -> None:
         """Parameters were changed by hand: derived caches are out of date."""
@@ -247,6 +268,10 @@ class Router(nn.Module, ABC):
         """After `load_state_dict`, or when transformers has put in what a checkpoint has."""
         self.on_parameters_changed()
 
+    def cached_parameters(self) -> list[nn.Parameter]:
+        """Parameters from which something is cached, so that their optimizer must be known."""
+        return []
+
     @property
     def tracked(self) -> bool:
         """True when a living optimizer's hook reports parameter changes to this very object.
@@ -255,15 +280,6 @@ class Router(nn.Module, ABC):
         """
         whom, hooks = self._reporting
         return whom == id(self) and len(hooks) > 0
-
-    def cached_parameters(self) -> list[nn.Parameter]:
-        """Parameters from which something is cached, so that their optimizer must be known."""
-        return []
-
-    @property
-    def kept_plans(self) -> int:
-        """How many forwards may wait for their backward under activation checkpointing."""
-        return 64
 
     def follow(self, optimizer: Optimizer) -> bool:
         """Be told once of each step of an optimizer; True if the connection is new."""
@@ -288,7 +304,12 @@ class Router(nn.Module, ABC):
         self._reporting = (id(self), WeakKeyDictionary())
         self._handle = new_handle(self)
 
-    # -- under torch.compile ----------------------------------------------------------------
+    # -- plans ------------------------------------------------------------------------------
+
+    @property
+    def kept_plans(self) -> int:
+        """How many forwards may wait for their backward under activation checkpointing."""
+        return KEPT_PLANS
 
     def compiles(self, hidden: Tensor) -> bool:
         """True where a compiler takes in this router as a whole: Triton's operators compute.
@@ -312,42 +333,9 @@ class Router(nn.Module, ABC):
         """The plan made of these tensors."""
         return Plan(tensors[0] if tensors else None)
 
-    @property
-    def planning_router(self) -> Router:
-        return self
-
     def make_plan(self, tokens: Tokens, ticket: int | None, learn: bool) -> Plan:
         """A plan as things are now, for the operator `airmoe::plan`."""
         return self.plan(tokens)
-
-    def read(self, hidden: Tensor | Tokens, mask: Tensor | None = None) -> Tokens:
-        """Check the input and find the tokens that count."""
-        return read_tokens(type(self).__name__, self.config.dim, hidden, mask)
-
-    def _warn_if_non_finite(self, tokens: Tokens) -> None:
-        # Reading a flag would stall a GPU, so only the CPU looks; statistics are safe on both.
-        if self._warned_non_finite or tokens.hidden.device.type != "cpu":
-            return
-        bad = tokens.bad
-        if bool(bad.any()):
-            self._warned_non_finite = True
-            warnings.warn(
-                f"{int(bad.sum())} of {bad.numel()} tokens hold NaN, infinity or huge values; they "
-                "are left out of every routing statistic. Look for the layer that produced them.",
-                stacklevel=3,
-            )
-
-    def current_noise_key(self) -> Tensor | None:
-        """This micro-batch's key on this rank, or None when there is no jitter."""
-        if not self.training or self.config.jitter_std == 0:
-            return None
-        return combine(self.noise_seed, self.micro_batches, rank())
-
-    def noise(self, plan: Plan, stage: Stage, num_rows: int) -> Noise | None:
-        """Jitter of one stage under a plan."""
-        if plan.noise_key is None:
-            return None
-        return make_noise(plan.noise_key, stage, num_rows, self.config.jitter_std)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{key}={value!r}" for key, value in vars(self.config).items())
@@ -356,6 +344,36 @@ class Router(nn.Module, ABC):
 def _after_load(module: nn.Module, _incompatible: object) -> None:
     assert isinstance(module, Router)
     module.on_load()
+
+
+@config
+class CentroidConfig(RouterConfig):
+    """Settings of routers with one centroid w_e per expert."""
+
+    normalize_centroids: bool = True
+    centroid_init: CentroidInit = "unit"
+
+    def check(self) -> None:
+        super().check()
+        check_flag(f"{self.label}.normalize_centroids", self.normalize_centroids)
+        check_choice(f"{self.label}.centroid_init", self.centroid_init, CentroidInit)
+
+
+class CentroidRouter(Router):
+    """A router whose logits are <h, w_e>, with w_e projected onto the unit sphere if asked."""
+
+    def __init__(self, config: CentroidConfig) -> None:
+        super().__init__(config)
+        self.centroids = nn.Parameter(torch.empty(config.num_experts, config.dim))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init_centroids(self.centroids, self.config.centroid_init)
+
+    def full_logits(self, hidden: Tensor) -> Tensor:
+        """Exact jitter-free logits over all experts: [T, D] -> [T, E]."""
+        return exact_logits(hidden, self.centroids, self.config.normalize_centroids)
 
 
 def init_centroids(centroids: Tensor, kind: CentroidInit) -> None:

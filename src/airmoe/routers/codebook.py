@@ -21,7 +21,7 @@ from airmoe.kernels.assign import assign
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.codeword_sums import codeword_sums, directions
 from airmoe.kernels.noise import Stage, combine, normal, uniform_index
-from airmoe.routers.tokens import Tokens, read_tokens
+from airmoe.routers.routing import Tokens, read_tokens
 
 CodebookKind = Literal["spherical", "euclidean", "static"]
 
@@ -108,6 +108,7 @@ class Codebook(Float32State):
         check_number("codebook.decay", decay, below=1.0)
         check_number("codebook.dead_below", dead_below)
         self.num_codewords, self.dim, self.kind = num_codewords, dim, kind
+        self.euclidean = kind == "euclidean"
         self.decay, self.dead_below = decay, dead_below
         self.frozen = False
         # For caches: how often the codewords were set anew (loaded), how often they learned.
@@ -141,10 +142,6 @@ class Codebook(Float32State):
         self._forget()
 
     @property
-    def euclidean(self) -> bool:
-        return self.kind == "euclidean"
-
-    @property
     def learning(self) -> bool:
         """Whether updates move it further, as far as the host knows that it has started."""
         return self._seen_first_batch and not self.frozen and self.kind != "static"
@@ -165,18 +162,21 @@ class Codebook(Float32State):
 
     def nearest(self, hidden: Tensor) -> Tensor:
         """The same for tokens that were checked."""
+        if self.codewords.is_meta and not hidden.is_meta:
+            self.check_in_memory()
         return assign(hidden, self.codewords, euclidean=self.euclidean)
 
     @torch.no_grad()
     def update(self, hidden: Tensor | Tokens, mask: Tensor | None = None) -> None:
         """One step of Alg. 2 on a micro-batch; every rank of a process group must call it."""
         tokens = read_tokens("codebook", self.dim, hidden.detach(), mask)
-        if self.frozen or (tokens.shape[0] == 0 and not is_distributed()):
+        num_tokens = tokens.hidden.shape[0]
+        if self.frozen or (num_tokens == 0 and not is_distributed()):
             return
         started = self._has_started()
         if self.kind == "static" and started:
             return
-        self._warn_if_few_tokens(tokens.shape[0])
+        self._warn_if_few_tokens(num_tokens)
         batch = self._global_batch(tokens)
         updated = batch.total > 0
         if self.kind == "static":

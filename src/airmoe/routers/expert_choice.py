@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from airmoe.config import check_number, config
 from airmoe.kernels.best_experts import best_tokens
@@ -12,11 +14,8 @@ from airmoe.kernels.noise import Stage
 from airmoe.kernels.norms import unit_rows
 from airmoe.kernels.rows import gather_dot
 from airmoe.kernels.softmax_summary import softmax_summary
-from airmoe.routers.base import Plan
-from airmoe.routers.centroids import CentroidConfig, CentroidRouter
-from airmoe.routers.gating import capacity_of
-from airmoe.routers.routing import ExpertRouting, Lazy
-from airmoe.routers.tokens import Tokens
+from airmoe.routers.base import CentroidConfig, CentroidRouter, Plan
+from airmoe.routers.routing import ExpertRouting, Lazy, ScoredCells, Tokens, by_token
 
 
 class ExpertChoiceRouter(CentroidRouter):
@@ -59,10 +58,7 @@ class ExpertChoiceRouter(CentroidRouter):
         if noise is not None:
             columns = torch.arange(config.num_experts, device=hidden.device).unsqueeze(-1)
             logits = logits + noise.pairs(token_ids, columns)
-        capacity = capacity_of(
-            tokens.valid, config.top_k, config.num_experts, config.capacity_factor
-        )
-        used = torch.arange(slots, device=hidden.device) < capacity  # [C]
+        used = torch.arange(slots, device=hidden.device) < capacity_of(tokens.valid, config)  # [C]
         used = used & tokens.valid[token_ids]
         weights = (logits - log_z[token_ids]).exp()
         return ExpertRouting(
@@ -74,3 +70,33 @@ class ExpertChoiceRouter(CentroidRouter):
             lazy_expert_probs=lambda: summary.mean_probs,
             lazy_log_z=Lazy(hidden.device, lambda: torch.where(tokens.valid, log_z, 0.0)),
         )
+
+
+def capacity_of(valid: Tensor, config: Any) -> Tensor:
+    """Tokens an expert takes: ceil(T K / E * factor) over the tokens that count."""
+    share = valid.sum().double() * config.top_k / config.num_experts
+    return (share * config.capacity_factor).ceil().long()
+
+
+def expert_choice_gates(scored: ScoredCells, capacity: Tensor) -> Tensor:
+    """Each expert takes its `capacity` most probable tokens among those that may have it.
+
+    The gate is the token's probability over its own candidates. Ties go to the lowest token.
+    """
+    cells = scored.cells
+    probs = scored.probs(scored.log_z())  # [N, M]
+    owners = cells.pools[cells.cell_of_row()]  # [N, M]
+    with torch.no_grad():
+        usable = (probs > 0) & scored.tokens.valid[cells.token_ids].unsqueeze(-1)
+        ranked = by_token(torch.where(usable, probs, -1.0), cells).flatten()
+        by_prob = ranked.sort(descending=True, stable=True).indices
+        experts = by_token(owners, cells).flatten()[by_prob]
+        experts, by_expert = experts.sort(stable=True)
+        first = torch.searchsorted(
+            experts, torch.arange(scored.num_experts, device=experts.device)
+        )  # [E]
+        place = torch.arange(experts.numel(), device=experts.device) - first[experts]
+        taken = torch.zeros(experts.numel(), dtype=torch.bool, device=experts.device)
+        taken[by_prob[by_expert]] = place < capacity
+        taken = taken.view(probs.shape)[cells.order] & usable
+    return probs * taken

@@ -15,11 +15,16 @@ from airmoe.kernels.layout import ReverseIndex
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.norms import inverse_norms
 from airmoe.kernels.top_k import top_positions
-from airmoe.routers.base import Amount, Fairness, Plan, exact_logits, init_centroids
-from airmoe.routers.centroids import CentroidConfig, CentroidRouter
-from airmoe.routers.gating import ScoredCells, token_choice
-from airmoe.routers.routing import CellRouting
-from airmoe.routers.tokens import Tokens
+from airmoe.routers.base import (
+    Amount,
+    CentroidConfig,
+    CentroidRouter,
+    Fairness,
+    Plan,
+    exact_logits,
+    init_centroids,
+)
+from airmoe.routers.routing import CellRouting, ScoredCells, Tokens, token_choice
 
 
 class HierarchicalRouter(CentroidRouter):

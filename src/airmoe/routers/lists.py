@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -16,10 +16,11 @@ from airmoe.kernels.layout import ReverseIndex, make_reverse
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.norms import inverse_norms
 from airmoe.kernels.shortlist import top_m
-from airmoe.routers.codebook import Float32State
+from airmoe.routers.codebook import Codebook, Float32State
 
-# What of cached lists is out of date: all of them, the norms only, or nothing, but other tensors
-# than those they were built from are in place for a while (`functional_call`, an edit by hand).
+# What of the cached lists is out of date: all of them, the norms only, or nothing. "replaced": they
+# are good, but other tensors are in the place of their centroids for a while (`functional_call`, an
+# edit by hand).
 Due = Literal["nothing", "replaced", "norms", "lists"]
 
 
@@ -37,10 +38,11 @@ def build_lists(
     codewords: Tensor, centroids: Tensor, noise: Noise | None, size: int, *, normalize: bool
 ) -> Lists:
     """Alg. 1, lines 1 and 4-7: the `size` best experts of every codeword."""
-    norms = norms_of(centroids) if normalize else None
     centroids = full_tensor(centroids.detach())
-    experts = top_m(codewords, centroids, size, inverse_norms=norms, noise=noise)
-    return Lists(experts, norms, reverse_of(experts, centroids.shape[0]))
+    norms = inverse_norms(centroids) if normalize else None  # [E]
+    experts = top_m(codewords, centroids, size, inverse_norms=norms, noise=noise)  # [G, M]
+    reverse = make_reverse(experts, centroids.shape[0]) if use_triton(experts) else None
+    return Lists(experts, norms, reverse)
 
 
 @torch.no_grad()
@@ -49,12 +51,7 @@ def norms_of(centroids: Tensor) -> Tensor:
     return inverse_norms(full_tensor(centroids.detach()))
 
 
-def reverse_of(experts: Tensor, num_experts: int) -> ReverseIndex | None:
-    """The reverse index of shortlists where kernels want it."""
-    return make_reverse(experts, num_experts) if use_triton(experts) else None
-
-
-class TensorIdentity:
+class TensorIdentity(tuple[int, int, Any]):
     """Which tensor it was, and in which version.
 
     Another tensor in its place (`functional_call`, a new parameter, `.data = other`) is not equal,
@@ -62,31 +59,26 @@ class TensorIdentity:
     trace.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._version = 0 if tensor.is_inference() else tensor._version
-        self._place = tensor.storage_offset()
-        # Not an address, which a tensor that is gone leaves to the next; and no reference to the
-        # tensor itself, with which torch refuses to swap it. What a shard stores says nothing.
+    def __new__(cls, tensor: Tensor) -> Self:
+        version = 0 if tensor.is_inference() else tensor._version
+        # Not an address, which another tensor may get later; and no reference to the tensor, with
+        # which torch refuses to swap it. The storage of a shard says nothing.
         sharded = hasattr(tensor, "full_tensor")
-        self._storage = None if sharded else StorageWeakRef(tensor.untyped_storage())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TensorIdentity) and vars(self) == vars(other)
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
+        storage = None if sharded else StorageWeakRef(tensor.untyped_storage())
+        return super().__new__(cls, (version, tensor.storage_offset(), storage))
 
     def __deepcopy__(self, _memo: object) -> None:
         """A copy of a module has tensors of its own."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # pickled with a module: the same
+        return type(None), ()  # the same for a pickled module
 
 
 @dataclass(frozen=True)
 class Key:
-    """What lists are derived from, as it was when they were."""
+    """What lists were derived from."""
 
-    parameters: int  # optimizer steps, and changes by hand
+    changes: int  # of the parameters: optimizer steps, loads, announced edits by hand
     codebook: tuple[int, ...]  # how often the codebook was set anew, or also how often it learned
     tensors: tuple[TensorIdentity, ...]
 
@@ -103,25 +95,25 @@ class ListCache(Float32State):
     entries: Tensor  # [G * M], and
     starts: Tensor  # [E + 1]: the reverse index
     built_at: Tensor  # int64 scalar, the micro-batch in which the lists were built
-    saved_age: Tensor  # int64 scalar, `age` for a checkpoint
+    age: Tensor  # int64 scalar, optimizer steps since then: for checkpoints
 
     def __init__(
         self, num_codewords: int, size: int, num_experts: int, *, normalize: bool, lifetime: int = 1
     ) -> None:
         super().__init__()
         self.normalize, self.lifetime = normalize, lifetime
-        lasts = lifetime > 1
-        shape, index = (num_codewords, size), torch.int32
-        self.register_buffer("experts", torch.empty(shape, dtype=torch.int64), persistent=lasts)
-        norms = torch.empty(num_experts, dtype=torch.float32)
-        self.register_buffer("inverse_norms", norms, persistent=False)
-        entries = torch.empty(num_codewords * size, dtype=index)
-        self.register_buffer("entries", entries, persistent=False)
-        starts = torch.empty(num_experts + 1, dtype=index)
-        self.register_buffer("starts", starts, persistent=False)
-        for name in ("built_at", "saved_age"):
-            self.register_buffer(name, torch.empty((), dtype=torch.int64), persistent=lasts)
-        self._has_reverse = False
+        saved = {
+            "experts": torch.empty(num_codewords, size, dtype=torch.int64),
+            "built_at": torch.empty((), dtype=torch.int64),
+            "age": torch.empty((), dtype=torch.int64),
+        }
+        derived = {
+            "inverse_norms": torch.empty(num_experts, dtype=torch.float32),
+            "entries": torch.empty(num_codewords * size, dtype=torch.int32),
+            "starts": torch.empty(num_experts + 1, dtype=torch.int32),
+        }
+        for name, buffer in {**saved, **derived}.items():
+            self.register_buffer(name, buffer, persistent=name in saved and lifetime > 1)
         self.lock = threading.Lock()  # one of several threads builds, the others wait for it
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(_before_load)
@@ -130,7 +122,15 @@ class ListCache(Float32State):
     def reset_parameters(self) -> None:
         for buffer in self.buffers():
             buffer.zero_()
+        self._has_reverse = False
         self.expire()
+
+    def expire(self) -> None:
+        """Nothing of it can be used: parameters were loaded, or changed by hand."""
+        self.key: Key | None = None
+        self.changes_when_built = 0  # of the shortlists; norms may be newer
+        if self.lifetime > 1:
+            self.age.fill_(self.lifetime)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "lock": None, "key": None}  # a copy has tensors of its own
@@ -141,25 +141,14 @@ class ListCache(Float32State):
 
     def due(self, now: Key) -> Due:
         """What must be derived again: the only place that decides it."""
-        built = self.key
-        if built is None or built.codebook != now.codebook or self.age >= self.lifetime:
+        key = self.key
+        if key is None or key.codebook != now.codebook:
             return "lists"
-        if built.parameters != now.parameters:
+        if now.changes - self.changes_when_built >= self.lifetime:
+            return "lists"
+        if key.changes != now.changes:
             return "norms"
-        return "nothing" if built.tensors == now.tensors else "replaced"
-
-    def expire(self) -> None:
-        """Nothing of it can be used: parameters were loaded, or changed by hand."""
-        self.key: Key | None = None
-        self._set_age(self.lifetime)
-
-    def optimizer_stepped(self) -> None:
-        self._set_age(self.age + 1)
-
-    def _set_age(self, age: int) -> None:
-        self.age = age  # optimizer steps since the lists were built
-        if self.lifetime > 1:
-            self.saved_age.fill_(age)
+        return "nothing" if key.tensors == now.tensors else "replaced"
 
     def view(self) -> Lists:
         """The cached lists themselves, not a copy."""
@@ -170,47 +159,45 @@ class ListCache(Float32State):
     @torch.no_grad()
     def store(self, lists: Lists, key: Key, micro_batch: Tensor) -> None:
         self.experts.copy_(lists.experts)
-        self._store_norms(lists.inverse_norms)
-        self._store_reverse(lists.reverse)
+        if lists.inverse_norms is not None:
+            self.inverse_norms.copy_(lists.inverse_norms)
+        self._has_reverse = lists.reverse is not None
+        if lists.reverse is not None:
+            self.entries.copy_(lists.reverse.entries)
+            self.starts.copy_(lists.reverse.starts)
         self.built_at.copy_(micro_batch)
-        self.key = key
-        self._set_age(0)
+        self.age.zero_()
+        self.key, self.changes_when_built = key, key.changes
 
     @torch.no_grad()
     def renew_norms(self, centroids: Tensor, key: Key) -> None:
         """Scores are exact whatever the age of the lists; costs no product with codewords."""
-        self._store_norms(norms_of(centroids) if self.normalize else None)
-        if not self._has_reverse:  # lists of a checkpoint
-            self._store_reverse(reverse_of(self.experts, self.inverse_norms.shape[0]))
-        self.key = key
-
-    def _store_norms(self, norms: Tensor | None) -> None:
-        if norms is not None:
-            self.inverse_norms.copy_(norms)
-
-    def _store_reverse(self, reverse: ReverseIndex | None) -> None:
-        self._has_reverse = reverse is not None
-        if reverse is not None:
+        if self.normalize:
+            self.inverse_norms.copy_(norms_of(centroids))
+        if not self._has_reverse and use_triton(self.experts):  # lists of a checkpoint
+            reverse = make_reverse(self.experts, self.inverse_norms.shape[0])
             self.entries.copy_(reverse.entries)
             self.starts.copy_(reverse.starts)
+            self._has_reverse = True
+        self.key = key
 
     def renewed(self, due: Due, key: Key) -> None:
         """A captured CUDA graph has derived what was due."""
         self.key = key
         if due == "lists":
-            self.age = 0  # the graph has written `saved_age`
+            self.changes_when_built = key.changes
 
-    def loaded(self, codebook: tuple[int, ...], device: torch.device) -> None:
+    def loaded(self, changes: int, codebook: Codebook) -> None:
         """After a load: go on with the lists of a checkpoint, if it has any that are not due."""
+        device = codebook.codewords.device
         for name, buffer in self._buffers.items():
             if buffer is not None and buffer.is_meta and device.type != "meta":
                 # `load_state_dict(assign=True)` leaves there what is not saved.
-                self._buffers[name] = torch.zeros_like(buffer, device=device)
-        if self.lifetime > 1 and not self.saved_age.is_meta:
-            self.age = int(self.saved_age)
-            if self.age < self.lifetime:
-                self._has_reverse = False
-                self.key = Key(-1, codebook, ())  # norms are not saved
+                self._buffers[name] = torch.full_like(buffer, self.lifetime, device=device)
+        if self.lifetime > 1 and not self.age.is_meta and int(self.age) < self.lifetime:
+            self.key = Key(-1, codebook.version[:1], ())  # norms and reverse index are not saved
+            self.changes_when_built = changes - int(self.age)
+            self._has_reverse = False
 
 
 def _before_load(module: torch.nn.Module, *_: Any) -> None:

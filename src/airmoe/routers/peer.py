@@ -14,8 +14,7 @@ from airmoe.kernels.noise import Stage
 from airmoe.kernels.product_keys import best_pairs
 from airmoe.kernels.top_k import softmax_weights
 from airmoe.routers.base import Amount, Fairness, Plan, Router, RouterConfig, init_centroids
-from airmoe.routers.routing import Lazy, TokenRouting
-from airmoe.routers.tokens import Tokens
+from airmoe.routers.routing import Lazy, TokenRouting, Tokens
 
 
 class Queries(nn.Linear):

@@ -1,6 +1,6 @@
 """Plans under `torch.compile`: from a traced forward to the module that makes them, and back.
 
-Observing, rebuilding shortlists and finding the plan of a recomputed forward follow flags that
+Observing, rebuilding shortlists and finding the plan of a recomputed forward depend on state that
 Python holds, and must run at every call: a compiler would fix them as they were when it traced.
 So a compiled graph calls an operator, `airmoe::plan`, which finds the module by a handle and runs
 that code; all the rest of routing is part of the graph.
@@ -9,7 +9,7 @@ that code; all the rest of routing is part of the graph.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,27 +19,18 @@ from airmoe.kernels.backend import assume_constant
 
 if TYPE_CHECKING:
     from airmoe.routers.base import Plan, Router
-    from airmoe.routers.tokens import Tokens
-
-
-class Planner(Protocol):
-    """A module whose forwards begin with a plan: a router, or the layer around it."""
-
-    @property
-    def planning_router(self) -> Router: ...
-
-    def make_plan(self, tokens: Tokens, ticket: int | None, learn: bool) -> Plan:
-        """Observe, if it is to learn, and plan; a training forward has a ticket, by which it is
-        known again."""
-        ...
-
 
 _numbers = itertools.count()
+# The modules whose forwards begin with a plan: routers, and layers (which have a `router`). Both
+# have `make_plan(tokens, ticket, learn)`: observe, if it is to learn, and plan. A training forward
+# has a ticket, by which it is known again.
 _planners: WeakValueDictionary[int, Any] = WeakValueDictionary()
+# Left out of the CUDA graphs that a compiler records: Python's state must be read at every call.
+_TAGS = [tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None]
 
 
 def new_handle(planner: Any) -> Tensor:
-    """By which the operator finds a module; the module must keep it, outside of its buffers.
+    """By which the operator finds a module; the module keeps it as `_handle`, not as a buffer.
 
     A tensor and not a number, because a compiler would make a number part of the graph and compile
     the layers of a model one by one; on the CPU, where reading it waits for nothing.
@@ -47,10 +38,6 @@ def new_handle(planner: Any) -> Tensor:
     number = next(_numbers)
     _planners[number] = planner
     return torch.full((1,), number, dtype=torch.int64, device="cpu")
-
-
-def planner_of(handle: Tensor) -> Planner:
-    return _planners[int(handle)]
 
 
 def draw_ticket() -> int:
@@ -63,8 +50,8 @@ def draw_ticket() -> int:
 
 
 def traced_plan(
-    planner: Planner,
-    handle: Tensor,
+    planner: Any,
+    router: Router,
     hidden: Tensor,
     mask: Tensor | None,
     *,
@@ -72,10 +59,7 @@ def traced_plan(
     learn: bool = True,
 ) -> tuple[Tensor | None, Plan]:
     """(mask of the tokens that count [T] bool or None, plan), while a compiler traces."""
-    import airmoe.routers.plan_operator  # noqa: F401 (registers the operators)
-
-    router = planner.planning_router
-    layout = router.plan_layout()
+    handle, layout = planner._handle, router.plan_layout()
     if not training and not layout:
         return mask, router.unpack_plan([])
     ticket = torch.ops.airmoe.draw_ticket(handle, _call_number()) if training else None
@@ -92,3 +76,63 @@ def _call_number() -> int:
 
 # A number for each traced call.
 assume_constant(_call_number)
+
+
+# The tag makes compilers restore the generator before they recompute a checkpointed forward.
+@torch.library.custom_op(
+    "airmoe::draw_ticket", mutates_args=(), tags=[torch.Tag.nondeterministic_seeded]
+)
+def _draw_ticket(handle: Tensor, call: int) -> Tensor:
+    """[1] int64 on the CPU, as the handle tells compilers.
+
+    `call` is another number for each, or they would draw once for two calls.
+    """
+    return torch.full((1,), draw_ticket(), dtype=torch.int64)
+
+
+@_draw_ticket.register_fake
+def _(handle: Tensor, call: int) -> Tensor:
+    return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("airmoe::plan", mutates_args=(), tags=_TAGS)
+def _plan(
+    hidden: Tensor,
+    mask: Tensor | None,
+    ticket: Tensor | None,
+    handle: Tensor,
+    layout: str,
+    gradients: bool,
+    learn: bool,
+) -> list[Tensor]:
+    """The tokens that count, and the tensors of a plan, all described by `layout`.
+
+    They are copies: a compiler may write over what an operator gave it, while the module keeps its
+    own. The tokens are there so that something of every call is used: without jitter some plans
+    are empty, and a compiler would drop the call.
+    """
+    planner = _planners[int(handle)]
+    router = getattr(planner, "router", planner)
+    with torch.set_grad_enabled(gradients):
+        tokens = router.read(hidden, mask)
+        plan = planner.make_plan(tokens, None if ticket is None else int(ticket), learn)
+    tensors = [tokens.valid, *router.pack_plan(plan)]
+    return [tensor.clone() for tensor in tensors]
+
+
+@_plan.register_fake
+def _(
+    hidden: Tensor,
+    mask: Tensor | None,
+    ticket: Tensor | None,
+    handle: Tensor,
+    layout: str,
+    gradients: bool,
+    learn: bool,
+) -> list[Tensor]:
+    found = []
+    for part in filter(None, layout.split(";")):
+        dtype, sizes = part.split(":")
+        shape = [hidden.shape[0] if n == "T" else int(n) for n in filter(None, sizes.split(","))]
+        found.append(hidden.new_empty(shape, dtype=getattr(torch, dtype)))
+    return found

@@ -1,4 +1,4 @@
-"""What a router answers: three layouts with one face for losses and metrics.
+"""What a router reads, `Tokens`, and answers: one of three kinds of `Routing`.
 
 Statistics are lazy, because many forwards need none of them; they are differentiable whenever the
 routing itself is, whoever reads them first. A cell routing refers to the router's shortlists: read
@@ -18,14 +18,84 @@ from torch import Tensor
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 from airmoe.kernels.cells import Cells
-from airmoe.kernels.top_k import top_positions
+from airmoe.kernels.norms import finite_rows
+from airmoe.kernels.top_k import top_k_gates, top_positions
 
 Value = TypeVar("Value")
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """Hidden states in which rows that do not count are set to 0, so that they spoil nothing."""
+
+    hidden: Tensor  # [T, D]
+    valid: Tensor  # [T] bool
+    mask: Tensor | None = None  # [T] bool, of the caller
+
+    @property
+    def shape(self) -> torch.Size:
+        """[T, D]"""
+        return self.hidden.shape
+
+    @property
+    def bad(self) -> Tensor:
+        """[T] bool: those that should count, but hold NaN, infinity or huge values."""
+        return ~self.valid if self.mask is None else self.mask & ~self.valid
+
+    def detach(self) -> Tokens:
+        return Tokens(self.hidden.detach(), self.valid, self.mask)
+
+    @property
+    def weights(self) -> Tensor:
+        """[T] float32, 1 / (number of valid tokens) for each valid token, else 0."""
+        valid = self.valid.float()
+        return valid / valid.sum().clamp_min(1)
+
+
+def read_tokens(
+    label: str, dim: int, hidden: Tensor | Tokens, mask: Tensor | None, *, own: bool = True
+) -> Tokens:
+    """Check hidden [T, dim] and mask [T], and find the tokens that count.
+
+    `Tokens`, which were read before, are given back.
+
+    Masked tokens do not count, nor do those whose squared norm is no finite float32: NaN, infinity
+    and values beyond 1e19 would spoil sums that others share. A caller that is done with the states
+    at once, and records no gradient, needs no copy of its `own`: on a CPU copying takes longer than
+    scoring. (On a GPU the question whether a copy is needed would stall it.)
+    """
+    if isinstance(hidden, Tokens):
+        return hidden
+    if hidden.ndim != 2 or hidden.shape[1] != dim:
+        raise ConfigError(
+            f"{label}.hidden",
+            tuple(hidden.shape),
+            f"must have shape [tokens, dim = {dim}]",
+            "Flatten leading dimensions, or build with the model's width.",
+        )
+    if not hidden.is_floating_point():
+        raise ConfigError(
+            f"{label}.hidden", hidden.dtype, "must be real floating point", "Cast it first."
+        )
+    valid = finite_rows(hidden)
+    if mask is not None:
+        if mask.dtype != torch.bool or mask.shape != hidden.shape[:1]:
+            raise ConfigError(
+                f"{label}.mask",
+                (tuple(mask.shape), mask.dtype),
+                f"must be a bool tensor of shape [{hidden.shape[0]}]",
+                "Give True for real tokens and False for padding.",
+            )
+        valid = valid & mask
+    asks = not own and hidden.device.type == "cpu" and not torch.compiler.is_compiling()
+    if asks and bool(valid.all()):
+        return Tokens(hidden, valid, mask)
+    return Tokens(torch.where(valid.unsqueeze(-1), hidden, 0), valid, mask)
+
+
 class Lazy(Generic[Value]):
-    """Something computed on first use, but under the gradient mode of its making and in full
-    precision: who reads it first, and where, makes no difference."""
+    """A value that is computed when it is first read, but under the gradient mode of its making and
+    without autocast: who reads it first, and where, makes no difference."""
 
     def __init__(self, device: torch.device, compute: Callable[[], Value]) -> None:
         self._device_type = device.type
@@ -170,19 +240,19 @@ class CellRouting(Routing):
         if use_triton(self.gates):  # rows that do not count have no gate
             reverse = self.cells.reverse_index(self.num_experts)
             return reverse.sum_by_expert(self.entry_counts()).long()
-        chosen = (self.gates.detach() > 0) & self.valid[self.token_ids].unsqueeze(-1)
+        chosen = (self.gates.detach() > 0) & self.valid[self.cells.token_ids].unsqueeze(-1)
         return sum_over_cells(chosen.int(), self.cells, self.num_experts).long()
 
     def to_token_routing(self) -> TokenRouting:
         self.cells.check_current()
-        flat_gates = by_token(self.gates, self.cells, self.num_tokens)  # [T, R * M]
+        flat_gates = by_token(self.gates, self.cells)  # [T, R * M]
         width = self.max_per_token
         if width is None:
             used = (flat_gates.detach() > 0).sum(-1)
             width = max(1, int(used.max())) if used.numel() else 1
         places = top_positions(flat_gates.detach(), width)
         experts = self.pools[self.cells.cell_of_row()]  # [N, M]
-        expert_ids = by_token(experts, self.cells, self.num_tokens).gather(1, places)
+        expert_ids = by_token(experts, self.cells).gather(1, places)
         return self._listed(expert_ids, flat_gates.gather(1, places))
 
 
@@ -221,10 +291,10 @@ class ExpertRouting(Routing):
         return self._listed(expert_ids.gather(1, best_first), weights.gather(1, best_first))
 
 
-def by_token(rows: Tensor, cells: Cells, num_tokens: int) -> Tensor:
+def by_token(rows: Tensor, cells: Cells) -> Tensor:
     """Rows sorted by cell [N, M] -> token order [T, R * M], nearest cell first."""
     restored = rows.index_select(0, cells.order.argsort())
-    return restored.reshape(num_tokens, cells.rows_per_token * rows.shape[1])
+    return restored.reshape(-1, cells.rows_per_token * rows.shape[1])
 
 
 def sum_over_cells(values: Tensor, cells: Cells, num_experts: int) -> Tensor:
@@ -233,6 +303,57 @@ def sum_over_cells(values: Tensor, cells: Cells, num_experts: int) -> Tensor:
     per_cell = values.new_zeros(cells.pools.shape).index_add(0, cells.cell_of_row(), values)
     per_expert = values.new_zeros(num_experts)
     return per_expert.scatter_add(0, cells.pools.flatten(), per_cell.flatten())
+
+
+@dataclass(frozen=True)
+class ScoredCells:
+    """Candidates of every token with their logits, -inf where an entry does not count."""
+
+    tokens: Tokens
+    cells: Cells
+    scores: Tensor  # [N, M]
+    num_experts: int
+
+    def log_z(self) -> Tensor:
+        """[T] logsumexp over all rows of a token, 0 for tokens that do not count."""
+        log_z = by_token(self.scores, self.cells).logsumexp(-1)
+        return torch.where(self.tokens.valid, log_z, 0.0)
+
+    def probs(self, log_z: Tensor) -> Tensor:
+        """[N, M] softmax over all candidates of a token."""
+        return (self.scores - log_z[self.cells.token_ids].unsqueeze(-1)).exp()
+
+    def routing(
+        self, gates: Tensor, max_per_token: int | None, cell_probs: Callable[[], Tensor]
+    ) -> CellRouting:
+        """What these gates [N, M] make of it; `cell_probs` gives [G]."""
+        device = self.scores.device
+        log_z = Lazy(device, self.log_z)
+
+        def expert_probs() -> Tensor:
+            row_weights = self.tokens.weights[self.cells.token_ids].unsqueeze(-1)
+            return sum_over_cells(self.probs(log_z()) * row_weights, self.cells, self.num_experts)
+
+        return CellRouting(
+            num_tokens=self.tokens.hidden.shape[0],
+            num_experts=self.num_experts,
+            valid=self.tokens.valid,
+            cells=self.cells,
+            gates=gates,
+            max_per_token=max_per_token,
+            lazy_expert_probs=Lazy(device, expert_probs),
+            lazy_log_z=log_z,
+            lazy_cell_probs=Lazy(device, cell_probs),
+        )
+
+
+def token_choice(scored: ScoredCells, top_k: int) -> Tensor:
+    """Each token takes its K best over all its rows: gates [N, M] (Alg. 1, line 10; Eq. 2)."""
+    cells, scores, valid = scored.cells, scored.scores, scored.tokens.valid
+    if cells.rows_per_token == 1:  # rows can be treated in place
+        return top_k_gates(scores, valid[cells.token_ids], top_k)
+    gates = top_k_gates(by_token(scores, cells), valid, top_k)  # [T, R * M]
+    return gates.reshape(scores.shape).index_select(0, cells.order)
 
 
 def check_routing(name: str, value: object) -> None:

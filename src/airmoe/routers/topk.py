@@ -11,10 +11,8 @@ from airmoe.kernels.chosen_logits import chosen_logits
 from airmoe.kernels.noise import Noise, Stage
 from airmoe.kernels.softmax_summary import Summary, softmax_summary
 from airmoe.kernels.top_k import softmax_weights
-from airmoe.routers.base import Plan
-from airmoe.routers.centroids import CentroidConfig, CentroidRouter
-from airmoe.routers.routing import Lazy, TokenRouting
-from airmoe.routers.tokens import Tokens
+from airmoe.routers.base import CentroidConfig, CentroidRouter, Plan
+from airmoe.routers.routing import Lazy, TokenRouting, Tokens
 
 
 class TopKRouter(CentroidRouter):

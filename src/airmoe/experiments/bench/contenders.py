@@ -212,7 +212,7 @@ def _cells_of(routing: Routing) -> Tensor | None:
     if not isinstance(routing, CellRouting):
         return None
     cells = routing.cells
-    return by_token(cells.cell_of_row().unsqueeze(-1), cells, routing.num_tokens)
+    return by_token(cells.cell_of_row().unsqueeze(-1), cells)
 
 
 def _granular(inputs: Inputs) -> GranularExperts:

@@ -19,7 +19,7 @@ from rich.console import Console
 from airmoe.errors import ConfigError, RunError, visible
 from airmoe.experiments.suites.execution import train_or_resume
 from airmoe.experiments.suites.folder import SuiteFolder
-from airmoe.routers.registry import import_modules
+from airmoe.routers import import_modules
 
 
 def end_with_parent() -> None:

@@ -19,7 +19,7 @@ from airmoe.metrics.flops.convention import (
 from airmoe.metrics.flops.ledger import Part, Term, both
 from airmoe.metrics.flops.workload import RouterLosses, Workload
 from airmoe.routers import AirRouter, ExpertChoiceRouter, HierarchicalRouter, RouterConfig
-from airmoe.routers.centroids import CentroidConfig
+from airmoe.routers.base import CentroidConfig
 
 FINE: Part = "router fine"
 COARSE: Part = "router coarse"
