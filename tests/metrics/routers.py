@@ -1,14 +1,14 @@
-"""Small routers to measure, and their exact answers by plain float64 formulas."""
+"""Small routers to measure, and the same routing by the paper's formulas in float64."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from airmoe import ROUTERS, AirRouter, track_optimizer
+from tests import oracles
 
 DIM, NUM_EXPERTS, TOP_K = 8, 24, 5
 EXTRA: dict[str, dict[str, Any]] = {
@@ -35,7 +35,7 @@ def track(router: AirRouter) -> None:
 def trained_air(seed: int = 0, *, tracked: bool = True, **options: Any) -> AirRouter:
     """An AIR router in training mode that has seen two batches.
 
-    Its optimizer is said to be tracked and never steps: the lists stay those of the first batch.
+    If tracked, its optimizer never steps, so its lists stay those of the first batch.
     """
     router: AirRouter = build("air", seed, **options)
     if tracked:
@@ -45,47 +45,36 @@ def trained_air(seed: int = 0, *, tracked: bool = True, **options: Any) -> AirRo
     return router
 
 
+def rows(router: Any, name: str) -> Tensor:
+    """Centroids of the router in float64, projected if it projects them."""
+    weight = getattr(router, name).detach().double()
+    return oracles.project(weight, router.config.normalize_centroids)
+
+
 def exact_logits(router: Any, hidden: Tensor) -> Tensor:
     """[T, E] float64."""
-    hidden, normalize = hidden.double(), router.config.normalize_centroids
-
-    def scores(rows: Tensor) -> Tensor:
-        rows = rows.detach().double()
-        return hidden @ (F.normalize(rows, dim=1) if normalize else rows).T
-
-    logits = scores(router.centroids)
-    if router.config.label == "HierarchicalRouter.Config":
-        clusters = scores(router.cluster_centroids)
+    logits = hidden.double() @ rows(router, "centroids").T
+    if hasattr(router, "cluster_centroids"):
+        clusters = hidden.double() @ rows(router, "cluster_centroids").T
         logits = logits + clusters.repeat_interleave(NUM_EXPERTS // clusters.shape[1], dim=1)
     return logits
 
 
-def nearest(router: AirRouter, hidden: Tensor) -> Tensor:
-    """[T] codewords."""
-    hidden, codewords = hidden.double(), router.codebook.codewords.double()
-    if router.config.codebook == "euclidean":
-        closeness = -torch.cdist(hidden, codewords)
-    else:
-        closeness = F.normalize(hidden, dim=1) @ F.normalize(codewords, dim=1).T
-    return closeness.argmax(1)
-
-
-def candidates(router: Any, hidden: Tensor) -> list[set[int]]:
-    """The experts each token may choose from, without jitter."""
-    config = router.config
-    if config.label == "AirRouter.Config":
-        of_codewords = exact_logits(router, router.codebook.codewords)
-        lists = of_codewords.topk(config.shortlist_size, dim=1).indices
-        return [set(lists[code].tolist()) for code in nearest(router, hidden)]
-    if config.label == "HierarchicalRouter.Config":
-        rows = router.cluster_centroids.detach().double()
-        rows = F.normalize(rows, dim=1) if config.normalize_centroids else rows
-        chosen = (hidden.double() @ rows.T).topk(config.num_selected_clusters, dim=1).indices
-        size = NUM_EXPERTS // config.num_clusters
-        return [{c * size + i for c in row for i in range(size)} for row in chosen.tolist()]
-    return [set(range(NUM_EXPERTS))] * hidden.shape[0]
-
-
-def best(logits: Tensor, among: set[int], count: int) -> set[int]:
-    """The `count` experts of one token with the largest logits [E]."""
-    return set(sorted(among, key=lambda e: -float(logits[e]))[:count])
+def choices(router: Any, hidden: Tensor) -> oracles.Choices:
+    """The routing of `hidden` without jitter."""
+    config, hidden, centroids = router.config, hidden.double(), rows(router, "centroids")
+    if isinstance(router, AirRouter):
+        codewords = router.codebook.codewords.double()
+        lists = oracles.build_shortlists(
+            codewords, centroids, config.shortlist_size, normalize=False
+        )
+        kind: Any = "euclidean" if config.codebook == "euclidean" else "spherical"
+        return oracles.air_route(
+            hidden, codewords, lists, centroids, TOP_K, normalize=False, kind=kind
+        )
+    if hasattr(router, "cluster_centroids"):
+        clusters = rows(router, "cluster_centroids")
+        return oracles.hierarchical_route(
+            hidden, clusters, centroids, TOP_K, config.num_selected_clusters, normalize=False
+        )
+    return oracles.exact_topk(hidden, centroids, TOP_K, normalize=False)

@@ -1,4 +1,4 @@
-"""Overlap, mass recall and the bound of Prop. 1 against brute force."""
+"""Overlap, mass recall and the bound of Prop. 1 against the paper's formulas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from airmoe import AirRouter, PeerRouter, Router, RouterConfig, TokenRouting
 from airmoe.config import config
@@ -23,17 +22,17 @@ from airmoe.metrics import (
     routing_quality,
     shortlist_staleness,
 )
+from tests import oracles
 from tests.metrics.routers import (
     DIM,
     NUM_EXPERTS,
     TOP_K,
-    best,
     build,
-    candidates,
+    choices,
     exact_logits,
-    nearest,
     trained_air,
 )
+from tests.model.test_linear_cross_entropy import LargestTensor
 
 CASES = [
     pytest.param("topk", {}, id="topk"),
@@ -44,63 +43,61 @@ CASES = [
     pytest.param("air", {"codebook": "euclidean"}, id="air-euclidean"),
     pytest.param("air", {"shortlist_size": TOP_K}, id="air-smallest"),
 ]
+EXPERT_CHOICE = [
+    pytest.param("expert_choice", {}, id="expert_choice"),
+    pytest.param("air", {"gate": "expert_choice"}, id="air"),
+]
+MEASURES = [overlap, mass_recall, mass_recall_bound]
 
 
 def prepared(name: str, options: dict[str, Any]) -> Any:
     return trained_air(**options) if name == "air" else build(name, **options)
 
 
-# -- brute force ----------------------------------------------------------------------------
+# -- against the definitions ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_overlap_is_the_set_intersection(name: str, options: dict[str, Any]) -> None:
+def test_overlap_and_mass_recall_are_the_definitions(name: str, options: dict[str, Any]) -> None:
     router, hidden = prepared(name, options), torch.randn(41, DIM) * 2
-    logits = exact_logits(router, hidden)
+    logits, routed = exact_logits(router, hidden), choices(router, hidden)
     shares = [
-        len(best(z, among, TOP_K) & best(z, set(range(NUM_EXPERTS)), TOP_K)) / TOP_K
-        for z, among in zip(logits, candidates(router, hidden), strict=True)
+        len(set(heads[0].expert_ids) & set(oracles.top_ids(row, TOP_K))) / TOP_K
+        for heads, row in zip(routed, logits, strict=True)
     ]
     assert overlap(router, hidden).tolist() == pytest.approx(shares, abs=1e-6)
     assert name == "topk" or 0 < sum(shares) / len(shares) < 1  # the case tells something
-
-
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_mass_recall_is_the_mass_on_the_candidates(name: str, options: dict[str, Any]) -> None:
-    router, hidden = prepared(name, options), torch.randn(41, DIM) * 2
-    probs = exact_logits(router, hidden).softmax(1)
-    masses = [
-        float(p[sorted(among)].sum())
-        for p, among in zip(probs, candidates(router, hidden), strict=True)
-    ]
+    masses = oracles.mass_recall(routed, logits).tolist()
     assert mass_recall(router, hidden).tolist() == pytest.approx(masses, rel=1e-5)
 
 
 def test_a_shortlist_of_all_experts_keeps_everything() -> None:
-    router, hidden = trained_air(shortlist_size=NUM_EXPERTS), torch.randn(200, DIM) * 3
-    assert (overlap(router, hidden) == 1).all()
-    torch.testing.assert_close(mass_recall(router, hidden), torch.ones(200))
+    """Also with large logits: weights of chosen experts get tiny, but 0 would mean not chosen."""
+    router = trained_air(shortlist_size=NUM_EXPERTS)
+    for scale in (3, 300):
+        hidden = torch.randn(200, DIM) * scale
+        assert (overlap(router, hidden) == 1).all()
+        assert (overlap(build("topk"), hidden) == 1).all()
+    torch.testing.assert_close(mass_recall(router, torch.randn(200, DIM) * 3), torch.ones(200))
 
 
-@pytest.mark.parametrize("name", ["expert_choice", "air"])
-def test_expert_choice_is_measured_by_what_tokens_got(name: str) -> None:
-    options = {"gate": "expert_choice"} if name == "air" else {}
+@pytest.mark.parametrize(("name", "options"), EXPERT_CHOICE)
+def test_expert_choice_is_measured_by_what_tokens_got(name: str, options: dict[str, Any]) -> None:
     router, hidden = prepared(name, options), torch.randn(30, DIM) * 2
     router.eval()
     routing = router(hidden).to_token_routing()
-    shares = []
-    for z, ids, weights in zip(
-        exact_logits(router, hidden), routing.expert_ids, routing.weights, strict=True
-    ):
-        exact = best(z, set(range(NUM_EXPERTS)), TOP_K)
+    logits, shares = exact_logits(router, hidden), []
+    for row, ids, weights in zip(logits, routing.expert_ids, routing.weights, strict=True):
+        exact = set(oracles.top_ids(row, TOP_K))
         shares.append(len(exact & set(ids[weights > 0].tolist())) / TOP_K)
     assert len(set(shares)) > 2
     assert overlap(router, hidden).tolist() == pytest.approx(shares, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["expert_choice", "air"])
-def test_tokens_are_compared_as_they_were_routed_among_all(name: str) -> None:
-    options = {"gate": "expert_choice"} if name == "air" else {}
+@pytest.mark.parametrize(("name", "options"), EXPERT_CHOICE)
+def test_tokens_are_compared_as_they_were_routed_among_all(
+    name: str, options: dict[str, Any]
+) -> None:
     router, hidden = prepared(name, options | {"capacity_factor": 0.3}), torch.randn(96, DIM) * 2
     mask = torch.rand(96) > 0.2
     rows = slice(None, 80, 5)
@@ -109,14 +106,7 @@ def test_tokens_are_compared_as_they_were_routed_among_all(name: str) -> None:
         wanted, found = (getattr(quality, field) for quality in (whole, some))
         torch.testing.assert_close(found, wanted[rows], equal_nan=True)
     alone = routing_quality(router, hidden[rows], mask[rows])
-    assert alone.overlap.nanmean() > some.overlap.nanmean()  # fewer to vie with: the case tells
-
-
-def test_large_logits_do_not_lose_chosen_experts() -> None:
-    """Weights of chosen experts get tiny, never 0, or they would count as not chosen."""
-    router, hidden = trained_air(shortlist_size=NUM_EXPERTS), torch.randn(50, DIM) * 300
-    assert (overlap(router, hidden) == 1).all()
-    assert (overlap(build("topk"), hidden) == 1).all()
+    assert alone.overlap.nanmean() > some.overlap.nanmean()  # fewer to compete with
 
 
 # -- ties and unused slots ------------------------------------------------------------------
@@ -182,7 +172,9 @@ def test_identical_experts_overlap_fully() -> None:
 
 def bound_by_formula(router: AirRouter, hidden: Tensor) -> Tensor:
     """exp(-2 |w| |h - c|) rho_M(c), float64."""
-    codewords = router.codebook.codewords.double()[nearest(router, hidden)]
+    codewords, kind = router.codebook.codewords.double(), router.config.codebook
+    nearest: Any = [oracles.nearest_codeword(h, codewords, kind) for h in hidden.double()]  # pyright: ignore
+    codewords = codewords[nearest]
     norms = router.centroids.detach().double().norm(dim=1)
     largest = 1.0 if router.config.normalize_centroids else norms.max()
     probs = exact_logits(router, codewords).softmax(1)
@@ -197,18 +189,11 @@ def test_bound_is_the_formula(normalize: bool, codebook: str) -> None:
     with torch.no_grad():
         router.centroids.mul_(torch.rand(NUM_EXPERTS, 1) + 0.5)
     hidden = F.normalize(torch.randn(33, DIM), dim=1)
-    bound = mass_recall_bound(router, hidden)
-    torch.testing.assert_close(bound.double(), bound_by_formula(router, hidden), rtol=1e-5, atol=0)
+    bound, wanted = mass_recall_bound(router, hidden), bound_by_formula(router, hidden)
+    torch.testing.assert_close(bound.double(), wanted, rtol=1e-5, atol=0)
     assert bound.max() > 0.01
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_bound_in_float64(normalize: bool) -> None:
-    router = trained_air(normalize_centroids=normalize)
-    hidden = F.normalize(torch.randn(33, DIM), dim=1)
-    wanted = mass_recall_bound(router, hidden)
     found = mass_recall_bound(router.double(), hidden.double())
-    torch.testing.assert_close(found.float(), wanted, rtol=1e-4, atol=0)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
 
 
 @settings(max_examples=60)
@@ -230,12 +215,8 @@ def test_bound_never_exceeds_mass_recall(
     shortlist_size: int,
     seed: int,
 ) -> None:
-    router = trained_air(
-        seed,
-        normalize_centroids=normalize,
-        codebook=codebook,
-        shortlist_size=shortlist_size,
-    )
+    options = {"normalize_centroids": normalize, "codebook": codebook}
+    router = trained_air(seed, shortlist_size=shortlist_size, **options)
     with torch.no_grad():
         router.centroids.mul_(centroid_scale)
     hidden = torch.randn(16, DIM)
@@ -255,24 +236,7 @@ def test_bound_is_tight_for_a_token_on_its_codeword() -> None:
     torch.testing.assert_close(mass_recall_bound(router, hidden), mass_recall(router, hidden))
 
 
-def test_without_projection_the_bound_needs_the_largest_norm() -> None:
-    """With exp(-2 eps) alone the inequality fails for long centroids."""
-    router = trained_air(normalize_centroids=False, shortlist_size=TOP_K)
-    with torch.no_grad():
-        router.centroids.mul_(20)
-    hidden = F.normalize(torch.randn(300, DIM), dim=1)
-    recall, bound = mass_recall(router, hidden), mass_recall_bound(router, hidden)
-    assert (bound <= recall * 1.0001).all()
-    codewords = router.codebook.codewords[nearest(router, hidden)]
-    naive = bound * torch.exp(
-        2 * (router.centroids.norm(dim=1).max() - 1) * (hidden - codewords).norm(dim=1)
-    )
-    assert (naive > recall).any()
-
-
 # -- tokens that do not count, precision, memory --------------------------------------------
-
-MEASURES = [overlap, mass_recall, mass_recall_bound]
 
 
 @pytest.mark.parametrize("measure", MEASURES)
@@ -285,11 +249,6 @@ def test_masked_and_non_finite_tokens_are_nan_and_change_nothing(measure: Any) -
     assert torch.equal(found.isnan(), ~counted)
     torch.testing.assert_close(found[counted], measure(router, hidden[counted]))
     assert found.dtype == torch.float32
-
-
-@pytest.mark.parametrize("measure", MEASURES)
-def test_no_token_at_all(measure: Any) -> None:
-    router = trained_air()
     assert measure(router, torch.empty(0, DIM)).shape == (0,)
     assert measure(router, torch.randn(4, DIM), torch.zeros(4, dtype=torch.bool)).isnan().all()
 
@@ -307,19 +266,6 @@ def test_bfloat16_tokens_and_autocast_are_measured_in_full_precision(measure: An
 def test_no_gradient_is_recorded(measure: Any) -> None:
     router, hidden = trained_air(normalize_centroids=False), torch.randn(5, DIM, requires_grad=True)
     assert not measure(router, hidden).requires_grad
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements any operation returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
 
 
 @pytest.mark.parametrize("measure", MEASURES)
@@ -341,7 +287,7 @@ def test_memory_is_bounded_whatever_the_number_of_tokens(
 
 
 def everything(router: AirRouter) -> dict[str, Any]:
-    """All that training goes on from; the evaluation lists are a cache of their own."""
+    """All that training continues from; the evaluation lists are a separate cache."""
     found: dict[str, Any] = {k: v.clone() for k, v in router.state_dict().items()}
     found["experts"] = router.training_lists.experts.clone()
     found["norms"] = router.training_lists.inverse_norms.clone()
@@ -385,14 +331,11 @@ def test_the_training_flag_survives_an_error() -> None:
 # -- refusals -------------------------------------------------------------------------------
 
 
-def test_peer_is_refused() -> None:
-    router = PeerRouter.Config(dim=DIM, num_experts=16, top_k=4, num_heads=2).build()
+def test_routers_that_cannot_be_measured_are_refused() -> None:
+    peer = PeerRouter.Config(dim=DIM, num_experts=16, top_k=4, num_heads=2).build()
     for measure in (overlap, mass_recall):
         with pytest.raises(ValueError, match="exact by construction"):
-            measure(router, torch.randn(3, DIM))
-
-
-def test_the_bound_needs_codewords() -> None:
+            measure(peer, torch.randn(3, DIM))
     with pytest.raises(ValueError, match="TopKRouter, needs an AirRouter"):
         mass_recall_bound(build("topk"), torch.randn(3, DIM))
 

@@ -28,6 +28,7 @@ from tests.distributed.launch import WORLD, run_all
 from tests.metrics.routers import DIM, NUM_EXPERTS, build, trained_air
 
 Batch = tuple[Tensor, Tensor]
+MEASURES = (mass_recall_bound, overlap, mass_recall)  # the bound first, before any forward
 
 
 def batch(size: int) -> Batch:
@@ -59,13 +60,14 @@ def assert_same(got: RoutingReport, want: RoutingReport) -> None:
     assert flat(got) == pytest.approx(flat(want), rel=1e-6)
 
 
+@pytest.fixture
+def router() -> Any:
+    return trained_air().eval()
+
+
 @pytest.mark.parametrize("name", ["air", "hierarchical", "topk"])
 def test_batches_add_up_to_one(name: str) -> None:
-    router: Any = {
-        "air": trained_air,
-        "hierarchical": lambda: build("hierarchical"),
-        "topk": lambda: build("topk"),
-    }[name]()
+    router = trained_air() if name == "air" else build(name)
     batches = [batch(size) for size in (9, 1, 30, 2)]
     joined = torch.cat([hidden for hidden, _ in batches]), torch.cat([mask for _, mask in batches])
     report = metered(router, batches)
@@ -73,9 +75,8 @@ def test_batches_add_up_to_one(name: str) -> None:
     assert report.tokens == report.quality_tokens == (7 - 1) + 1 + (23 - 1) + 2
 
 
-def test_report_is_what_the_single_metrics_say() -> None:
-    router, (hidden, mask) = trained_air(), batch(40)
-    router.eval()
+def test_report_is_what_the_single_metrics_say(router: Any) -> None:
+    hidden, mask = batch(40)
     routing, report = router(hidden, mask), metered(router, [(hidden, mask)])
     chosen = routing.to_token_routing().expert_ids[routing.valid].flatten()
     counts = chosen.bincount(minlength=NUM_EXPERTS).double()
@@ -84,28 +85,30 @@ def test_report_is_what_the_single_metrics_say() -> None:
     assert report.entropy == pytest.approx(-(shares * shares.log()).sum().item())
     assert report.dead_experts == pytest.approx((counts == 0).double().mean().item())
     assert report.load_imbalance == pytest.approx((counts.max() / counts.mean()).item())
-    for measure in (overlap, mass_recall, mass_recall_bound):
+    for measure in MEASURES:
         mean = measure(router, hidden, mask).nanmean().item()
         assert getattr(report, measure.__name__) == pytest.approx(mean), measure.__name__
     codes = router.codebook.assign(hidden[routing.valid]).bincount(minlength=4)
     assert report.codewords == codeword_usage(codes)
 
 
-def test_what_was_not_measured_is_none() -> None:
-    meter, router = RoutingMeter(), build("topk").eval()
+def test_what_was_not_measured_is_none(router: Any) -> None:
+    meter, exact = RoutingMeter(), build("topk").eval()
     nothing = dict.fromkeys(asdict(meter.compute())) | {"tokens": 0, "quality_tokens": 0}
     assert asdict(meter.compute()) == nothing
-    meter.update(router(torch.randn(3, DIM)))
+    hidden, mask = torch.randn(3, DIM), torch.zeros(3, dtype=torch.bool)
+    assert asdict(metered(router, [(hidden, mask)])) == nothing
+    meter.update(exact(hidden))
     report = meter.compute()
     assert report.tokens == 3 and report.entropy is not None and report.codewords is None
     assert report.overlap is None and report.mass_recall_bound is None
-    meter.update_quality(router, torch.randn(3, DIM))
+    meter.update_quality(exact, hidden)
     report = meter.compute()
     assert report.overlap == 1.0 and report.mass_recall_bound is None
 
 
-def test_quality_may_be_measured_on_some_batches_only() -> None:
-    router, meter = trained_air().eval(), RoutingMeter()
+def test_quality_may_be_measured_on_some_batches_only(router: Any) -> None:
+    meter = RoutingMeter()
     batches = [batch(8), batch(13), batch(5)]
     for hidden, mask in batches:
         meter.update(router(hidden, mask))
@@ -116,18 +119,8 @@ def test_quality_may_be_measured_on_some_batches_only() -> None:
     assert report.overlap == pytest.approx(measured.nanmean().item())
 
 
-def test_only_masked_tokens_count_as_nothing() -> None:
-    meter, router = RoutingMeter(), trained_air().eval()
-    hidden, mask = torch.randn(3, DIM), torch.zeros(3, dtype=torch.bool)
-    meter.update(router(hidden, mask))
-    meter.update_quality(router, hidden, mask)
-    report = meter.compute()
-    assert report.tokens == 0 and report.entropy is None and report.overlap is None
-
-
-def test_compute_may_be_called_at_any_time() -> None:
-    router, meter = trained_air().eval(), RoutingMeter()
-    batches = [batch(8), batch(13)]
+def test_compute_may_be_called_at_any_time(router: Any) -> None:
+    meter, batches = RoutingMeter(), [batch(8), batch(13)]
     for hidden, mask in batches:
         meter.update(router(hidden, mask))
         meter.update_quality(router, hidden, mask)
@@ -147,8 +140,8 @@ def test_counts_of_the_routing_are_not_written_to() -> None:
     assert meter.compute().tokens == 15
 
 
-def test_the_meter_holds_no_tokens() -> None:
-    router, meter = trained_air().eval(), RoutingMeter()
+def test_the_meter_holds_no_tokens(router: Any) -> None:
+    meter = RoutingMeter()
     for _ in range(3):
         hidden, mask = batch(200)
         meter.update(router(hidden, mask))
@@ -200,16 +193,13 @@ def measure_sharded(rank: int, join: Callable[[], None]) -> list[Tensor]:
     join()
     mesh = init_device_mesh("cpu", (WORLD,))
     hidden, mask = batches_of(0, rank)[0]
-    found = []
     fully_shard(router, mesh=mesh, reshard_after_forward=True)
-    found += [
-        measure(router, hidden, mask) for measure in (mass_recall_bound, overlap, mass_recall)
-    ]
     inner = build("air", normalize_centroids=False)
     fully_shard(nn.Sequential(inner), mesh=mesh)
-    found += [measure(inner, hidden, mask) for measure in (mass_recall_bound, overlap, mass_recall)]
-    assert isinstance(inner.centroids, DTensor) and inner.centroids.requires_grad
-    assert isinstance(router.centroids, DTensor) and router.centroids.requires_grad
+    found = []
+    for sharded in (router, inner):
+        found += [measure(sharded, hidden, mask) for measure in MEASURES]
+        assert isinstance(sharded.centroids, DTensor) and sharded.centroids.requires_grad
     return found
 
 
@@ -237,6 +227,6 @@ def test_sharded_routers_are_measured_alike(ranks: dict[str, list[Any]]) -> None
     for rank, found in enumerate(ranks["sharded"]):
         assert isinstance(found, list), found
         hidden, mask = batches_of(0, rank)[0]
-        wanted = [m(router, hidden, mask) for m in (mass_recall_bound, overlap, mass_recall)]
+        wanted = [measure(router, hidden, mask) for measure in MEASURES]
         for got, want in zip(found, wanted * 2, strict=True):
             torch.testing.assert_close(got, want, equal_nan=True)

@@ -131,8 +131,8 @@ def test_a_loss_of_one_s_own_trains_the_routers_too(
     torch.testing.assert_close(language + found.router_loss, expected.loss)
     torch.testing.assert_close(found.router_loss, expected.loss - expected.language_loss)
     assert torch.equal(found.router_loss, expected.router_loss)
-    for (name, weight), twin in zip(own.named_parameters(), built_in.parameters(), strict=True):
-        torch.testing.assert_close(weight.grad, twin.grad, msg=lambda m, n=name: f"{n}: {m}")
+    for (name, weight), other in zip(own.named_parameters(), built_in.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, other.grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_there_is_no_router_loss_where_it_would_be_nothing() -> None:
@@ -166,31 +166,28 @@ def test_compiled_and_eager_models_agree(variant: str) -> None:
 def test_the_trainer_trains_and_evaluates_without_logits(tmp_path: Path) -> None:
     """Micro-batches with unequal numbers of targets add up to the mean over all of them."""
     options = {"router_options": {"jitter_std": 0.0}, "load_balance_weight": 0.0}
-    model, twin = (build("topk", **options) for _ in range(2))
+    model, same = (build("topk", **options) for _ in range(2))
     ids = batch(40, (6, 12))
     labels = ids.clone()
     for row in range(5):
         labels[row, : 2 * row] = -100
     examples: Any = [{"input_ids": ids[row], "labels": labels[row]} for row in range(6)]
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        report_to=[],
+    trainer = trainer_of(
+        model,
+        tmp_path,
+        examples,
         save_strategy="no",
-        disable_tqdm=True,
         prediction_loss_only=True,
         learning_rate=0.0,
-        per_device_train_batch_size=2,
         per_device_eval_batch_size=3,
         gradient_accumulation_steps=3,
         max_steps=1,
     )
-    trainer = Trainer(model, arguments, train_dataset=examples, eval_dataset=examples)
     trained = trainer.train().training_loss
-    measured = trainer.evaluate()["eval_loss"]
+    measured = trainer.evaluate(examples)["eval_loss"]
     with torch.no_grad():
-        whole = twin.eval()(ids, labels=labels).loss
-        halves = [twin(ids[rows], labels=labels[rows]).loss for rows in (slice(3), slice(3, 6))]
+        whole = same.eval()(ids, labels=labels).loss
+        halves = [same(ids[rows], labels=labels[rows]).loss for rows in (slice(3), slice(3, 6))]
     assert trained == pytest.approx(float(whole), rel=1e-5)
     assert measured == pytest.approx(float(sum(halves)) / 2, rel=1e-5)
 
@@ -205,21 +202,23 @@ class NotesRebuilds(TrainerCallback):
         self.built.append((int(self.router.micro_batches), int(self.router.built_at)))
 
 
-def trainer_of(model: Any, folder: Path, callbacks: list[Any], steps: int) -> Trainer:
-    examples: Any = [{"input_ids": row, "labels": row} for row in batch(41, (16, 12))]
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to=[],
-        save_steps=2,
-        disable_tqdm=True,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        learning_rate=0.1,
-        max_steps=steps,
-        lr_scheduler_type="constant",
-    )
-    return Trainer(model, arguments, train_dataset=examples, callbacks=callbacks)
+def trainer_of(
+    model: Any, folder: Path, examples: Any = None, callbacks: Any = (), **options: Any
+) -> Trainer:
+    if examples is None:
+        examples = [{"input_ids": row, "labels": row} for row in batch(41, (16, 12))]
+    settings: dict[str, Any] = {
+        "use_cpu": True,
+        "report_to": [],
+        "save_steps": 2,
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+    }
+    arguments = TrainingArguments(output_dir=str(folder), **{**settings, **options})
+    return Trainer(model, arguments, train_dataset=examples, callbacks=list(callbacks))
 
 
 def test_the_trainer_tracks_its_optimizer_with_our_callback(tmp_path: Path) -> None:
@@ -229,19 +228,20 @@ def test_the_trainer_tracks_its_optimizer_with_our_callback(tmp_path: Path) -> N
     notes = NotesRebuilds(router)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*tracked optimizer")
-        trainer = trainer_of(model, tmp_path, [airmoe.TrackOptimizerCallback(), notes], 4)
-        trainer.train()
+        callbacks = [airmoe.TrackOptimizerCallback(), notes]
+        trainer_of(model, tmp_path, callbacks=callbacks, max_steps=4).train()
         assert notes.built == [(2, 1), (4, 3), (6, 5), (8, 7)]
         assert not router.tracked  # the next optimizer may be another
         whole = snapshot(model, derived=False)
-        trainer = trainer_of(model, tmp_path, [airmoe.TrackOptimizerCallback(), notes], 4)
+        trainer = trainer_of(model, tmp_path, callbacks=callbacks, max_steps=4)
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert notes.built[4:] == [(6, 5), (8, 7)]
     assert_same(snapshot(model, derived=False), whole)
 
 
 def test_our_callback_leaves_a_dense_model_alone(tmp_path: Path) -> None:
-    trainer = trainer_of(build(moe_layers=[]), tmp_path, [airmoe.TrackOptimizerCallback()], 2)
+    callbacks = [airmoe.TrackOptimizerCallback()]
+    trainer = trainer_of(build("dense"), tmp_path, callbacks=callbacks, max_steps=2)
     assert trainer.train().global_step == 2
 
 
@@ -249,16 +249,15 @@ def test_the_trainer_without_our_callback_is_told_of_it_once(tmp_path: Path) -> 
     model = build("air")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer_of(model, tmp_path, [], 3).train()
+        trainer_of(model, tmp_path, max_steps=3).train()
     told = [str(one.message) for one in caught if "tracked optimizer" in str(one.message)]
     assert len(told) == 1 and "callbacks=[airmoe.TrackOptimizerCallback()]" in told[0]
 
 
 def test_label_smoothing_predicts_the_next_token(tmp_path: Path) -> None:
     """The Trainer knows by the name of a model's class whether to shift its labels."""
-    options: dict[str, Any] = {"use_cpu": True, "report_to": [], "label_smoothing_factor": 0.1}
     model, ids = build("air").eval(), batch(3)
-    trainer = Trainer(model, TrainingArguments(output_dir=str(tmp_path), **options))
+    trainer = trainer_of(model, tmp_path, label_smoothing_factor=0.1)
     with torch.no_grad():
         found = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
         logits = model(ids).logits[:, :-1].flatten(0, 1)
@@ -269,29 +268,21 @@ def test_label_smoothing_predicts_the_next_token(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     results = run_all({"window": window, "sharded": sharded}, tmp_path_factory.mktemp("ranks"))
-    for name, of_ranks in results.items():
-        for result in of_ranks:
-            assert not isinstance(result, str), f"{name}: {result}"
+    errors = [found for both in results.values() for found in both if isinstance(found, str)]
+    assert not errors, "\n".join(errors)
     return results
 
 
 @pytest.mark.slow
-def test_ranks_and_micro_batches_add_up_to_the_whole(ranks: dict[str, list[Any]]) -> None:
-    """Ranks with unequal numbers of rows: gradients of both losses are those of one process."""
-    first, second = ranks["window"]
-    for name, value in window(None, lambda: None).items():
-        if name == "loss":  # each rank's share
-            torch.testing.assert_close(first[name] + second[name], value)
-            continue
-        assert torch.equal(first[name], second[name]), name
-        torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_sharded_training_is_that_of_one_process(ranks: dict[str, list[Any]]) -> None:
-    first, second = ranks["sharded"]
-    for name, value in sharded(None, lambda: None).items():
-        if name == "loss":  # each rank's own
-            torch.testing.assert_close((first[name] + second[name]) / 2, value)
+@pytest.mark.parametrize(("scenario", "shares"), [(window, 1), (sharded, 2)])
+def test_two_ranks_train_like_one_process(
+    scenario: Any, shares: int, ranks: dict[str, list[Any]]
+) -> None:
+    """DDP with unequal rows in a window, where losses add up, and FSDP2, where each has its own."""
+    first, second = ranks[scenario.__name__]
+    for name, value in scenario(None, lambda: None).items():
+        if name == "loss":
+            torch.testing.assert_close((first[name] + second[name]) / shares, value)
             continue
         assert torch.equal(first[name], second[name]), name
         torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-6, msg=name)
