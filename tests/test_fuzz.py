@@ -158,7 +158,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_json(own / "special_tokens_map.json", {"bos_token": "<s>", "eos_token": "</s>"})
     out = str(folder / "owned")
     prepare(PrepareConfig(corpus=corpus, tokenizer=str(own), out=out, **options))
-    with Workspace(folder / "half") as workspace:
+    workspace = Workspace(folder / "half")
+    with workspace.locked():
         manifest = open_prepared(folder / "words").manifest
         writers = {name: WriterState(split) for name, split in manifest.splits.items()}
         workspace.save(Progress(manifest.recipe, 1000, manifest.tokenizer, writers=writers))
@@ -197,7 +198,7 @@ def read_to_resume(folder: Path) -> object:
 
 
 def read_progress(folder: Path) -> object:
-    return Workspace(folder / "half")._read()
+    return Workspace(folder / "half").read_progress()
 
 
 def read_test_file(folder: Path) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 
@@ -40,3 +41,19 @@ def _shown(value: object) -> str:
 
 class RunError(RuntimeError):
     """A run that had to stop (no finite loss, disk full): says where, what is kept, what to do."""
+
+
+def require(module: str, purpose: str, extra: str = "data") -> Any:
+    """Import a module that only some uses need, or say which command installs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise  # the package is there, but something inside it is missing
+        raise ConfigError(
+            "python package",
+            package,
+            f"is not installed, but is needed {purpose}",
+            f"Run: pip install 'airmoe[{extra}]'",
+        ) from None

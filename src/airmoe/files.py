@@ -119,6 +119,11 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def json_sha256(values: Any) -> str:
+    """Of plain values, whatever the order of their names."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
 @contextmanager
 def locked(folder: Path, field: str, work: str) -> Iterator[None]:
     """Keep other processes out of a folder; the system drops the lock if this process dies.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +82,14 @@ def prepare_texts(
     return prepare(config, _shard_tokens=shard_tokens)
 
 
-def assert_one_line(raised: pytest.ExceptionInfo[ConfigError], *parts: str) -> None:
-    """The message fits a terminal line's worth of reading and holds every part."""
+@contextmanager
+def refused(*parts: str, without: tuple[str, ...] = ()) -> Iterator[None]:
+    """The block raises a ConfigError of one line that holds every part."""
+    with pytest.raises(ConfigError) as raised:
+        yield
     message = str(raised.value)
     assert "\n" not in message, message
     for part in parts:
         assert part in message, message
+    for part in without:
+        assert part not in message, message

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from airmoe import ConfigError
 from airmoe.data import Tokenizer, TokenizerIdentity
 from airmoe.data.parallel import Encoder, EncoderPool, in_validation
-from tests.data.common import assert_one_line
+from tests.data.common import refused
 from tests.training.command import pythonpath
 
 WORKERS = 3
@@ -40,7 +39,7 @@ class Moody(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         raise NotImplementedError
 
-    def _write(self, folder: Path) -> None:
+    def _files(self) -> dict[str, bytes]:
         raise NotImplementedError
 
 
@@ -56,7 +55,7 @@ def test_results_come_in_order_and_end_with_the_end_of_text(pool: EncoderPool) -
     found = [[int(document.tokens[0]) for document in batch] for batch in results]
     assert found == [[4], *([number, 2] for number in range(1, 40))]
     assert all(document.tokens[-1] == 0 for batch in results for document in batch)
-    assert len({int(batch[0].tokens[1]) for batch in results}) == WORKERS
+    assert len(multiprocessing.active_children()) == WORKERS
 
 
 def test_little_is_read_ahead_of_a_slow_batch(pool: EncoderPool) -> None:
@@ -88,11 +87,11 @@ def test_an_error_in_a_worker_is_told() -> None:
 def test_a_dead_worker_is_told_and_nobody_waits_for_it() -> None:
     start = time.monotonic()
     pool = EncoderPool(Encoder(Moody(), 0.0), 2)
-    with pool, pytest.raises(ConfigError) as raised:
+    before = {*multiprocessing.active_children()}
+    with pool, refused("prepare.workers", "exit code -9", "goes on where this stopped"):
         list(pool.encode([["fine"], ["deadly"], *[["fine"]] * 20]))
-    assert_one_line(raised, "prepare.workers", "exit code -9", "goes on where this stopped")
     assert time.monotonic() - start < 30
-    assert not [p for p in multiprocessing.active_children() if p.name.startswith("Forkserver")]
+    assert before >= {*multiprocessing.active_children()}
 
 
 def test_the_hash_decides_the_split() -> None:

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from airmoe import ConfigError
 from airmoe.data import PrepareConfig, Prepared, PrepareProgress, make_tokenizer, prepare
 from airmoe.data.shards import TOKEN_TYPE, SplitWriter
-from tests.data.common import assert_one_line, folder_bytes, make_texts, save_own, write_jsonl
+from tests.data.common import folder_bytes, make_texts, refused, save_own, write_jsonl
 
 SHARD_TOKENS = 5000
 MODULE = sys.modules[PrepareConfig.__module__]  # the package's `prepare` is the function
@@ -117,9 +117,8 @@ def test_official_splits_are_kept(tmp_path: Path) -> None:
     assert list(prepared.manifest.splits) == ["train", "validation", "test"]
     assert documents_of(prepared, "validation") == [f"valid {n}" for n in range(30)]
     assert documents_of(prepared, "test") == [f"test {n}" for n in range(30)]
-    with pytest.raises(ConfigError) as raised:
+    with refused("prepare.validation", "its own validation split"):
         prepare(settings(tmp_path, corpus=str(tmp_path / "corpus"), validation="x"))
-    assert_one_line(raised, "prepare.validation", "its own validation split")
 
 
 def test_validation_text_with_splits_of_its_own_lends_its_validation_split(
@@ -240,9 +239,8 @@ def test_a_folder_made_with_other_settings_is_refused(
     tmp_path: Path, texts: list[str], change: dict[str, Any]
 ) -> None:
     prepare(settings(tmp_path))
-    with pytest.raises(ConfigError) as raised:
+    with refused("prepare.out", "other settings", "Delete it or use another out."):
         prepare(settings(tmp_path, **change))
-    assert_one_line(raised, "prepare.out", "other settings", "Delete it or use another out.")
 
 
 def test_other_text_or_another_tokenizer_of_the_same_name_is_refused(
@@ -277,9 +275,8 @@ def test_text_that_only_looks_the_same_is_refused(tmp_path: Path) -> None:
         ("b/text.jsonl", valid),
         ("text.jsonl", f"{tmp_path}/b/valid.jsonl"),
     ):
-        with pytest.raises(ConfigError) as raised:
+        with refused("prepare.out", "other text", "use another out", "data.folder"):
             prepare(settings(tmp_path, corpus=str(tmp_path / corpus), validation=validation))
-        assert_one_line(raised, "prepare.out", "other text", "use another out", "data.folder")
     write_jsonl(tmp_path / "text.jsonl", ["third"])
     os.utime(tmp_path / "text.jsonl", ns=(moment, moment))
     with pytest.raises(ConfigError, match="other text"):
@@ -313,9 +310,8 @@ def test_a_foreign_folder_is_left_alone(tmp_path: Path, texts: list[str]) -> Non
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis.txt").write_text("years of work")
     for out, rule in (("out", "not made by prepare"), ("other", "did not make there")):
-        with pytest.raises(ConfigError) as raised:
+        with refused("prepare.out", rule, "se another out"):
             prepare(settings(tmp_path, out=str(tmp_path / out)))
-        assert_one_line(raised, "prepare.out", rule, "se another out")
     assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
     assert (tmp_path / "other.partial" / "thesis.txt").read_text() == "years of work"
 
@@ -324,27 +320,21 @@ def test_two_prepares_into_one_folder_are_refused(tmp_path: Path, texts: list[st
     (tmp_path / "out.partial").mkdir()
     with (tmp_path / "out.partial" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError) as raised:
+        with refused("prepare.out", "by another process", "stop it first"):
             prepare(settings(tmp_path))
-        assert_one_line(raised, "prepare.out", "another process", "another out")
     assert documents_of(prepare(settings(tmp_path)), "train")
 
 
 def test_an_empty_split_is_refused_and_leaves_nothing_behind(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "corpus.jsonl", ["one"])
-    with pytest.raises(ConfigError) as raised:
+    with refused("prepare.validation_fraction", "Raise validation_fraction", "validation="):
         prepare(settings(tmp_path, validation_fraction=1e-9))
-    assert_one_line(
-        raised, "prepare.validation_fraction", "Raise validation_fraction", "validation="
-    )
-    with pytest.raises(ConfigError) as raised:
+    with refused("prepare.corpus", "no text for its train split"):
         prepare(settings(tmp_path, validation_fraction=0.999999))
-    assert_one_line(raised, "prepare.corpus", "no text for its train split")
     empty = write_jsonl(tmp_path / "valid.jsonl", ["  "])
-    with pytest.raises(ConfigError) as raised:
+    parts, without = ("has no text", "leave it out"), ("corpus", "validation_fraction")
+    with refused(f"prepare.validation: got '{empty}'", *parts, without=without):
         prepare(settings(tmp_path, validation=str(empty)))
-    assert_one_line(raised, f"prepare.validation: got '{empty}'", "has no text", "leave it out")
-    assert "corpus" not in str(raised.value) and "validation_fraction" not in str(raised.value)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["corpus.jsonl", "valid.jsonl"]
 
 

@@ -1,22 +1,30 @@
-"""A writer that goes on from a saved state writes what one writer would have written."""
+"""Shards: a writer goes on where another stopped; blocks are the tokens in order."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import pickle
 import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
-from airmoe.data import SplitInfo
-from airmoe.data.shards import SplitWriter, WriterState
-from tests.data.common import folder_bytes
+from airmoe.data import BlockDataset, ShardInfo, SplitInfo
+from airmoe.data.shards import TOKEN_TYPE, SplitWriter, WriterState
+from tests.data.common import folder_bytes, make_texts, prepare_texts, refused
+
+VOCAB = 1000
 
 
-def write(folder: Path, documents: list[np.ndarray], state: WriterState, shard: int) -> SplitWriter:
+def written(
+    folder: Path, documents: list[np.ndarray], state: WriterState, shard: int
+) -> SplitWriter:
     writer = SplitWriter(folder, "train", state, shard)
     for document in documents:
         writer.add(document)
@@ -44,14 +52,14 @@ def test_going_on_from_any_document_changes_no_byte(
         whole, resumed = Path(name, "whole"), Path(name, "resumed")
         whole.mkdir()
         resumed.mkdir()
-        expected = finish(write(whole, documents, WriterState(), shard_tokens))
+        expected = finish(written(whole, documents, WriterState(), shard_tokens))
 
-        first = write(resumed, documents[:saved], WriterState(), shard_tokens)
+        first = written(resumed, documents[:saved], WriterState(), shard_tokens)
         state = first.saved_state()
         for document in documents[saved : saved + lost]:  # on disk, but nobody knows
             first.add(document)
         first.close()
-        assert finish(write(resumed, documents[saved:], state, shard_tokens)) == expected
+        assert finish(written(resumed, documents[saved:], state, shard_tokens)) == expected
         assert folder_bytes(resumed) == folder_bytes(whole)
 
         content = b"".join((whole / shard.file).read_bytes() for shard in expected.shards)
@@ -62,3 +70,66 @@ def test_going_on_from_any_document_changes_no_byte(
             assert hashlib.sha256(file.read_bytes()).hexdigest() == shard.sha256
             assert file.stat().st_size == 4 * shard.tokens
         assert all(shard.tokens >= shard_tokens for shard in expected.shards[:-1])
+
+
+def write_shards(folder: Path, shards: list[list[int]]) -> SplitInfo:
+    infos = []
+    for number, tokens in enumerate(shards):
+        file = folder / f"train-{number:05d}.bin"
+        np.array(tokens, TOKEN_TYPE).tofile(file)
+        infos.append(ShardInfo(file.name, len(tokens), ""))
+    return SplitInfo(1, sum(map(len, shards)), tuple(infos))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    block_size=st.integers(1, 30),
+)
+def test_blocks_are_the_concatenation_of_the_shards(sizes: list[int], block_size: int) -> None:
+    tokens = list(range(sum(sizes)))
+    ends = np.cumsum(sizes)
+    with tempfile.TemporaryDirectory() as folder:
+        shards = [tokens[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        dataset = BlockDataset(
+            Path(folder), write_shards(Path(folder), shards), block_size, vocab_size=VOCAB
+        )
+        assert dataset.num_tokens == len(tokens) and len(dataset) == len(tokens) // block_size
+        for index in range(len(dataset)):
+            block = dataset[index]
+            expected = torch.arange(index * block_size, (index + 1) * block_size)
+            assert block["input_ids"].dtype == torch.int64
+            assert torch.equal(block["input_ids"], expected)
+            assert torch.equal(block["labels"], expected)
+            assert block["labels"] is not block["input_ids"]
+
+
+def test_indices_outside_raise_and_iteration_ends(tmp_path: Path) -> None:
+    dataset = BlockDataset(tmp_path, write_shards(tmp_path, [[1, 2, 3, 4, 5]]), 2, VOCAB)
+    for index in (-1, 2):
+        with pytest.raises(IndexError):
+            dataset[index]
+    assert [block["input_ids"].tolist() for block in dataset] == [[1, 2], [3, 4]]
+
+
+def test_an_impossible_id_names_shard_and_position(tmp_path: Path) -> None:
+    split = write_shards(tmp_path, [[1, 2, 3], [4, 5, VOCAB, 7]])
+    dataset = BlockDataset(tmp_path, split, 2, VOCAB)
+    assert dataset[0]["input_ids"].tolist() == [1, 2]
+    assert dataset[1]["input_ids"].tolist() == [3, 4]
+    with refused("got 1000", "vocab_size = 1000", "position 2 of", "train-00001.bin"):
+        dataset[2]
+
+
+def test_a_used_dataset_pickles_small_and_reads_the_same(tmp_path: Path) -> None:
+    dataset = BlockDataset(tmp_path, write_shards(tmp_path, [list(range(VOCAB))] * 9), 8, VOCAB)
+    first = dataset[500]["input_ids"]
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 2000, "no tokens travel to the workers"
+    assert torch.equal(pickle.loads(pickled)[500]["input_ids"], first)
+
+
+def test_workers_of_a_dataloader_read_the_same_blocks(tmp_path: Path) -> None:
+    dataset = prepare_texts(tmp_path, make_texts(200)).blocks("train", 64)
+    alone = torch.cat([batch["input_ids"] for batch in DataLoader(dataset, batch_size=4)])
+    loader = DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context="fork")
+    assert torch.equal(torch.cat([batch["input_ids"] for batch in loader]), alone)

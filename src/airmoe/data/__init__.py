@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from airmoe.data.blocks import BlockDataset
-from airmoe.data.manifest import Manifest, Recipe, ShardInfo, SplitInfo
 from airmoe.data.prepare import PrepareConfig, PrepareProgress, prepare
-from airmoe.data.prepared import Prepared, open_prepared
+from airmoe.data.prepared import Manifest, Prepared, Recipe, open_prepared
+from airmoe.data.shards import BlockDataset, ShardInfo, SplitInfo
 from airmoe.data.tokenizer_choice import make_tokenizer
 from airmoe.data.tokenizers import Tokenizer, TokenizerIdentity, load_tokenizer
 

@@ -12,16 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from airmoe.data.optional import require
-from airmoe.errors import ConfigError
+from airmoe.errors import ConfigError, require
 
 COMPRESSIONS = (".gz", ".xz", ".zst")
 
 _CHUNK_BYTES = 1 << 17
-# So few packed bytes go into a decompressor at once that what comes out stays small: zstd makes up
-# to 128 KiB of 4 bytes, xz about 7 KiB of one.
+# So few packed bytes go into a decompressor at once that little comes out: zstd makes up to
+# 128 KiB of 4 bytes, xz about 7 KiB of one.
 _STEP_BYTES = 256
-_WINDOW_BYTES = 1 << 27  # what unpacking may remember; the limit of the zstd command, too
+_WINDOW_BYTES = 1 << 27  # memory for unpacking; the zstd command has the same limit
+
+
+def corpus_error(place: object, rule: str, remedy: str) -> ConfigError:
+    """Text that cannot be read, and where it is."""
+    return ConfigError("corpus", str(place), rule, remedy)
 
 
 @dataclass(frozen=True)
@@ -34,23 +38,22 @@ class OpenFile:
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[OpenFile]:
-    """Open `path` for reading; its last ending says how it is compressed.
+    """Open `path` for reading; the end of its name says how it is compressed.
 
-    However far a file unpacks, little of it is in memory at a time. Data that is cut short or
-    damaged raises `ConfigError` from the block that reads it.
+    Memory stays small however far a file unpacks. Data that is cut short or damaged raises
+    `ConfigError` from the block that reads it.
     """
     with path.open("rb") as packed:
         try:
             yield OpenFile(_unpacked(packed, path.suffix), packed)
         except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, _BadFrameError) as error:
-            rule, remedy = (
-                f"is cut short or damaged near byte {packed.tell()} ({error})",
-                "Fetch the file again, or unpack what is good of it and use that.",
-            )
-            if "emory" in str(error):  # the words of zstd and xz for a window over the limit
+            if "emory" in str(error):  # what zstd and xz say of a window over the limit
                 rule = f"needs more than {_WINDOW_BYTES >> 20} MiB of memory to unpack"
                 remedy = "Pack it again with a smaller window, without --long or --ultra."
-            raise ConfigError("corpus", str(path), rule, remedy) from error
+            else:
+                rule = f"is cut short or damaged near byte {packed.tell()} ({error})"
+                remedy = "Fetch the file again, or unpack what is good of it and use that."
+            raise corpus_error(path, rule, remedy) from error
 
 
 def _unpacked(packed: IO[bytes], ending: str) -> IO[bytes]:
@@ -72,8 +75,10 @@ class _BadFrameError(Exception):
 
 
 class _Frames(io.RawIOBase):
-    """Unpacks frame after frame; the libraries' own readers have no limit of memory (xz), or take
-    a truncated file for a whole one (zstd).
+    """Unpacks frame after frame.
+
+    The libraries' own readers have no memory limit (xz), or take a truncated file for a whole one
+    (zstd).
     """
 
     def __init__(
@@ -87,7 +92,7 @@ class _Frames(io.RawIOBase):
         self._packed = packed
         self._new_frame = new_frame
         self._error = error
-        self._padding = padding  # zeros behind a frame come in multiples of this; 0: none may
+        self._padding = padding  # zeros after a frame come in multiples of this; 0: none allowed
         self._frame: Any = None  # the frame being unpacked, None between frames
         self._after_frame = False
         self._rest = memoryview(b"")  # packed bytes that were read but not unpacked yet

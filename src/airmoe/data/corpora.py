@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from airmoe.data.compression import corpus_error
 from airmoe.data.documents import ENDINGS, Document, LocalFiles, kind_of, split_lines
-from airmoe.data.optional import require
 from airmoe.data.python_docs import PythonDocs
-from airmoe.errors import ConfigError
+from airmoe.errors import require
+from airmoe.files import file_sha256, json_sha256
 
 
 class Source(Protocol):
@@ -67,20 +66,14 @@ class HubSplit:
                 yield row[self.text_field]
         except Exception as error:  # whatever a network can do
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise ConfigError(
-                "corpus",
-                self.dataset,
-                f"could not be read from the Hugging Face Hub ({reason})",
-                self._log_in()
-                if _is_gated(error)
-                else "Check the network and run again to go on, or give the path of a local copy.",
-            ) from error
-
-    def _log_in(self) -> str:
-        return (
-            f"Its owner asks who reads it: accept the terms on https://huggingface.co/datasets/"
-            f"{self.dataset}, run `hf auth login`, and run again."
-        )
+            remedy = "Check the network and run again to go on, or give the path of a local copy."
+            if _is_gated(error):
+                remedy = (
+                    "Its owner asks who reads it: accept the terms on https://huggingface.co/"
+                    f"datasets/{self.dataset}, run `hf auth login`, and run again."
+                )
+            rule = f"could not be read from the Hugging Face Hub ({reason})"
+            raise corpus_error(self.dataset, rule, remedy) from error
 
 
 def _is_gated(error: BaseException | None) -> bool:
@@ -92,58 +85,46 @@ def _is_gated(error: BaseException | None) -> bool:
     return False
 
 
-def _wikitext103() -> dict[str, HubSplit]:
-    return {
+# "eng": the English part of every crawl. Without a name the Hub gives all languages.
+_HUB_CORPORA = {
+    "wikitext103": {
         split: HubSplit("Salesforce/wikitext", "wikitext-103-raw-v1", split, rows_are_lines=True)
         for split in ("train", "validation", "test")
-    }
-
-
-def _hub_corpora() -> dict[str, dict[str, HubSplit]]:
-    return {
-        "wikitext103": _wikitext103(),
-        # "eng": the English part of every crawl. Without a name the Hub gives all languages.
-        "c5": {"train": HubSplit("BramVanroy/CommonCrawl-CreativeCommons", "eng", "train")},
-        "openwebtext2": {"train": HubSplit("Geralt-Targaryen/openwebtext2", None, "train")},
-    }
+    },
+    "c5": {"train": HubSplit("BramVanroy/CommonCrawl-CreativeCommons", "eng", "train")},
+    "openwebtext2": {"train": HubSplit("Geralt-Targaryen/openwebtext2", None, "train")},
+}
 
 
 def open_corpus(name: str, text_field: str) -> Corpus:
-    """Find a corpus by name or path; of files only the hash is taken yet."""
-    hub = _hub_corpora()
-    if name in hub:
-        addresses = _sha256_of({split: f"{s.dataset}/{s.config}" for split, s in hub[name].items()})
-        return Corpus(name, addresses, addresses, dict(hub[name]))
+    """Find a corpus by name or path; files are only hashed yet."""
+    if name in _HUB_CORPORA:
+        splits = _HUB_CORPORA[name]
+        addresses = json_sha256({split: f"{s.dataset}/{s.config}" for split, s in splits.items()})
+        return Corpus(name, addresses, addresses, dict(splits))
     if name == "python-docs":
         docs = PythonDocs()
-        version = _sha256_of(docs.version)
+        version = json_sha256(docs.version)
         return Corpus(name, version, version, {"train": docs})
     path = Path(name)
     if not path.exists():
-        raise ConfigError(
-            "corpus",
-            name,
-            f"must be python-docs, {', '.join(hub)}, or the path of a file or folder that exists",
-            "Mind the spelling.",
-        )
-    return _open_path(path, text_field)
-
-
-def _open_path(path: Path, text_field: str) -> Corpus:
+        known = ", ".join(("python-docs", *_HUB_CORPORA))
+        rule = f"must be {known}, or the path of a file or folder that exists"
+        raise corpus_error(name, rule, "Mind the spelling.")
     files = _files_of(path)
-    splits = _official_splits(files, path) or {"train": files}
+    members = _official_splits(files, path) or {"train": files}
     root = path if path.is_dir() else path.parent
     listing = {
-        split: [(file.relative_to(root).as_posix(), file.stat().st_size) for file in members]
-        for split, members in splits.items()
+        split: [(file.relative_to(root).as_posix(), file.stat().st_size) for file in found]
+        for split, found in members.items()
     }
-    # At every start: no slower than the check of the shards, and times can lie (cp -p, rsync -t).
-    contents = {split: [_sha256_of_file(file) for file in splits[split]] for split in splits}
+    # At every start: as fast as checking the shards, and times can lie (cp -p, rsync -t).
+    contents = {split: [file_sha256(file) for file in members[split]] for split in members}
     return Corpus(
         path.resolve().name,
-        _sha256_of([listing, contents]),
-        _sha256_of(listing),
-        {split: LocalFiles(tuple(members), text_field) for split, members in splits.items()},
+        json_sha256([listing, contents]),
+        json_sha256(listing),
+        {split: LocalFiles(tuple(found), text_field) for split, found in members.items()},
     )
 
 
@@ -156,20 +137,12 @@ def _files_of(path: Path) -> list[Path]:
     else:
         files = [path] if kind_of(path) else []
     if not files:
-        raise ConfigError(
-            "corpus",
-            str(path),
-            "holds no text to read" if path.is_dir() else "is not a kind of text file we read",
-            f"Files must end in {', '.join(ENDINGS)}.",
-        )
+        rule = "holds no text to read" if path.is_dir() else "is not a kind of text file we read"
+        raise corpus_error(path, rule, f"Files must end in {', '.join(ENDINGS)}.")
     for file in files:
         if not file.is_file():  # reading a pipe or device might never end
-            raise ConfigError(
-                "corpus",
-                str(file),
-                "must be a regular file or a link to one",
-                "Put a file in its place, or remove it.",
-            )
+            rule = "must be a regular file or a link to one"
+            raise corpus_error(file, rule, "Put a file in its place, or remove it.")
     return files
 
 
@@ -183,12 +156,3 @@ def _official_splits(files: list[Path], folder: Path) -> dict[str, list[Path]] |
     if not folder.is_dir() or not (splits["train"] and splits["validation"]):
         return None
     return {split: members for split, members in splits.items() if members}
-
-
-def _sha256_of_file(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sha256_of(identity: Any) -> str:
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

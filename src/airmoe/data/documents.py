@@ -1,5 +1,4 @@
-"""Local text files -> documents, one at a time: a file is never held whole, nor a document over
-`MAX_DOCUMENT_BYTES`, which is refused.
+"""Local text files -> documents, read one at a time; one over `MAX_DOCUMENT_BYTES` is refused.
 
 | ending     | a document is |
 |------------|---------------|
@@ -9,8 +8,8 @@
 
 `.txt` and `.jsonl` may be compressed: `.gz`, `.xz`, `.zst`.
 
-An empty line holds nothing at all. A line of spaces is not empty: WikiText puts ` \\n` between the
-paragraphs of an article and starts the next article with a level-1 heading, ` = Title = `.
+A line of spaces is not empty: WikiText puts ` \\n` between the paragraphs of an article and starts
+the next article with a level-1 heading, ` = Title = `.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from airmoe.data.compression import COMPRESSIONS, OpenFile, open_bytes
-from airmoe.data.optional import require
-from airmoe.errors import ConfigError
+from airmoe.data.compression import COMPRESSIONS, OpenFile, corpus_error, open_bytes
+from airmoe.errors import ConfigError, require
 from airmoe.files import parse_json
 
 ENDINGS = (
@@ -49,7 +47,7 @@ class Document:
 
     text: str
     fraction: float | None = None
-    """How much of the whole input has been read up to here; None where nobody can know."""
+    """How much of the whole input has been read up to here; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +127,7 @@ def _decoded_lines(opened: OpenFile, path: Path) -> Iterator[str]:
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise ConfigError(
-                "corpus",
+            raise corpus_error(
                 f"{path}, line {number}",
                 f"must be UTF-8, but byte {offset + error.start} of the text is not",
                 "Convert the file, for example: iconv -f latin1 -t utf-8.",
@@ -148,9 +145,8 @@ def _parse_jsonl(lines: Iterable[str], path: Path, text_field: str) -> Iterator[
         except ValueError as error:
             syntax = isinstance(error, json.JSONDecodeError)
             reason = f"{error.msg}, column {error.colno}" if syntax else str(error)
-            raise ConfigError(
-                "corpus", place, f"must be one JSON object ({reason})", "Mend or remove the line."
-            ) from error
+            rule = f"must be one JSON object ({reason})"
+            raise corpus_error(place, rule, "Mend or remove the line.") from error
         yield _text_of(row, text_field, place)
 
 
@@ -167,15 +163,14 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[Document | None]:
             if not _is_text(kind, arrow.types):
                 raise _not_a_string(str(path), text_field, str(kind))
             _check_parquet_size(file.metadata, text_field, path)
-            # Row by row: a packed file can repeat one long value for nothing.
+            # Row by row: a packed file can repeat one long value at no cost.
             for row, batch in enumerate(file.iter_batches(1, columns=[text_field]), 1):
                 value = batch.column(0)[0]
                 text = _parquet_text(value, text_field, f"{path}, row {row}")
                 yield None if text is None else Document(text, row / total)
     except (arrow.ArrowException, OSError) as error:
-        raise ConfigError(
-            "corpus", str(path), f"is not a whole parquet file ({error})", "Fetch the file again."
-        ) from error
+        rule = f"is not a whole parquet file ({error})"
+        raise corpus_error(path, rule, "Fetch the file again.") from error
 
 
 def _is_text(kind: Any, types: Any) -> bool:
@@ -185,23 +180,22 @@ def _is_text(kind: Any, types: Any) -> bool:
 
 
 def _check_parquet_size(metadata: Any, text_field: str, path: Path) -> None:
-    """A row group is unpacked at once: one that is too large is refused before that."""
+    """A row group is unpacked at once, so one that is too large is refused before that."""
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
-        for place in range(group.num_columns):
-            column = group.column(place)
-            size = column.total_uncompressed_size
-            if column.path_in_schema == text_field and size > MAX_ROW_GROUP_BYTES:
-                raise ConfigError(
-                    "corpus",
-                    f"{path}, row group {number + 1}",
-                    f"holds {size:,} bytes of text, must be at most {MAX_ROW_GROUP_BYTES:,}",
-                    "Write the file again with smaller row groups (pyarrow: row_group_size=1000).",
-                )
+        columns = [group.column(place) for place in range(group.num_columns)]
+        texts = [column for column in columns if column.path_in_schema == text_field]
+        size = max((text.total_uncompressed_size for text in texts), default=0)
+        if size > MAX_ROW_GROUP_BYTES:
+            raise corpus_error(
+                f"{path}, row group {number + 1}",
+                f"holds {size:,} bytes of text, must be at most {MAX_ROW_GROUP_BYTES:,}",
+                "Write the file again with smaller row groups (pyarrow: row_group_size=1000).",
+            )
 
 
 def _parquet_text(value: Any, text_field: str, place: str) -> str | None:
-    packed = getattr(value, "value", value)  # of a dictionary
+    packed = getattr(value, "value", value)  # the value of a dictionary's entry
     if not packed.is_valid:
         return None
     if packed.as_buffer().size > MAX_DOCUMENT_BYTES:  # before there is a copy of it
@@ -209,12 +203,8 @@ def _parquet_text(value: Any, text_field: str, place: str) -> str | None:
     try:
         return _text_of({text_field: value.as_py()}, text_field, place)
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            "corpus",
-            place,
-            f"must be UTF-8, but byte {error.start} of '{text_field}' is not",
-            "Mend or remove it.",
-        ) from error
+        rule = f"must be UTF-8, but byte {error.start} of '{text_field}' is not"
+        raise corpus_error(place, rule, "Mend or remove it.") from error
 
 
 def _text_of(row: object, text_field: str, place: str) -> str | None:
@@ -229,12 +219,8 @@ def _text_of(row: object, text_field: str, place: str) -> str | None:
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
-        raise ConfigError(
-            "corpus",
-            place,
-            "must be Unicode text, but holds half of a surrogate pair",
-            "Mend or remove it.",
-        ) from error
+        rule = "must be Unicode text, but holds half of a surrogate pair"
+        raise corpus_error(place, rule, "Mend or remove it.") from error
     if size > MAX_DOCUMENT_BYTES:
         raise _too_long(place, DIVIDE)
     return text
@@ -242,23 +228,15 @@ def _text_of(row: object, text_field: str, place: str) -> str | None:
 
 def _no_such_field(place: str, text_field: str, fields: list[str]) -> ConfigError:
     found = f"it has {', '.join(map(repr, fields))}" if fields else "it is not a JSON object"
-    return ConfigError(
-        "corpus",
-        place,
-        f"has no field '{text_field}' ({found})",
-        "Set text_field to the right one.",
-    )
+    rule = f"has no field '{text_field}' ({found})"
+    return corpus_error(place, rule, "Set text_field to the right one.")
 
 
 def _not_a_string(place: str, text_field: str, found: str) -> ConfigError:
-    return ConfigError(
-        "corpus",
-        place,
-        f"must hold a string in '{text_field}', but holds {found}",
-        "Mend or remove it, or set text_field to another one.",
-    )
+    rule = f"must hold a string in '{text_field}', but holds {found}"
+    return corpus_error(place, rule, "Mend or remove it, or set text_field to another one.")
 
 
 def _too_long(place: str, remedy: str) -> ConfigError:
-    limit = f"{MAX_DOCUMENT_BYTES:,} bytes"
-    return ConfigError("corpus", place, f"holds more than {limit} in one document", remedy)
+    rule = f"holds more than {MAX_DOCUMENT_BYTES:,} bytes in one document"
+    return corpus_error(place, rule, remedy)

@@ -7,29 +7,30 @@ import itertools
 import multiprocessing
 import os
 import signal
+import threading
 import traceback
-from collections.abc import Generator, Iterable, Iterator
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from airmoe.data.shards import TOKEN_TYPE
+from airmoe.data.shards import TOKEN_TYPE, Tokens
 from airmoe.data.tokenizers import Tokenizer
 from airmoe.errors import ConfigError
 
 BATCHES_ALONE = 16  # some megabytes are encoded sooner than workers have started
-_READ_AHEAD = 4  # finished batches per worker that may wait for a slower one
-_GOODBYE_SECONDS = 5.0
+_READ_AHEAD = 4  # batches per worker that are read before the first of them is needed
 
 
 @dataclass(frozen=True)
 class EncodedDocument:
     """Tokens of a whole document, with the end of text behind them."""
 
-    tokens: np.ndarray[Any, np.dtype[np.uint32]]
+    tokens: Tokens
     is_validation: bool
 
 
@@ -42,17 +43,17 @@ class Encoder:
     """Documents whose hash falls below it are validation; 0 where the corpus says which are."""
 
     def encode(self, texts: list[str]) -> list[EncodedDocument]:
-        return [self._encode_one(text) for text in texts]
-
-    def _encode_one(self, text: str) -> EncodedDocument:
-        ids = self.tokenizer.encode_document(text)
-        return EncodedDocument(
-            np.array(ids, TOKEN_TYPE), in_validation(text, self.validation_fraction)
-        )
+        return [
+            EncodedDocument(
+                np.array(self.tokenizer.encode_document(text), TOKEN_TYPE),
+                in_validation(text, self.validation_fraction),
+            )
+            for text in texts
+        ]
 
 
 def in_validation(text: str, fraction: float) -> bool:
-    """The split rule: a text is always on the same side, whatever stands around it."""
+    """The split rule: a text is always on the same side, whatever is around it."""
     if not fraction:
         return False
     head = hashlib.sha256(text.encode("utf-8")).digest()[:8]
@@ -62,141 +63,97 @@ def in_validation(text: str, fraction: float) -> bool:
 class EncoderPool:
     """Runs an `Encoder` in `workers` processes; with one worker, or little text, in this process.
 
-    Each worker has a pipe of its own and works on one batch at a time: when this process dies,
-    however suddenly, the pipes close and the workers end. A standard pool would leave them behind.
+    Workers end when this process dies, however suddenly.
     """
 
     def __init__(self, encoder: Encoder, workers: int) -> None:
         self._encoder = encoder
         self._wanted = workers if workers > 1 else 0
-        self._workers: dict[Connection, Any] = {}
-
-    def _start_all(self) -> None:
-        # Forking from a fresh server is safe whatever threads run here, and what it has
-        # imported (torch, with the package) is loaded once for all workers.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        # The server must not import what happens to lie in the working folder.
-        safe = os.environ.get("PYTHONSAFEPATH")
-        os.environ["PYTHONSAFEPATH"] = "1"
-        try:
-            for _ in range(self._wanted):
-                self._start(context)
-        finally:
-            os.environ.pop("PYTHONSAFEPATH")
-            if safe is not None:
-                os.environ["PYTHONSAFEPATH"] = safe
-
-    def _start(self, context: Any) -> None:
-        ours, theirs = context.Pipe()
-        worker = context.Process(target=_serve, args=(theirs, self._encoder), daemon=True)
-        worker.start()
-        theirs.close()  # or the end of the worker would go unnoticed
-        self._workers[ours] = worker
+        self._executor: ProcessPoolExecutor | None = None
+        self._workers: set[Any] = set()  # processes, for their exit codes
 
     def __enter__(self) -> EncoderPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for connection in self._workers:
-            connection.close()
-        for worker in self._workers.values():
-            worker.join(_GOODBYE_SECONDS)
-            if worker.is_alive():
-                worker.terminate()
-                worker.join()
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
 
     def encode(self, batches: Iterable[list[str]]) -> Generator[list[EncodedDocument]]:
         """Encoded batches in the order of `batches`, of which few are held at any time."""
         batches = iter(batches)
-        alone = None if not self._wanted else 0 if self._workers else BATCHES_ALONE
+        alone = None if not self._wanted else 0 if self._executor else BATCHES_ALONE
         for batch in itertools.islice(batches, alone):
             yield self._encoder.encode(batch)
-        if (following := next(batches, None)) is None:
-            return
-        if not self._workers:
-            self._start_all()
-        batches = itertools.chain([following], batches)
-        busy: dict[Connection, int] = {}  # the number of the batch each worker has
+        waiting: deque[Future[list[EncodedDocument]]] = deque()
         try:
-            yield from self._encode_elsewhere(enumerate(batches), busy)
-        except GeneratorExit:  # nobody wants the rest: leave no answer in a pipe
-            for connection in busy:
-                self._receive(connection)
-            raise
+            for batch in batches:
+                self._executor = self._executor or self._start()
+                waiting.append(self._executor.submit(_encode, batch))
+                self._workers.update(multiprocessing.active_children())
+                if len(waiting) == _READ_AHEAD * self._wanted:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise self._death() from error
+        finally:
+            for future in waiting:
+                future.cancel()
 
-    def _encode_elsewhere(
-        self, numbered: Iterator[tuple[int, list[str]]], busy: dict[Connection, int]
-    ) -> Iterator[list[EncodedDocument]]:
-        idle = list(self._workers)
-        done: dict[int, list[EncodedDocument]] = {}  # results whose turn has not come
-        turn = 0
-        while True:
-            while idle and len(busy) + len(done) < _READ_AHEAD * len(self._workers):
-                if (job := next(numbered, None)) is None:
-                    break
-                number, batch = job
-                self._send(idle[-1], batch)
-                busy[idle.pop()] = number
-            if not busy and turn not in done:
-                return
-            for ready in wait(list(busy), timeout=0 if turn in done else None):
-                assert isinstance(ready, Connection)
-                done[busy.pop(ready)] = self._receive(ready)
-                idle.append(ready)
-            if turn in done:
-                yield done.pop(turn)
-                turn += 1
-
-    def _send(self, connection: Connection, batch: list[str]) -> None:
+    def _start(self) -> ProcessPoolExecutor:
+        # Forking from a fresh server is safe whatever threads run here, and what it has
+        # imported (torch, with the package) is loaded once for all workers.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        executor = ProcessPoolExecutor(self._wanted, context, _prepare_worker, (self._encoder,))
+        # The server must not import what happens to lie in the working folder.
+        safe = os.environ.get("PYTHONSAFEPATH")
+        os.environ["PYTHONSAFEPATH"] = "1"
         try:
-            connection.send(batch)
-        except OSError as error:
-            raise self._death(connection) from error
+            executor.submit(int)  # starts the server
+        finally:
+            os.environ.pop("PYTHONSAFEPATH")
+            if safe is not None:
+                os.environ["PYTHONSAFEPATH"] = safe
+        return executor
 
-    def _receive(self, connection: Connection) -> list[EncodedDocument]:
-        try:
-            result = connection.recv()
-        except (EOFError, OSError) as error:
-            raise self._death(connection) from error
-        if isinstance(result, _WorkerTrouble):
-            raise RuntimeError(f"a worker of prepare failed:\n{result.trace}")
-        return result
-
-    def _death(self, connection: Connection) -> ConfigError:
-        worker = self._workers[connection]
-        worker.join(_GOODBYE_SECONDS)
+    def _death(self) -> ConfigError:
+        assert self._executor is not None
+        self._executor.shutdown()  # it stops the other workers
+        codes = [worker.exitcode for worker in self._workers]
+        code = next((code for code in codes if code not in (None, 0, -signal.SIGTERM)), "unknown")
         return ConfigError(
             "prepare.workers",
-            len(self._workers),
-            f"a worker process ended by itself (exit code {worker.exitcode}; -9 is often a lack of "
+            self._wanted,
+            f"a worker process ended by itself (exit code {code}; -9 is often a lack of "
             "memory, 1 a script with no `if __name__ == '__main__':`)",
             "Use fewer workers, or 1; running again goes on where this stopped.",
         )
 
 
-@dataclass(frozen=True)
-class _WorkerTrouble:
-    """An exception in a worker, as text: not every exception survives a pipe."""
+# -- in a worker ----------------------------------------------------------------------------------
 
-    trace: str
+_encoder: Encoder
 
 
-def _serve(connection: Connection, encoder: Encoder) -> None:
-    """The life of a worker: it ends when the other side of the pipe does."""
+def _prepare_worker(encoder: Encoder) -> None:
+    global _encoder
+    _encoder = encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """An executor's worker would wait for ever for a parent that was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _encode(texts: list[str]) -> list[EncodedDocument]:
     try:
-        while True:
-            texts = connection.recv()
-            try:
-                result = encoder.encode(texts)
-            except Exception:
-                result = _WorkerTrouble(traceback.format_exc())
-            connection.send(result)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
+        return _encoder.encode(texts)
+    except Exception:  # as text: not every exception survives the way back
+        raise RuntimeError(f"a worker of prepare failed:\n{traceback.format_exc()}") from None

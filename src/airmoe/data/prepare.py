@@ -1,8 +1,8 @@
 """Corpus + tokenizer -> a prepared folder: in parallel, all or nothing, and it can go on.
 
-Everything happens in `<out>.partial`, which gets its name at the very end. After each finished
-shard the progress is saved; a prepare that was killed goes on from there and ends with the very
-bytes an undisturbed one would have written.
+Everything happens in `<out>.partial`, which gets its name at the very end. Progress is saved after
+each finished shard, so that a prepare that was killed goes on from there, and ends with the bytes
+that an undisturbed one would have written.
 """
 
 from __future__ import annotations
@@ -17,10 +17,16 @@ from typing import ClassVar
 
 from airmoe.config import check_count, check_number, config
 from airmoe.data.corpora import Corpus, open_corpus
-from airmoe.data.documents import Document
-from airmoe.data.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest, Recipe, read_manifest
 from airmoe.data.parallel import Encoder, EncoderPool, in_validation
-from airmoe.data.prepared import Prepared, open_prepared
+from airmoe.data.prepared import (
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    Manifest,
+    Prepared,
+    Recipe,
+    open_prepared,
+    read_manifest,
+)
 from airmoe.data.shards import SHARD_TOKENS, SplitWriter, WriterState
 from airmoe.data.tokenizer_choice import bpe_vocab_size, is_trained, make_tokenizer
 from airmoe.data.tokenizers import Tokenizer
@@ -92,16 +98,20 @@ def prepare(
     fixed = None if is_trained(config.tokenizer) else make_tokenizer(config.tokenizer)
     out = Path(config.out)
     if not os.path.lexists(out):  # a link that leads nowhere is in the way, too
-        with Workspace(out) as workspace:
-            if not workspace.is_complete():
-                begin = Progress(recipe, _shard_tokens, fixed and fixed.identity)
-                progress = workspace.start(begin)
-                tokenizer = _tokenizer(config, corpus, workspace, fixed)
-                progress = replace(progress, tokenizer=tokenizer.identity)
-                workspace.save(progress)
-                job = _Job(config, corpus, tokenizer, workspace, progress, report)
-                workspace.complete(job.run())
-            workspace.publish()
+        workspace = Workspace(out)
+        with workspace.locked():
+            if out.exists():  # another process published it while we came here
+                workspace.discard()
+            else:
+                if not workspace.is_complete():
+                    begin = Progress(recipe, _shard_tokens, fixed and fixed.identity)
+                    progress = workspace.start(begin)
+                    tokenizer = _tokenizer(config, corpus, workspace, fixed)
+                    progress = replace(progress, tokenizer=tokenizer.identity)
+                    workspace.save(progress)
+                    job = _Job(config, corpus, tokenizer, workspace, progress, report)
+                    workspace.complete(job.run())
+                workspace.publish()
     former = replace(recipe, corpus_sha256=corpus.former_sha256)
     return _existing(out, (recipe, former), fixed)
 
@@ -154,21 +164,14 @@ def _recipe(config: PrepareConfig, corpus: Corpus) -> Recipe:
 def _existing(out: Path, recipes: tuple[Recipe, ...], fixed: Tokenizer | None) -> Prepared:
     """The finished folder, if it is what was asked for."""
     if not (out / MANIFEST_FILE).exists():
-        raise ConfigError(
-            "prepare.out",
-            str(out),
-            "is there already and was not made by prepare",
-            "Use another out.",
-        )
+        rule = "is there already and was not made by prepare"
+        raise ConfigError("prepare.out", str(out), rule, "Use another out.")
     manifest = read_manifest(out)
     same_tokenizer = fixed is None or manifest.tokenizer.is_kept_by(fixed.identity)
     if manifest.recipe not in recipes or not same_tokenizer:
-        raise ConfigError(
-            "prepare.out",
-            str(out),
-            "was prepared with other settings, other text or another tokenizer",
-            "Delete it or use another out. For train that is data.folder.",
-        )
+        rule = "was prepared with other settings, other text or another tokenizer"
+        remedy = "Delete it or use another out. For train that is data.folder."
+        raise ConfigError("prepare.out", str(out), rule, remedy)
     return open_prepared(out, verify=False)
 
 
@@ -179,61 +182,47 @@ def _tokenizer(
     if (saved := workspace.saved_tokenizer()) is not None:
         return saved
     fraction = _hashed_fraction(corpus, config)
-    tokenizer = fixed or make_tokenizer(config.tokenizer, _training_texts(corpus, fraction))
+    documents = corpus.splits["train"].documents()
+    texts = (document.text for document in documents if document is not None)
+    training_texts = (text for text in texts if not in_validation(text, fraction))
+    tokenizer = fixed or make_tokenizer(config.tokenizer, training_texts)
     workspace.save_tokenizer(tokenizer)
     return tokenizer
 
 
-def _training_texts(corpus: Corpus, fraction: float) -> Iterator[str]:
-    """Texts to train a tokenizer on: never one of the validation split."""
-    for document in corpus.splits["train"].documents():
-        if document is not None and not in_validation(document.text, fraction):
-            yield document.text
-
-
+@dataclass
 class _Job:
     """Reads the splits of the corpus one after another into the writers of a workspace."""
 
-    def __init__(
-        self,
-        config: PrepareConfig,
-        corpus: Corpus,
-        tokenizer: Tokenizer,
-        workspace: Workspace,
-        progress: Progress,
-        report: Report | None,
-    ) -> None:
-        self._config = config
-        self._corpus = corpus
-        self._tokenizer = tokenizer
-        self._workspace = workspace
-        self._progress = progress
-        self._report = report
-        self._validation_fraction = _hashed_fraction(corpus, config)
-        self._input_fraction: float | None = None
-        self._skipped = 0
-        names = [*corpus.splits, *(["validation"] if self._validation_fraction else [])]
-        self._writers = {
-            name: SplitWriter(
-                workspace.folder,
-                name,
-                progress.writers.get(name, WriterState()),
-                progress.shard_tokens,
-            )
+    config: PrepareConfig
+    corpus: Corpus
+    tokenizer: Tokenizer
+    workspace: Workspace
+    progress: Progress
+    report: Report | None
+    input_fraction: float | None = None
+    skipped: int = 0
+
+    def __post_init__(self) -> None:
+        self.validation_fraction = _hashed_fraction(self.corpus, self.config)
+        names = [*self.corpus.splits, *(["validation"] if self.validation_fraction else [])]
+        states, size = self.progress.writers, self.progress.shard_tokens
+        self.writers = {
+            name: SplitWriter(self.workspace.folder, name, states.get(name, WriterState()), size)
             for name in names
         }
 
     def run(self) -> Manifest:
         """Do what is left to do."""
-        workers = self._config.workers or _num_cores()
-        encoder = Encoder(self._tokenizer, self._validation_fraction)
+        workers = self.config.workers or _num_cores()
+        encoder = Encoder(self.tokenizer, self.validation_fraction)
         with ExitStack() as stack:
-            for writer in self._writers.values():
+            for writer in self.writers.values():
                 stack.callback(writer.close)
             pool = stack.enter_context(EncoderPool(encoder, workers))
-            sources = list(self._corpus.splits)
-            for source in sources[sources.index(self._progress.source) :]:
-                if source != self._progress.source:
+            sources = list(self.corpus.splits)
+            for source in sources[sources.index(self.progress.source) :]:
+                if source != self.progress.source:
                     self._save(source, documents_read=0)
                 self._read(source, pool)
             return self._manifest()
@@ -242,14 +231,13 @@ class _Job:
         """Everything of one split of the corpus that is not on disk yet."""
         if self._is_full(source):
             return
-        documents = self._with_text(self._corpus.splits[source].documents())
-        count = self._progress.documents_read
-        batches = _batches(self._watched(itertools.islice(documents, count, None)))
+        count = self.progress.documents_read
+        batches = _batches(itertools.islice(self._texts(source), count, None))
         with closing(pool.encode(batches)) as encoded_batches:
             for batch in encoded_batches:
                 for document in batch:
                     split = "validation" if document.is_validation else source
-                    finished_shard = self._writers[split].add(document.tokens)
+                    finished_shard = self.writers[split].add(document.tokens)
                     count += 1
                     if finished_shard:
                         self._save(source, count)
@@ -259,76 +247,65 @@ class _Job:
                 self._tell(source, count)
         self._tell(source, count)
 
-    def _with_text(self, documents: Iterable[Document | None]) -> Iterator[Document]:
-        """The documents, while counting the rows that are none."""
-        self._skipped = 0
-        for document in documents:
+    def _texts(self, source: str) -> Iterator[str]:
+        """The texts, while noting how much of the input they are and how many rows have none."""
+        self.skipped = 0
+        for document in self.corpus.splits[source].documents():
             if document is None:
-                self._skipped += 1
+                self.skipped += 1
             else:
-                yield document
-
-    def _watched(self, documents: Iterable[Document]) -> Iterator[str]:
-        """The texts, while noting how much of the input they are."""
-        for document in documents:
-            self._input_fraction = document.fraction
-            yield document.text
+                self.input_fraction = document.fraction
+                yield document.text
 
     def _is_full(self, source: str) -> bool:
-        limit = self._config.max_tokens
-        return source == "train" and limit is not None and self._writers["train"].tokens >= limit
+        limit = self.config.max_tokens
+        return source == "train" and limit is not None and self.writers["train"].tokens >= limit
 
     def _tell(self, source: str, documents: int) -> None:
-        if self._report is None:
+        if self.report is None:
             return
-        tokens = self._writers[source].tokens
-        fraction = self._input_fraction
-        if source == "train" and self._config.max_tokens is not None:
-            fraction = max(fraction or 0.0, min(1.0, tokens / self._config.max_tokens))
-        if source == "train" and self._validation_fraction:
-            tokens += self._writers["validation"].tokens
-        self._report(PrepareProgress(source, documents, tokens, fraction, self._skipped))
+        tokens = self.writers[source].tokens
+        fraction = self.input_fraction
+        if source == "train" and self.config.max_tokens is not None:
+            fraction = max(fraction or 0.0, min(1.0, tokens / self.config.max_tokens))
+        if source == "train" and self.validation_fraction:
+            tokens += self.writers["validation"].tokens
+        self.report(PrepareProgress(source, documents, tokens, fraction, self.skipped))
 
     def _save(self, source: str, documents_read: int) -> None:
-        states = {name: writer.saved_state() for name, writer in self._writers.items()}
-        self._progress = replace(
-            self._progress, source=source, documents_read=documents_read, writers=states
+        states = {name: writer.saved_state() for name, writer in self.writers.items()}
+        self.progress = replace(
+            self.progress, source=source, documents_read=documents_read, writers=states
         )
-        self._workspace.save(self._progress)
+        self.workspace.save(self.progress)
 
     def _manifest(self) -> Manifest:
         splits = {}
-        for name, writer in self._writers.items():
+        for name, writer in self.writers.items():
             writer.finish_shard()
             splits[name] = writer.saved_state().finished
         for name, split in splits.items():
             if not split.tokens:
-                self._workspace.discard()  # other settings are needed, and would refuse this folder
+                self.workspace.discard()  # other settings are needed, and would refuse this folder
                 raise self._empty_split(name)
-        return Manifest(FORMAT_VERSION, self._progress.recipe, self._tokenizer.identity, splits)
+        return Manifest(FORMAT_VERSION, self.progress.recipe, self.tokenizer.identity, splits)
 
     def _empty_split(self, name: str) -> ConfigError:
-        if name == "validation" and self._validation_fraction:
-            return ConfigError(
-                "prepare.validation_fraction",
-                self._validation_fraction,
-                "left the validation split empty",
-                "Raise validation_fraction, or give validation text with validation=.",
-            )
-        if name == "validation" and self._config.validation is not None:
-            return ConfigError(
-                "prepare.validation",
-                self._config.validation,
-                "has no text",
+        if name == "validation" and self.validation_fraction:
+            field, value = "validation_fraction", self.validation_fraction
+            rule = "left the validation split empty"
+            remedy = "Raise validation_fraction, or give validation text with validation=."
+        elif name == "validation" and self.config.validation is not None:
+            field, value, rule = "validation", self.config.validation, "has no text"
+            remedy = (
                 "Add documents that are more than white space, or leave it out: then a share of "
-                "the training text is held back.",
+                "the training text is held back."
             )
-        return ConfigError(
-            "prepare.corpus",
-            self._config.corpus,
-            f"has no text for its {name} split",
-            "Add documents that are more than white space, or lower validation_fraction.",
-        )
+        else:
+            field, value = "corpus", self.config.corpus
+            rule = f"has no text for its {name} split"
+            remedy = "Add documents that are more than white space, or lower validation_fraction."
+        return ConfigError(f"prepare.{field}", value, rule, remedy)
 
 
 def _num_cores() -> int:

@@ -1,7 +1,7 @@
-"""Shards: token ids as raw little-endian uint32, `train-00000.bin` and on.
+"""Shards: token ids on disk, written document by document and read in blocks.
 
-A shard ends with the document that fills it, so no document lies in two, and what is finished can
-be told by counting documents.
+A shard is a file of little-endian uint32, `train-00000.bin` and on. It ends with the document that
+fills it, so no document lies in two, and counting documents tells what is finished.
 """
 
 from __future__ import annotations
@@ -13,14 +13,37 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
 
-from airmoe.data.manifest import PREPARE_AGAIN, ShardInfo, SplitInfo
 from airmoe.errors import ConfigError
 
 TOKEN_TYPE = np.dtype("<u4")
 SHARD_TOKENS = 1 << 24  # 64 MiB
+PREPARE_AGAIN = "Run the `airmoe prepare` that made it again, with another --out, and use that."
 
 _BUFFER_BYTES = 1 << 20
+
+Tokens = np.ndarray[Any, np.dtype[np.uint32]]
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One file of tokens."""
+
+    file: str
+    tokens: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SplitInfo:
+    """Shards in reading order."""
+
+    documents: int = 0
+    tokens: int = 0
+    shards: tuple[ShardInfo, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -36,14 +59,9 @@ class SplitWriter:
     """Appends the documents of one split to shards, and can go on from any `WriterState`."""
 
     def __init__(self, folder: Path, split: str, state: WriterState, shard_tokens: int) -> None:
-        self._folder = folder
-        self._split = split
-        self._shard_tokens = shard_tokens
-        self._shards = list(state.finished.shards)
-        self._documents = state.finished.documents
-        self._tokens = state.finished.tokens
-        self._open_documents = state.open_documents
-        self._open_tokens = state.open_tokens
+        self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
+        self._finished = state.finished
+        self._open_documents, self._open_tokens = state.open_documents, state.open_tokens
         self._stream: IO[bytes] | None = None
         self._hash = hashlib.sha256()
         if state.open_tokens:
@@ -51,12 +69,12 @@ class SplitWriter:
 
     @property
     def tokens(self) -> int:
-        return self._tokens + self._open_tokens
+        return self._finished.tokens + self._open_tokens
 
     def _file(self) -> Path:
-        return self._folder / f"{self._split}-{len(self._shards):05d}.bin"
+        return self._folder / f"{self._split}-{len(self._finished.shards):05d}.bin"
 
-    def add(self, tokens: np.ndarray[Any, np.dtype[np.uint32]]) -> bool:
+    def add(self, tokens: Tokens) -> bool:
         """Append one document; True if that finished a shard."""
         if self._stream is None:
             self._stream, self._hash = self._file().open("wb", _BUFFER_BYTES), hashlib.sha256()
@@ -74,24 +92,21 @@ class SplitWriter:
         """Close the open shard, if there is one."""
         if self._stream is None:
             return
-        file = self._file()
         _sync(self._stream)
-        self._stream.close()
-        self._stream = None
-        self._shards.append(ShardInfo(file.name, self._open_tokens, self._hash.hexdigest()))
-        self._documents += self._open_documents
-        self._tokens += self._open_tokens
+        self.close()
+        shard = ShardInfo(self._file().name, self._open_tokens, self._hash.hexdigest())
+        documents = self._finished.documents + self._open_documents
+        self._finished = SplitInfo(documents, self.tokens, (*self._finished.shards, shard))
         self._open_documents = self._open_tokens = 0
 
     def saved_state(self) -> WriterState:
         """Force everything to disk and say how much that is."""
         if self._stream is not None:
             _sync(self._stream)
-        finished = SplitInfo(self._documents, self._tokens, tuple(self._shards))
-        return WriterState(finished, self._open_documents, self._open_tokens)
+        return WriterState(self._finished, self._open_documents, self._open_tokens)
 
     def close(self) -> None:
-        """Let go of the file; what was not saved is cut off by the next writer."""
+        """Let go of the file; the next writer cuts off what was not saved."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -118,23 +133,62 @@ def _reopen(file: Path, tokens: int) -> tuple[IO[bytes], Any]:
     return file.open("ab", _BUFFER_BYTES), digest
 
 
-def check_shard(folder: Path, shard: ShardInfo, *, verify: bool) -> None:
-    """Raise unless the file is there, has its size and, if asked, its content."""
-    file = folder / shard.file
-    remedy = f"Copy it again, or: {PREPARE_AGAIN}"
-    if not file.is_file():
-        raise ConfigError("data", str(file), "is in the manifest but not in the folder", remedy)
-    size, expected = file.stat().st_size, shard.tokens * TOKEN_TYPE.itemsize
-    if size != expected:
-        raise ConfigError("data", str(file), f"has {size} bytes instead of {expected}", remedy)
-    if not verify:
-        return
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256")
-    if digest.hexdigest() != shard.sha256:
-        raise ConfigError("data", str(file), "is damaged: its sha256 is not the manifest's", remedy)
+class BlockDataset(Dataset[dict[str, Tensor]]):
+    """Block i is tokens [i * block_size, (i + 1) * block_size) of all shards one after another.
 
+    Leftover tokens at the end, less than a block, are not used. Shards are memory-mapped when first
+    touched, so the dataset can be pickled to, or forked into, the workers of a DataLoader.
+    """
 
-def map_shard(file: Path) -> np.memmap[Any, np.dtype[np.uint32]]:
-    """The tokens of a shard, read from disk when touched."""
-    return np.memmap(file, dtype=TOKEN_TYPE, mode="r")
+    def __init__(self, folder: Path, split: SplitInfo, block_size: int, vocab_size: int) -> None:
+        self.block_size = block_size
+        self.num_tokens = split.tokens
+        self._files = [folder / shard.file for shard in split.shards]
+        self._starts = np.cumsum([0] + [shard.tokens for shard in split.shards])  # [shards + 1]
+        self._vocab_size = vocab_size
+        self._maps: dict[int, Tokens] = {}
+
+    def __len__(self) -> int:
+        return self.num_tokens // self.block_size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"block {index} of {len(self)}")
+        tokens = self._read(index * self.block_size)
+        input_ids = torch.from_numpy(tokens.astype(np.int64))  # [block_size]
+        return {"input_ids": input_ids, "labels": input_ids.clone()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_maps": {}}
+
+    def _read(self, start: int) -> Tokens:
+        """The block that starts there, out of one shard or several."""
+        pieces = []
+        stop = start + self.block_size
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while start < stop:
+            begin = start - int(self._starts[shard])
+            piece = self._shard(shard)[begin : begin + stop - start]
+            if piece.max() >= self._vocab_size:
+                raise self._bad_token(shard, begin, piece)
+            pieces.append(piece)
+            start += len(piece)
+            shard += 1
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _shard(self, shard: int) -> Tokens:
+        if shard not in self._maps:
+            mapped = np.memmap(self._files[shard], dtype=TOKEN_TYPE, mode="r")
+            # A plain view: slices of np.memmap cost a Python call each.
+            self._maps[shard] = mapped.view(np.ndarray)
+        return self._maps[shard]
+
+    def _bad_token(self, shard: int, begin: int, piece: Tokens) -> ConfigError:
+        at = int(np.argmax(piece >= self._vocab_size))
+        return ConfigError(
+            "data",
+            int(piece[at]),
+            f"is no token id below vocab_size = {self._vocab_size}, at position {begin + at} of "
+            f"{self._files[shard]}",
+            f"The shard is damaged. {PREPARE_AGAIN}",
+        )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from airmoe.data.optional import require
 from airmoe.data.tokenizers import (
+    BYTES_VOCAB,
     END_OF_TEXT,
     HUGGING_FACE_CONFIG,
     HUGGING_FACE_FILE,
@@ -22,14 +23,14 @@ from airmoe.data.tokenizers import (
     byte_level,
     load_tokenizer,
     read_hugging_face,
+    tokenizer_error,
 )
-from airmoe.errors import ConfigError
+from airmoe.errors import ConfigError, require
 from airmoe.files import parse_json
 
 # Words, digits, spaces and a character of three bytes: what tokenizers treat differently.
 _PROBE = "Return the  2024 items,\n\tas 東京 do."
 
-LEAST_BPE_VOCAB = 257  # 256 bytes and the end of text
 _TRAINING_CHARACTERS = 1 << 25  # more text changes few merges and costs minutes
 
 # How well-known bare tokenizer.json files call the end of text.
@@ -46,12 +47,9 @@ def make_tokenizer(name: str, corpus: Iterable[str] = ()) -> Tokenizer:
         return _train_bpe(bpe_vocab_size(name), corpus)
     path = Path(name)
     if not path.exists():
-        raise ConfigError(
-            "tokenizer",
-            name,
-            "must be llama-3, bytes, bpe:<vocabulary size>, or the path of a tokenizer that exists",
-            "Mind the spelling.",
-        )
+        known = "llama-3, bytes, bpe:<vocabulary size>"
+        rule = f"must be {known}, or the path of a tokenizer that exists"
+        raise tokenizer_error(name, rule, "Mind the spelling.")
     return _open_path(path)
 
 
@@ -63,13 +61,9 @@ def is_trained(name: str) -> bool:
 def bpe_vocab_size(name: str) -> int:
     """ "bpe:8192" -> 8192."""
     size = name.removeprefix("bpe:")
-    if not (size.isascii() and size.isdigit()) or int(size) < LEAST_BPE_VOCAB:
-        raise ConfigError(
-            "tokenizer",
-            name,
-            f"must be bpe:<vocabulary size> with a size >= {LEAST_BPE_VOCAB}",
-            "Write for example bpe:8192.",
-        )
+    if not (size.isascii() and size.isdigit()) or int(size) < BYTES_VOCAB:
+        rule = f"must be bpe:<vocabulary size> with a size >= {BYTES_VOCAB}"
+        raise tokenizer_error(name, rule, "Write for example bpe:8192.")
     return int(size)
 
 
@@ -79,31 +73,27 @@ def _open_path(path: Path) -> Tokenizer:
     if (path / IDENTITY_FILE).exists():
         return load_tokenizer(path)
     folder = path if path.is_dir() else path.parent
-    if not (folder / HUGGING_FACE_FILE).is_file() or path.name not in (
-        folder.name,
-        HUGGING_FACE_FILE,
-    ):
-        raise ConfigError(
-            "tokenizer",
-            str(path),
+    file = folder / HUGGING_FACE_FILE
+    if not file.is_file() or path not in (folder, file):
+        raise tokenizer_error(
+            path,
             f"is neither a folder with {HUGGING_FACE_FILE}, nor that file, nor a .model file",
             "Save a fast tokenizer with save_pretrained and give its folder.",
         )
     try:
-        if (folder / HUGGING_FACE_CONFIG).exists():
-            tokenizer = read_hugging_face(folder, bos_id=None)
-            return read_hugging_face(folder, _bos_id(tokenizer, path))
-        bare = _open_bare(folder / HUGGING_FACE_FILE, bos_id=None)
-        return _open_bare(folder / HUGGING_FACE_FILE, _bos_id(bare, path))
+        configured = (folder / HUGGING_FACE_CONFIG).exists()
+        tokenizer = read_hugging_face(folder) if configured else _open_bare(file)
+        bos_id = _bos_id(tokenizer, path)
     except ConfigError:
         raise
     except Exception as error:  # the library raises plain Exception for a bad definition
-        raise ConfigError(
-            "tokenizer",
-            str(path),
+        raise tokenizer_error(
+            path,
             f"could not be opened ({type(error).__name__}: {error})",
             "Save it again with save_pretrained; tokenizer_config.json must name the eos_token.",
         ) from error
+    tokenizer.identity = replace(tokenizer.identity, bos_id=bos_id)
+    return tokenizer
 
 
 def _bos_id(tokenizer: Tokenizer, path: Path) -> int | None:
@@ -119,9 +109,8 @@ def _bos_id(tokenizer: Tokenizer, path: Path) -> int | None:
     for begin in (0, 1):
         if used[begin : begin + len(plain)] == plain and used[begin + len(plain) :] in ends:
             return used[0] if begin else None
-    raise ConfigError(
-        "tokenizer",
-        str(path),
+    raise tokenizer_error(
+        path,
         f"turns {_PROBE!r} into {used} with transformers, but tokenizer.json says {plain}, with at "
         "most one token before and eos_token behind it",
         "Open it with transformers.AutoTokenizer and save it again with save_pretrained.",
@@ -138,16 +127,15 @@ def _as_transformers_does(folder: str) -> Any:
         return transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
-def _open_bare(file: Path, bos_id: int | None) -> Tokenizer:
+def _open_bare(file: Path) -> HuggingFaceTokenizer:
     """A tokenizer.json with no tokenizer_config.json beside it."""
     definition = file.read_text(encoding="utf-8")
     added = {token["content"] for token in parse_json(definition).get("added_tokens", [])}
     for name in _END_OF_TEXT_NAMES:
         if name in added:
-            return HuggingFaceTokenizer(definition, name, bos_id=bos_id)
-    raise ConfigError(
-        "tokenizer",
-        str(file),
+            return HuggingFaceTokenizer(definition, name)
+    raise tokenizer_error(
+        file,
         "does not say which token ends a text",
         'Put {"eos_token": "..."} into tokenizer_config.json beside it.',
     )
@@ -160,8 +148,7 @@ def _installed_llama3() -> Path:
         file = Path(folder) / "llama3" / LLAMA3_FILE
         if file.exists():
             return file
-    raise ConfigError(
-        "tokenizer",
+    raise tokenizer_error(
         "llama-3",
         "needs the package llama-models, which brings its file and is not installed",
         "Run: pip install 'airmoe[data]', or give the path of Llama 3's tokenizer.model.",
@@ -180,8 +167,7 @@ def _train_bpe(vocab_size: int, corpus: Iterable[str]) -> Tokenizer:
     )
     tokenizer.train_from_iterator(_sample(corpus), trainer)
     if (reached := tokenizer.get_vocab_size()) < vocab_size:
-        raise ConfigError(
-            "tokenizer",
+        raise tokenizer_error(
             f"bpe:{vocab_size}",
             f"is more than the training text yields: it gives only {reached} tokens",
             f"Use bpe:{reached} or less, or more text.",

@@ -8,36 +8,33 @@ import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 from airmoe.config import read_fields
-from airmoe.data.optional import require
-from airmoe.errors import ConfigError
-from airmoe.files import read_json
+from airmoe.errors import ConfigError, require
+from airmoe.files import json_sha256, read_json
 
 END_OF_TEXT = "<|endoftext|>"  # of the tokenizers made here
 
-# The files of a Hugging Face tokenizer that are kept, where it has them.
-HUGGING_FACE_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-)
 IDENTITY_FILE = "airmoe_tokenizer.json"
 HUGGING_FACE_FILE = "tokenizer.json"
 HUGGING_FACE_CONFIG = "tokenizer_config.json"
 LLAMA3_FILE = "tokenizer.model"
+# The files of a Hugging Face tokenizer that are kept, if it has them.
+HUGGING_FACE_FILES = (
+    *(HUGGING_FACE_FILE, HUGGING_FACE_CONFIG, LLAMA3_FILE, "chat_template.jinja"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
+)
 
 BYTES_VOCAB = 257  # 256 bytes and the end of text
+
+
+def tokenizer_error(given: object, rule: str, remedy: str) -> ConfigError:
+    """A tokenizer, or the path of one, that cannot be used."""
+    return ConfigError("tokenizer", str(given), rule, remedy)
 
 
 @dataclass(frozen=True)
@@ -49,10 +46,10 @@ class TokenizerIdentity:
     sha256: str
     eos_id: int
     bos_id: int | None = None
-    """What stands before every document; None where nothing does."""
+    """The token before every document, if there is one."""
     files_sha256: str | None = field(default=None, compare=False)
-    """Of all its files, ids or not (a chat template): None where none are kept, and in folders
-    prepared before they were hashed."""
+    """Of all its files, also those that change no id (a chat template). None if none are kept, and
+    in folders prepared before they were hashed."""
 
     def is_kept_by(self, other: TokenizerIdentity) -> bool:
         """Whether `other` is this tokenizer with the same files, where their hash is known."""
@@ -82,15 +79,21 @@ class Tokenizer(ABC):
         """Text of the ids; specials show as their names."""
 
     @abstractmethod
-    def _write(self, folder: Path) -> None:
-        """Write the files of this kind."""
+    def _files(self) -> dict[str, bytes]:
+        """The files of this kind: name -> content."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        made = {
+            name for name, value in vars(type(self)).items() if isinstance(value, cached_property)
+        }
+        return {name: value for name, value in vars(self).items() if name not in made}
 
     def save(self, folder: Path) -> None:
         """Write what `load_tokenizer` reads."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._write(folder)
         identity = json.dumps(asdict(self.identity), indent=2) + "\n"
-        (folder / IDENTITY_FILE).write_text(identity, encoding="utf-8")
+        for name, content in (self._files() | {IDENTITY_FILE: identity.encode()}).items():
+            (folder / name).write_bytes(content)
 
 
 class BytesTokenizer(Tokenizer):
@@ -108,11 +111,11 @@ class BytesTokenizer(Tokenizer):
         pieces = (eos if token == self.identity.eos_id else bytes((token,)) for token in ids)
         return b"".join(pieces).decode("utf-8", errors="replace")
 
-    def _write(self, folder: Path) -> None:
+    def _files(self) -> dict[str, bytes]:
         vocab = {character: byte for byte, character in enumerate(_byte_characters())}
         model = byte_level(vocab, split_words=False)
         model.add_special_tokens([END_OF_TEXT])
-        _write_files(folder, _hugging_face_files(model.to_str(), END_OF_TEXT))
+        return _hugging_face_files(model.to_str(), END_OF_TEXT)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -123,28 +126,21 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     def __init__(
-        self,
-        definition: str,
-        eos_token: str,
-        *,
-        files: dict[str, bytes] | None = None,
-        bos_id: int | None = None,
+        self, definition: str, eos_token: str, files: dict[str, bytes] | None = None
     ) -> None:
         self._definition = definition
-        self._files = files or _hugging_face_files(definition, eos_token)
+        self._kept = files or _hugging_face_files(definition, eos_token)
         vocab = self._library.get_vocab(with_added_tokens=True)
         if eos_token not in vocab:
-            raise ConfigError(
-                "tokenizer", eos_token, "is named as the end of text but has no id",
-                "Correct eos_token in tokenizer_config.json.",
-            )  # fmt: skip
+            rule = "is named as the end of text but has no id"
+            raise tokenizer_error(eos_token, rule, "Correct eos_token in tokenizer_config.json.")
+        hashes = {name: hashlib.sha256(file).hexdigest() for name, file in self._kept.items()}
         self.identity = TokenizerIdentity(
             kind="hugging-face",
             vocab_size=max(vocab.values()) + 1,
             sha256=hashlib.sha256(definition.encode()).hexdigest(),
             eos_id=vocab[eos_token],
-            bos_id=bos_id,
-            files_sha256=_sha256_of(self._files),
+            files_sha256=json_sha256(hashes),
         )
 
     @cached_property
@@ -155,17 +151,14 @@ class HuggingFaceTokenizer(Tokenizer):
         tokenizer.encode_special_tokens = True  # "as plain text", contrary to its name
         return tokenizer
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_library"}
-
     def encode(self, text: str) -> list[int]:
         return self._library.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._library.decode(list(ids), skip_special_tokens=False)
 
-    def _write(self, folder: Path) -> None:
-        _write_files(folder, self._files)
+    def _files(self) -> dict[str, bytes]:
+        return self._kept
 
 
 class Llama3Tokenizer(Tokenizer):
@@ -201,10 +194,12 @@ class Llama3Tokenizer(Tokenizer):
         tokenizer = cls(path.read_bytes())
         try:
             num_pairs = len(tokenizer._ranks())
+            reason = None if num_pairs == cls._NUM_PAIRS else f"it has {num_pairs} entries"
         except ValueError as error:
-            raise _bad_model(path, str(error)) from error
-        if num_pairs != cls._NUM_PAIRS:
-            raise _bad_model(path, f"it has {num_pairs} entries")
+            reason = str(error)
+        if reason is not None:
+            rule = f"must be Llama 3's tiktoken file of {cls._NUM_PAIRS} entries, but {reason}"
+            raise tokenizer_error(path, rule, "Give the tokenizer.model of Llama 3.")
         return tokenizer
 
     def _ranks(self) -> dict[bytes, int]:
@@ -236,10 +231,6 @@ class Llama3Tokenizer(Tokenizer):
         converter.load_tiktoken_bpe = lambda _: self._ranks()  # its own goes through a cache
         return converter.converted().to_str()
 
-    def __getstate__(self) -> dict[str, Any]:
-        made = ("_encoding", "_definition")
-        return {name: value for name, value in self.__dict__.items() if name not in made}
-
     def encode(self, text: str) -> list[int]:
         encode = self._encoding.encode_ordinary
         ids: list[int] = []
@@ -250,10 +241,9 @@ class Llama3Tokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode(ids)
 
-    def _write(self, folder: Path) -> None:
-        (folder / LLAMA3_FILE).write_bytes(self._model)
+    def _files(self) -> dict[str, bytes]:
         begin, end, *_ = self._specials()
-        _write_files(folder, _hugging_face_files(self._definition, end, bos_token=begin))
+        return {LLAMA3_FILE: self._model, **_hugging_face_files(self._definition, end, begin)}
 
 
 def safe_pieces(text: str, limit: int = 25_000) -> Iterator[str]:
@@ -275,26 +265,17 @@ def safe_pieces(text: str, limit: int = 25_000) -> Iterator[str]:
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Open what `Tokenizer.save` wrote, and check that it still is what it was."""
-    file = folder / IDENTITY_FILE
     try:
-        expected = read_fields(TokenizerIdentity, read_json(file))
+        expected = read_fields(TokenizerIdentity, read_json(folder / IDENTITY_FILE))
         tokenizer = _read_kind(expected, folder)
     except ConfigError:
         raise
     except Exception as error:  # the library raises plain Exception for a bad definition
-        raise ConfigError(
-            "tokenizer",
-            str(folder),
-            f"is not a whole tokenizer folder ({type(error).__name__}: {error})",
-            "Prepare the data again.",
-        ) from error
+        rule = f"is not a whole tokenizer folder ({type(error).__name__}: {error})"
+        raise tokenizer_error(folder, rule, "Prepare the data again.") from error
     if not expected.is_kept_by(tokenizer.identity):
-        raise ConfigError(
-            "tokenizer",
-            str(folder),
-            f"has changed since it was saved: {IDENTITY_FILE} describes another one",
-            "Prepare the data again.",
-        )
+        rule = f"has changed since it was saved: {IDENTITY_FILE} describes another one"
+        raise tokenizer_error(folder, rule, "Prepare the data again.")
     return tokenizer
 
 
@@ -304,27 +285,25 @@ def _read_kind(identity: TokenizerIdentity, folder: Path) -> Tokenizer:
     if identity.kind == "llama-3":
         return Llama3Tokenizer.from_file(folder / LLAMA3_FILE)
     if identity.kind == "hugging-face":
-        return read_hugging_face(folder, identity.bos_id)
+        tokenizer = read_hugging_face(folder)
+        tokenizer.identity = replace(tokenizer.identity, bos_id=identity.bos_id)
+        return tokenizer
     raise ValueError(f"unknown kind {identity.kind!r}")
 
 
-def read_hugging_face(folder: Path, bos_id: int | None) -> HuggingFaceTokenizer:
+def read_hugging_face(folder: Path) -> HuggingFaceTokenizer:
     """Read the tokenizer's own files: `tokenizer_config.json` names the end of text."""
     settings = read_json(folder / HUGGING_FACE_CONFIG)
     names = folder / "special_tokens_map.json"  # where older ones keep the end of text
     if "eos_token" not in settings and names.is_file():
         settings = read_json(names)
     eos = settings["eos_token"]
-    files = {
-        name: (folder / name).read_bytes()
-        for name in HUGGING_FACE_FILES
-        if (folder / name).is_file()
-    }
+    paths = {name: folder / name for name in HUGGING_FACE_FILES}
+    files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
     return HuggingFaceTokenizer(
         files[HUGGING_FACE_FILE].decode("utf-8"),
         eos["content"] if isinstance(eos, dict) else eos,
-        files=files,
-        bos_id=bos_id,
+        files,
     )
 
 
@@ -340,16 +319,6 @@ def _hugging_face_files(
     }
     text = json.dumps(settings, indent=2) + "\n"
     return {HUGGING_FACE_FILE: definition.encode(), HUGGING_FACE_CONFIG: text.encode()}
-
-
-def _write_files(folder: Path, files: dict[str, bytes]) -> None:
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-
-
-def _sha256_of(files: dict[str, bytes]) -> str:
-    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
 
 
 def byte_level(vocab: dict[str, int], *, split_words: bool) -> Any:
@@ -368,12 +337,3 @@ def _byte_characters() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = itertools.count(0x100)
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
-def _bad_model(path: Path, reason: str) -> ConfigError:
-    return ConfigError(
-        "tokenizer",
-        str(path),
-        f"must be Llama 3's tiktoken file of 128000 entries, but {reason}",
-        "Give the tokenizer.model of Llama 3.",
-    )

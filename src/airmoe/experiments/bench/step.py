@@ -19,8 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from airmoe.data.blocks import BlockDataset
-from airmoe.data.prepared import open_prepared
+from airmoe.data import BlockDataset, open_prepared
 from airmoe.errors import ConfigError
 from airmoe.experiments.bench.measure import Result, guarded
 from airmoe.experiments.bench.timing import Limits, Step, Timer, peak_bytes, sample
