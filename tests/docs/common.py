@@ -10,6 +10,8 @@ from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Each goes on in the folder of the one before; test_train.py runs them, because they have commands.
+TRAINING = [ROOT / "docs" / name for name in ("train.md", "resume.md", "huggingface.md")]
 QUOTED = re.compile(r"<!-- quote: .*? -->\n```python\n.*?```\n", re.DOTALL)
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""The page about training: its commands and code run in order, its tables are those of the code."""
+"""The pages about training: their commands and code run in order, their tables are true."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ from airmoe.kernels.linear_cross_entropy import CPU_CHUNK_BYTES, CUDA_CHUNK_BYTE
 from airmoe.model import METHODS
 from airmoe.training import PRESETS, method_run, preset
 from airmoe.training.run_log import TIME_FIELDS, read_log
-from tests.docs.common import PAGES, ROOT, code_blocks, command_lines
+from tests.docs.common import PAGES, ROOT, TRAINING, code_blocks, command_lines
 from tests.training.command import airmoe
 from tests.training.runs import in_process
 
-PAGE = ROOT / "docs" / "train.md"
-TEXT = PAGE.read_text(encoding="utf-8")
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in TRAINING)
 
 
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty folder after everything the page does in it, top to bottom."""
+    """An empty folder after everything the pages do in it, top to bottom."""
     folder = tmp_path_factory.mktemp("train-page")
-    blocks = code_blocks(PAGE)
+    blocks = [block for page in TRAINING for block in code_blocks(page)]
     assert {language for language, _ in blocks} == {"python", "sh"}
     assert in_process(lambda: walk(blocks, folder)) == 0
     return folder
@@ -44,7 +43,7 @@ def walk(blocks: list[tuple[str, str]], folder: Path) -> None:
     module = sys.modules["train_page"] = ModuleType("train_page")
     for number, (language, code) in enumerate(blocks, 1):
         if language == "python":
-            exec(compile(code, f"train.md, block {number}", "exec"), module.__dict__)
+            exec(compile(code, f"training pages, block {number}", "exec"), module.__dict__)
             continue
         for line in command_lines(code):
             name, *arguments = shlex.split(line, comments=True)
@@ -53,7 +52,7 @@ def walk(blocks: list[tuple[str, str]], folder: Path) -> None:
             assert (outcome.code, outcome.err) == (0, ""), (line, outcome)
 
 
-def test_the_page_runs(walked: Path) -> None:
+def test_the_pages_run(walked: Path) -> None:
     assert read_log(walked / "runs" / "again" / "log.jsonl")[-1]["step"] == 20
 
 
@@ -103,7 +102,7 @@ def test_other_lists_are_complete() -> None:
     assert chunks in " ".join(TEXT.split())
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(f"`{method}`" in readme for method in METHODS)
-    commands = re.search(r"cli\.py +airmoe (.*)", readme)
+    commands = re.search(r"commands/ +airmoe (.*)", readme)
     assert commands and commands[1].split(" | ") == list(group().commands)
 
 
@@ -137,7 +136,8 @@ def commands_of(text: str) -> list[str]:
     blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     blocks += re.findall(r"^ {4}(?:airmoe|torchrun) (?:.*\\\n)*.*$", text, re.MULTILINE)
     inline = re.findall(r"(?<!`)`(airmoe [^`]+)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.S))
-    return [line for block in (*blocks, *inline) for line in command_lines(block)]
+    one_line = [" ".join(words.split()) for words in inline]
+    return [line for block in (*blocks, *one_line) for line in command_lines(block)]
 
 
 def understood(line: str) -> str:
@@ -151,6 +151,8 @@ def understood(line: str) -> str:
         assert program == "airmoe", line
     known = words[0] != "--import"  # else there are names that only that module knows
     name, *words = words if known else words[2:]
+    if not words:  # only its name
+        return name if name in group().commands else ""
     parsed: dict[str, Any] = group().commands[name].make_context(name, list(words)).params
     if known and name == "train" and parsed["resume"] is None:
         method_run(parsed["preset"], parsed["method"] or "air", parsed["overrides"] or [])
