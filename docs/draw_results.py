@@ -12,16 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from airmoe.experiments.marked import with_part
 from airmoe.experiments.report import metrics
 from airmoe.experiments.report.contents import Report, make_report
-from airmoe.experiments.report.figures import Drawing
+from airmoe.experiments.report.figures.drawing import Drawing
 from airmoe.experiments.report.groups import Group, machines, torch_versions
 from airmoe.experiments.report.metrics import DASH
-from airmoe.experiments.report.paper import RUNS, paper_cell
+from airmoe.experiments.report.paper import paper_cell, paper_runs
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.record import Run
-from airmoe.experiments.report.rendering import environment
+from airmoe.experiments.report.rendering import environment, with_part
 from airmoe.experiments.report.tables import Cell, Table, variant_table
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +84,7 @@ def perplexity(run: Run) -> str:
 
 def about(group: Group) -> str:
     """What all rows have in common."""
-    first, paper = group.runs[0], RUNS[group.key.preset]
+    first, paper = group.runs[0], paper_runs(group.key.preset)
     seeds = sorted({run.seed for run in group.runs})
     parts = [
         f"Preset {group.key.preset}",

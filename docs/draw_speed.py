@@ -14,7 +14,7 @@ from typing import Any
 
 from airmoe.experiments.bench.page import block, number
 from airmoe.experiments.bench.report import timed, typical
-from airmoe.experiments.marked import with_part
+from airmoe.experiments.report.rendering import with_part
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from airmoe.experiments.report.corpora import KNOWN
 from airmoe.experiments.report.groups import Group, Grouped, group_runs
+from airmoe.experiments.report.names import KNOWN
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.record import Record
 from airmoe.experiments.suites import SUITES

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from airmoe.experiments.report.beside_paper import beside_paper
 from airmoe.experiments.report.groups import Group
+from airmoe.experiments.report.paper import beside_paper
 from airmoe.experiments.report.tables import Table
 from airmoe.experiments.suites import SUITES
 from airmoe.training import preset

@@ -10,9 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from airmoe.experiments.report.figures.curves import HEALTH, curve_figures, reduction, series
+from airmoe.experiments.report.figures.curves import (
+    HEALTH,
+    PERPLEXITY,
+    curve_figures,
+    reduction,
+    series,
+)
+from airmoe.experiments.report.figures.drawing import styles_of
 from airmoe.experiments.report.groups import Group, group_runs
-from airmoe.experiments.report.names import styles_of
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.record import Run
 from airmoe.experiments.report.usage import (
@@ -97,7 +103,7 @@ def test_figures_of_those_that_have_the_numbers(group: Group) -> None:
 
 
 def test_curves_are_means_over_seeds(group: Group) -> None:
-    air = next(one for one in series(group, "flops", "perplexity") if one.variant == "air")
+    air = next(one for one in series(group, PERPLEXITY[0]) if one.variant == "air")
     assert air.x[-1] == 360 * 512 * 1e7
     assert air.y[-1] == pytest.approx(62.0)
     assert air.spread[-1] == pytest.approx(2**0.5)

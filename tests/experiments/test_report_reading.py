@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from airmoe import ConfigError
+from airmoe.experiments.report.finished import MOST_POINTS
 from airmoe.experiments.report.reading import read_all
-from airmoe.experiments.report.record import MOST_POINTS, read_record, write_record
+from airmoe.experiments.report.record import read_record, write_record
 from airmoe.files import read_json, write_json
 from airmoe.training import override, preset
 from airmoe.training.checkpoints import USAGE

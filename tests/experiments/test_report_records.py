@@ -10,15 +10,8 @@ import pytest
 
 from airmoe import ConfigError
 from airmoe.experiments.report.reading import read_all, read_everything
-from airmoe.experiments.report.record import (
-    Run,
-    file_of,
-    plan_records,
-    read_record,
-    write_record,
-    write_records,
-)
-from airmoe.experiments.report.writing import default_folder
+from airmoe.experiments.report.record import Record, Run, read_record, write_record
+from airmoe.experiments.report.writing import default_folder, file_of, plan_records
 from airmoe.files import read_json, write_json
 from airmoe.training import override, preset
 from tests.experiments.report_toys import change_config, write_run, write_suite, write_usage
@@ -27,7 +20,9 @@ from tests.training.command import airmoe, assert_one_line
 
 def write_all(runs: Path, folder: Path) -> list[str]:
     """The records of everything under `runs`, without the figures of a report."""
-    write_records(plan_records(read_everything([runs]).runs, folder))
+    for path, run in plan_records(read_everything([runs]).runs, folder).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_record(Record(runs=[run], problems=[]), path)
     return files_in(folder)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from airmoe.experiments.report.beside_paper import beside_paper
 from airmoe.experiments.report.groups import Group
+from airmoe.experiments.report.paper import beside_paper
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.record import read_record, write_record
 from airmoe.experiments.report.tables import settings_table

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from airmoe import ConfigError
-from airmoe.experiments.scaling_law import fit_scaling_law
+from airmoe.experiments.report.figures.granularity import fit_scaling_law
 
 
 @pytest.mark.parametrize(("a", "b", "c"), [(1.2, 0.5, 3.0), (0.3, 1.7, 2.5), (4.0, 0.15, 1.0)])

@@ -18,10 +18,8 @@ from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.metrics import DASH, sees_future
 from airmoe.experiments.report.names import title_of
 from airmoe.experiments.report.paper import paper_cell
-from airmoe.experiments.report.record import Run
 from airmoe.experiments.report.tables import FUTURE_MARK, Cell, Table
 
-Verdict = Literal["holds", "not seen", "open"]
 OURS = "air"
 # 95 % of the differences of two single runs: 1.96 x sqrt(2) x 0.6 %, the pooled standard deviation
 # of perplexity between seeds after one pass, widened for the few seeds that it comes from.
@@ -34,7 +32,7 @@ NOTE = (
     "seeds of earlier runs. Holds: the whole interval lies on the paper's side of 0. Not seen: it "
     "lies on the other side, or has 0 in it but not the paper's effect. Open: neither."
 )
-COLUMNS = ("AIR against", "the paper (%)", "effect (%)", "95 % interval (%)", "seeds", "verdict")
+COLUMNS = ["AIR against", "the paper (%)", "effect (%)", "95 % interval (%)", "seeds", "verdict"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +47,13 @@ class Claim:
     marked: bool  # the other sees later tokens
 
     @property
-    def verdict(self) -> Verdict:
+    def interval(self) -> tuple[float, float]:
+        return self.effect - self.half_width, self.effect + self.half_width
+
+    @property
+    def verdict(self) -> Literal["holds", "not seen", "open"]:
         """Exact routing and the like are said to be ahead: the paper's sign decides the side."""
-        low, high = self.effect - self.half_width, self.effect + self.half_width
+        low, high = self.interval
         side = 1 if self.paper is not None and self.paper > 0 else -1
         if side * low > 0 and side * high > 0:
             return "holds"
@@ -64,10 +66,12 @@ class Claim:
 
 def claims(group: Group) -> list[Claim]:
     """AIR against every other variant that shares a seed with it."""
-    ours = group.variants.get(OURS, [])
+    ours = {run.seed: run.perplexity for run in group.variants.get(OURS, [])}
     found = []
     for other, runs in group.variants.items():
-        pairs = paired(ours, runs)
+        pairs = {  # seed -> log of our perplexity over theirs, at each run's best evaluation
+            run.seed: math.log(ours[run.seed] / run.perplexity) for run in runs if run.seed in ours
+        }
         if other != OURS and pairs:
             found.append(
                 Claim(
@@ -82,16 +86,6 @@ def claims(group: Group) -> list[Claim]:
     return found
 
 
-def paired(ours: Sequence[Run], theirs: Sequence[Run]) -> dict[int, float]:
-    """Seed -> log of our perplexity over theirs, at each run's best evaluation."""
-    by_seed = {run.seed: run for run in theirs}
-    return {
-        run.seed: math.log(_perplexity(run) / _perplexity(by_seed[run.seed]))
-        for run in ours
-        if run.seed in by_seed
-    }
-
-
 def half_width(differences: Sequence[float]) -> float:
     """Of the 95 % interval of their mean."""
     n = len(differences)
@@ -101,53 +95,33 @@ def half_width(differences: Sequence[float]) -> float:
     return quantile * stdev(differences) / math.sqrt(n)
 
 
-def _perplexity(run: Run) -> float:
-    value = run.best["perplexity"]
-    assert value is not None  # a record is read only with it
-    return value
-
-
 def _papers_effect(group: Group, other: str) -> float | None:
-    cells = [paper_cell(group.key.suite, group.key.preset, name) for name in (OURS, other)]
-    if cells[0] is None or cells[1] is None:
+    ours, theirs = (paper_cell(group.key.suite, group.key.preset, one) for one in (OURS, other))
+    if ours is None or theirs is None:
         return None
-    return math.log(cells[0].perplexity / cells[1].perplexity)
+    return math.log(ours.perplexity / theirs.perplexity)
 
 
 def claims_table(group: Group) -> Table | None:
     """A row per claim; None where there is nothing to compare AIR with."""
     rows = [_row(claim) for claim in claims(group)]
-    if not rows:
-        return None
-    columns = [
-        "AIR against",
-        "the paper (%)",
-        "effect (%)",
-        "95 % interval (%)",
-        "seeds",
-        "verdict",
-    ]
-    return Table(
-        caption="AIR against each of the others, beside what the paper claims.",
-        columns=columns,
-        rows=rows,
-        notes=[NOTE],
-    )
+    caption = "AIR against each of the others, beside what the paper claims."
+    return Table(caption=caption, columns=COLUMNS, rows=rows, notes=[NOTE]) if rows else None
 
 
 def _row(claim: Claim) -> list[Cell]:
-    low, high = claim.effect - claim.half_width, claim.effect + claim.half_width
-    paper = DASH if claim.paper is None else per_cent(claim.paper)
+    low, high = claim.interval
+    paper = DASH if claim.paper is None else _per_cent(claim.paper)
     return [
         Cell(text=title_of(claim.other), mark=FUTURE_MARK if claim.marked else ""),
         Cell(text=paper, value=claim.paper),
-        Cell(text=per_cent(claim.effect), value=claim.effect),
-        Cell(text=f"{per_cent(low)} to {per_cent(high)}", value=low),
+        Cell(text=_per_cent(claim.effect), value=claim.effect),
+        Cell(text=f"{_per_cent(low)} to {_per_cent(high)}", value=low),
         Cell(text=str(len(claim.seeds)), value=len(claim.seeds)),
         Cell(text=claim.verdict),
     ]
 
 
-def per_cent(log_ratio: float) -> str:
+def _per_cent(log_ratio: float) -> str:
     """A difference of logarithms as people read it: -1.6."""
     return f"{100 * math.expm1(log_ratio):+.1f}"

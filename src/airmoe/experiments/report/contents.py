@@ -5,12 +5,9 @@ The templates decide the order and the words around it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from airmoe.experiments.report.beside_paper import Beside, beside_paper
 from airmoe.experiments.report.claims import claims_table
-from airmoe.experiments.report.figures import Drawing, can_draw
 from airmoe.experiments.report.figures.curves import (
     HEALTH,
     PERPLEXITY,
@@ -18,10 +15,12 @@ from airmoe.experiments.report.figures.curves import (
     curve_figures,
     reduction_figure,
 )
+from airmoe.experiments.report.figures.drawing import Drawing, can_draw
 from airmoe.experiments.report.figures.granularity import fitted, granularity_figure
 from airmoe.experiments.report.figures.usage_maps import usage_figure
 from airmoe.experiments.report.groups import Group, group_runs
 from airmoe.experiments.report.names import granularity_of
+from airmoe.experiments.report.paper import Beside, beside_paper
 from airmoe.experiments.report.record import Record
 from airmoe.experiments.report.tables import Table, group_table, settings_table
 
@@ -39,7 +38,7 @@ INTRODUCTION = (
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Figures that belong together; without a title they follow the table."""
+    """Figures that belong together."""
 
     title: str
     slug: str
@@ -70,7 +69,11 @@ class Report:
     notes: list[str]
     title: str = TITLE
     introduction: str = INTRODUCTION
-    drawings: list[Drawing] = field(default_factory=list)
+
+    @property
+    def drawings(self) -> list[Drawing]:
+        parts = (part for section in self.sections for part in section.figures)
+        return [drawing for part in parts for drawing in part.drawings]
 
     @property
     def problems(self) -> list[str]:
@@ -81,25 +84,16 @@ class Report:
 def make_report(record: Record) -> Report:
     """Compare the runs of a record and draw them."""
     grouped, draws = group_runs(record.runs), can_draw()
-    sections = [_section(group, draws=draws) for group in grouped.groups]
     return Report(
-        sections=sections,
+        sections=[_section(group, draws=draws) for group in grouped.groups],
         left_out=[*record.problems, *grouped.left_out, *([] if draws else [NO_FIGURES])],
         notes=grouped.notes,
-        drawings=[
-            drawing for section in sections for part in section.figures for drawing in part.drawings
-        ],
     )
 
 
 def _section(group: Group, *, draws: bool) -> Section:
-    sweep = all(granularity_of(variant) is not None for variant in group.variants)
-    fit = fitted(group) if sweep else None
-    figures: list[Figures] = []
-    if draws and fit is not None:
-        figures = _granularity_figures(group)
-    elif draws:
-        figures = _method_figures(group)
+    is_sweep = all(granularity_of(variant) is not None for variant in group.variants)
+    fit = fitted(group) if is_sweep else None
     return Section(
         title=group.title,
         slug=group.slug,
@@ -108,31 +102,23 @@ def _section(group: Group, *, draws: bool) -> Section:
         table=group_table(group),
         fit=None if fit is None else fit.words,
         paper=beside_paper(group),
-        figures=figures,
+        figures=_figures(group, is_sweep=is_sweep) if draws else [],
         settings=settings_table(group),
     )
 
 
-def _granularity_figures(group: Group) -> list[Figures]:
-    drawn = [granularity_figure(group, fitted(group).law), *curve_figures(group, PERPLEXITY)]
-    return _filled(group, [("Granularity", "law", drawn)])
-
-
-def _method_figures(group: Group) -> list[Figures]:
-    """Methods, ablations or settings against each other."""
-    curves = [*curve_figures(group, PERPLEXITY), *reduction_figure(group)]
-    return _filled(
-        group,
-        [
-            ("Perplexity through training", "curves", curves),
+def _figures(group: Group, *, is_sweep: bool) -> list[Figures]:
+    perplexity = curve_figures(group, PERPLEXITY)
+    if is_sweep:
+        drawn = [granularity_figure(group, fitted(group).law), *perplexity]
+        parts = [("Granularity", "law", drawn)]
+    else:
+        parts = [
+            ("Perplexity through training", "curves", [*perplexity, *reduction_figure(group)]),
             ("Who is used", "used", usage_figure(group)),
             ("Against exact routing", "quality", curve_figures(group, QUALITY)),
             ("Health of the router", "health", curve_figures(group, HEALTH)),
-        ],
-    )
-
-
-def _filled(group: Group, parts: Iterable[tuple[str, str, list[Drawing]]]) -> list[Figures]:
+        ]
     return [
         Figures(title=title, slug=f"{group.slug}-{name}", drawings=drawings)
         for title, name, drawings in parts

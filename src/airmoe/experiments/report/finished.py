@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from airmoe.experiments.report.fields import from_json
-from airmoe.experiments.report.names import method_of
 from airmoe.experiments.report.record import (
-    EVALUATION_FIELDS,
     OLD_BALANCE,
-    TRAINING_FIELDS,
+    Curve,
+    Numbers,
     Run,
-    curve,
-    number,
+    from_json,
+    is_number,
+    method_of,
 )
 
+MOST_POINTS = 600  # of a curve: ten passes of `small`, a point every 100 steps, are whole
+ROUTING_FIELDS = (
+    "overlap",
+    "mass_recall",
+    "mass_recall_bound",
+    "dead_experts",
+    "entropy",
+    "codeword_perplexity",
+    "unlisted_experts",
+)
+EVALUATION_FIELDS = (
+    *("step", "tokens", "seconds", "flops", "executed_flops", "loss", "perplexity"),
+    *ROUTING_FIELDS,
+)
+# The loss is drawn nowhere: it is for readers who ask of a record whether training was smooth.
+TRAINING_FIELDS = ("step", "tokens", "tokens_per_second", "loss", *ROUTING_FIELDS, "staleness")
 PATHS = ("corpus", "folder", "validation", "tokenizer")  # options of data that may be paths
 TRACKING = ("tensorboard", "track")  # options of training
 
@@ -73,7 +89,7 @@ def _portable(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"data": data, "training": training}
 
 
-def _numbers(line: dict[str, Any]) -> dict[str, float | None]:
+def _numbers(line: dict[str, Any]) -> Numbers:
     return {key: number(value) for key, value in line.items() if key != "kind"}
 
 
@@ -89,3 +105,22 @@ def _timed(line: dict[str, Any], start: float) -> dict[str, Any]:
     if (seconds := number(line.get("training_seconds"))) is not None:
         return line | {"seconds": seconds - start}
     return line | {"seconds": line.get("seconds")}
+
+
+def curve(lines: Sequence[dict[str, Any]], names: Sequence[str]) -> Curve:
+    """The fields of log lines as columns, thinned evenly; first and last line stay."""
+    kept = lines
+    if len(lines) > MOST_POINTS:
+        last = len(lines) - 1
+        kept = [lines[round(place * last / (MOST_POINTS - 1))] for place in range(MOST_POINTS)]
+    columns = {name: [number(line.get(name)) for line in kept] for name in names}
+    return {
+        name: values
+        for name, values in columns.items()
+        if name == "step" or any(value is not None for value in values)
+    }
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    return value if is_number(value) else None

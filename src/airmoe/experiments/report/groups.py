@@ -12,9 +12,8 @@ from itertools import count
 from typing import Any
 
 from airmoe.experiments.fairness import ALL_RULES, Rule, Violation, violations
-from airmoe.experiments.report.corpora import PREPARING, corpus_title, own_recipe
-from airmoe.experiments.report.names import place_of
-from airmoe.experiments.report.record import OLD_BALANCE, Run, is_current
+from airmoe.experiments.report.names import PREPARING, corpus_title, own_recipe, place_of
+from airmoe.experiments.report.record import OLD_BALANCE, Run
 from airmoe.experiments.suites import SUITES
 from airmoe.experiments.suites.folder import flat
 
@@ -75,14 +74,7 @@ class Grouped:
 
 
 def group_runs(runs: Iterable[Run]) -> Grouped:
-    """Sort runs into groups and take out what cannot be compared."""
-    grouped = _sorted(runs)
-    groups = [without_offenders(group, grouped) for group in grouped.groups]
-    return replace(grouped, groups=groups)
-
-
-def _sorted(runs: Iterable[Run]) -> Grouped:
-    """Groups of runs with the same text, balance loss and, for each variant, settings."""
+    """Groups with one text, one balance loss and, for each variant, the same settings."""
     by_key: dict[Key, list[Run]] = {}
     for run in runs:
         by_key.setdefault(key_of(run), []).append(run)
@@ -94,7 +86,7 @@ def _sorted(runs: Iterable[Run]) -> Grouped:
             slug = _slug(_title(key, changes), {group.slug for group in grouped.groups})
             grouped.groups.append(group := Group(key, runs_alike, slug, changes))
             grouped.notes.extend(_differences(group))
-    return grouped
+    return replace(grouped, groups=[_without_offenders(one, grouped) for one in grouped.groups])
 
 
 def _slug(title: str, taken: Collection[str]) -> str:
@@ -138,16 +130,17 @@ def _of_one_text(runs: list[Run], left_out: list[str]) -> list[Run]:
     common = Counter(run.data_sha256 for run in runs).most_common(1)[0][0]
     for run in runs:
         if run.data_sha256 != common:
+            found, usual = ((one or "unknown")[:12] for one in (run.data_sha256, common))
             left_out.append(
-                f"{run.name}: other text than the rest of its group (data hash "
-                f"{_short(run.data_sha256)}, not {_short(common)}): left out"
+                f"{run.name}: other text than the rest of its group (data hash {found}, not "
+                f"{usual}): left out"
             )
     return [run for run in runs if run.data_sha256 == common]
 
 
 def _of_one_balance(runs: list[Run], grouped: Grouped) -> list[Run]:
     """Balance losses of two conventions are K times apart: today's stays, and is never mixed."""
-    old = [run for run in runs if not is_current(run)]
+    old = [run for run in runs if not run.is_current]
     if old and not any(run.convention is not None for run in runs if run not in old):
         about = f"{OLD_BALANCE}, K times weaker than today's: compares with no run of today"
         grouped.notes.append(f"{_title(key_of(runs[0]), '')}: the balance loss is that of {about}")
@@ -157,7 +150,7 @@ def _of_one_balance(runs: list[Run], grouped: Grouped) -> list[Run]:
             f"{run.name}: balance loss with {OLD_BALANCE}, K times weaker than that of the rest of "
             "its group: left out"
         )
-    return [run for run in runs if is_current(run)]
+    return [run for run in runs if run.is_current]
 
 
 def _by_settings(runs: list[Run]) -> dict[str, list[Run]]:
@@ -229,13 +222,18 @@ def options_of(run: Run) -> dict[str, Any]:
 
 def _differences(group: Group) -> list[str]:
     """What makes means or times of a group hard to compare."""
-    runs = group.runs
+    seeds: dict[str, list[str]] = {}
+    for variant, runs in group.variants.items():
+        seeds.setdefault(", ".join(str(run.seed) for run in runs), []).append(variant)
+    notes = []
+    if len(seeds) > 1:  # means over other seeds are means over other luck
+        listed = "; ".join(f"{which} of {', '.join(names)}" for which, names in seeds.items())
+        notes.append(f"{group.title}: not every variant has every seed ({listed})")
     values = {
-        "machines": machines(runs),
-        "versions of torch": torch_versions(runs),
-        "commits": sorted({str(run.git.get("commit"))[:10] for run in runs}),
+        "machines": machines(group.runs),
+        "versions of torch": torch_versions(group.runs),
+        "commits": sorted({str(run.git.get("commit"))[:10] for run in group.runs}),
     }
-    notes = _unequal_seeds(group)
     for what, found in values.items():
         if len(found) > 1:
             listed = "; ".join(found)
@@ -253,47 +251,19 @@ def torch_versions(runs: Sequence[Run]) -> list[str]:
     return sorted(one for one in found if not any(two.startswith(f"{one}+") for two in found))
 
 
-def _unequal_seeds(group: Group) -> list[str]:
-    """Means over other seeds are means over other luck."""
-    variants: dict[str, list[str]] = {}
-    for variant, runs in group.variants.items():
-        seeds = ", ".join(str(run.seed) for run in runs)
-        variants.setdefault(seeds, []).append(variant)
-    if len(variants) < 2:
-        return []
-    listed = "; ".join(f"{seeds} of {', '.join(names)}" for seeds, names in variants.items())
-    return [f"{group.title}: not every variant has every seed ({listed})"]
-
-
-def _short(digest: str | None) -> str:
-    return "unknown" if digest is None else digest[:12]
-
-
-def without_offenders(group: Group, grouped: Grouped) -> Group:
-    """Without the variants that alone break a rule of their suite; every finding has its line."""
-    while findings := _findings(group):
-        dropped = next((one for one in findings if one.offender is not None), None)
-        if dropped is None or group.key.suite is None:  # single runs promise no equality
-            grouped.notes.extend(f"{group.title}: {one.violation}" for one in findings)
-            break
-        line = f"{group.title}: {dropped.offender} is left out. {dropped.violation}"
-        grouped.left_out.append(line)
-        group = _without(dropped.offender, group)
-    return group
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A broken rule, and the one variant without which it would hold, if there is just one."""
-
-    violation: Violation
-    offender: str | None
-
-
-def _findings(group: Group) -> list[Finding]:
+def _without_offenders(group: Group, grouped: Grouped) -> Group:
+    """Without the variants that alone break a rule of their suite; every violation has its line."""
     suite = SUITES.get(group.key.suite or "")
-    found = _violations(group, ALL_RULES if suite is None else suite.rules)
-    return [Finding(one, _offender(one, group)) for one in found]
+    rules = ALL_RULES if suite is None else suite.rules
+    while found := _violations(group, rules):
+        offenders = ((_offender(one, group), one) for one in found)
+        offender, violation = next((pair for pair in offenders if pair[0]), (None, None))
+        if offender is None or group.key.suite is None:  # single runs promise no equality
+            grouped.notes.extend(f"{group.title}: {one}" for one in found)
+            break
+        grouped.left_out.append(f"{group.title}: {offender} is left out. {violation}")
+        group = _without(offender, group)
+    return group
 
 
 def _offender(violation: Violation, group: Group) -> str | None:
@@ -311,7 +281,7 @@ def _offender(violation: Violation, group: Group) -> str | None:
     return mending[0] if len(mending) == 1 else None
 
 
-def _without(variant: str | None, group: Group) -> Group:
+def _without(variant: str, group: Group) -> Group:
     return replace(group, runs=[run for run in group.runs if run.variant != variant])
 
 

@@ -34,7 +34,7 @@ class Unit:
     decimals: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Metric:
     """One column."""
 
@@ -63,7 +63,7 @@ def sees_future(run: Run) -> bool:
     """Whether experts choose tokens: then each token's routing depends on later ones."""
     model = run.config["model"]
     gate = (model.get("router_options") or {}).get("gate")
-    return model.get("router") == "expert_choice" or gate == "expert_choice"
+    return "expert_choice" in (model.get("router"), gate)
 
 
 def most_entropy(run: Run) -> float | None:
@@ -72,41 +72,27 @@ def most_entropy(run: Run) -> float | None:
     return math.log(experts) if experts and run.best.get("entropy") is not None else None
 
 
-PERPLEXITY = Metric(title="perplexity", kind="plain", read=best("perplexity"), better="low")
+PERPLEXITY = Metric("perplexity", "plain", best("perplexity"), "low")
 TEST = Metric(
-    title="perplexity, test text",
-    kind="plain",
-    read=lambda run: (run.test or {}).get("perplexity"),
-    better="low",
+    "perplexity, test text",
+    "plain",
+    lambda run: (run.test or {}).get("perplexity"),
+    "low",
     optional=True,
 )
-LOSS = Metric(title="loss, nats", kind="plain", read=best("loss"), better="low")
-FLOPS = Metric(title="FLOPs, algorithmic", kind="flops", read=best("flops"), better="low")
-EXECUTED = Metric(title="FLOPs, executed", kind="flops", read=best("executed_flops"), better="low")
-SECONDS = Metric(title="time", kind="seconds", read=best("seconds"), better="low")
-SPEED = Metric(
-    title="tokens/s", kind="count", read=lambda run: run.tokens_per_second, better="high"
-)
-MEMORY = Metric(
-    title="peak memory (GiB)",
-    kind="plain",
-    read=lambda run: run.peak_memory_gib,
-    better="low",
-    optional=True,
-)
-TOTAL = Metric(title="parameters", kind="count", read=lambda run: run.parameters.total)
-ACTIVE = Metric(title="active", kind="count", read=lambda run: run.parameters.active)
-DEAD = Metric(title="dead experts", kind="share", read=best("dead_experts"), better="low")
-ENTROPY = Metric(
-    title="entropy, nats",
-    kind="plain",
-    read=best("entropy"),
-    better="high",
-    ideal=most_entropy,
-)
-OVERLAP = Metric(title="overlap", kind="plain", read=against_exact("overlap"), better="high")
-RECALL = Metric(title="mass recall", kind="plain", read=against_exact("mass_recall"), better="high")
-BOUND = Metric(title="its bound", kind="tiny", read=against_exact("mass_recall_bound"))
+LOSS = Metric("loss, nats", "plain", best("loss"), "low")
+FLOPS = Metric("FLOPs, algorithmic", "flops", best("flops"), "low")
+EXECUTED = Metric("FLOPs, executed", "flops", best("executed_flops"), "low")
+SECONDS = Metric("time", "seconds", best("seconds"), "low")
+SPEED = Metric("tokens/s", "count", lambda run: run.tokens_per_second, "high")
+MEMORY = Metric("peak memory (GiB)", "plain", lambda run: run.peak_memory_gib, "low", optional=True)
+TOTAL = Metric("parameters", "count", lambda run: run.parameters.total)
+ACTIVE = Metric("active", "count", lambda run: run.parameters.active)
+DEAD = Metric("dead experts", "share", best("dead_experts"), "low")
+ENTROPY = Metric("entropy, nats", "plain", best("entropy"), "high", most_entropy)
+OVERLAP = Metric("overlap", "plain", against_exact("overlap"), "high")
+RECALL = Metric("mass recall", "plain", against_exact("mass_recall"), "high")
+BOUND = Metric("its bound", "tiny", against_exact("mass_recall_bound"))
 
 
 def summarize(metric: Metric, runs: Sequence[Run]) -> Summary | None:

@@ -1,23 +1,78 @@
-"""The paper's numbers: its main table, the metrics of its appendix, and its ablations."""
+"""The paper's numbers beside ours, and what differs between the two runs.
+
+paper.csv: its main table, dead experts and entropy from its appendix, and its ablations (of the
+small model on WikiText-103; their AIR is another run than that of the main table).
+"""
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
+from airmoe.experiments.report import metrics
+from airmoe.experiments.report.groups import Group, options_of
+from airmoe.experiments.report.metrics import Metric, Summary, summarize, unit_of, written
+from airmoe.experiments.report.names import corpus_of, known_text, title_of
+from airmoe.experiments.report.record import Run
+from airmoe.experiments.report.tables import Cell, Table, note_on_test
+from airmoe.experiments.suites import SUITES
+from airmoe.experiments.suites.folder import flat
+from airmoe.training import preset
 from airmoe.training.presets import WEB_STEPS
 
-P, E = 1e15, 1e18
+DEVICES = 4
+PRECISION = "fp16"
+WIKITEXT_TOKENS = 10 * 121_000_000  # ten epochs
+SAME_LENGTH = 0.02  # epochs end where the text does
+
+# Field of the paper's cell, our columns. The test text may be nearer to the paper's than ours is.
+COMPARED: tuple[tuple[str, tuple[Metric, ...]], ...] = (
+    ("perplexity", (metrics.PERPLEXITY, metrics.TEST)),
+    ("flops", (metrics.FLOPS,)),
+    ("dead_experts", (metrics.DEAD,)),
+    ("entropy", (metrics.ENTROPY,)),
+    ("overlap", (metrics.OVERLAP,)),
+)
+# Options with a line of their own, or of no influence on the result.
+SAID = (
+    *("data.corpus", "data.folder", "data.max_tokens", "training.steps", "training.epochs"),
+    *("text.corpus", "text.split_rule", "text.max_tokens"),
+    *("training.precision", "training.seed", "training.log_every"),
+    *("training.save_every", "training.keep_checkpoints", "training.quality_tokens"),
+)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PaperCell:
     """One run of the paper; FLOPs are those of the main table, shares lie in [0, 1]."""
 
     perplexity: float
     flops: float
-    dead_experts: float | None = None
-    entropy: float | None = None
-    overlap: float | None = None
+    dead_experts: float | None
+    entropy: float | None
+    overlap: float | None
+
+
+@cache
+def _cells() -> dict[tuple[str, str], PaperCell]:
+    """(preset, or "ablations"; method) -> the paper's run."""
+    with Path(__file__).with_name("paper.csv").open(encoding="utf-8", newline="") as file:
+        return {
+            (row.pop("runs"), row.pop("method")): PaperCell(
+                **{name: float(text) if text else None for name, text in row.items()}  # pyright: ignore
+            )
+            for row in csv.DictReader(file)
+        }
+
+
+def paper_cell(suite: str | None, preset: str, variant: str) -> PaperCell | None:
+    """The paper's run that this variant of a suite repeats, if it has one."""
+    if suite == "ablations":
+        return _cells().get(("ablations", variant)) if preset == "small" else None
+    return _cells().get(("large-openwebtext2" if preset == "large" else preset, variant))
 
 
 @dataclass(frozen=True)
@@ -28,94 +83,131 @@ class PaperRuns:
     tokens: int
 
 
-DEVICES = 4
-PRECISION = "fp16"
-WIKITEXT_TOKENS = 10 * 121_000_000  # ten epochs
+def paper_runs(preset: str) -> PaperRuns:
+    """Those that a preset stands for."""
+    if preset in ("small", "medium"):
+        return PaperRuns("wikitext103", WIKITEXT_TOKENS)
+    size, _, corpus = ("large-openwebtext2" if preset == "large" else preset).partition("-")
+    tokens_per_step = 131_072 if size == "large" else 65_536
+    return PaperRuns(corpus, WEB_STEPS[f"{size}-{corpus}"] * tokens_per_step)
 
 
-def _web(preset: str) -> PaperRuns:
-    size, _, corpus = preset.partition("-")
-    return PaperRuns(corpus, WEB_STEPS[preset] * (131_072 if size == "large" else 65_536))
+@dataclass(frozen=True)
+class Beside:
+    """The table, and a line for everything that differs from the paper's runs."""
+
+    table: Table
+    differences: list[str]
 
 
-# Our preset -> the paper's runs it stands for.
-RUNS = {
-    "small": PaperRuns("wikitext103", WIKITEXT_TOKENS),
-    "medium": PaperRuns("wikitext103", WIKITEXT_TOKENS),
-    "large": _web("large-openwebtext2"),
-    **{preset: _web(preset) for preset in WEB_STEPS},
-}
-
-LARGE_OPENWEBTEXT2 = {
-    "air": PaperCell(16.65, 11.2 * E, 0.0, 10.33),
-    "peer": PaperCell(17.88, 11.2 * E, 0.0, 10.18),
-    "hierarchical": PaperCell(18.17, 11.3 * E, 0.0, 11.01),
-    "coarse": PaperCell(16.98, 11.3 * E, 0.0, 4.27),
-}
-
-# Preset -> method -> its row of the main table, dead experts and entropy from the appendix.
-MAIN: dict[str, dict[str, PaperCell]] = {
-    "small": {
-        "air": PaperCell(21.82, 324.1 * P, 0.001, 10.78),
-        "peer": PaperCell(22.25, 352.8 * P, 0.0, 10.76),
-        "hierarchical": PaperCell(22.55, 350.4 * P, 0.0, 10.97),
-        "exact": PaperCell(21.34, 467.5 * P),
-        "coarse": PaperCell(23.84, 342.5 * P, 0.0, 4.28),
-    },
-    "small-c5": {
-        "air": PaperCell(131.81, 625.5 * P, 0.001, 9.51),
-        "peer": PaperCell(145.32, 626.3 * P, 0.0, 9.96),
-        "hierarchical": PaperCell(147.99, 622.6 * P, 0.0, 10.15),
-        "exact": PaperCell(132.34, 817.2 * P),
-        "coarse": PaperCell(151.99, 611.7 * P, 0.0, 3.90),
-    },
-    "small-openwebtext2": {
-        "air": PaperCell(32.14, 505.0 * P, 0.014, 10.02),
-        "peer": PaperCell(33.10, 505.6 * P, 0.0, 10.25),
-        "hierarchical": PaperCell(36.05, 502.6 * P, 0.0, 10.48),
-        "exact": PaperCell(31.56, 648.3 * P),
-        "coarse": PaperCell(36.05, 493.9 * P, 0.0, 4.11),
-    },
-    "medium": {
-        "air": PaperCell(18.62, 755.9 * P, 0.0, 10.84),
-        "peer": PaperCell(18.71, 751.0 * P, 0.0, 10.68),
-        "hierarchical": PaperCell(19.27, 954.7 * P, 0.0, 11.04),
-        "coarse": PaperCell(18.79, 836.7 * P, 0.0, 4.51),
-    },
-    "medium-c5": {
-        "air": PaperCell(30.39, 4.1 * E, 0.0, 10.09),
-        "peer": PaperCell(31.60, 4.1 * E, 0.0, 10.16),
-        "hierarchical": PaperCell(33.08, 4.1 * E, 0.0, 11.04),
-        "coarse": PaperCell(32.10, 4.0 * E, 0.0, 4.16),
-    },
-    "medium-openwebtext2": {
-        "air": PaperCell(20.51, 3.6 * E, 0.0, 10.32),
-        "peer": PaperCell(21.30, 3.5 * E, 0.0, 10.19),
-        "hierarchical": PaperCell(23.07, 3.5 * E, 0.0, 11.00),
-        "coarse": PaperCell(21.25, 3.5 * E, 0.0, 4.24),
-    },
-    "large-c5": {
-        "air": PaperCell(41.25, 14.3 * E, 0.0, 9.98),
-        "peer": PaperCell(45.37, 14.0 * E, 0.0, 9.95),
-        "hierarchical": PaperCell(45.65, 14.4 * E, 0.0, 11.05),
-        "coarse": PaperCell(43.13, 13.2 * E, 0.0, 4.16),
-    },
-    "large": LARGE_OPENWEBTEXT2,
-    "large-openwebtext2": LARGE_OPENWEBTEXT2,
-}
-
-# Of the small model on WikiText-103. Its AIR is another run than that of the main table.
-ABLATIONS = {
-    "air": PaperCell(21.72, 324.1 * P, 0.0, 10.80, 0.64),
-    "euclidean": PaperCell(21.83, 324.1 * P, 0.003, 10.81, 0.64),
-    "expert_choice": PaperCell(22.77, 357.5 * P, 0.786, 9.53, 0.74),
-    "no_projection": PaperCell(21.96, 324.1 * P, 0.007, 10.73, 0.66),
-    "static": PaperCell(23.27, 360.1 * P, 0.424, 10.24, 0.07),
-}
+def beside_paper(group: Group) -> Beside | None:
+    """A table of the variants that the paper has too; None where it has none."""
+    cells = {
+        variant: cell
+        for variant in group.variants
+        if (cell := paper_cell(group.key.suite, group.key.preset, variant)) is not None
+    }
+    if not cells:
+        return None
+    columns = ["method"]
+    rows = [[Cell(text=title_of(variant))] for variant in cells]
+    for name, compared in COMPARED:
+        papers = [_only(getattr(cell, name)) for cell in cells.values()]
+        if not any(papers):
+            continue
+        ours = {
+            metric: found
+            for metric in compared
+            if any(found := [summarize(metric, group.variants[variant]) for variant in cells])
+            or not metric.optional
+        }
+        kind = compared[0].kind
+        values = [one.mean for found in (*ours.values(), papers) for one in found if one]
+        unit = unit_of(kind, values)
+        in_unit = f" ({unit.name})" if unit.name else ""
+        titled = [
+            ("FLOPs" if metric is metrics.FLOPS else metric.title) + f"{in_unit}: ours"
+            for metric in ours
+        ]
+        for title, found in zip([*titled, "paper"], [*ours.values(), papers], strict=True):
+            columns.append(title)
+            for row, one in zip(rows, found, strict=True):
+                value = None if one is None else one.mean
+                row.append(Cell(text=written(one, kind, unit), value=value))
+    caption = (
+        "Ours and the paper's, where it ran the same method and preset; the paper's are those of "
+        "each method's best point."
+    )
+    runs = [run for variant in cells for run in group.variants[variant]]
+    table = Table(caption=caption, columns=columns, rows=rows, notes=note_on_test(runs))
+    return Beside(table, _differences(runs))
 
 
-def paper_cell(suite: str | None, preset: str, variant: str) -> PaperCell | None:
-    """The paper's run that this variant of a suite repeats, if it has one."""
-    if suite == "ablations":
-        return ABLATIONS.get(variant) if preset == "small" else None
-    return MAIN.get(preset, {}).get(variant)
+def _only(value: float | None) -> Summary | None:
+    return None if value is None else Summary(value, None, 1)
+
+
+def _differences(runs: Sequence[Run]) -> list[str]:
+    """Text, length, devices, precision and settings, each in a line."""
+    first = runs[0]
+    paper, precision = paper_runs(first.config["preset"]), first.config["training"]["precision"]
+    found = [_text_difference(first, paper.corpus)]
+    if abs(first.tokens / paper.tokens - 1) > SAME_LENGTH:
+        share = f"{100 * first.tokens / paper.tokens:.3g} %"
+        found.append(f"length: {first.tokens:,} tokens, {share} of the paper's {paper.tokens:,}")
+    devices = {_devices(run) for run in runs}
+    if None not in devices:
+        refresh = ", each of which refreshes the lists" if any(map(_has_air, runs)) else ""
+        named = "; ".join(sorted(filter(None, devices)))
+        found.append(f"devices: {named}; the paper had {DEVICES}{refresh}")
+    if precision != PRECISION:
+        found.append(f"precision: {precision}, the paper's is {PRECISION}")
+    balanced = (
+        title_of(run.variant)
+        for run in runs
+        if not _has_air(run) and run.config["model"].get("load_balance_weight")
+    )
+    if listed := ", ".join(dict.fromkeys(balanced)):
+        found.append(f"load-balance loss: {listed}; the paper states one for AIR only")
+    return [line for line in [*found, _changed_settings(runs)] if line]
+
+
+def _has_air(run: Run) -> bool:
+    return run.config["model"].get("router") == "air"
+
+
+def _devices(run: Run) -> str | None:
+    """Those that worked, where that is known: one visible GPU is one, of several some may rest.
+
+    Without a GPU the count is one of threads.
+    """
+    name = str(run.machine.get("device"))
+    alone = run.machine.get("count") == 1 and name.startswith("NVIDIA ")
+    return f"1 {name}" if alone else None
+
+
+def _text_difference(run: Run, corpus: str) -> str:
+    options, known = options_of(run), known_text(run)
+    keys = ("data.max_tokens", "text.max_tokens")
+    keys = keys if known else ("data.folder", *keys)
+    changed = [f"{key}={options[key]}" for key in keys if options.get(key)]
+    if known is None and options.get("data.corpus") == corpus and not changed:
+        return ""
+    names = [known.title if known else corpus_of(run), *changed]
+    named = ", ".join(name for name in names if name is not None)
+    digest = (run.data_sha256 or "unknown")[:12]
+    return f"text: {named} (data hash {digest}); the paper's is {corpus}"
+
+
+def _changed_settings(runs: Sequence[Run]) -> str:
+    """Options that are not those of the variant as the preset makes it, with their values."""
+    suite = "ablations" if runs[0].suite == "ablations" else "main"
+    paper = SUITES[suite].variants(preset(runs[0].config["preset"]))
+    changed: dict[str, set[str]] = {}
+    for run in runs:
+        usual = flat(paper[run.variant].to_json())
+        for key, value in options_of(run).items():
+            if key not in SAID and value != usual.get(key):
+                changed.setdefault(key, set()).add(str(value))
+    listed = ", ".join(f"{key}={' or '.join(sorted(found))}" for key, found in changed.items())
+    return f"settings: {listed}" if listed else ""

@@ -1,46 +1,34 @@
-"""What a finished run leaves behind: small enough to commit, enough to draw everything again.
+"""What a report keeps of a finished run: small enough to commit, enough to draw everything again.
 
 `report.json` holds all runs of a report, `FOLDER/<suite, or single>/<run>.json` a single one; both
-have the same format.
+have the same format. People keep, share and change these files, so they are read strictly: every
+refusal names its field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any, TypeGuard
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, TypeGuard, Union, get_args, get_origin, get_type_hints
 
+from airmoe.config import check_count
 from airmoe.errors import ConfigError
-from airmoe.experiments.report.fields import Count, Natural, brief, from_json, is_number
-from airmoe.experiments.report.names import method_of
-from airmoe.experiments.report.usage import ExpertMap
-from airmoe.files import read_json, write_json
+from airmoe.experiments.report.usage import Count, ExpertMap, Natural
+from airmoe.files import can_be_written, read_json, write_json
 from airmoe.losses import BALANCE
 from airmoe.training import RunConfig
 
 FORMAT = 2
 OLD_BALANCE = "f sums to 1"  # the balance loss of runs that do not name theirs
-MOST_POINTS = 600  # of a curve: ten passes of `small`, a point every 100 steps, are whole
-SINGLE = "single"  # the folder of runs of no suite
 
-ROUTING_FIELDS = (
-    "overlap",
-    "mass_recall",
-    "mass_recall_bound",
-    "dead_experts",
-    "entropy",
-    "codeword_perplexity",
-    "unlisted_experts",
-)
-EVALUATION_FIELDS = (
-    *("step", "tokens", "seconds", "flops", "executed_flops", "loss", "perplexity"),
-    *ROUTING_FIELDS,
-)
-# The loss is drawn nowhere: it is for readers who ask of a record whether training was smooth.
-TRAINING_FIELDS = ("step", "tokens", "tokens_per_second", "loss", *ROUTING_FIELDS, "staleness")
 # Settings may leave these to their defaults, but reports read them.
 READ_OPTIONS = {"data": ("folder",), "training": ("epochs", "steps", "precision", "seed")}
+
+LARGEST = 1e100  # a spread over seeds squares its numbers; nothing measured comes near
+MOST_BITS = 64  # of an integer: products of three of them still fit in a line
+DEEPEST = 8  # objects in objects
+LONGEST = 60  # characters of a value in a message
 
 # field -> values, None where a line lacks it; a field that no line has is missing
 Curve = dict[str, list[float | None]]
@@ -84,18 +72,31 @@ class Run:
     def check(self, path: str) -> None:
         """What types do not say."""
         _check_config(f"{path}.config", self.config)
-        _check_positive(f"{path}.best.perplexity", self.best.get("perplexity"))
+        _require(self.best.get("perplexity") is not None, f"{path}.best.perplexity", None, NUMBER)
+        _check_positive(f"{path}.best.perplexity", self.best["perplexity"])
         for name in ("evaluations", "training"):
             _check_curve(f"{path}.{name}", getattr(self, name))
-        for name, kind in (("corpus", str), ("split_rule", str), ("max_tokens", Count)):
-            value = None if self.recipe is None else self.recipe.get(name)
-            if self.recipe is not None and (name != "max_tokens" or value is not None):
-                from_json(kind, value, f"{path}.recipe.{name}")
+        if self.recipe is not None:
+            _check_text(f"{path}.recipe.corpus", self.recipe.get("corpus"))
+            _check_text(f"{path}.recipe.split_rule", self.recipe.get("split_rule"))
+            if (tokens := self.recipe.get("max_tokens")) is not None:
+                check_count(f"{path}.recipe.max_tokens", tokens)
 
     @property
     def method(self) -> str:
-        """What its model is, however a table names it."""
+        """The variant that its settings make, however a table names it."""
         return method_of(self.config["model"])
+
+    @property
+    def perplexity(self) -> float:
+        """The lowest; `check` saw that it is there."""
+        found = self.best["perplexity"]
+        assert found is not None
+        return found
+
+    @property
+    def settings(self) -> RunConfig:
+        return RunConfig.from_json(self.config)
 
     @property
     def convention(self) -> str | None:
@@ -111,8 +112,9 @@ class Run:
         return self.balance if matters else None
 
     @property
-    def settings(self) -> RunConfig:
-        return RunConfig.from_json(self.config)
+    def is_current(self) -> bool:
+        """Whether its balance loss is today's, or it makes no difference."""
+        return self.convention in (None, BALANCE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,22 @@ class Record:
 
     runs: list[Run]
     problems: list[str]
+
+
+def method_of(model: dict[str, Any]) -> str:
+    """The variant that a model's settings make, for runs outside a suite."""
+    router, options = model.get("router", "air"), model.get("router_options") or {}
+    if model.get("moe_layers") == []:
+        return "dense"
+    if model.get("experts") == "coarse":
+        return "coarse"
+    if router != "air":
+        return "exact" if router == "topk" else router
+    if options.get("gate") == "expert_choice":
+        return "expert_choice"
+    if options.get("codebook", "spherical") != "spherical":
+        return options["codebook"]
+    return "no_projection" if options.get("normalize_centroids") is False else "air"
 
 
 def write_record(record: Record, path: Path) -> None:
@@ -139,7 +157,7 @@ def read_record(path: Path, name: str | None = None) -> Record:
             runs.append(from_json(Run, one, f"runs[{place}]"))
         except ConfigError as error:  # nobody should mend numbers by hand, whatever the rule was
             remedy = "The run is left out: write its record again."
-            told = ConfigError(error.field, brief(error.value), error.rule, remedy)
+            told = ConfigError(error.field, _brief(error.value), error.rule, remedy)
             problems.append(f"{name or path.name}: {told}")
     return Record(runs=runs, problems=problems)
 
@@ -155,7 +173,7 @@ def _json_of(path: Path) -> dict[str, Any]:
         raise ConfigError("report", path.name, rule, again) from error
     if found != FORMAT:
         rule = f"must be {FORMAT}, the format of this airmoe"
-        raise ConfigError("report.format", brief(found), rule, again)
+        raise ConfigError("report.format", _brief(found), rule, again)
     for part in ("runs", "problems"):
         if not isinstance(values.get(part), list):
             rule = f"lacks or misnames a field ({part} must be a list)"
@@ -168,6 +186,101 @@ def _one_line(problem: object) -> str:
     return " ".join(str(problem).encode(errors="backslashreplace").decode().split())
 
 
+def _brief(value: object) -> object:
+    """For a message: a whole list, or a thousand characters, would bury its line."""
+    if isinstance(value, list | dict):
+        return type(value).__name__
+    text = value if isinstance(value, str) else str(value)
+    return value if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """A finite number to calculate with; `math.isfinite` would raise for 400 digits."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -LARGEST <= value <= LARGEST
+
+
+NUMBER, GIVEN, TEXT = "must be a finite number", "must be given", "must be a text"
+
+
+def _require(condition: bool, path: str, value: object, rule: str) -> None:
+    if not condition:
+        raise ConfigError(path, value, rule, "")
+
+
+def from_json(kind: Any, value: Any, path: str) -> Any:
+    """`value` as an object of the type `kind`; raises ConfigError where it is none.
+
+    Known are dataclasses, lists, dicts by name, texts, whole and finite numbers, `X | None`, and
+    `Any` for whatever can be shown. A dataclass may have a method `check(path)` for the rest.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):  # X | None
+        return None if value is None else from_json(inner[0], value, path)
+    if is_dataclass(kind):
+        return _object(kind, value, path)
+    if origin is list:
+        _require(isinstance(value, list), path, value, "must be a list")
+        return [from_json(inner[0], one, f"{path}[{place}]") for place, one in enumerate(value)]
+    if origin is dict:
+        _check_names(path, value)
+        return {name: from_json(inner[1], one, f"{path}.{name}") for name, one in value.items()}
+    if origin is Annotated:
+        check_count(path, value, least=inner[1])
+    elif kind is float:
+        _require(is_number(value), path, value, NUMBER)
+    elif kind is str:
+        _check_text(path, value)
+    else:
+        _check_plain(path, value)
+    return value
+
+
+def _object(kind: Any, value: Any, path: str) -> Any:
+    _check_names(path, value)
+    types = get_type_hints(kind, include_extras=True)
+    for name in value:
+        _require(name in types, f"{path}.{name}", value[name], "is not a known field")
+    for field in fields(kind):
+        given = field.name in value or field.default is not MISSING
+        _require(given, f"{path}.{field.name}", None, GIVEN)
+    found = kind(
+        **{name: from_json(types[name], one, f"{path}.{name}") for name, one in value.items()}
+    )
+    if check := getattr(found, "check", None):
+        check(path)
+    return found
+
+
+def _check_names(path: str, value: Any) -> None:
+    _require(isinstance(value, dict), path, value, "must be an object")
+    for name in value:
+        _check_text(path, name)
+
+
+def _check_text(path: str, value: Any) -> None:
+    _require(isinstance(value, str) and value != "", path, value, TEXT)
+    _require(can_be_written(value), path, value, f"{TEXT} that a file can hold")
+
+
+def _check_plain(path: str, value: Any, depth: int = DEEPEST) -> None:
+    """Anything that can be shown: texts, numbers, flags, and lists and objects of them."""
+    if isinstance(value, dict | list):
+        _require(depth > 0, path, value, f"must not be nested deeper than {DEEPEST} times")
+        for name, one in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_plain(path, name, depth - 1)
+            _check_plain(f"{path}.{name}", one, depth - 1)
+    elif isinstance(value, str):
+        if value:
+            _check_text(path, value)
+    elif isinstance(value, int):
+        rule = f"must have less than {MOST_BITS} bits"
+        _require(value.bit_length() < MOST_BITS, path, value, rule)
+    else:
+        _require(value is None or is_number(value), path, value, NUMBER)
+
+
 def _check_config(path: str, value: dict[str, Any]) -> None:
     try:
         RunConfig.from_json(value)
@@ -176,109 +289,19 @@ def _check_config(path: str, value: dict[str, Any]) -> None:
         raise ConfigError(field, error.value, error.rule, "") from error
     for section, names in READ_OPTIONS.items():
         for name in names:
-            if name not in value[section]:
-                raise ConfigError(f"{path}.{section}.{name}", None, "must be given", "")
+            _require(name in value[section], f"{path}.{section}.{name}", None, GIVEN)
 
 
 def _check_positive(path: str, value: float | None) -> None:
-    if value is None:
-        raise ConfigError(path, value, "must be a finite number", "")
-    if value <= 0:
-        raise ConfigError(path, value, "must be above 0, others are divided by it", "")
+    _require(value is None or value > 0, path, value, "must be above 0, others are divided by it")
 
 
-def _check_curve(path: str, curve: Curve) -> None:
+def _check_curve(path: str, columns: Curve) -> None:
     """Lists of equal length, one of them the steps."""
-    if "step" not in curve:
-        raise ConfigError(f"{path}.step", None, "must be given", "")
-    for name, column in curve.items():
-        if len(column) != len(curve["step"]):
-            rule = f"must be as many as steps, {len(curve['step'])}"
-            raise ConfigError(f"{path}.{name}", len(column), rule, "")
-    for place, one in enumerate(curve.get("perplexity", [])):
-        if one is not None:
-            _check_positive(f"{path}.perplexity[{place}]", one)
-
-
-def curve(lines: Sequence[dict[str, Any]], fields: Sequence[str]) -> Curve:
-    """The fields of log lines as columns, thinned evenly; first and last line stay."""
-    kept = lines
-    if len(lines) > MOST_POINTS:
-        last = len(lines) - 1
-        kept = [lines[round(place * last / (MOST_POINTS - 1))] for place in range(MOST_POINTS)]
-    columns = {field: [number(line.get(field)) for line in kept] for field in fields}
-    return {
-        field: values
-        for field, values in columns.items()
-        if field == "step" or any(value is not None for value in values)
-    }
-
-
-def number(value: Any) -> float | None:
-    """A finite number, or None."""
-    return value if is_number(value) else None
-
-
-def is_name(text: object) -> TypeGuard[str]:
-    """Whether a folder can be called so: what a file from elsewhere says may lead anywhere."""
-    return isinstance(text, str) and text not in ("", "..") and text == PurePosixPath(text).name
-
-
-def file_of(run: Run) -> PurePosixPath:
-    """`main/air-seed42.json`: a run may belong to two suites, and has a file in each."""
-    suite = run.suite or SINGLE
-    if not is_name(suite):
-        rule = "must be a name, because its records get a folder"
-        raise ConfigError("records", suite, rule, "Rename the suite.")
-    return PurePosixPath(suite, f"{PurePosixPath(run.name).name}.json")
-
-
-def plan_records(runs: Sequence[Run], folder: Path) -> dict[Path, Run]:
-    """Where each run goes; raises where a file would hold another run than before, or two.
-
-    A run that was found twice goes there once, as it was found first.
-    """
-    planned: dict[Path, Run] = {}
-    for run in runs:
-        path = folder / file_of(run)
-        if not _is_same(run, other := planned.setdefault(path, run)):
-            raise _taken(path, run, f"{other.name} has that name too")
-    for path, run in planned.items():
-        if path.exists() and not _holds(path, run):
-            raise _taken(path, run, "the file there is of another run")
-    return planned
-
-
-def write_records(planned: Mapping[Path, Run]) -> None:
-    """The files of `plan_records`."""
-    for path, run in planned.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_record(Record(runs=[run], problems=[]), path)
-
-
-def _is_same(run: Run, other: Run) -> bool:
-    """Whether they are one run, or the same run made again."""
-    return (run.suite, run.variant, run.settings, run.data_sha256) == (
-        other.suite,
-        other.variant,
-        other.settings,
-        other.data_sha256,
-    )
-
-
-def _holds(path: Path, run: Run) -> bool:
-    try:
-        found = read_record(path).runs
-    except ConfigError:
-        return False
-    return len(found) == 1 and _is_same(run, found[0])
-
-
-def _taken(path: Path, run: Run, rule: str) -> ConfigError:
-    remedy = "Rename one of the run folders, or give another folder for the records."
-    return ConfigError("records", str(path), f"cannot take {run.name}: {rule}", remedy)
-
-
-def is_current(run: Run) -> bool:
-    """Whether its balance loss is today's, or it makes no difference."""
-    return run.convention in (None, BALANCE)
+    _require("step" in columns, f"{path}.step", None, GIVEN)
+    steps = len(columns["step"])
+    for name, column in columns.items():
+        rule = f"must be as many as steps, {steps}"
+        _require(len(column) == steps, f"{path}.{name}", len(column), rule)
+    for place, one in enumerate(columns.get("perplexity", [])):
+        _check_positive(f"{path}.perplexity[{place}]", one)

@@ -1,4 +1,4 @@
-r"""A report as HTML, Markdown and LaTeX: Jinja templates, each with the escapes of its format."""
+"""A report as HTML, Markdown and LaTeX: Jinja templates, each with the escapes of its format."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from airmoe.errors import ConfigError
 from airmoe.experiments.report.contents import Report
 from airmoe.experiments.report.tables import Cell
 
@@ -51,6 +52,17 @@ LONGEST_WORD = 32  # hashes have no place where a line could end
 def render(report: Report, ending: str) -> str:
     """The page of one format."""
     return environment(TEMPLATES).get_template(f"report.{ending}.j2").render(report=report)
+
+
+def with_part(file: str, page: str, name: str, text: str) -> str:
+    """The page of a file, with what is between `<!-- NAME: start -->` and its end replaced."""
+    start, end = f"<!-- {name}: start -->", f"<!-- {name}: end -->"
+    before, found, rest = page.partition(start)
+    _, found_end, after = rest.partition(end)
+    if not (found and found_end):
+        rule = f"must have the lines {start} and {end}, in this order"
+        raise ConfigError("page", file, rule, "Add them where the part belongs.")
+    return f"{before}{start}\n{text}\n{end}{after}"
 
 
 def environment(folder: Path) -> Environment:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from airmoe.experiments.report import metrics
-from airmoe.experiments.report.corpora import known_text
 from airmoe.experiments.report.groups import Group, options_of
 from airmoe.experiments.report.metrics import (
     DASH,
@@ -19,54 +18,43 @@ from airmoe.experiments.report.metrics import (
     unit_of,
     written,
 )
-from airmoe.experiments.report.names import granularity_of, title_of
+from airmoe.experiments.report.names import granularity_of, known_text, title_of
 from airmoe.experiments.report.record import Run
 from airmoe.experiments.suites.folder import flat
 
 COSTS = (metrics.SECONDS, metrics.SPEED, metrics.MEMORY)
-MAIN = (
-    metrics.PERPLEXITY,
-    metrics.TEST,
-    metrics.FLOPS,
-    metrics.EXECUTED,
-    *COSTS,
-    metrics.TOTAL,
-    metrics.ACTIVE,
-    metrics.DEAD,
-    metrics.ENTROPY,
-    metrics.OVERLAP,
-)
-ABLATIONS = (
-    metrics.PERPLEXITY,
-    metrics.TEST,
-    metrics.FLOPS,
-    *COSTS,
-    metrics.DEAD,
-    metrics.OVERLAP,
-    metrics.RECALL,
-    metrics.ENTROPY,
-)
-CODEBOOK = (
-    metrics.OVERLAP,
-    metrics.RECALL,
-    metrics.BOUND,
-    metrics.PERPLEXITY,
-    metrics.FLOPS,
-    metrics.EXECUTED,
-    metrics.SECONDS,
-    metrics.DEAD,
-)
-GRANULARITY = (metrics.LOSS, metrics.PERPLEXITY, metrics.FLOPS, metrics.SECONDS, metrics.DEAD)
 PERPLEXITIES = (metrics.PERPLEXITY, metrics.TEST)
 AGREEMENT = (metrics.OVERLAP, metrics.RECALL)  # with exact routing
 MOVED_BY_SEEDS = (*PERPLEXITIES, metrics.LOSS, metrics.DEAD, metrics.ENTROPY, *AGREEMENT)
+
 # Suite -> its columns and caption; everything else is a comparison of methods.
 OF_SUITE = {
-    "ablations": (ABLATIONS, "AIR without one of its parts."),
-    "codebook": (CODEBOOK, "Codewords G and shortlists of M experts."),
-    "granularity": (GRANULARITY, "Experts Q times as small."),
+    "ablations": (
+        (
+            *(*PERPLEXITIES, metrics.FLOPS, *COSTS),
+            *(metrics.DEAD, metrics.OVERLAP, metrics.RECALL, metrics.ENTROPY),
+        ),
+        "AIR without one of its parts.",
+    ),
+    "codebook": (
+        (
+            *(metrics.OVERLAP, metrics.RECALL, metrics.BOUND, metrics.PERPLEXITY),
+            *(metrics.FLOPS, metrics.EXECUTED, metrics.SECONDS, metrics.DEAD),
+        ),
+        "Codewords G and shortlists of M experts.",
+    ),
+    "granularity": (
+        (metrics.LOSS, metrics.PERPLEXITY, metrics.FLOPS, metrics.SECONDS, metrics.DEAD),
+        "Experts Q times as small.",
+    ),
 }
-OF_METHODS = (MAIN, "All methods at their lowest validation perplexity.")
+OF_METHODS = (
+    (
+        *(*PERPLEXITIES, metrics.FLOPS, metrics.EXECUTED, *COSTS),
+        *(metrics.TOTAL, metrics.ACTIVE, metrics.DEAD, metrics.ENTROPY, metrics.OVERLAP),
+    ),
+    "All methods at their lowest validation perplexity.",
+)
 
 FUTURE_MARK, REFERENCE_MARK = "†", "‡"
 FUTURE_NOTE = "† Expert choice sees later tokens of the text: its perplexity is not comparable."
@@ -109,25 +97,50 @@ def group_table(group: Group) -> Table:
     return variant_table(group, columns, caption)
 
 
-def variant_table(group: Group, metrics_shown: Sequence[Metric], caption: str) -> Table:
+def variant_table(group: Group, columns: Sequence[Metric], caption: str) -> Table:
     """A row per variant with a cell per metric, and the footnotes they need."""
-    variants, columns = group.variants, ["method", "seeds"]
-    rows = [
-        [_name_cell(variant, runs), _count_cell(len(runs), grey=is_reference(runs[0]))]
-        for variant, runs in variants.items()
-    ]
-    shown = [one for one in metrics_shown if not one.optional or summarize(one, group.runs)]
+    titles, rows = ["method", "seeds"], []
+    for variant, runs in group.variants.items():
+        grey = is_reference(runs[0])
+        mark = REFERENCE_MARK if grey else FUTURE_MARK if sees_future(runs[0]) else ""
+        seeds = Cell(text=str(len(runs)), value=len(runs), grey=grey)
+        rows.append([Cell(text=title_of(variant), grey=grey, mark=mark), seeds])
+    shown = [one for one in columns if not one.optional or summarize(one, group.runs)]
     for metric in shown:
-        column = _column(metric, group)
-        columns.append(column.title)
-        for row, cell in zip(rows, column.cells, strict=True):
+        found = {variant: summarize(metric, runs) for variant, runs in group.variants.items()}
+        unit = unit_of(metric.kind, [one.mean for one in found.values() if one is not None])
+        titles.append(f"{metric.title} ({unit.name})" if unit.name else metric.title)
+        texts = {variant: written(one, metric.kind, unit) for variant, one in found.items()}
+        means = {  # as they are written: equal texts are equally good
+            variant: written(one and Summary(one.mean, None, 1), metric.kind, unit)
+            for variant, one in found.items()
+        }
+        best = _best(metric, group, found)
+        for row, (variant, runs) in zip(rows, group.variants.items(), strict=True):
+            one, is_best = found[variant], best is not None and means[variant] == means[best]
+            ideal = metric.ideal(runs[0]) if metric.ideal is not None else None
+            cell = Cell(
+                text=texts[variant] if ideal is None else f"{texts[variant]} of {ideal:.2f}",
+                value=None if one is None else one.mean,
+                bold=is_best and _competes(metric, runs),
+                grey=is_reference(runs[0]),
+                mark=FUTURE_MARK if metric in PERPLEXITIES and sees_future(runs[0]) else "",
+            )
             row.append(cell)
+    return Table(caption=caption, columns=titles, rows=rows, notes=_notes(group, shown))
+
+
+def _notes(group: Group, shown: Sequence[Metric]) -> list[str]:
     notes = note_on_test(group.runs) if metrics.TEST in shown else []
-    notes += [SPREAD_NOTE] if any(len(runs) > 1 for runs in variants.values()) else []
-    notes += [FUTURE_NOTE] if any(sees_future(run) for run in group.runs) else []
-    notes += [REFERENCE_NOTE] if any(is_reference(run) for run in group.runs) else []
-    notes += _note_on_collapse(group, shown)
-    return Table(caption=caption, columns=columns, rows=rows, notes=notes)
+    notes += [SPREAD_NOTE] if any(len(runs) > 1 for runs in group.variants.values()) else []
+    notes += [FUTURE_NOTE] if any(map(sees_future, group.runs)) else []
+    notes += [REFERENCE_NOTE] if any(map(is_reference, group.runs)) else []
+    collapsed = [
+        title_of(variant)
+        for variant, runs in group.variants.items()
+        if is_collapsed(runs) and any(summarize(one, runs) for one in AGREEMENT if one in shown)
+    ]
+    return notes + ([f"{COLLAPSE_NOTE} Here: {', '.join(collapsed)}."] if collapsed else [])
 
 
 def note_on_test(runs: Sequence[Run]) -> list[str]:
@@ -135,50 +148,6 @@ def note_on_test(runs: Sequence[Run]) -> list[str]:
     text = known_text(runs[0])
     measured = summarize(metrics.TEST, runs) is not None
     return [f"Test text: {text.test}."] if measured and text and text.test else []
-
-
-def _note_on_collapse(group: Group, shown: Sequence[Metric]) -> list[str]:
-    """Which rows are out of the contest for the overlap."""
-    found = [
-        title_of(variant)
-        for variant, runs in group.variants.items()
-        if is_collapsed(runs) and any(summarize(one, runs) for one in AGREEMENT if one in shown)
-    ]
-    return [f"{COLLAPSE_NOTE} Here: {', '.join(found)}."] if found else []
-
-
-@dataclass(frozen=True)
-class _Column:
-    """A metric's title with its unit, and its cells in the order of the variants."""
-
-    title: str
-    cells: list[Cell]
-
-
-def _column(metric: Metric, group: Group) -> _Column:
-    found = {variant: summarize(metric, runs) for variant, runs in group.variants.items()}
-    unit = unit_of(metric.kind, [one.mean for one in found.values() if one is not None])
-    means = {  # as they are written: equal texts are equally good
-        variant: written(Summary(one.mean, None, 1), metric.kind, unit)
-        for variant, one in found.items()
-        if one is not None
-    }
-    best = _best(metric, group, found)
-    cells = []
-    for variant, runs in group.variants.items():
-        one, text = found[variant], written(found[variant], metric.kind, unit)
-        ideal = metric.ideal(runs[0]) if metric.ideal is not None else None
-        is_best = best is not None and means.get(variant) == means[best]
-        cells.append(
-            Cell(
-                text=text if ideal is None else f"{text} of {ideal:.2f}",
-                value=None if one is None else one.mean,
-                bold=is_best and _competes(metric, runs),
-                grey=is_reference(runs[0]),
-                mark=FUTURE_MARK if metric in PERPLEXITIES and sees_future(runs[0]) else "",
-            )
-        )
-    return _Column(f"{metric.title} ({unit.name})" if unit.name else metric.title, cells)
 
 
 def _best(metric: Metric, group: Group, found: dict[str, Summary | None]) -> str | None:
@@ -215,16 +184,6 @@ def is_reference(run: Run) -> bool:
     return run.method == "exact" and granularity_of(run.variant) is None
 
 
-def _name_cell(variant: str, runs: Sequence[Run]) -> Cell:
-    grey = is_reference(runs[0])
-    mark = REFERENCE_MARK if grey else FUTURE_MARK if sees_future(runs[0]) else ""
-    return Cell(text=title_of(variant), grey=grey, mark=mark)
-
-
-def _count_cell(value: int, *, grey: bool = False) -> Cell:
-    return Cell(text=f"{value:,}", value=value, grey=grey)
-
-
 def settings_table(group: Group) -> Table:
     """Everything needed to run it again: a value, or one for each variant where they differ."""
     described = {variant: _described(runs) for variant, runs in group.variants.items()}
@@ -235,12 +194,8 @@ def settings_table(group: Group) -> Table:
         if len(set(found.values())) > 1:
             text = "; ".join(f"{title_of(variant)}: {value}" for variant, value in found.items())
         rows.append([Cell(text=key), Cell(text=text)])
-    return Table(
-        caption="Settings, versions and machine.",
-        columns=["setting", "value"],
-        rows=rows,
-        words=True,
-    )
+    caption = "Settings, versions and machine."
+    return Table(caption=caption, columns=["setting", "value"], rows=rows, words=True)
 
 
 def _described(runs: Sequence[Run]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Who was used how much: maps of experts (Fig. 4), and the artefact in them.
+"""Maps of expert usage (Fig. 4), and the artefact in them.
 
 A map shows experts in the order in which their router shares weights: PEER's sub-keys are rows and
 columns, a hierarchical router's clusters are rows. Where a router couples neighbours, rows or
@@ -12,13 +12,15 @@ import math
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from safetensors.numpy import load_file
 
 from airmoe.errors import ConfigError
-from airmoe.experiments.report.fields import Count, Natural
+
+Natural = Annotated[int, 0]  # whole numbers, with their smallest value
+Count = Annotated[int, 1]
 
 LARGEST_SIDE = 128
 DECADES = 3  # levels 1 to 255 reach from 10^-3 to 10^3 times the mean; 0 is no token at all
@@ -54,7 +56,7 @@ class ExpertMap:
 
 
 def read_usage(path: Path, config: dict[str, Any]) -> ExpertMap | None:
-    """Sum up usage.safetensors; None where the run has no experts."""
+    """The map of a run's usage.safetensors; None where it has no experts."""
     tensors = load_file(path)
     layers = sorted(int(name.partition(".")[2]) for name in tensors if name.startswith("experts."))
     if not layers:

@@ -1,18 +1,20 @@
-"""The files of a report, from run folders or from files of earlier reports."""
+"""The files of a report, and the records of its runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+from airmoe.errors import ConfigError
 from airmoe.experiments.report.contents import make_report
-from airmoe.experiments.report.reading import one_map_each, read_everything
-from airmoe.experiments.report.record import plan_records, write_record, write_records
+from airmoe.experiments.report.reading import is_name, one_map_each, read_everything
+from airmoe.experiments.report.record import Record, Run, read_record, write_record
 from airmoe.experiments.report.rendering import FORMATS, render
 from airmoe.files import write_bytes
 
 REPORT = "report.json"
+SINGLE = "single"  # the folder of runs of no suite
 
 
 @dataclass(frozen=True)
@@ -46,18 +48,19 @@ def write_report(
     for name, text in texts.items():
         write_bytes(folder / name, text.encode())
     write_record(record, folder / REPORT)
-    write_records(planned)
+    for path, run in planned.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_record(Record(runs=[run], problems=[]), path)
     files = [folder / name for name in (*texts, REPORT)]
     return Written(files, [*planned], len(record.runs), report.problems)
 
 
 def _own_report(paths: Sequence[Path], out: Path | None) -> Path | None:
     """The report.json that will be replaced, unless it was asked for: its runs are not new ones."""
-    if out is None or {out.resolve(), (out / REPORT).resolve()} & {
-        path.resolve() for path in paths
-    }:
+    if out is None:
         return None
-    return out / REPORT
+    asked_for = {path.resolve() for path in paths} & {out.resolve(), (out / REPORT).resolve()}
+    return None if asked_for else out / REPORT
 
 
 def default_folder(paths: Sequence[Path]) -> Path:
@@ -78,3 +81,47 @@ def _holds_something(path: Path) -> bool:
         return any(path.iterdir())
     except OSError:
         return False
+
+
+def plan_records(runs: Sequence[Run], folder: Path) -> dict[Path, Run]:
+    """Where each run goes; raises where a file would hold another run than before, or two.
+
+    A run that was found twice goes there once, as it was found first.
+    """
+    planned: dict[Path, Run] = {}
+    for run in runs:
+        path = folder / file_of(run)
+        if not _is_same(run, other := planned.setdefault(path, run)):
+            raise _taken(path, run, f"{other.name} has that name too")
+    for path, run in planned.items():
+        if path.exists() and not _holds(path, run):
+            raise _taken(path, run, "the file there is of another run")
+    return planned
+
+
+def file_of(run: Run) -> PurePosixPath:
+    """`main/air-seed42.json`: a run may belong to two suites, and has a file in each."""
+    suite = run.suite or SINGLE
+    if not is_name(suite):
+        rule = "must be a name, because its records get a folder"
+        raise ConfigError("records", suite, rule, "Rename the suite.")
+    return PurePosixPath(suite, f"{PurePosixPath(run.name).name}.json")
+
+
+def _is_same(run: Run, other: Run) -> bool:
+    """Whether they are one run, or the same run made again."""
+    one, two = ((it.suite, it.variant, it.settings, it.data_sha256) for it in (run, other))
+    return one == two
+
+
+def _holds(path: Path, run: Run) -> bool:
+    try:
+        found = read_record(path).runs
+    except ConfigError:
+        return False
+    return len(found) == 1 and _is_same(run, found[0])
+
+
+def _taken(path: Path, run: Run, rule: str) -> ConfigError:
+    remedy = "Rename one of the run folders, or give another folder for the records."
+    return ConfigError("records", str(path), f"cannot take {run.name}: {rule}", remedy)

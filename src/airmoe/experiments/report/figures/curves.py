@@ -10,34 +10,26 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from airmoe.experiments.report.figures.drawing import (
-    HEIGHT,
-    WIDTH,
     Drawing,
+    Style,
+    label_of,
     legend,
     matplotlib_style,
+    new_plot,
+    plain_numbers,
+    styles_of,
 )
 from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.metrics import Kind, scores_every_expert, unit_of
-from airmoe.experiments.report.names import Style, label_of, styles_of, title_of
+from airmoe.experiments.report.names import title_of
 from airmoe.experiments.report.record import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Source = Literal["evaluations", "training"]
-Scale = Literal["log", "from 0", "0 to 1"]
 BASELINE = "peer"
 MANY_POINTS = 25  # markers then stand on some of them only
-
-
-@dataclass(frozen=True)
-class Series:
-    """One variant's curve."""
-
-    variant: str
-    x: list[float]
-    y: list[float]
-    spread: list[float]  # sample standard deviation over seeds, 0 for one seed
 
 
 @dataclass(frozen=True)
@@ -55,93 +47,96 @@ SECONDS = Horizontal("seconds", "time", "seconds")
 TOKENS = Horizontal("tokens", "training tokens", "count")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Curves:
     """One figure: a field of the log over another."""
 
     name: str  # of its file, behind the group's
     field: str
-    caption: str
     label: str
+    caption: str
     across: Horizontal = TOKENS
     source: Source = "training"
-    scale: Scale = "from 0"
+    scale: Literal["log", "from 0", "0 to 1"] = "from 0"
     factor: float = 1.0
     approximate: bool = False  # only routers that approximate exact routing
 
 
 def _perplexity(across: Horizontal) -> Curves:
     return Curves(
-        name=f"perplexity-{across.field.replace('_', '-')}",
-        field="perplexity",
-        caption=f"Validation perplexity against {across.label} (lower is better).",
-        label="validation perplexity",
+        f"perplexity-{across.field.replace('_', '-')}",
+        "perplexity",
+        "validation perplexity",
+        f"Validation perplexity against {across.label} (lower is better).",
         across=across,
         source="evaluations",
         scale="log",
     )
 
 
+def _quality(field: str, label: str, scale: Literal["log", "0 to 1"] = "0 to 1") -> Curves:
+    caption = f"{label[0].upper()}{label[1:]} through training, of a sample of tokens."
+    name = field.replace("_", "-")
+    return Curves(name, field, label, caption, scale=scale, approximate=True)
+
+
 PERPLEXITY = tuple(_perplexity(across) for across in (FLOPS, EXECUTED, SECONDS))
 QUALITY = (
-    Curves(
-        name="overlap",
-        field="overlap",
-        caption="Overlap with exact routing through training, of a sample of tokens.",
-        label="overlap with exact routing",
-        scale="0 to 1",
-        approximate=True,
-    ),
-    Curves(
-        name="mass-recall",
-        field="mass_recall",
-        caption="Mass recall through training, of a sample of tokens.",
-        label="mass recall",
-        scale="0 to 1",
-        approximate=True,
-    ),
-    Curves(
-        name="mass-recall-bound",
-        field="mass_recall_bound",
-        caption="Bound of the mass recall through training, of a sample of tokens.",
-        label="bound of the mass recall",
-        scale="log",
-        approximate=True,
-    ),
+    _quality("overlap", "overlap with exact routing"),
+    _quality("mass_recall", "mass recall"),
+    _quality("mass_recall_bound", "bound of the mass recall", scale="log"),
 )
 HEALTH = (
     Curves(
-        name="dead-experts",
-        field="dead_experts",
-        caption="Experts without a token of the validation text, in per cent.",
-        label="dead experts (%)",
+        "dead-experts",
+        "dead_experts",
+        "dead experts (%)",
+        "Experts without a token of the validation text, in per cent.",
         source="evaluations",
         factor=100.0,
     ),
     Curves(
-        name="unlisted-experts",
-        field="unlisted_experts",
-        caption="Experts that no shortlist holds, in per cent: no token can choose them.",
-        label="unlisted experts (%)",
+        "unlisted-experts",
+        "unlisted_experts",
+        "unlisted experts (%)",
+        "Experts that no shortlist holds, in per cent: no token can choose them.",
         source="evaluations",
         factor=100.0,
     ),
     Curves(
-        name="codeword-perplexity",
-        field="codeword_perplexity",
-        caption="Codewords (hierarchical: clusters) in use: how many, equally used, would be as "
-        "even as those of one training step.",
-        label="codewords in use",
+        "codeword-perplexity",
+        "codeword_perplexity",
+        "codewords in use",
+        "Codewords (hierarchical: clusters) in use: how many, equally used, would be as even as "
+        "those of one training step.",
     ),
     Curves(
-        name="staleness",
-        field="staleness",
-        caption="Entries of the shortlists that a rebuild would replace, in per cent. Lists that "
-        "live several steps are of different age at the steps shown.",
-        label="stale shortlist entries (%)",
+        "staleness",
+        "staleness",
+        "stale shortlist entries (%)",
+        "Entries of the shortlists that a rebuild would replace, in per cent. Lists that live "
+        "several steps are of different age at the steps shown.",
         factor=100.0,
     ),
 )
+REDUCTION = Curves(
+    "reduction",
+    "perplexity",
+    "reduction against PEER (%)",
+    "Perplexity below PEER's with the same seed after as many tokens, in per cent (larger is "
+    "better).",
+    source="evaluations",
+)
+
+
+@dataclass(frozen=True)
+class Series:
+    """One variant's curve."""
+
+    variant: str
+    x: list[float]
+    y: list[float]
+    spread: list[float]  # sample standard deviation over seeds, 0 for one seed
 
 
 def curve_figures(group: Group, shown: Sequence[Curves]) -> list[Drawing]:
@@ -149,25 +144,16 @@ def curve_figures(group: Group, shown: Sequence[Curves]) -> list[Drawing]:
     figures = []
     for one in shown:
         runs = [run for run in group.runs if not (one.approximate and scores_every_expert(run))]
-        found = series(replace(group, runs=runs), one.across.field, one.field, one.source)
-        if found:
-            curves = [_scaled(curve, one.factor) for curve in found]
-            name = f"{group.slug}-{one.name}"
-            figures.append(_draw(name, one, curves))
+        if found := series(replace(group, runs=runs), one):
+            figures.append(_draw(group, one, found))
     return figures
 
 
-def _scaled(one: Series, factor: float) -> Series:
-    return replace(
-        one, y=[factor * y for y in one.y], spread=[factor * spread for spread in one.spread]
-    )
-
-
-def series(group: Group, x: str, y: str, source: Source = "evaluations") -> list[Series]:
+def series(group: Group, shown: Curves) -> list[Series]:
     """The variants that have both fields, at the steps which all their seeds share."""
     found = []
     for variant, runs in group.variants.items():
-        points = [_points(run, x, y, source) for run in runs]
+        points = [_points(run, shown) for run in runs]
         steps = sorted(set.intersection(*(set(of_run) for of_run in points)))
         if steps:
             across = [fmean(of_run[step][0] for of_run in points) for step in steps]
@@ -182,24 +168,15 @@ def _over_seeds(variant: str, x: list[float], values: list[list[float]]) -> Seri
     return Series(variant, x, [fmean(at_x) for at_x in values], spreads)
 
 
-def _points(run: Run, x: str, y: str, source: Source) -> dict[float, tuple[float, float]]:
+def _points(run: Run, shown: Curves) -> dict[float, tuple[float, float]]:
     """step -> (x, y), where a line has both."""
-    columns = run.evaluations if source == "evaluations" else run.training
-    lines = zip(columns["step"], columns.get(x, []), columns.get(y, []), strict=False)
+    columns = run.evaluations if shown.source == "evaluations" else run.training
+    x, y = columns.get(shown.across.field, []), columns.get(shown.field, [])
     return {
-        step: (across, up)
-        for step, across, up in lines
+        step: (across, shown.factor * up)
+        for step, across, up in zip(columns["step"], x, y, strict=False)
         if step is not None and across is not None and up is not None
     }
-
-
-REDUCTION = Curves(
-    name="reduction",
-    field="perplexity",
-    caption="Perplexity below PEER's with the same seed after as many tokens, in per cent "
-    "(larger is better).",
-    label="reduction against PEER (%)",
-)
 
 
 def reduction_figure(group: Group) -> list[Drawing]:
@@ -211,7 +188,7 @@ def reduction_figure(group: Group) -> list[Drawing]:
     baseline = variants.pop(BASELINE, [])
     cuts = (reduction(variant, runs, baseline) for variant, runs in variants.items())
     found = [cut for cut in cuts if cut is not None]
-    return [_draw(f"{group.slug}-{REDUCTION.name}", REDUCTION, found)] if found else []
+    return [_draw(group, REDUCTION, found)] if found else []
 
 
 def reduction(variant: str, runs: Sequence[Run], baseline: Sequence[Run]) -> Series | None:
@@ -229,22 +206,16 @@ def reduction(variant: str, runs: Sequence[Run], baseline: Sequence[Run]) -> Ser
 
 def _cuts(ours: Run, theirs: Run) -> dict[float, float]:
     """Tokens -> per cent."""
-    mine, others = (
-        dict(_points(run, TOKENS.field, "perplexity", "evaluations").values())
-        for run in (ours, theirs)
-    )
+    mine, others = (dict(_points(run, REDUCTION).values()) for run in (ours, theirs))
     return {
         tokens: 100 * (1 - mine[tokens] / others[tokens]) for tokens in mine if tokens in others
     }
 
 
-def _draw(name: str, shown: Curves, curves: Sequence[Series]) -> Drawing:
+def _draw(group: Group, shown: Curves, curves: Sequence[Series]) -> Drawing:
+    name, across = f"{group.slug}-{shown.name}", shown.across
     with matplotlib_style(name):
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
-        axes = figure.add_subplot()
-        across = shown.across
+        figure, axes = new_plot()
         unit = unit_of(across.kind, [x for one in curves for x in one.x])
         styles = styles_of([one.variant for one in curves])
         for one in curves:
@@ -281,7 +252,7 @@ def _line(axes: Axes, one: Series, style: Style, factor: float) -> None:
 
 def _log_axis(axes: Axes, values: Sequence[float]) -> None:
     """Plain numbers between the powers of ten where there are few of these; none for tiny ones."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator
 
     if min(values) <= 0:
         return
@@ -289,5 +260,4 @@ def _log_axis(axes: Axes, values: Sequence[float]) -> None:
     if max(values) / min(values) > 1e4 or min(values) < 1e-2:
         return
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    plain_numbers(axes.yaxis)

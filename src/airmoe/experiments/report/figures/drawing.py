@@ -1,19 +1,26 @@
-"""A figure as SVG and PDF: text stays text, and the same data gives the same bytes."""
+"""A figure as SVG and PDF: text stays text, and the same data gives the same bytes.
+
+The lines of a figure can be told apart without their colour.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from itertools import count
 from typing import TYPE_CHECKING, Any
+
+from airmoe.experiments.report.names import ORDER, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 5.2, 3.7  # inches: on a phone the text keeps the size of the page's
@@ -34,8 +41,51 @@ STYLE: dict[str, Any] = {
     "lines.linewidth": 1.6,
     "axes.formatter.useoffset": False,
 }
+# Of Okabe and Ito those that show on white, then of Tol; every line has its own marker as well.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#E69F00", "#56B4E9")
+COLOURS += ("#882255", "#999933", "#332288")
+GREY = "#767676"
+DASHES = (
+    *("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1)), (0, (8, 3)), (0, (2, 2))),
+    *((0, (6, 2, 1, 2, 1, 2)), (0, (3, 1, 1, 1)), (0, (9, 1)), (0, (1, 3)), (0, (8, 2, 3, 2))),
+    *((0, (3, 4)), (0, (9, 2, 1, 2, 1, 2, 1, 2))),
+)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*", "h", "d", "8")
 HEADER = re.compile(r"^.*?(?=<svg)", re.DOTALL)
 METADATA = re.compile(r"\s*<metadata>.*?</metadata>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Style:
+    """A line of a figure."""
+
+    colour: str
+    dashes: str | tuple[float, tuple[float, ...]]
+    marker: str
+
+
+EXACT = Style(GREY, (0, (4, 1.5)), "x")  # scores all experts: the paper greys it out
+
+
+def style_at(slot: int) -> Style:
+    """Different for every slot: those that share a marker differ in their dashes."""
+    dashes = (slot + slot // len(MARKERS)) % len(DASHES)
+    return Style(COLOURS[slot % len(COLOURS)], DASHES[dashes], MARKERS[slot % len(MARKERS)])
+
+
+def styles_of(variants: Sequence[str]) -> dict[str, Style]:
+    """Of the lines of one figure: a known variant has its own in all, the others those left."""
+    slots = {one: ORDER.index(one) for one in variants if one in ORDER and one != "exact"}
+    free = (slot for slot in count() if slot not in slots.values())
+    return {
+        one: EXACT if one == "exact" else style_at(slots[one] if one in slots else next(free))
+        for one in variants
+    }
+
+
+def label_of(variant: str) -> str:
+    """Dollars would begin a formula."""
+    return title_of(variant).replace("$", r"\$")
 
 
 @dataclass(frozen=True)
@@ -94,7 +144,23 @@ def matplotlib_style(name: str) -> Iterator[None]:
         yield
 
 
-def legend(axes: Axes, entries: int, columns: int | None = None) -> None:
-    """Below the axes, so that it covers no line; long entries want fewer `columns`."""
-    columns = columns or (3 if entries > 4 else 2)
+def new_plot() -> tuple[Figure, Axes]:
+    """An ordinary plot, empty."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def plain_numbers(axis: Axis) -> None:
+    """1000 instead of a power of ten, and none at the minor ticks."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def legend(axes: Axes, entries: int) -> None:
+    """Below the axes, so that it covers no line."""
+    columns = 3 if entries > 4 else 2
     axes.figure.legend(loc="outside lower center", ncols=min(columns, entries), handlelength=3.5)

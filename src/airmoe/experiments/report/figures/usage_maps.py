@@ -10,10 +10,12 @@ import numpy as np
 from airmoe.experiments.report.figures.drawing import (
     WIDTH,
     Drawing,
+    label_of,
     matplotlib_style,
+    plain_numbers,
 )
 from airmoe.experiments.report.groups import Group
-from airmoe.experiments.report.names import label_of, title_of
+from airmoe.experiments.report.names import title_of
 from airmoe.experiments.report.usage import ExpertMap, relative_usage
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ def _draw_maps(found: dict[str, ExpertMap]) -> Figure:
     import matplotlib
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator
 
     grids = {variant: relative_usage(one) for variant, one in found.items()}
     used = np.concatenate([grid[np.isfinite(grid)] for grid in grids.values()])
@@ -90,8 +92,7 @@ def _draw_maps(found: dict[str, ExpertMap]) -> Figure:
         image, ax=list(panels), location="bottom", label=label, shrink=0.8, aspect=30
     )
     bar.ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    bar.ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    bar.ax.xaxis.set_minor_formatter(NullFormatter())
+    plain_numbers(bar.ax.xaxis)
     return figure
 
 
