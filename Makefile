@@ -57,7 +57,7 @@ test: check
 	$(RUN) -m pytest -n auto $(PYTEST_ARGS)
 
 # Without tests that train, start processes or interpret Triton kernels.
-SLOW_TESTS = distributed experiments kernels training test_benchmarks.py test_cli.py test_fuzz.py
+SLOW_TESTS = distributed experiments kernels training test_cli.py test_fuzz.py
 test-quick: install
 	$(RUN) -m pytest -n auto -m "not slow" $(addprefix --ignore=tests/,$(SLOW_TESTS)) $(PYTEST_ARGS)
 
@@ -119,7 +119,7 @@ results: install
 	@$(RUN) docs/draw_results.py
 
 bench: $(VENV)/installed-bench
-	@$(RUN) -m benchmarks.cpu
+	@$(RUN) -m airmoe bench cpu cpu-swiglu cpu-growth
 
 # Installs nothing if $(PYTHON) already has pytest and a torch that sees a GPU (a GPU image).
 test-gpu:

@@ -12,28 +12,27 @@ import random
 from pathlib import Path
 from typing import Any
 
-from airmoe.experiments.bench.page import block, number
-from airmoe.experiments.bench.report import timed, typical
+from airmoe.experiments.bench.page import cpu_block, draw_bars, gpu_block
+from airmoe.experiments.bench.report import timed
 from airmoe.experiments.report.rendering import with_part
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-CPU_RESULTS, GPU_RESULTS = RESULTS / "cpu.json", RESULTS / "paper.json"
+GPU_RESULTS = RESULTS / "paper.json"
 FIGURE = ROOT / "docs" / "figures" / "cells.svg"
 PAGE = ROOT / "benchmarks" / "README.md"
-GIB = 2**30
 CELL_COLOURS = ("#3b6fb6", "#d0803c", "#4c9a6a")
 STEPS = (
     "In every cell, as dense products:\n1  scores = H W[list]ᵀ",
     "2  keep the K best of each row",
     "3  out = (act(H U[list]ᵀ) · gates) V[list]",
 )
-DARK, GREY, OTHER = "#222222", "#d9dde3", "#9aa3ad"
+DARK, GREY = "#222222", "#d9dde3"
 
 Report = dict[str, Any]
 
 
-def load(file: Path = CPU_RESULTS) -> Report | None:
+def load(file: Path = GPU_RESULTS) -> Report | None:
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
@@ -45,70 +44,11 @@ def digest(report: Report | None) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-# -- the table ----------------------------------------------------------------------------------
-
-
-def table(report: Report | None) -> str:
-    """Markdown of the CPU's results."""
-    if report is None:
-        return "Not measured yet: `make bench`, then `python docs/draw_speed.py`."
-    shape, groups = report["shape"], report["results"]
-    air = groups["gelu"][0]
-    lines = [
-        f"{shape['num_tokens']:,} tokens, D = {shape['dim']}, E = {shape['num_experts']:,}, "
-        f"K = {shape['top_k']}, G = {shape['num_codewords']}, M = {shape['shortlist_size']}, "
-        f"float32, forward + backward, {report['threads']} threads of {report['cpu']}, torch "
-        f"{report['versions']['torch']}. Medians of one run, contenders in turns. Repeat with "
-        "`make bench`.",
-        "",
-        "| layer, two-matrix GELU experts | seconds | times AIR | peak memory, GiB | times AIR |",
-        "|---|---:|---:|---:|---:|",
-        *(_line(result, air) for result in groups["gelu"]),
-        "",
-        *_notes(report),
-    ]
-    return "\n".join(lines)
-
-
-def _line(result: Report, air: Report) -> str:
-    if result["status"] != "timed":
-        return f"| {result['name']} | {result['status']} | | | |"
-    seconds, memory = result["median"]["total"], result["peak_bytes"] / GIB
-    return (
-        f"| {result['name']} | {seconds:.2f} | {seconds / air['median']['total']:.1f} | "
-        f"{memory:.2f} | {result['peak_bytes'] / air['peak_bytes']:.1f} |"
-    )
-
-
-def _notes(report: Report) -> list[str]:
-    """SwiGLU and growth, in a sentence each, where they were measured."""
-    notes = []
-    gated_air, gated_listing = report["results"]["swiglu"]
-    if gated_air["status"] == gated_listing["status"] == "timed":
-        ours, theirs = gated_air["median"]["total"], gated_listing["median"]["total"]
-        notes.append(
-            f"With SwiGLU experts AIR takes {ours:.2f} s, the paper's listing {theirs:.2f} s "
-            f"({theirs / ours:.1f} times)."
-        )
-    small, large = report["results"]["growth"]
-    if small["status"] == large["status"] == "timed":
-        ratio = large["median"]["forward"] / small["median"]["forward"]
-        notes.append(
-            f"{large['name']}: the forward takes {ratio:.2f} times as long as with "
-            f"{report['shape']['num_experts']:,}; the shortlist refresh, once per optimizer step, "
-            f"takes {large['refresh_seconds']:.2f} s against {small['refresh_seconds']:.2f} s."
-        )
-    return [" ".join(notes)] if notes else []
-
-
 def page() -> str:
     """The page with results, as it should read."""
     text = PAGE.read_text(encoding="utf-8")
-    text = with_part(PAGE.name, text, "results", table(load()))
-    return with_part(PAGE.name, text, "gpu", block(RESULTS))
-
-
-# -- the figure ---------------------------------------------------------------------------------
+    text = with_part(PAGE.name, text, "results", cpu_block(RESULTS))
+    return with_part(PAGE.name, text, "gpu", gpu_block(RESULTS))
 
 
 def draw(report: Report | None, path: Path) -> None:
@@ -119,36 +59,19 @@ def draw(report: Report | None, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"svg.hashsalt": "airmoe", "font.size": 9, "text.color": DARK})
-    bars = [] if report is None else sorted(timed(report), key=typical)
-    if bars:
+    if report is not None and timed(report):
         figure, (left, right) = plt.subplots(
             1, 2, figsize=(10.5, 3.3), width_ratios=(2.1, 1.6), layout="constrained"
         )
-        _draw_bars(right, bars, report)
+        device, tokens = report["device"]["name"], report["shape"]["num_tokens"]
+        title = f"forward + backward, {tokens:,} tokens,\none {device}, log scale"
+        draw_bars(right, report, title)
     else:
         figure, left = plt.subplots(figsize=(6.5, 3.3), layout="constrained")
     _draw_cells(left)
     metadata = {"Date": None, "Description": f"drawn from: {digest(report)}"}
     figure.savefig(path, metadata=metadata if path.suffix == ".svg" else None, dpi=110)
     plt.close(figure)
-
-
-def _draw_bars(axes: Any, bars: list[Report], report: Report) -> None:
-    values = [typical(bar) for bar in bars]
-    ours = [bar["role"] == "air" and bar["backend"] == "triton" for bar in bars]
-    colours = [CELL_COLOURS[0] if own else OTHER for own in ours]
-    drawn = axes.barh([bar["name"] for bar in bars], values, color=colours, height=0.6)
-    labels = [f"{number(typical(bar))} ms, {number(bar['peak_bytes'] / GIB)} GiB" for bar in bars]
-    axes.bar_label(drawn, labels, padding=3, fontsize=8)
-    device, tokens = report["device"]["name"], report["shape"]["num_tokens"]
-    title = f"forward + backward, {tokens:,} tokens,\none {device}, log scale"
-    axes.set_title(title, loc="left", fontsize=9)
-    axes.set_xscale("log")
-    axes.set_xlim(0.6 * min(values), 30 * max(values))
-    axes.invert_yaxis()
-    axes.xaxis.set_visible(False)
-    axes.tick_params(axis="y", length=0, labelsize=8)
-    axes.spines[:].set_visible(False)
 
 
 def _draw_cells(axes: Any) -> None:
@@ -191,7 +114,7 @@ def _picked(rows: int, width: int) -> list[set[int]]:
 
 
 def main() -> None:
-    report = load(GPU_RESULTS)
+    report = load()
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
     draw(report, FIGURE)
     PAGE.write_text(page(), encoding="utf-8")

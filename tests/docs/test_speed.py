@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.measure import Result, Sample
+from airmoe.experiments.bench.measure import Result
+from airmoe.experiments.bench.page import cpu_block, gpu_block
 from tests.docs.common import load_script
 
 draw_speed = load_script("docs/draw_speed.py")
@@ -25,36 +26,9 @@ def test_figure_is_drawn_from_these_results() -> None:
     text = draw_speed.FIGURE.read_text(encoding="utf-8")
     ElementTree.fromstring(text)
     drawn = re.search(r"drawn from: (.*?)<", text)
-    assert drawn and drawn[1] == draw_speed.digest(draw_speed.load(draw_speed.GPU_RESULTS)), (
+    assert drawn and drawn[1] == draw_speed.digest(draw_speed.load()), (
         "run: python docs/draw_speed.py"
     )
-
-
-def made_up_report() -> dict[str, Any]:
-    """The layout of benchmarks/results/cpu.json, through the benchmark's own classes."""
-
-    def result(name: str, seconds: float) -> dict[str, Any]:
-        sample = Sample(
-            forward=seconds / 4, backward=3 * seconds / 4, cpu=0.0, peak_bytes=int(seconds * 2**30)
-        )
-        samples = [sample]
-        return Result(name, samples=samples, with_refresh=samples).as_json()
-
-    lost = Result("PEER-pytorch", status="missing", reason="not installed").as_json()
-    return {
-        "shape": {
-            "num_tokens": 4096, "dim": 256, "num_experts": 65536, "top_k": 512,
-            "num_codewords": 256, "shortlist_size": 1024,
-        },
-        "threads": 2,
-        "cpu": "a processor",
-        "versions": {"torch": "2.13.0"},
-        "results": {
-            "gelu": [result("AIR", 1.0), result("paper's listing", 9.0), lost],
-            "swiglu": [result("AIR", 2.0), result("paper's listing", 12.0)],
-            "growth": [result("AIR, E = 65,536", 1.0), result("AIR, E = 1,048,576", 1.25)],
-        },
-    }  # fmt: skip
 
 
 def made_up_gpu_report() -> dict[str, Any]:
@@ -97,31 +71,34 @@ def made_up_steps(*ways: tuple[str, str, float]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def write(folder: Path, name: str, report: dict[str, Any]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(report), encoding="utf-8")
+
+
 def test_gpu_block_says_what_the_mixture_takes_of_a_step(tmp_path: Path) -> None:
-    (tmp_path / "paper.json").write_text(json.dumps(made_up_gpu_report()), encoding="utf-8")
+    write(tmp_path, "paper", made_up_gpu_report())
     eager, graph = ("eager", "air", 50.0), ("compiled-graph", "air", 20.0)
     dense = ("dense", "dense", 15.0)
     for ways, end in (
         ((eager, graph, dense), "takes 20.0 ms, 5.0 of them (25 %) more"),
         ((eager, graph), "tokens per second: compiled-graph, 50; eager, 20."),
     ):
-        step = json.dumps(made_up_steps(*ways))
-        (tmp_path / "step-text.json").write_text(step, encoding="utf-8")
-        found = draw_speed.block(tmp_path)
+        write(tmp_path, "step-text", made_up_steps(*ways))
+        found = gpu_block(tmp_path)
         assert end in found and "dense" not in found
 
 
 def test_gpu_block_names_the_fastest_baseline(tmp_path: Path) -> None:
-    assert "Not measured yet" in draw_speed.block(tmp_path)
+    assert "Not measured yet" in gpu_block(tmp_path)
     report = made_up_gpu_report()
-    (tmp_path / "paper.json").write_text(json.dumps(report), encoding="utf-8")
-    (tmp_path / "paper-16k.json").write_text(json.dumps(report), encoding="utf-8")
+    write(tmp_path, "paper", report)
+    write(tmp_path, "paper-16k", report)
     report["results"] = report["results"][:1]
-    (tmp_path / "decode-8.json").write_text(json.dumps(report), encoding="utf-8")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "paper.json").write_text(json.dumps(report), encoding="utf-8")
-    assert "Not measured yet" in draw_speed.block(tmp_path / "broken"), "no baseline has a time"
-    block = draw_speed.block(tmp_path)
+    write(tmp_path, "decode-8", report)
+    write(tmp_path / "broken", "paper", report)
+    assert "Not measured yet" in gpu_block(tmp_path / "broken"), "no baseline has a time"
+    block = gpu_block(tmp_path)
     assert "| PEER, in 2 parts | 16.0 | 48.0 | 9.00 | 6.00 | 48.0 |" in block
     assert "| coarse | 1.00 | 3.00 | 9.00 | 0.38 | 3.0 |" in block
     assert "| exact | 32.0 | 96.0 | 96.0 | 12.0 | 96.0 |" in block, "without a graph: its own time"
@@ -131,12 +108,37 @@ def test_gpu_block_names_the_fastest_baseline(tmp_path: Path) -> None:
     assert "(forward) | 8.00 | 9.00 | 1.50 | not measured | | | |" in block
 
 
-def test_table_states_ratios_and_what_is_missing() -> None:
-    table = draw_speed.table(made_up_report())
+def test_cpu_block_states_ratios_and_what_is_missing(tmp_path: Path) -> None:
+    assert "Not measured yet" in cpu_block(tmp_path)
+
+    def results(*seconds: tuple[str, str, float]) -> dict[str, Any]:
+        made = [
+            Result(
+                key, name, "air", forward_ms=[250 * s], total_ms=[1e3 * s],
+                peak_bytes=int(s * 2**30), apart_ms={"refresh (all)": [2e3 * s]},
+            )
+            for key, name, s in seconds
+        ]  # fmt: skip
+        lost = Result("peer-pytorch", "PEER-pytorch", "baseline", "skipped", "not installed")
+        return {
+            "shape": {"num_experts": 65_536},
+            "shape_text": "T = 4,096",
+            "device": {"name": "a processor", "threads": 2},
+            "versions": {"torch": "2.13.0"},
+            "results": [result.as_json() for result in (*made, lost)],
+        }
+
+    write(tmp_path, "cpu", results(("air", "AIR", 1.0), ("listing", "paper's listing", 9.0)))
+    assert cpu_block(tmp_path).endswith("| PEER-pytorch | skipped | | | |")
+    write(tmp_path, "cpu-swiglu", results(("air", "AIR", 2.0), ("listing", "listing", 12.0)))
+    write(tmp_path, "cpu-growth", results(("air", "AIR", 1.0), ("air-16-times", "more", 1.25)))
+    table = cpu_block(tmp_path)
+    assert "2 threads of a processor, torch 2.13.0." in table
     assert "| paper's listing | 9.00 | 9.0 | 9.00 | 9.0 |" in table
-    assert "| PEER-pytorch | missing | | | |" in table
-    assert "(6.0 times)" in table
-    assert "1.25 times as long" in table
+    assert "| PEER-pytorch | skipped | | | |" in table
+    assert "listing 12.00 s (6.0 times)" in table
+    assert "E = 1,048,576: the forward takes 1.25 times as long as with 65,536" in table
+    assert "takes 2.50 s against 2.00 s." in table
 
 
 @pytest.mark.parametrize("measured", [True, False])

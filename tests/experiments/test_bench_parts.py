@@ -1,8 +1,12 @@
-"""The parts of `airmoe bench`: cases, tokens, counting, sampling, promises."""
+"""The parts of `airmoe bench`: cases, tokens, counting, sampling, turns."""
 
 from __future__ import annotations
 
+import importlib
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +17,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from airmoe.errors import ConfigError
+from airmoe.experiments.bench import turns
 from airmoe.experiments.bench.cases import CASES, DECODE, SCALING, Shape, toy
-from airmoe.experiments.bench.entries import ENTRIES
+from airmoe.experiments.bench.entries import ENTRIES, Work
 from airmoe.experiments.bench.inputs import make_inputs, read_captured, summarize_cells
-from airmoe.experiments.bench.promises import kept_and_broken
+from airmoe.experiments.bench.measure import Result
 from airmoe.experiments.bench.timing import (
     Ceilings,
     Limits,
@@ -26,7 +31,7 @@ from airmoe.experiments.bench.timing import (
     peak_bytes,
     sample,
 )
-from airmoe.experiments.bench.work import air_work, coarse_work, exact_work, peer_work
+from airmoe.experiments.bench.turns import Subject, Turn, measure_in_turns, own_process
 
 CPU = torch.device("cpu")
 PAPER = CASES["paper"].shape
@@ -45,7 +50,13 @@ def test_cases_have_the_promised_sizes() -> None:
     for case in (*CASES.values(), *SCALING, *DECODE):
         assert set(case.contenders) <= set(ENTRIES)
         assert toy(case).name == f"{case.name}-quick"
-    assert set(CASES["paper"].contenders) == set(ENTRIES)
+    assert {key for case in CASES.values() for key in case.contenders} == set(ENTRIES)
+    cpu = CASES["cpu"].shape
+    assert Shape(4096, 256, 65_536, 512, 256, 1024, 8, "float32", "gelu", "topics") == cpu
+    assert CASES["cpu-swiglu"].shape == replace(cpu, activation="swiglu")
+    assert {case.name for case in CASES.values() if case.device == "cpu"} == {
+        "cpu", "cpu-swiglu", "cpu-growth"
+    }  # fmt: skip
 
 
 def test_equal_budgets() -> None:
@@ -53,6 +64,7 @@ def test_equal_budgets() -> None:
     assert PAPER.num_selected_clusters == 32
     assert replace(PAPER, num_experts=1_048_576).num_selected_clusters == 2
     assert replace(PAPER, num_codewords=8).num_selected_clusters is None
+    assert CASES["cpu"].shape.num_selected_clusters == 4
 
 
 @pytest.mark.parametrize("cells", ["even", "zipf"])
@@ -70,6 +82,16 @@ def test_tokens_fall_into_the_cells_that_were_asked_for(cells: Any) -> None:
         assert found.empty == 0
     torch.testing.assert_close(inputs.batches[0].norm(dim=-1), torch.full((65_536,), 8.0))
     assert not torch.equal(inputs.batches[0], inputs.batches[1])
+
+
+def test_a_codebook_that_learned_topics_has_unequal_cells() -> None:
+    shape = replace(CASES["cpu"].shape, dim=64)
+    inputs = make_inputs(shape, CPU, seed=0)
+    found = summarize_cells(inputs)
+    assert 0.6 < found.mean_cosine < 0.8
+    assert found.largest > 2.5 * found.mean_size
+    torch.testing.assert_close(inputs.codewords.norm(dim=-1), torch.ones(256))
+    torch.testing.assert_close(inputs.batches[1].norm(dim=-1), torch.full((4096,), 8.0))
 
 
 def test_inputs_are_the_same_for_the_same_seed() -> None:
@@ -122,23 +144,34 @@ def test_captured_states_that_are_none(tensors: Any, complaint: str, tmp_path: P
         read_captured(file)
 
 
+def work(key: str, shape: Shape = PAPER) -> Work:
+    return ENTRIES[key].work(shape)
+
+
 def test_flops_of_the_papers_shape() -> None:
-    air = air_work(PAPER)
+    """Products of the ledger; candidates have gradients, codewords none."""
     product = 2 * 65_536 * 256  # a token with a row, all tokens
-    assert air.executed.forward == product * (1024 + 4 * 2048)
+    air, listing, exact = work("air"), work("listing"), work("exact")
+    assert air.executed.forward == product * (2 * 1024 + 4 * 2048)
     assert air.executed.backward == product * 2 * 4 * 2048
-    assert air.executed.total == pytest.approx(0.86e12, rel=0.01)
-    assert air.algorithmic.forward == product * (1024 + 2048 + 3 * 512)
-    assert air.algorithmic.backward == product * 2 * 4 * 512
-    assert exact_work(PAPER).algorithmic.forward == product * (65_536 + 3 * 512)
-    assert coarse_work(PAPER).executed.forward == product * (128 + 3 * 512)
-    assert peer_work(PAPER).executed.forward == product * (8 * 256 + 8 * 256 + 3 * 512)
-    gelu = air_work(replace(PAPER, activation="gelu"))
+    assert air.executed.total == pytest.approx(0.89e12, rel=0.01)
+    assert air.algorithmic.forward == product * (2 * 1024 + 2048 + 3 * 512)
+    assert air.algorithmic.backward == product * 2 * (2048 + 3 * 512)
+    assert listing.executed == listing.algorithmic
+    assert listing.executed.forward == product * (1024 + 2048 + 3 * 512)
+    assert exact.algorithmic.forward == product * (65_536 + 3 * 512)
+    assert exact.executed.backward == product * 2 * 4 * 512
+    assert work("exact-gathered").executed == exact.algorithmic
+    assert work("coarse").algorithmic.forward == product * (128 + 3 * 512)
+    assert work("peer").executed.forward == product * (8 * 256 + 8 * 256 + 3 * 512)
+    assert work("peer-gathered") == work("peer")
+    assert work("hierarchical").executed.forward == product * (1024 + 4 * 2048)
+    gelu = work("air", replace(PAPER, activation="gelu"))
     assert gelu.executed.backward == product * 2 * 3 * 2048
 
 
 def test_the_floor_is_the_larger_of_two() -> None:
-    air = air_work(PAPER)
+    air = work("air")
     tables = 65_536 * 256 * 2
     assert air.moved.forward == pytest.approx(tables * (2 + 4), rel=0.01)
     assert air.moved.backward == pytest.approx(tables * (3 + 4 + 4), rel=0.01)
@@ -148,9 +181,17 @@ def test_the_floor_is_the_larger_of_two() -> None:
     assert air.floor_ms(slow_copy, backward=False) == pytest.approx(air.moved.forward / 1e6)
 
 
+def test_bytes_of_other_routers() -> None:
+    width, tables = 256 * 2, 2 * 65_536 + 3 * 65_536  # tokens twice, three tables
+    rows = {"exact": 65_536, "hierarchical": 65_536 + 1024, "peer": 8 * (256 + 256), "coarse": 128}
+    for key, router in rows.items():
+        assert work(key).moved.forward == width * (tables + router), key
+        assert work(key).moved.backward == width * (tables + 65_536 + 2 * router + 3 * 65_536), key
+
+
 def test_few_tokens_touch_few_rows() -> None:
     """Why decoding with AIR can be fast: its floor does not grow with the experts."""
-    air, exact = (work(DECODE[1].shape) for work in (air_work, exact_work))
+    air, exact = (work(key, DECODE[1].shape) for key in ("air", "exact"))
     assert air.moved.forward < 50_000 * 1024 * 2
     assert exact.moved.forward > 1_048_576 * 1024 * 2
 
@@ -206,41 +247,72 @@ def test_a_graph_reads_the_batch_of_its_step() -> None:
         assert outputs[-1].tolist() == [2.0 * (number + 1)] * 4
 
 
-def content(case: str, **milliseconds: float) -> dict[str, Any]:
-    """As it stands in a JSON file."""
-    return {
-        "case": case,
-        "results": [
-            {
-                "key": key.replace("_", "-"),
-                "status": "timed",
-                "median": {"forward_ms": ms / 4, "total_ms": ms},
-                "peak_bytes": int(ms * 2**28),
-            }
-            for key, ms in milliseconds.items()
-        ],
-    }
+TURNS = replace(
+    toy(CASES["cpu"]).shape, num_tokens=512, dim=64, shortlist_size=512, num_experts=1024
+)
+CEILINGS = Ceilings("float32", 1e12, 1e12)
 
 
-def test_promises_are_about_what_was_measured() -> None:
-    run = [
-        content("paper", air_triton=10.0, exact=50.0, exact_gathered=300.0, peer=200.0),
-        content("paper-zipf", air_triton=16.0),
-        content("scaling-65536", air_triton=10.0),
-        content("scaling-1048576", air_triton=14.0),
-        content("decode-8", air_triton=0.1, exact=4.0),
-    ]
-    found = {promise.text: promise for promise in kept_and_broken(run)}
-    assert (found["paper: AIR, ms"].value, found["paper: AIR, ms"].kept) == (10.0, True)
-    assert (found["paper: AIR, peak GiB"].value, found["paper: AIR, peak GiB"].kept) == (2.5, True)
-    zipf = found["paper-zipf: AIR, times paper"]
-    assert zipf.value == pytest.approx(1.6) and not zipf.kept
-    assert str(zipf) == "paper-zipf: AIR, times paper: 1.6 (at most 1.5: broken)"
-    assert found["paper: exact, times as fast as gathered"].value == 6
-    assert not found["paper: exact, memory over gathered"].kept
-    assert not any("peer" in text for text in found)
-    growth = [promise for text, promise in found.items() if "16 times" in text]
-    assert [promise.value for promise in growth] == [1.4, 1.4]
-    assert [promise.kept for promise in growth] == [False, True]
-    assert found["decode-8: AIR, times as fast as exact"].kept
-    assert not kept_and_broken([content("paper-quick", air_triton=1.0)])
+def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In alternating order; who cannot go on drops out."""
+    seen: list[tuple[str, int]] = []
+
+    class Scripted:
+        def __init__(self, key: str, *_: Any) -> None:
+            self.key = key
+
+        def prepare(self) -> Result:
+            return Result(self.key, self.key, "air", backend="reference")
+
+        def turn(self, number: int) -> Turn:
+            seen.append((self.key, number))
+            if (self.key, number) == ("peer", 2):
+                raise RuntimeError("its process ended")
+            return Turn([1.0, 2.0], peak_bytes=10 + number)
+
+        def apart(self) -> dict[str, list[float]]:
+            return {"refresh": [7.0]}
+
+    @contextmanager
+    def here(_make: Any, *arguments: Any) -> Iterator[Any]:
+        subject = Scripted(*arguments)
+        yield lambda method, *given: getattr(subject, method)(*given)
+
+    monkeypatch.setattr(turns, "own_process", here)
+    air, peer = measure_in_turns(("air", "peer"), TURNS, 0, CEILINGS, Limits(repeats=3))
+    assert seen == [
+        ("air", 0), ("peer", 0), ("peer", 1), ("air", 1), ("air", 2), ("peer", 2), ("air", 3)
+    ]  # fmt: skip
+    assert (air.status, air.forward_ms, air.total_ms) == ("timed", [1.0] * 3, [3.0] * 3)
+    assert (air.peak_bytes, air.apart_ms, air.backend) == (13, {"refresh": [7.0]}, "reference")
+    assert (peer.status, peer.reason) == ("failed", "RuntimeError: its process ended")
+
+
+@pytest.mark.slow
+def test_memory_of_the_listing_holds_its_gathered_candidates() -> None:
+    limits = Limits(repeats=2, seconds=1e-9, least=2)
+    (listing,) = measure_in_turns(("listing",), TURNS, 0, CEILINGS, limits)
+    assert listing.status == "timed", listing.reason
+    assert listing.check is not None and listing.check.worst_share <= 1
+    pairs = list(zip(listing.forward_ms, listing.total_ms, strict=True))
+    assert len(pairs) == 2 and all(0 < forward < total for forward, total in pairs)
+    gathered = 512 * 512 * 64 * 4
+    assert listing.peak_bytes is not None and gathered <= listing.peak_bytes <= 4 * gathered
+
+
+def test_a_subject_is_checked_before_its_turns() -> None:
+    subject = Subject("air", replace(TURNS, num_tokens=64), 0, CEILINGS)
+    result = subject.prepare()
+    assert (result.status, result.backend) == ("timed", "reference")
+    assert result.check is not None and len(result.check.deviations) > 3
+    turn = subject.turn(1)
+    assert len(turn.laps) == 2 and turn.peak_bytes > 0
+    assert "refresh (1/|w|, shortlists, reverse index)" in subject.apart()
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_reported() -> None:
+    with own_process(importlib.import_module, "os") as ask:
+        assert ask("getpid") != os.getpid()
+        with pytest.raises(RuntimeError, match="ended with exit code 7"):
+            ask("_exit", 7)

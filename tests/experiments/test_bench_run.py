@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,10 +18,11 @@ from safetensors.torch import save_file
 from airmoe import ConfigError, MoELayer
 from airmoe.experiments.bench import run as bench
 from airmoe.experiments.bench import step
-from airmoe.experiments.bench.entries import ENTRIES
-from airmoe.experiments.bench.figure import draw
+from airmoe.experiments.bench.cases import CASES, Shape
+from airmoe.experiments.bench.entries import ENTRIES, best_device
 from airmoe.experiments.bench.measure import Result
-from airmoe.experiments.bench.report import closing_lines, fastest_baseline, print_case
+from airmoe.experiments.bench.page import draw
+from airmoe.experiments.bench.report import closing_lines, fastest, print_case
 from airmoe.experiments.bench.timing import Limits, Timer
 from tests.training.command import Outcome, airmoe, assert_one_line
 
@@ -47,7 +49,7 @@ def test_all_contenders_in_one_run(tmp_path: Path) -> None:
     assert content["device"]["name"] and content["ceilings"]["flops"] > 0
     assert set(content["git"]) == {"commit", "changed"}
     results = {result["key"]: result for result in content["results"]}
-    assert set(results) == set(ENTRIES)
+    assert set(results) == {*CASES["paper"].contenders}
     for key, result in results.items():
         if key == "air-triton" and not torch.cuda.is_available():
             assert result["status"] == "skipped"
@@ -65,14 +67,48 @@ def test_all_contenders_in_one_run(tmp_path: Path) -> None:
         "casts from float32",
         "zeroed gradient buffers",
     }
-    fastest = fastest_baseline(content)
-    assert fastest is not None
+    baseline = fastest(content, "baseline")
+    assert baseline is not None
     lines = outcome.out.splitlines()
     (line,) = [line for line in lines if "times as fast as the fastest granular baseline" in line]
-    assert f"baseline, {fastest['name']}," in line
-    for entry in ENTRIES.values():
-        assert any(line.startswith(f"  {entry.name}: ") for line in lines), entry.name
-    assert fastest["name"] in figure.read_text(encoding="utf-8")
+    assert f"baseline, {baseline['name']}," in line
+    for key in results:
+        name = ENTRIES[key].name
+        assert any(line.startswith(f"  {name}: ") for line in lines), name
+    assert baseline["name"] in figure.read_text(encoding="utf-8")
+
+
+def test_cases_of_a_cpu_and_a_swapped_router(tmp_path: Path) -> None:
+    cases = ("cpu", "cpu-swiglu", "cpu-growth", "--swapped")
+    outcome = bench_quickly(*cases, out=tmp_path)
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    for name in cases[:3]:
+        content = load(tmp_path / f"{name}-quick.json")
+        assert content["device"]["threads"] >= 1 and content["device"]["name"]
+        assert [result["key"] for result in content["results"]] == [*CASES[name].contenders]
+        for result in content["results"]:
+            missing = result["key"] == "peer-pytorch" and find_spec("PEER_pytorch") is None
+            assert result["status"] == ("skipped" if missing else "timed"), result
+    (row,) = [line for line in outcome.out.splitlines() if line.startswith("| 16 |")]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[:5] == ["16", "32", "4", "8", "8"]
+    assert float(cells[7]) == pytest.approx(float(cells[6]) / float(cells[5]), rel=0.1)
+
+
+def test_full_sizes_on_a_cpu_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def turns(keys: list[str], shape: Shape, *_: Any) -> list[Result]:
+        asked.append((keys, shape))
+        return [Result(key, ENTRIES[key].name, "air", "failed", "no memory") for key in keys]
+
+    monkeypatch.setattr(bench, "measure_in_turns", turns)
+    console = Console(record=True, width=120)
+    options = bench.Options(cases=("cpu-growth",), out=tmp_path)
+    assert not bench.Bench(options, console).run()
+    assert asked == [(["air", "air-16-times"], CASES["cpu-growth"].shape)]
+    assert load(tmp_path / "cpu-growth.json")["complete"]
+    assert "AIR, 16 E: failed: no memory" in console.export_text()
 
 
 def test_scaling_and_decoding_of_one(tmp_path: Path) -> None:
@@ -157,7 +193,7 @@ def test_a_captured_step_has_no_parts_to_show(
 
 
 def test_a_step_learns_and_one_that_does_not_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    timer = Timer(bench.best_device())
+    timer = Timer(best_device())
     training = step.TrainingStep(step.TOY, step.WAYS["eager"], timer, seed=0)
     before = training.model.model.embed_tokens.weight.detach().clone()
     for number in range(12):
@@ -176,7 +212,7 @@ def test_a_step_learns_and_one_that_does_not_gets_no_time(monkeypatch: pytest.Mo
 
 
 def test_the_dense_step_has_no_experts_and_promises_nothing() -> None:
-    timer = Timer(bench.best_device())
+    timer = Timer(best_device())
     eager = replace(step.WAYS["dense"], prepare=lambda model: model, captured=False)
     training = step.TrainingStep(step.TOY, eager, timer, seed=0)
     assert not any(isinstance(part, MoELayer) for part in training.model.modules())
@@ -300,7 +336,7 @@ def test_figure(suffix: str, tmp_path: Path) -> None:
     draw(made_up_content(), path)
     if suffix == "svg":
         text = path.read_text(encoding="utf-8")
-        for part in ("5 times as fast as the fastest granular baseline, exact", "60 ms, 1 GiB"):
+        for part in ("5 times as fast as the fastest granular baseline, exact", "60.0 ms, 1 GiB"):
             assert part in text, part
     else:
         assert path.read_bytes().startswith(b"\x89PNG")
@@ -322,4 +358,4 @@ def test_stored_results_that_are_none(content: str, tmp_path: Path) -> None:
     (tmp_path / "paper.json").write_text(content)
     options = bench.Options(out=tmp_path, figure=tmp_path / "speed.svg")
     with pytest.raises(ConfigError, match=r"bench\.out: got .*must be"):
-        bench.Bench(options, Console())._draw([])
+        bench.Bench(options, Console()).run()

@@ -16,7 +16,8 @@ def bench(
     cases: Annotated[
         list[str] | None,
         typer.Argument(
-            help="paper (the default), paper-16k, paper-768, paper-g256, paper-zipf, paper-captured"
+            help="paper (the default), paper-16k, paper-768, paper-g256, paper-zipf, "
+            "paper-captured; cpu, cpu-swiglu, cpu-growth"
         ),
     ] = None,
     step: Annotated[
@@ -25,6 +26,9 @@ def bench(
     decode: Annotated[bool, typer.Option("--decode", help="batches of 1, 8 and 64 tokens")] = False,
     scaling: Annotated[
         bool, typer.Option("--scaling", help="from 4,096 to 1,048,576 experts")
+    ] = False,
+    swapped: Annotated[
+        bool, typer.Option("--swapped", help="a swapped router beside the stock one, on a CPU")
     ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="toy sizes, also on a CPU, to see that it runs")
@@ -49,7 +53,7 @@ def bench(
         Path | None, typer.Option(help="draw here; without anything to measure: stored results")
     ] = None,
 ) -> None:
-    """Time AIR beside its alternatives on one GPU; no time for a wrong answer."""
+    """Time AIR beside its alternatives, on a GPU or a CPU; no time for a wrong answer."""
     from airmoe.experiments.bench.run import Bench, Options
 
     options = Options(
@@ -57,6 +61,7 @@ def bench(
         step=step,
         decode=decode,
         scaling=scaling,
+        swapped=swapped,
         quick=quick,
         only=tuple(only or ()),
         repeats=repeats,

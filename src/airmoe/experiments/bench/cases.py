@@ -7,7 +7,10 @@ from typing import Literal
 
 import torch
 
-CellSizes = Literal["even", "zipf", "captured"]
+from airmoe.errors import ConfigError
+from airmoe.routers import AirRouter, HierarchicalRouter, PeerRouter, TopKRouter
+
+CellSizes = Literal["even", "zipf", "topics", "captured"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Form = Literal["swiglu", "gelu"]
 Phase = Literal["training", "decoding"]
@@ -49,6 +52,51 @@ class Shape:
         selected, rest = divmod(self.shortlist_size * self.num_codewords, self.num_experts)
         return None if rest or not selected else selected
 
+    def air(self) -> AirRouter.Config:
+        return AirRouter.Config(
+            dim=self.dim,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            num_codewords=self.num_codewords,
+            shortlist_size=self.shortlist_size,
+            dead_below=0.0,  # or empty cells would be filled while they are measured
+        )
+
+    def listing(self) -> AirRouter.Config:
+        """What the paper's listing leaves out of AIR."""
+        return replace(self.air(), codebook="static", jitter_std=0.0, normalize_centroids=False)
+
+    def exact(self) -> TopKRouter.Config:
+        return TopKRouter.Config(dim=self.dim, num_experts=self.num_experts, top_k=self.top_k)
+
+    def coarse(self) -> TopKRouter.Config:
+        """Few experts of K neurons, of which a token takes one: as many active parameters."""
+        return TopKRouter.Config(dim=self.dim, num_experts=self.num_coarse_experts, top_k=1)
+
+    def hierarchical(self) -> HierarchicalRouter.Config:
+        if self.num_selected_clusters is None:
+            raise ConfigError(
+                "bench.shape",
+                str(self),
+                "clusters of E / G experts do not add up to M candidates",
+                "Make E / G a divisor of M.",
+            )
+        return HierarchicalRouter.Config(
+            dim=self.dim,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            num_clusters=self.num_codewords,
+            num_selected_clusters=self.num_selected_clusters,
+        )
+
+    def peer(self) -> PeerRouter.Config:
+        return PeerRouter.Config(
+            dim=self.dim,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            num_heads=self.num_heads,
+        )
+
     def __str__(self) -> str:
         return (
             f"T = {self.num_tokens:,}, D = {self.dim:,}, E = {self.num_experts:,}, "
@@ -59,12 +107,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """One table: a shape and who is measured at it (keys of `contenders.ENTRIES`)."""
+    """One table: a shape, a device, and who is measured there (keys of `entries.ENTRIES`)."""
 
     name: str
     shape: Shape
     contenders: tuple[str, ...]
     phase: Phase = "training"
+    device: Literal["gpu", "cpu"] = "gpu"
 
 
 ALL = (
@@ -79,7 +128,16 @@ ALL = (
     "listing",
 )
 OURS = ("air-triton", "coarse", "hierarchical", "exact", "peer")
+ON_CPU = ("air", "listing", "peer-pytorch", "air-balanced", "peer", "hierarchical", "exact")
 PAPER = Shape()
+CPU = Shape(
+    num_tokens=4096,
+    num_codewords=256,
+    shortlist_size=1024,
+    dtype="float32",
+    activation="gelu",
+    cells="topics",
+)
 
 CASES = {
     case.name: case
@@ -90,6 +148,9 @@ CASES = {
         Case("paper-g256", replace(PAPER, num_codewords=256), OURS),
         Case("paper-zipf", replace(PAPER, cells="zipf"), OURS),
         Case("paper-captured", replace(PAPER, cells="captured"), OURS),
+        Case("cpu", CPU, ON_CPU, device="cpu"),
+        Case("cpu-swiglu", replace(CPU, activation="swiglu"), ("air", "listing"), device="cpu"),
+        Case("cpu-growth", CPU, ("air", "air-16-times"), device="cpu"),
     )
 }
 SCALING = tuple(
@@ -116,11 +177,12 @@ def toy(case: Case) -> Case:
         dim=shape.dim // 4,
         num_experts=max(256, shape.num_experts // 64),
         top_k=32,
-        num_codewords=shape.num_codewords // 64,
+        num_codewords=max(16, shape.num_codewords // 64),
         shortlist_size=128,
         num_heads=4,
         dtype="float32",
     )
-    # There may be no Triton where it runs, but AIR should be seen.
-    contenders = tuple(dict.fromkeys((*case.contenders, "air-reference")))
+    contenders = case.contenders
+    if "air-triton" in contenders:  # there may be no Triton where it runs, but AIR should be seen
+        contenders = tuple(dict.fromkeys((*contenders, "air-reference")))
     return replace(case, name=f"{case.name}-quick", shape=small, contenders=contenders)

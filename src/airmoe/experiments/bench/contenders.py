@@ -7,35 +7,33 @@ codebook update, jitter, and an optimizer that is never stepped, so that caches 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from airmoe.experiments.bench.definitions import (
+from airmoe.experiments.bench.cases import Shape
+from airmoe.experiments.bench.inputs import Inputs
+from airmoe.experiments.bench.plain import (
+    GatheredExact,
+    GatheredLayer,
+    GatheredPeer,
     InvertedIndex,
+    ListingLayer,
+    PeerPytorch,
     Tables,
     clustered_scores,
     product_key_scores,
     unit,
 )
-from airmoe.experiments.bench.gathered import GatheredExact, GatheredLayer, GatheredPeer
-from airmoe.experiments.bench.inputs import Inputs
-from airmoe.experiments.bench.paper_listing import ListingLayer
+from airmoe.losses import load_balance_loss
 from airmoe.moe import CoarseExperts, GranularExperts, MoELayer
-from airmoe.routers import (
-    AirRouter,
-    CellRouting,
-    HierarchicalRouter,
-    PeerRouter,
-    Router,
-    Routing,
-    TopKRouter,
-    track_optimizer,
-)
+from airmoe.routers import AirRouter, CellRouting, RouterConfig, Routing, track_optimizer
 from airmoe.routers.routing import by_token
 
+Module = TypeVar("Module", bound=nn.Module)
 Values = dict[str, Tensor]  # the module's parameters by name, in any dtype
 
 
@@ -45,18 +43,13 @@ class Answer:
 
     output: Tensor  # [T, D]
     expert_ids: Tensor  # [T, heads, K / heads]
-    weights: Tensor  # the same
+    weights: Tensor | None = None  # as expert_ids, where the layer tells them
     cells: Tensor | None = None  # [T, R] the cells that candidates come from
 
     def rows(self, chosen: Tensor) -> Answer:
         """Of some tokens only, and without their graph."""
-        parts = (self.output, self.expert_ids, self.weights)
-        output, ids, weights = (part.detach()[chosen] for part in parts)
-        return Answer(output, ids, weights, None if self.cells is None else self.cells[chosen])
-
-
-class NotHereError(RuntimeError):
-    """A contender cannot be built at this shape; the message says why."""
+        parts = (self.output, self.expert_ids, self.weights, self.cells)
+        return Answer(*(None if part is None else part.detach()[chosen] for part in parts))  # pyright: ignore[reportArgumentType]
 
 
 class Contender(ABC):
@@ -71,6 +64,9 @@ class Contender(ABC):
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, D] -> [T, D]: in training mode all that a micro-batch does before its backward."""
         return self.module(hidden)
+
+    def backward(self, output: Tensor, cotangent: Tensor) -> None:
+        output.backward(cotangent)
 
     @abstractmethod
     def answer(self, hidden: Tensor) -> Answer:
@@ -91,37 +87,68 @@ class Contender(ABC):
         """Where candidates come from, if from an index; other centroids have gradients."""
         return None
 
-    def apart(self) -> dict[str, Any]:
+    def apart(self) -> dict[str, Callable[[], Any]]:
         """Actions that belong to training but not to every forward: name -> function."""
         return {}
 
 
-class Listing(Contender):
-    """The paper's listing."""
+def _built(inputs: Inputs, make: Callable[[], Module]) -> Module:
+    """A module with the parameters of the seed, on the device and in the dtype of the inputs."""
+    torch.manual_seed(inputs.seed)
+    with torch.device(inputs.device):
+        return make().to(inputs.shape.torch_dtype)
+
+
+class Gathered(Contender):
+    """A layer that gathers the rows of each token."""
+
+    kind: ClassVar[type[GatheredLayer]]
 
     def __init__(self, inputs: Inputs) -> None:
-        shape = inputs.shape
-        self.top_k, self.score_dtype = shape.top_k, shape.torch_dtype
-        torch.manual_seed(inputs.seed)
-        with torch.device(inputs.device):
-            layer = ListingLayer(
-                inputs.codewords,
-                shape.num_experts,
-                shape.top_k,
-                shape.shortlist_size,
-                shape.activation,
-            )
-        self.module = self.layer = layer.to(shape.torch_dtype)
-        layer.refresh()
+        self.top_k, self.score_dtype = inputs.shape.top_k, inputs.shape.torch_dtype
+        self.module = self.layer = _built(inputs, lambda: self.make(inputs))
+
+    def make(self, inputs: Inputs) -> GatheredLayer:
+        return self.kind(inputs.shape)
 
     def answer(self, hidden: Tensor) -> Answer:
-        routing = self.layer.route(hidden)
-        return Answer(
-            self.layer.run_experts(hidden, routing),
-            routing.expert_ids.unsqueeze(1),
-            routing.weights.unsqueeze(1),
-            self.layer.assign(hidden).unsqueeze(-1),
-        )
+        lists = self.layer.route(hidden)
+        return Answer(self.layer.run_experts(hidden, lists), lists.expert_ids, lists.weights)
+
+    def tables(self, values: Values) -> Tables:
+        return Tables(values.get("gate"), values["up"], values["down"])
+
+
+class PlainExact(Gathered):
+    kind = GatheredExact
+
+    def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
+        return (hidden @ values["centroids"].to(hidden.dtype).T).unsqueeze(1)
+
+
+class PlainPeer(Gathered):
+    kind = GatheredPeer
+
+    def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
+        return product_key_scores(hidden, values["query"], values["keys"])
+
+
+class Listing(Gathered):
+    """The paper's listing."""
+
+    layer: ListingLayer
+
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__(inputs)
+        self.layer.refresh()  # centroids have another dtype now
+
+    def make(self, inputs: Inputs) -> ListingLayer:
+        return ListingLayer(inputs.shape, inputs.codewords)
+
+    def answer(self, hidden: Tensor) -> Answer:
+        lists = self.layer.route(hidden)
+        output, cells = self.layer.run_experts(hidden, lists), self.layer.assign(hidden)
+        return Answer(output, lists.expert_ids, lists.weights, cells.unsqueeze(-1))
 
     def inverted_index(self, centroids: Tensor | None = None) -> InvertedIndex:
         layer = self.layer
@@ -135,56 +162,47 @@ class Listing(Contender):
         assert cells is not None
         return self.inverted_index(values["centroids"]).scores(hidden, cells.squeeze(-1))
 
-    def tables(self, values: Values) -> Tables:
-        return Tables(values.get("gate"), values["up"], values["down"])
 
+class PeerPackage(Contender):
+    """PyPI's PEER-pytorch."""
 
-class Gathered(Contender):
-    """PEER or exact top-K with rows gathered per token."""
-
-    def __init__(self, inputs: Inputs, kind: type[GatheredLayer]) -> None:
+    def __init__(self, inputs: Inputs) -> None:
         self.top_k, self.score_dtype = inputs.shape.top_k, inputs.shape.torch_dtype
-        torch.manual_seed(inputs.seed)
-        with torch.device(inputs.device):
-            self.layer = kind(inputs.shape).to(inputs.shape.torch_dtype)
-        self.module = self.layer
+        self.module = self.layer = _built(inputs, lambda: PeerPytorch(inputs.shape))
 
     def answer(self, hidden: Tensor) -> Answer:
-        lists = self.layer.route(hidden)
-        return Answer(self.layer.run_experts(hidden, lists), lists.expert_ids, lists.weights)
+        return Answer(*self.layer.forward_with_ids(hidden))
 
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
-        if isinstance(self.layer, GatheredPeer):
-            return product_key_scores(hidden, values["query"], values["keys"])
-        return (hidden @ values["centroids"].to(hidden.dtype).T).unsqueeze(1)
+        keys = values["peer.keys"].permute(0, 2, 1, 3)  # [P, 2, sqrt(E), D / 2]
+        query = values["peer.to_queries.0.weight"]  # [2 * P * D / 2, D]: halves come first
+        query = query.unflatten(0, (2, len(keys), -1)).transpose(0, 1).flatten(0, 2)
+        return product_key_scores(hidden, query, keys)
 
     def tables(self, values: Values) -> Tables:
-        return Tables(values.get("gate"), values["up"], values["down"])
-
-
-def gathered_peer(inputs: Inputs) -> Gathered:
-    return Gathered(inputs, GatheredPeer)
-
-
-def gathered_exact(inputs: Inputs) -> Gathered:
-    return Gathered(inputs, GatheredExact)
+        up, down = (values[f"peer.weight_{name}_embed.weight"] for name in ("down", "up"))
+        return Tables(None, up, down)
 
 
 class OwnLayer(Contender):
     """An airmoe layer in training mode, with jitter."""
 
-    def __init__(
-        self, inputs: Inputs, router: Router, experts: GranularExperts | CoarseExperts
-    ) -> None:
-        self.inputs, self.router, self.experts = inputs, router, experts
-        self.top_k, self.jitter_std = router.config.top_k, router.config.jitter_std
-        dtype = inputs.shape.torch_dtype
-        self.score_dtype = torch.promote_types(dtype, torch.float32)  # whatever the parameters are
-        self.module = self.layer = MoELayer(router, experts, post_norm="none").to(dtype)
+    def __init__(self, inputs: Inputs, config: RouterConfig) -> None:
+        self.inputs = inputs
+        self.top_k, self.jitter_std = config.top_k, config.jitter_std
+        self.score_dtype = torch.promote_types(inputs.shape.torch_dtype, torch.float32)
+        self.module = self.layer = _built(
+            inputs,
+            lambda: MoELayer(config.build(), self.make_experts(inputs.shape), post_norm="none"),
+        )
+        self.router = self.layer.router
         # Never stepped: its hook tells the router that caches last from one step to the next.
         self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.0)
         track_optimizer(self.layer, self.optimizer)
         self.layer.train()
+
+    def make_experts(self, shape: Shape) -> GranularExperts | CoarseExperts:
+        return GranularExperts(shape.num_experts, shape.dim, activation=shape.activation)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.layer(hidden.unsqueeze(0)).squeeze(0)
@@ -192,7 +210,7 @@ class OwnLayer(Contender):
     def answer(self, hidden: Tensor) -> Answer:
         if self.layer.training:
             routing = self.router(hidden)  # without `observe`: the state stays as it is
-            output = self.experts(hidden, routing)
+            output = self.layer.experts(hidden, routing)
         else:
             result = self.layer.forward_with_routing(hidden.unsqueeze(0))
             routing, output = result.routing, result.hidden.squeeze(0)
@@ -215,29 +233,13 @@ def _cells_of(routing: Routing) -> Tensor | None:
     return by_token(cells.cell_of_row().unsqueeze(-1), cells)
 
 
-def _granular(inputs: Inputs) -> GranularExperts:
-    shape = inputs.shape
-    return GranularExperts(shape.num_experts, shape.dim, activation=shape.activation)
-
-
 class Air(OwnLayer):
     """AIR, with the codebook that everybody is given."""
 
     router: AirRouter
 
     def __init__(self, inputs: Inputs) -> None:
-        shape = inputs.shape
-        config = AirRouter.Config(
-            dim=shape.dim,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-            num_codewords=shape.num_codewords,
-            shortlist_size=shape.shortlist_size,
-            dead_below=0.0,  # or empty cells would be filled while they are measured
-        )
-        torch.manual_seed(inputs.seed)
-        with torch.device(inputs.device):
-            super().__init__(inputs, config.build(), _granular(inputs))
+        super().__init__(inputs, inputs.shape.air())
         if inputs.centroids is not None:
             with torch.no_grad():
                 self.router.centroids.copy_(inputs.centroids)
@@ -257,7 +259,7 @@ class Air(OwnLayer):
         index = self.inverted_index(values["router.centroids"])
         return index.scores(hidden, cells.squeeze(-1))
 
-    def apart(self) -> dict[str, Any]:
+    def apart(self) -> dict[str, Callable[[], Any]]:
         """The codebook update is in every forward too; the others belong to an optimizer step."""
         batch, parameters = self.inputs.batches[0], list(self.layer.parameters())
         masters = [parameter.detach().float() for parameter in parameters]
@@ -278,15 +280,23 @@ class Air(OwnLayer):
         }
 
 
+class BalancedAir(Air):
+    """With the load balance loss."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result = self.layer.forward_with_routing(hidden.unsqueeze(0))
+        self.loss = load_balance_loss(result.routing)
+        return result.hidden.squeeze(0)
+
+    def backward(self, output: Tensor, cotangent: Tensor) -> None:
+        torch.autograd.backward([output, self.loss], [cotangent, None])
+
+
 class Exact(OwnLayer):
     """Exact routing, our own."""
 
     def __init__(self, inputs: Inputs) -> None:
-        shape = inputs.shape
-        config = TopKRouter.Config(dim=shape.dim, num_experts=shape.num_experts, top_k=shape.top_k)
-        torch.manual_seed(inputs.seed)
-        with torch.device(inputs.device):
-            super().__init__(inputs, config.build(), _granular(inputs))
+        super().__init__(inputs, inputs.shape.exact())
 
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
         return (hidden @ unit(values["router.centroids"], hidden.dtype).T).unsqueeze(1)
@@ -296,35 +306,20 @@ class Coarse(Exact):
     """Few experts of K neurons, of which a token takes one: as many active parameters."""
 
     def __init__(self, inputs: Inputs) -> None:
-        shape = inputs.shape
-        count, size = shape.num_coarse_experts, shape.top_k
-        config = TopKRouter.Config(dim=shape.dim, num_experts=count, top_k=1)
-        torch.manual_seed(inputs.seed)
-        with torch.device(inputs.device):
-            experts = CoarseExperts(count, shape.dim, size, activation=shape.activation)
-            OwnLayer.__init__(self, inputs, config.build(), experts)
-        self.neurons_per_expert = size
+        OwnLayer.__init__(self, inputs, inputs.shape.coarse())
+        self.neurons_per_expert = inputs.shape.top_k
         self.jitter_std = 0.0  # one weight among all experts shows no jitter
+
+    def make_experts(self, shape: Shape) -> CoarseExperts:
+        count, size = shape.num_coarse_experts, shape.top_k
+        return CoarseExperts(count, shape.dim, size, activation=shape.activation)
 
 
 class Hierarchical(OwnLayer):
     """Learned clusters, as many candidates as AIR."""
 
     def __init__(self, inputs: Inputs) -> None:
-        shape = inputs.shape
-        selected = shape.num_selected_clusters
-        if selected is None:
-            raise NotHereError("clusters of E / G experts do not add up to M candidates")
-        config = HierarchicalRouter.Config(
-            dim=shape.dim,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-            num_clusters=shape.num_codewords,
-            num_selected_clusters=selected,
-        )
-        torch.manual_seed(inputs.seed)
-        with torch.device(inputs.device):
-            super().__init__(inputs, config.build(), _granular(inputs))
+        super().__init__(inputs, inputs.shape.hierarchical())
         self.jitter_std = 0.0  # it moves the candidates too, so the definition would need the draws
 
     def cell_scores(self, hidden: Tensor, values: Values) -> Tensor:
@@ -340,16 +335,7 @@ class Peer(OwnLayer):
     """Product keys, our own."""
 
     def __init__(self, inputs: Inputs) -> None:
-        shape = inputs.shape
-        config = PeerRouter.Config(
-            dim=shape.dim,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-            num_heads=shape.num_heads,
-        )
-        torch.manual_seed(inputs.seed)
-        with torch.device(inputs.device):
-            super().__init__(inputs, config.build(), _granular(inputs))
+        super().__init__(inputs, inputs.shape.peer())
         self.jitter_std *= 2**0.5  # a logit is the sum of two jittered scores
 
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:

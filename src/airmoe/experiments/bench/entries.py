@@ -1,31 +1,111 @@
-"""Who can be measured, by the names of the command line."""
+"""Who can be measured, by the names of the command line, and what each computes and moves.
+
+FLOPs are products of the ledger (`metrics.flops`) for one micro-batch, in both columns. The refresh
+of the shortlists, once per optimizer step, is not in them: it is timed apart. A layer in plain
+PyTorch executes what the algorithmic column counts, gradients of all candidates included.
+
+Bytes are those that no implementation avoids:
+
+    forward   tokens read, output written; every row of a table that is touched read once
+    backward  tokens and gradient of the output read, gradient of the tokens written; the touched
+              rows read once more, dense gradients of all parameters written
+
+with 2 or 4 bytes for a number; intermediate results could stay on the chip and count nothing.
+
+    floor = max(executed FLOPs / FLOP ceiling, bytes / byte ceiling)
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from airmoe.experiments.bench import work
+from airmoe.experiments.bench.cases import Shape
 from airmoe.experiments.bench.contenders import (
     Air,
+    BalancedAir,
     Coarse,
     Contender,
     Exact,
     Hierarchical,
     Listing,
-    NotHereError,
     Peer,
-    gathered_exact,
-    gathered_peer,
+    PeerPackage,
+    PlainExact,
+    PlainPeer,
 )
 from airmoe.experiments.bench.inputs import Inputs
+from airmoe.experiments.bench.plain import NotHereError
+from airmoe.experiments.bench.timing import Ceilings
 from airmoe.kernels.backend import Choice, backend_for, use_backend
+from airmoe.metrics.flops import Column, Cost, Workload, count_layer
+from airmoe.routers import AirRouter, HierarchicalRouter, PeerRouter, RouterConfig
 
 Role = Literal["air", "baseline", "coarse"]  # a coarse layer is no granular baseline
+
+
+@dataclass(frozen=True)
+class Work:
+    """All that one micro-batch needs."""
+
+    algorithmic: Cost  # FLOPs
+    executed: Cost  # FLOPs
+    moved: Cost  # bytes
+
+    def floor_ms(self, ceilings: Ceilings, *, backward: bool) -> float:
+        flops = self.executed.total if backward else self.executed.forward
+        moved = self.moved.total if backward else self.moved.forward
+        return 1e3 * max(flops / ceilings.flops, moved / ceilings.bytes)
+
+
+def work_of(shape: Shape, config: RouterConfig, *, plain: bool = False) -> Work:
+    """`plain`: computed by the operators of PyTorch, without our kernels."""
+    tokens = shape.num_tokens
+    workload = Workload(
+        sequence_length=tokens, tokens_per_step=tokens, tokens_per_micro_batch=tokens
+    )
+    neurons = shape.top_k // config.top_k  # of a coarse expert K
+    ledger = count_layer(config, workload, shape.activation, expert_size=neurons)
+
+    def flops(column: Column) -> Cost:
+        once = ledger.cost(column, "router refresh", kind="product")
+        each = ledger.cost(column, kind="product")
+        return Cost(tokens * (each.forward - once.forward), tokens * each.backward)
+
+    algorithmic = flops("algorithmic")
+    executed = algorithmic if plain else flops("executed")
+    return Work(algorithmic, executed, _moved(shape, config))
+
+
+def _moved(shape: Shape, config: RouterConfig) -> Cost:
+    matrices = 3 if shape.activation == "swiglu" else 2
+    router_rows, read = _router_rows(config, shape.num_tokens)
+    read += matrices * min(shape.num_experts, shape.num_tokens * shape.top_k)
+    width = shape.dim * shape.torch_dtype.itemsize
+    written = router_rows + matrices * shape.num_experts
+    return Cost(
+        width * (2 * shape.num_tokens + read), width * (3 * shape.num_tokens + read + written)
+    )
+
+
+def _router_rows(config: RouterConfig, num_tokens: int) -> tuple[int, int]:
+    """Rows of D numbers of the router's parameters, and how many of its tables are read."""
+    if isinstance(config, AirRouter.Config):
+        cells = min(num_tokens, config.num_codewords)
+        listed = min(config.num_experts, cells * config.shortlist_size)
+        return config.num_experts, listed + config.num_codewords
+    if isinstance(config, PeerRouter.Config):  # queries, and two halves of every key
+        rows = config.num_heads * (config.dim + math.isqrt(config.num_experts))
+    elif isinstance(config, HierarchicalRouter.Config):
+        rows = config.num_experts + config.num_clusters
+    else:
+        rows = config.num_experts
+    return rows, rows
 
 
 @dataclass(frozen=True)
@@ -36,47 +116,39 @@ class Entry:
     name: str
     role: Role
     build: Callable[[Inputs], Contender]
-    work: work.WorkOf
+    config: Callable[[Shape], RouterConfig]  # whose FLOPs are its own
     backend: Choice | None = "auto"  # None: plain PyTorch, nothing of ours
-    splits: bool = False  # whether a batch that does not fit is run in parts
+    experts_times: int = 1  # as many experts as the case has, times so many
+
+    @property
+    def splits(self) -> bool:
+        """Whether a batch that does not fit is run in parts."""
+        return self.backend is None
+
+    def inputs(self, given: Inputs) -> Inputs:
+        experts = self.experts_times * given.shape.num_experts
+        return replace(given, shape=replace(given.shape, num_experts=experts))
+
+    def work(self, shape: Shape) -> Work:
+        return work_of(shape, self.config(shape), plain=self.backend is None)
 
 
 ENTRIES = {
     entry.key: entry
     for entry in (
-        Entry("air-triton", "AIR Triton", "air", Air, work.air_work, backend="triton"),
-        Entry("air-reference", "AIR reference", "air", Air, work.air_work, backend="reference"),
-        Entry("coarse", "coarse", "coarse", Coarse, work.coarse_work),
-        Entry("hierarchical", "hierarchical", "baseline", Hierarchical, work.hierarchical_work),
-        Entry("exact", "exact", "baseline", Exact, work.exact_work),
-        Entry("peer", "PEER", "baseline", Peer, work.peer_work),
-        Entry(
-            "exact-gathered",
-            "exact, gathered",
-            "baseline",
-            gathered_exact,
-            work.dense_exact_work,
-            backend=None,
-            splits=True,
-        ),
-        Entry(
-            "peer-gathered",
-            "PEER, gathered",
-            "baseline",
-            gathered_peer,
-            work.peer_work,
-            backend=None,
-            splits=True,
-        ),
-        Entry(
-            "listing",
-            "paper's listing",
-            "baseline",
-            Listing,
-            work.listing_work,
-            backend=None,
-            splits=True,
-        ),
+        Entry("air-triton", "AIR Triton", "air", Air, Shape.air, "triton"),
+        Entry("air-reference", "AIR reference", "air", Air, Shape.air, "reference"),
+        Entry("air", "AIR", "air", Air, Shape.air),
+        Entry("air-balanced", "AIR + balance loss", "air", BalancedAir, Shape.air),
+        Entry("air-16-times", "AIR, 16 E", "air", Air, Shape.air, experts_times=16),
+        Entry("coarse", "coarse", "coarse", Coarse, Shape.coarse),
+        Entry("hierarchical", "hierarchical", "baseline", Hierarchical, Shape.hierarchical),
+        Entry("exact", "exact", "baseline", Exact, Shape.exact),
+        Entry("peer", "PEER", "baseline", Peer, Shape.peer),
+        Entry("exact-gathered", "exact, gathered", "baseline", PlainExact, Shape.exact, None),
+        Entry("peer-gathered", "PEER, gathered", "baseline", PlainPeer, Shape.peer, None),
+        Entry("listing", "paper's listing", "baseline", Listing, Shape.listing, None),
+        Entry("peer-pytorch", "PEER-pytorch", "baseline", PeerPackage, Shape.peer, None),
     )
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from airmoe.routers import Codebook
 
 NUM_BATCHES = 4  # steps take turns on them, so that no batch stays in a cache
 SPREAD = 0.6  # a token's distance from its codeword's direction: cosine 0.86
-CODEBOOK_UPDATES = 20  # on captured states that come without codewords
+CODEBOOK_UPDATES = 20  # where codewords are learned
 
 
 @dataclass(frozen=True)
@@ -97,38 +98,61 @@ def read_captured(path: Path) -> Captured:
 def make_inputs(
     shape: Shape, device: torch.device, seed: int, captured: Captured | None = None
 ) -> Inputs:
-    """Draw tokens around the codewords, or take captured ones."""
+    """Draw clustered tokens, or take captured ones."""
     generator = torch.Generator(device).manual_seed(seed)
-    drawn = {"generator": generator, "device": device}
     if shape.cells == "captured":
         assert captured is not None
         shape = captured.shape(shape)
-    cotangent = torch.randn(shape.num_tokens, shape.dim, **drawn).to(shape.torch_dtype)
-    if shape.cells == "captured":
-        assert captured is not None
+    cotangent = torch.randn(shape.num_tokens, shape.dim, generator=generator, device=device)
+    cotangent = cotangent.to(shape.torch_dtype)
+    if captured is not None and shape.cells == "captured":
         return _captured_inputs(shape, seed, captured, cotangent)
-    codewords = F.normalize(torch.randn(shape.num_codewords, shape.dim, **drawn), dim=-1)
-    shares = popularity(shape.cells, shape.num_codewords).to(device)
-    shares = shares[torch.randperm(shape.num_codewords, **drawn)]  # pyright: ignore
-    batches = []
-    for _ in range(NUM_BATCHES):
+    if shape.cells == "topics":
+        centres = _topics(shape, generator)
+    else:
+        centres = _directions(shape.num_codewords, shape.dim, generator)
+    shares = popularity(shape.cells, len(centres)).to(device)
+    shares = shares[torch.randperm(len(centres), generator=generator, device=device)]
+
+    def draw() -> Tensor:
+        """[T, D] around the centres, of norm sqrt(D)."""
         owners = torch.multinomial(shares, shape.num_tokens, replacement=True, generator=generator)
-        noise = F.normalize(torch.randn(shape.num_tokens, shape.dim, **drawn), dim=-1)
-        hidden = F.normalize(codewords[owners] + SPREAD * noise, dim=-1) * shape.dim**0.5
-        batches.append(hidden.to(shape.torch_dtype))
+        noise = _directions(shape.num_tokens, shape.dim, generator)
+        hidden = F.normalize(centres[owners] + SPREAD * noise, dim=-1) * shape.dim**0.5
+        return hidden.to(shape.torch_dtype)
+
+    batches = [draw() for _ in range(NUM_BATCHES)]
+    codewords = centres
+    if shape.cells == "topics":
+        codewords = _learned_codewords(shape, seed, (draw() for _ in range(CODEBOOK_UPDATES)))
     return Inputs(shape, seed, batches, cotangent, codewords)
 
 
-def popularity(cells: CellSizes, num_codewords: int) -> Tensor:
-    """[G] how likely a token belongs to each codeword.
+def _directions(count: int, dim: int, generator: torch.Generator) -> Tensor:
+    drawn = torch.randn(count, dim, generator=generator, device=generator.device)
+    return F.normalize(drawn, dim=-1)
+
+
+def _topics(shape: Shape, generator: torch.Generator) -> Tensor:
+    """Directions in families of four, as many families as codewords: [4 G, D]."""
+    parents = _directions(shape.num_codewords, shape.dim, generator)
+    children = _directions(4 * shape.num_codewords, shape.dim, generator)
+    return F.normalize(parents.repeat_interleave(4, 0) + 0.4 * children, dim=-1)
+
+
+def popularity(cells: CellSizes, count: int) -> Tensor:
+    """How likely a token belongs to each of so many centres.
 
     "zipf" is 1 / rank with the last sixteenth left empty: of 1,024 cells the largest holds 137
-    times the mean.
+    times the mean. "topics" are milder. A codebook that learns them has, like that of a trained
+    model, cells of unequal size and a cosine of about 0.7 between a token and its codeword.
     """
-    shares = torch.ones(num_codewords)
+    shares = torch.ones(count)
     if cells == "zipf":
-        shares /= torch.arange(1, num_codewords + 1)
-        shares[num_codewords - max(1, num_codewords // 16) :] = 0
+        shares /= torch.arange(1, count + 1)
+        shares[count - max(1, count // 16) :] = 0
+    if cells == "topics":
+        shares /= torch.arange(10, 10 + count).sqrt()
     return shares / shares.sum()
 
 
@@ -144,19 +168,23 @@ def _captured_inputs(shape: Shape, seed: int, captured: Captured, cotangent: Ten
     if captured.codewords is not None:
         codewords = F.normalize(captured.codewords.to(device, torch.float32), dim=-1)
     else:
-        codewords = _learned_codewords(shape, seed, batches)
+        seen = (batches[number % NUM_BATCHES] for number in range(CODEBOOK_UPDATES))
+        codewords = _learned_codewords(shape, seed, seen)
     centroids = captured.centroids
     if centroids is not None:
         centroids = centroids.to(device, shape.torch_dtype)
     return Inputs(shape, seed, batches, cotangent, codewords, centroids)
 
 
-def _learned_codewords(shape: Shape, seed: int, batches: list[Tensor]) -> Tensor:
-    torch.manual_seed(seed)
-    with torch.device(batches[0].device):
-        codebook = Codebook(shape.num_codewords, shape.dim)
-    for number in range(CODEBOOK_UPDATES):
-        codebook.update(batches[number % len(batches)])
+def _learned_codewords(shape: Shape, seed: int, batches: Iterable[Tensor]) -> Tensor:
+    codebook = None
+    for batch in batches:
+        if codebook is None:
+            torch.manual_seed(seed)
+            with torch.device(batch.device):
+                codebook = Codebook(shape.num_codewords, shape.dim)
+        codebook.update(batch)
+    assert codebook is not None
     return codebook.codewords.clone()
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from airmoe.errors import ConfigError
 from airmoe.experiments.bench.cases import Phase
 from airmoe.experiments.bench.checks import Check, check
-from airmoe.experiments.bench.contenders import Contender, NotHereError
+from airmoe.experiments.bench.contenders import Contender
 from airmoe.experiments.bench.entries import Entry, backend
 from airmoe.experiments.bench.inputs import Inputs
+from airmoe.experiments.bench.plain import NotHereError
 from airmoe.experiments.bench.timing import (
     Ceilings,
     Limits,
@@ -35,6 +36,7 @@ from airmoe.experiments.bench.timing import (
 Status = Literal["timed", "wrong", "skipped", "out of memory", "failed"]
 MOST_PARTS = 16
 GIB = 2**30
+SHORT = Limits(repeats=10, seconds=0.5)
 LOG = logging.getLogger("airmoe")
 ASKED = re.compile(r"Tried to allocate ([\d.]+) (MiB|GiB)")
 
@@ -58,6 +60,11 @@ class Result:
     total_ms: list[float] = field(default_factory=list)  # forward + backward
     apart_ms: dict[str, list[float]] = field(default_factory=dict)
     work: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, laps: Sequence[Sequence[float]]) -> None:
+        """Samples of `training_step`."""
+        self.forward_ms += [sum(lap[::2]) for lap in laps]
+        self.total_ms += [sum(lap) for lap in laps]
 
     def as_json(self) -> dict[str, Any]:
         content = {name: value for name, value in vars(self).items() if name != "check"}
@@ -95,9 +102,15 @@ def _attempt(entry: Entry, setting: Setting, parts: int) -> Result:
     result = Result(entry.key, entry.name, entry.role, parts=parts)
 
     def attempt() -> None:
-        with backend(entry, setting.inputs) as used:
-            result.backend = used
-            _measure(entry, setting, result)
+        with backend(entry, setting.inputs) as result.backend:
+            contender = build_and_check(entry, setting, result)
+            if contender is None:
+                return
+            free_memory()
+            if setting.phase == "training":
+                _train(contender, setting, result, in_graph=not entry.splits)
+            else:
+                _decode(contender, setting, result)
 
     return guarded(result, attempt)
 
@@ -142,50 +155,54 @@ def free_memory() -> None:
             torch.cuda.reset_peak_memory_stats()
 
 
-def _measure(entry: Entry, setting: Setting, result: Result) -> None:
-    inputs, timer = setting.inputs, setting.timer
+def build_and_check(entry: Entry, setting: Setting, result: Result) -> Contender | None:
+    """A contender, if its answers are right."""
+    inputs = entry.inputs(setting.inputs)
     contender = entry.build(inputs)
-    parameters = list(contender.module.parameters())
-    result.parameter_bytes = sum(parameter.nbytes for parameter in parameters)
+    result.parameter_bytes = sum(value.nbytes for value in contender.module.parameters())
     hidden, cotangent = (
         tensor.chunk(result.parts)[0] for tensor in (inputs.batches[0], inputs.cotangent)
     )
-    training = setting.phase == "training"
-    result.check = check(contender, hidden, cotangent, gradients=training)
-    result.work = describe_work(entry, setting)
-    if result.check.problems:
-        result.status, result.reason = "wrong", "; ".join(result.check.problems)
-        return
-    free_memory()
-    if training:
-        step = training_step(contender, setting, result.parts)
-        step(0)
-        result.peak_bytes = peak_bytes(timer, lambda: step(0))
-        step = _captured(contender, entry, setting, step, result)
-        laps = sample(timer, step, setting.limits)
-        result.forward_ms = [sum(lap[::2]) for lap in laps]
-        result.total_ms = [sum(lap) for lap in laps]
-        for name, action in contender.apart().items():
-            apart = _plain_step(
-                timer, action_in_graph(timer, action) if result.captured else action
-            )
-            laps = sample(timer, apart, Limits(repeats=10, seconds=0.5))
-            result.apart_ms[name] = [sum(lap) for lap in laps]
-    else:
-        _decode(contender, setting, result)
+    gradients = setting.phase == "training"
+    result.check = check(contender, hidden, cotangent, gradients=gradients)
+    work = entry.work(inputs.shape)
+    result.work = asdict(work) | {
+        "forward_floor_ms": work.floor_ms(setting.ceilings, backward=False),
+        "total_floor_ms": work.floor_ms(setting.ceilings, backward=True),
+    }
+    if not result.check.problems:
+        return contender
+    result.status, result.reason = "wrong", "; ".join(result.check.problems)
+    return None
 
 
-def _captured(
-    contender: Contender, entry: Entry, setting: Setting, eager: Step, result: Result
-) -> Step:
-    """The step in CUDA graphs, where the layer is ours: what its kernels take, not its Python.
+def _train(contender: Contender, setting: Setting, result: Result, *, in_graph: bool) -> None:
+    step = training_step(contender, setting, result.parts)
+    step(0)
+    result.peak_bytes = peak_bytes(setting.timer, lambda: step(0))
+    if in_graph and result.backend == "triton" and setting.timer.on_gpu:
+        step = _captured(contender, setting, step, result)
+    result.add(sample(setting.timer, step, setting.limits))
+    time_apart(contender, setting, result)
+
+
+def time_apart(contender: Contender, setting: Setting, result: Result) -> None:
+    """What belongs to training but not to every forward."""
+    timer = setting.timer
+    for name, action in contender.apart().items():
+        if result.captured:
+            action = action_in_graph(timer, action)
+        laps = sample(timer, _plain_step(timer, action), SHORT)
+        result.apart_ms[name] = [sum(lap) for lap in laps]
+
+
+def _captured(contender: Contender, setting: Setting, eager: Step, result: Result) -> Step:
+    """The step in CUDA graphs: what our kernels take, not their Python.
 
     The same step launched one by one is measured too, and kept apart.
     """
     timer, inputs = setting.timer, setting.inputs
-    if not timer.on_gpu or entry.splits or result.backend != "triton":
-        return eager
-    laps = sample(timer, eager, Limits(repeats=10, seconds=0.5))
+    laps = sample(timer, eager, SHORT)
     try:
         step = in_graphs(
             timer, contender.forward, contender.module, inputs.batches, inputs.cotangent
@@ -209,7 +226,7 @@ def training_step(contender: Contender, setting: Setting, parts: int) -> Step:
         for hidden, cotangent in pieces:
             output = contender.forward(hidden.detach().requires_grad_())
             marks.append(timer.mark())
-            output.backward(cotangent)
+            contender.backward(output, cotangent)
             marks.append(timer.mark())
         contender.module.zero_grad(set_to_none=True)  # the next step pays for dense gradients again
         return marks
@@ -217,7 +234,7 @@ def training_step(contender: Contender, setting: Setting, parts: int) -> Step:
     return step
 
 
-def _plain_step(timer: Timer, action: Any) -> Step:
+def _plain_step(timer: Timer, action: Callable[[], Any]) -> Step:
     def step(_: int) -> Sequence[Any]:
         first = timer.mark()
         action()
@@ -250,12 +267,3 @@ def _decode(contender: Contender, setting: Setting, result: Result) -> None:
         except RuntimeError as error:
             result.reason = f"no CUDA graph: {_first_line(error)}"
     result.forward_ms = [sum(lap) for lap in sample(timer, step, setting.limits)]
-
-
-def describe_work(entry: Entry, setting: Setting) -> dict[str, Any]:
-    """FLOPs, bytes and the floor that follows from them."""
-    found = entry.work(setting.inputs.shape)
-    return asdict(found) | {
-        "forward_floor_ms": found.floor_ms(setting.ceilings, backward=False),
-        "total_floor_ms": found.floor_ms(setting.ceilings, backward=True),
-    }

@@ -1,15 +1,20 @@
-"""The stored results as a block of Markdown: what benchmarks/README.md shows."""
+"""The stored results as Markdown and as a figure: what benchmarks/README.md shows."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from airmoe.experiments.bench.report import GIB, Content, fastest_baseline, timed, typical
-from airmoe.files import read_json
+from airmoe.errors import ConfigError
+from airmoe.experiments.bench.report import GIB, Content, fastest, timed, typical
+from airmoe.files import read_json, write_bytes
 
 AIR = "air-triton"
+DARK, OURS, NAMED, OTHER = "#222222", "#3b6fb6", "#8c96a3", "#d3d8df"
+NOT_YET = "Not measured yet: `{}`, then `python docs/draw_speed.py`."
 OTHERS = {
     "paper-16k": "T = 16,384",
     "paper-768": "D = 768",
@@ -21,11 +26,11 @@ OTHERS = {
 }
 
 
-def block(results: Path) -> str:
+def gpu_block(results: Path) -> str:
     """The table of the paper's shape, the lines of the other cases, and the training step."""
     paper = _read(results, "paper")
-    if paper is None or not timed(paper, AIR) or fastest_baseline(paper) is None:
-        return "Not measured yet: `airmoe bench`, then `python docs/draw_speed.py`."
+    if paper is None or not timed(paper, AIR) or fastest(paper, "baseline") is None:
+        return NOT_YET.format("airmoe bench")
     parts = [_heading(paper), _table(paper), _against_fastest(paper)]
     lines = [line for name, what in OTHERS.items() if (line := _line(results, name, what))]
     if lines:
@@ -39,6 +44,53 @@ def block(results: Path) -> str:
     if step is not None:
         parts.append(_step(step))
     return "\n\n".join(parts)
+
+
+def cpu_block(results: Path) -> str:
+    """The contenders on a CPU, and in a sentence each SwiGLU and growth."""
+    cpu = _read(results, "cpu")
+    if cpu is None or not timed(cpu, "air"):
+        return NOT_YET.format("make bench")
+    (air,), device = timed(cpu, "air"), cpu["device"]
+    lines = [
+        f"{cpu['shape_text']}, forward + backward, {device['threads']} threads of "
+        f"{device['name']}, torch {cpu['versions']['torch']}. Medians of one run, contenders in "
+        "turns. Repeat with `make bench`.",
+        "",
+        "| layer, two-matrix GELU experts | seconds | times AIR | peak memory, GiB | times AIR |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for result in cpu["results"]:
+        if result["status"] != "timed":
+            lines.append(f"| {result['name']} | {result['status']} | | | |")
+            continue
+        slower, memory = typical(result) / typical(air), result["peak_bytes"]
+        lines.append(
+            f"| {result['name']} | {typical(result) / 1e3:.2f} | {slower:.1f} | "
+            f"{memory / GIB:.2f} | {memory / air['peak_bytes']:.1f} |"
+        )
+    return "\n".join([*lines, "", " ".join(_cpu_notes(results))]).rstrip()
+
+
+def _cpu_notes(results: Path) -> Iterator[str]:
+    """SwiGLU and growth, in a sentence each, where they were measured."""
+    swiglu, growth = _read(results, "cpu-swiglu"), _read(results, "cpu-growth")
+    if swiglu is not None and len(timed(swiglu)) == 2:
+        ours, theirs = (typical(result) / 1e3 for result in timed(swiglu))
+        yield (
+            f"With SwiGLU experts AIR takes {ours:.2f} s, the paper's listing {theirs:.2f} s "
+            f"({theirs / ours:.1f} times)."
+        )
+    if growth is not None and len(timed(growth)) == 2:
+        few, many = timed(growth)
+        ratio = many["median"]["forward_ms"] / few["median"]["forward_ms"]
+        more, less = (1e-3 * (_apart(result, "refresh") or 0) for result in (many, few))
+        experts = growth["shape"]["num_experts"]
+        yield (
+            f"E = {16 * experts:,}: the forward takes {ratio:.2f} times as long as with "
+            f"{experts:,}; the shortlist refresh, once per optimizer step, takes "
+            f"{more:.2f} s against {less:.2f} s."
+        )
 
 
 def _read(results: Path, name: str) -> Content | None:
@@ -76,7 +128,7 @@ def _table(paper: Content) -> str:
 
 def _against_fastest(paper: Content) -> str:
     (air,) = timed(paper, AIR)
-    rival = fastest_baseline(paper)
+    rival = fastest(paper, "baseline")
     assert rival is not None
     apart = air["apart_median_ms"]
     once = {name: ms for name, ms in apart.items() if name.startswith(("refresh", "casts"))}
@@ -93,8 +145,8 @@ def _line(results: Path, name: str, what: str) -> str | None:
     if content is None or not timed(content, AIR):
         return None
     (air,) = timed(content, AIR)
-    rival = fastest_baseline(content)
-    ours = f"{number(typical(air))} | {_one_by_one(air)} | {_apart(air, 'refresh')}"
+    rival = fastest(content, "baseline")
+    ours = f"{number(typical(air))} | {_one_by_one(air)} | {_shown(air, 'refresh')}"
     if rival is None:
         return f"| {what} | {ours} | not measured | | | |"
     theirs, ratio = number(typical(rival)), number(typical(rival) / typical(air))
@@ -109,12 +161,18 @@ def _name(result: Content) -> str:
 
 def _one_by_one(result: Content) -> str:
     """Its time without a graph; where it has no graph at all, that is its time."""
-    return _apart(result, "launched") if result["captured"] else number(typical(result))
+    return _shown(result, "launched") if result["captured"] else number(typical(result))
 
 
-def _apart(result: Content, what: str) -> str:
-    found = [ms for name, ms in result["apart_median_ms"].items() if name.startswith(what)]
-    return number(found[0]) if found else "-"
+def _shown(result: Content, what: str) -> str:
+    found = _apart(result, what)
+    return "-" if found is None else number(found)
+
+
+def _apart(result: Content, what: str) -> float | None:
+    """Milliseconds of something that is measured apart, by how its name begins."""
+    times = result["apart_median_ms"].items()
+    return next((ms for name, ms in times if name.startswith(what)), None)
 
 
 def _step(content: Content) -> str:
@@ -149,3 +207,69 @@ def number(value: float) -> str:
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+
+
+# -- figure --------------------------------------------------------------------------------------
+
+
+def draw(results: Content, path: Path) -> None:
+    """Bars of forward + backward by contender, and in words how AIR compares with the fastest."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "bench.figure", str(path), "needs matplotlib", "Run: pip install 'airmoe[plot]'"
+        ) from None
+    if not timed(results):
+        raise ConfigError(
+            "bench.figure", str(path), f"nothing of {results['case']} has a time", "Measure first."
+        )
+    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "airmoe", "font.size": 9, "text.color": DARK})
+    height = 0.9 + 0.3 * len(timed(results))
+    figure, axes = plt.subplots(figsize=(7.2, height), layout="constrained")
+    draw_bars(axes, results, _title(results))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind, content = path.suffix.lstrip(".") or "png", io.BytesIO()
+    metadata = {"Date": None} if kind == "svg" else None
+    figure.savefig(content, format=kind, metadata=metadata, dpi=130)
+    plt.close(figure)
+    write_bytes(path, content.getvalue())
+
+
+def draw_bars(axes: Any, results: Content, title: str) -> None:
+    """Fastest first; AIR at its best and the fastest baseline stand out."""
+    bars = sorted(timed(results), key=typical)
+    values = [typical(bar) for bar in bars]
+    ours, rival = fastest(results, "air"), fastest(results, "baseline")
+    colours = [OURS if bar is ours else NAMED if bar is rival else OTHER for bar in bars]
+    drawn = axes.barh([bar["name"] for bar in bars], values, 0.65, color=colours)
+    axes.bar_label(drawn, [_label(bar) for bar in bars], padding=4)
+    axes.set_xscale("log")
+    axes.set_xlim(0.5 * min(values), 30 * max(values))
+    axes.invert_yaxis()
+    axes.set_title(title, loc="left", fontsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_visible(False)
+    axes.spines[:].set_visible(False)
+
+
+def _label(bar: Content) -> str:
+    peak = bar["peak_bytes"]
+    memory = "" if peak is None else f", {peak / GIB:.3g} GiB"
+    return f"{number(typical(bar))} ms{memory}"
+
+
+def _title(results: Content) -> str:
+    what = "forward" if results["phase"] == "decoding" else "forward + backward"
+    lines = [f"{what} of one layer, log scale, {results['device']['name']}", results["shape_text"]]
+    ours, rival = fastest(results, "air"), fastest(results, "baseline")
+    if ours is not None and rival is not None:
+        ratio = typical(rival) / typical(ours)
+        lines.append(
+            f"{ours['name']} is {ratio:.3g} times as fast as the fastest granular baseline, "
+            f"{rival['name']}"
+        )
+    return "\n".join(lines)

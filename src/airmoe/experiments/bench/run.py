@@ -1,13 +1,16 @@
-"""The command `airmoe bench`: cases one after the other, each with its JSON file."""
+"""`airmoe bench` and `make bench`: cases one after the other, each with its JSON file."""
 
 from __future__ import annotations
 
 import gc
+import os
+import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,12 +20,13 @@ from airmoe.errors import ConfigError, visible
 from airmoe.experiments.bench import step as steps
 from airmoe.experiments.bench.cases import CASES, DECODE, SCALING, Case, toy
 from airmoe.experiments.bench.entries import ENTRIES, best_device
-from airmoe.experiments.bench.figure import draw
 from airmoe.experiments.bench.inputs import Captured, make_inputs, read_captured, summarize_cells
 from airmoe.experiments.bench.measure import Result, Setting, free_memory, measure
-from airmoe.experiments.bench.promises import kept_and_broken
+from airmoe.experiments.bench.page import draw
 from airmoe.experiments.bench.report import closing_lines, print_case, print_step, remarks
+from airmoe.experiments.bench.swapped import compare_swapped
 from airmoe.experiments.bench.timing import Ceilings, Limits, Timer, measure_ceilings
+from airmoe.experiments.bench.turns import measure_in_turns
 from airmoe.files import read_json, write_json
 from airmoe.training.run_folder import git_state, versions
 
@@ -39,6 +43,7 @@ class Options:
     step: bool = False
     decode: bool = False
     scaling: bool = False
+    swapped: bool = False
     quick: bool = False
     only: tuple[str, ...] = ()
     repeats: int = 20
@@ -59,7 +64,8 @@ class Options:
                 rule = f"must be one of {', '.join(known)}"
                 raise ConfigError("bench.only", key, rule, "Choose one of these.")
         offered = [key for case in self.all_cases() for key in case.contenders]
-        if not self.wanted([*offered, *(steps.WAYS if self.step else ())]):
+        offered += steps.WAYS if self.step else ()
+        if self.only and not self.wanted(offered):
             rule = "is in none of the cases"
             raise ConfigError("bench.only", ", ".join(self.only), rule, "Name another case.")
         for name in ("data", "capture"):
@@ -71,7 +77,8 @@ class Options:
             raise ConfigError("bench.capture", str(self.capture), rule, "Add --only eager.")
         if self.repeats < 1:
             raise ConfigError("bench.repeats", self.repeats, "must be >= 1", "Give 1 or more.")
-        if not self.quick and not self.draws_only and best_device().type == "cpu":
+        needs_gpu = self.step or any(case.device == "gpu" for case in self.all_cases())
+        if needs_gpu and not self.quick and best_device().type == "cpu":
             raise ConfigError(
                 "bench.device",
                 "cpu",
@@ -79,24 +86,19 @@ class Options:
                 "Use --quick to see that all runs, `make bench` for times on a CPU, or a GPU.",
             )
 
-    @property
-    def draws_only(self) -> bool:
-        """A figure of stored results was asked for, and nothing to measure."""
-        asked = self.cases or self.step or self.decode or self.scaling or self.quick
-        return self.figure is not None and not asked
-
     def wanted(self, keys: Iterable[str]) -> list[str]:
         """Those of them that `--only` leaves."""
         return [key for key in keys if not self.only or key in self.only]
 
     def all_cases(self) -> list[Case]:
-        """In the order of the command line; the paper's where nothing was named."""
+        """In the order of the command line; the paper's where nothing was asked for."""
         named = [CASES[name] for name in self.cases]
-        if not (named or self.step or self.decode or self.scaling):
+        others = self.step or self.decode or self.scaling or self.swapped
+        draws_only = self.figure is not None and not self.quick  # of stored results
+        if not (named or others or draws_only):
             named = [CASES["paper"]]
         if self.scaling:
-            wanted = [c for c in SCALING if not self.quick or c.shape.num_experts in QUICK_SCALING]
-            named += wanted
+            named += [c for c in SCALING if not self.quick or c.shape.num_experts in QUICK_SCALING]
         if self.decode:
             named += DECODE
         return [toy(case) for case in named] if self.quick else named
@@ -108,12 +110,11 @@ class Bench:
     def __init__(self, options: Options, console: Console) -> None:
         options.check()
         self.options, self.console = options, console
-        self.timer = Timer(best_device())
         self.limits = Limits(repeats=options.repeats)
         self.captured: Captured | None = None
         if options.activations is not None:
             self.captured = read_captured(options.activations)
-        self._ceilings: dict[torch.dtype, Ceilings] = {}
+        self._ceilings: dict[tuple[str, torch.dtype], Ceilings] = {}
         gc.freeze()  # collections between contenders need to look at nothing older than this
 
     def run(self) -> bool:
@@ -121,39 +122,42 @@ class Bench:
         options = self.options
         if options.quick:
             self._say("Toy sizes: what follows shows that everything runs, not how fast.", "yellow")
-        if options.draws_only:
-            self._draw([])
-            return True
         contents = [content for case in options.all_cases() if (content := self._case(case))]
         if options.step:
             contents.append(self._step())
+        if options.swapped:
+            compare_swapped(self.console, quick=options.quick)
         for text in closing_lines(contents):
             self._say(text)
-        for promise in kept_and_broken(contents):
-            self._say(str(promise), promise.style)
-        self._draw(contents)
+        if options.figure is not None:
+            self._draw(contents, options.figure)
         ends = {result["status"] for content in contents for result in content["results"]}
         return not ends & {"wrong", "failed"}
 
     def _case(self, case: Case) -> dict[str, Any] | None:
-        chosen = self.options.wanted(case.contenders)
-        if not chosen:
+        keys = self.options.wanted(case.contenders)
+        if not keys:
             return None
         if case.shape.cells == "captured" and self.captured is None:
             self._say(f"{case.name}: skipped, it needs --activations FILE.safetensors", "yellow")
             return None
-        inputs = make_inputs(case.shape, self.timer.device, SEED, self.captured)
-        cells = summarize_cells(inputs)
-        ceilings = self._ceilings_of(inputs.shape.torch_dtype)
-        self._say(f"{case.name}: {inputs.shape}; {cells}")
-        content = self._header(case.name, str(inputs.shape), case.phase) | {
-            "shape": asdict(inputs.shape),
+        timer = Timer(best_device() if case.device == "gpu" else torch.device("cpu"))
+        inputs = make_inputs(case.shape, timer.device, SEED, self.captured)
+        shape, cells = inputs.shape, summarize_cells(inputs)
+        ceilings = self._ceilings_of(timer, shape.torch_dtype)
+        self._say(f"{case.name}: {shape}; {cells}")
+        content = self._header(case.name, str(shape), case.phase, timer.device) | {
+            "shape": asdict(shape),
             "cells": asdict(cells),
             "ceilings": asdict(ceilings),
         }
-        setting = Setting(inputs, case.phase, self.timer, ceilings, self.limits)
-        jobs = {ENTRIES[key].name: lambda key=key: measure(ENTRIES[key], setting) for key in chosen}
-        self._measure(content, jobs)
+        if case.device == "cpu" and not self.options.quick:
+            results = measure_in_turns(keys, shape, SEED, ceilings)
+            self._measure(content, {result.name: lambda r=result: r for result in results})
+        else:
+            setting = Setting(inputs, case.phase, timer, ceilings, self.limits)
+            entries = [ENTRIES[key] for key in keys]
+            self._measure(content, {e.name: lambda e=e: measure(e, setting) for e in entries})
         print_case(self.console, content)
         return content
 
@@ -169,15 +173,17 @@ class Bench:
             f"{shape.vocab_size:,} token ids, bfloat16 autocast, {kind}"
         )
         self._say(f"{name}: {shape_text}")
-        content = self._header(name, shape_text, "step") | {"shape": asdict(shape)}
-        keys = self.options.wanted(steps.WAYS)
+        timer = Timer(best_device())
+        header = self._header(name, shape_text, "step", timer.device)
+        content = header | {"shape": asdict(shape)}
 
-        def job(key: str) -> Callable[[], Result]:
-            way, wanted = steps.WAYS[key], capture if key == "eager" else None
-            setting = (shape, self.timer, self.limits, SEED, text, wanted)
+        def job(way: steps.Way) -> Callable[[], Result]:
+            wanted = capture if way.key == "eager" else None
+            setting = (shape, timer, self.limits, SEED, text, wanted)
             return lambda: steps.measure_step(way, *setting)
 
-        self._measure(content, {steps.WAYS[key].name: job(key) for key in keys})
+        ways = [steps.WAYS[key] for key in self.options.wanted(steps.WAYS)]
+        self._measure(content, {way.name: job(way) for way in ways})
         print_step(self.console, content)
         return content
 
@@ -187,29 +193,30 @@ class Bench:
         # A run of some contenders must not replace one of all.
         part = "-only" if self.options.only else ""
         file = self.options.out / f"{content['case']}{part}.json"
-        started = time.monotonic()
         for name, job in jobs.items():
-            began = time.monotonic()
+            began = time.time()
             result = job()
             free_memory()
             content["results"].append(result.as_json())
-            content["wall_seconds"] = time.monotonic() - started
+            content["wall_seconds"] = time.time() - content["started_unix"]
             content["complete"] = len(content["results"]) == len(jobs)
             write_json(file, content)
-            self._say(f"  {name}: {_summary(result)} ({time.monotonic() - began:.0f} s)")
+            self._say(f"  {name}: {_summary(result)} ({time.time() - began:.0f} s)")
         self._say(f"every sample: {file}")
 
-    def _ceilings_of(self, dtype: torch.dtype) -> Ceilings:
-        if dtype not in self._ceilings:
-            self._ceilings[dtype] = found = measure_ceilings(self.timer, dtype)
+    def _ceilings_of(self, timer: Timer, dtype: torch.dtype) -> Ceilings:
+        key = (timer.device.type, dtype)
+        if key not in self._ceilings:
+            self._ceilings[key] = found = measure_ceilings(timer, dtype)
             free_memory()
             self._say(
                 f"ceilings in {found.dtype}: {found.flops / 1e12:.3g} TFLOP/s (product), "
                 f"{found.bytes / 1e12:.3g} TB/s (copy)"
             )
-        return self._ceilings[dtype]
+        return self._ceilings[key]
 
-    def _header(self, name: str, text: str, phase: str) -> dict[str, Any]:
+    def _header(self, name: str, text: str, phase: str, device: torch.device) -> dict[str, Any]:
+        others = {package: _version(package) for package in ("triton", "PEER-pytorch")}
         return {
             "format": FORMAT,
             "case": name,
@@ -218,17 +225,14 @@ class Bench:
             "seed": SEED,
             "started_unix": time.time(),
             "complete": False,
-            "device": describe_device(self.timer.device),
-            "versions": versions() | {"triton": _version("triton"), "cuda": torch.version.cuda},
+            "device": describe_device(device),
+            "versions": versions() | others | {"cuda": torch.version.cuda},
             "git": git_state(),
             "results": [],
         }
 
-    def _draw(self, contents: Sequence[dict[str, Any]]) -> None:
+    def _draw(self, contents: Sequence[dict[str, Any]], path: Path) -> None:
         """Of the first case that was measured, or else of the stored results of the paper's."""
-        path = self.options.figure
-        if path is None:
-            return
         drawable = [content for content in contents if content["phase"] != "step"]
         if not drawable:
             file = self.options.out / "paper.json"
@@ -258,15 +262,10 @@ def _stored(file: Path) -> dict[str, Any]:
 
 
 def _summary(result: Result) -> str:
-    content = result.as_json()
     if result.status != "timed":
         return remarks(result.status, result.reason)
-    middle = content["median"]
-    times = [
-        f"{what} {middle[part]:.3g} ms"
-        for part, what in (("forward_ms", "forward"), ("total_ms", "in all"))
-        if part in middle
-    ]
+    samples = {"forward": result.forward_ms, "in all": result.total_ms}
+    times = [f"{what} {median(laps):.3g} ms" for what, laps in samples.items() if laps]
     if result.peak_bytes is not None:
         times.append(f"{result.peak_bytes / 2**30:.2f} GiB")
     return ", ".join(times)
@@ -274,7 +273,12 @@ def _summary(result: Result) -> str:
 
 def describe_device(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
-        return {"name": "CPU", "threads": torch.get_num_threads()}
+        return {
+            "name": _processor(),
+            "threads": torch.get_num_threads(),
+            "cores": os.cpu_count(),
+            "load_average": os.getloadavg(),
+        }
     found = torch.cuda.get_device_properties(device)
     return {
         "name": found.name,
@@ -282,6 +286,13 @@ def describe_device(device: torch.device) -> dict[str, Any]:
         "capability": f"{found.major}.{found.minor}",
         "multiprocessors": found.multi_processor_count,
     }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "CPU"
 
 
 def _version(package: str) -> str:

@@ -162,29 +162,21 @@ class TrainingStep:
 
         return step
 
-    def _run(self, ids: Tensor) -> None:
+    def __call__(self, number: int) -> Sequence[Any]:
+        """Marks before and after forward, backward, and clipping with the optimizer."""
+        return self._run(self.batches[number % len(self.batches)], self.timer.mark)
+
+    def _run(self, ids: Tensor, mark: Callable[[], Any] = lambda: None) -> Sequence[Any]:
+        marks = [mark()]
         with torch.autocast(self.timer.device.type, dtype=torch.bfloat16):
             loss = self.call(input_ids=ids, labels=ids).loss
+        marks.append(mark())
         loss.backward()
-        self._update()
-        self.losses.append(loss.detach())
-
-    def _update(self) -> None:
+        marks.append(mark())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.most)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def __call__(self, number: int) -> Sequence[Any]:
-        """Marks before and after forward, backward, and clipping with the optimizer."""
-        ids = self.batches[number % len(self.batches)]
-        marks = [self.timer.mark()]
-        with torch.autocast(self.timer.device.type, dtype=torch.bfloat16):
-            loss = self.call(input_ids=ids, labels=ids).loss
-        marks.append(self.timer.mark())
-        loss.backward()
-        marks.append(self.timer.mark())
-        self._update()
-        marks.append(self.timer.mark())
+        marks.append(mark())
         self.losses.append(loss.detach())
         return marks
 
@@ -277,14 +269,10 @@ def _measure(
             result.work["codeword_perplexity"] = usage.perplexity
 
 
-def _moe_layer(model: AirMoeForCausalLM) -> MoELayer:
-    return next(module for module in model.modules() if isinstance(module, MoELayer))
-
-
 @torch.no_grad()
 def write_activations(step: TrainingStep, path: Path) -> None:
     """What the first mixture layer of the trained model is given, for `paper-captured`."""
-    layer = _moe_layer(step.model)
+    layer = next(part for part in step.model.modules() if isinstance(part, MoELayer))
     assert isinstance(layer.router, AirRouter)
     hidden: list[Tensor] = []
     hook = layer.router.register_forward_pre_hook(

@@ -98,17 +98,13 @@ def peak_bytes(timer: Timer, action: Callable[[], Any]) -> int | None:
 def in_graph(timer: Timer, forward: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> Step:
     """A step that replays `forward` from a CUDA graph; a batch is copied in before the clock."""
     static = batches[0].clone()
-    _warm_up(timer, lambda: forward(static))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = forward(static)
+    replay = action_in_graph(timer, lambda: forward(static))
 
     def step(number: int) -> Sequence[Any]:
         static.copy_(batches[number % len(batches)])
         marks = [timer.mark()]
-        graph.replay()
+        replay()
         marks.append(timer.mark())
-        assert output is not None  # the graph writes to it: it must live
         return marks
 
     return step
@@ -153,8 +149,13 @@ def action_in_graph(timer: Timer, action: Callable[[], Any]) -> Callable[[], Any
     _warm_up(timer, action)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        action()
-    return graph.replay
+        output = action()
+
+    def replay() -> Any:
+        graph.replay()
+        return output  # the graph writes to it: it must live
+
+    return replay
 
 
 def _warm_up(timer: Timer, action: Callable[[], Any]) -> None:

@@ -6,7 +6,7 @@ settings; no model is built, so a large one needs neither memory nor time.
 """
 
 from airmoe.metrics.flops.convention import Operation
-from airmoe.metrics.flops.count import LanguageModelConfig, count_flops
+from airmoe.metrics.flops.count import LanguageModelConfig, count_flops, count_layer
 from airmoe.metrics.flops.ledger import COLUMNS, PARTS, Column, Cost, Ledger, Part, Term
 from airmoe.metrics.flops.router_parts import RouterCount
 from airmoe.metrics.flops.routers import count_router
@@ -26,5 +26,6 @@ __all__ = [
     "Term",
     "Workload",
     "count_flops",
+    "count_layer",
     "count_router",
 ]

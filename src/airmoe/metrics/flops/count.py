@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator
 from typing import Protocol
 
 from airmoe.kernels.expert_tables import GATED, Activation, is_gated
@@ -110,34 +111,36 @@ def _mixtures(config: LanguageModelConfig, workload: Workload, num_layers: int) 
         shortlist_balance=config.shortlist_balance_weight > 0,
         router_z=config.router_z_weight > 0,
     )
-    router = count_router(config.router_config(), workload, losses)
-    terms: Sequence[Term] = (
-        *router.terms,
-        *_experts(config, router),
-        *(
-            [both("norms", "after the experts", layer_norm(config.hidden_size))]
-            if config.moe_post_norm == "layernorm"
-            else []
-        ),
+    layer = count_layer(
+        config.router_config(), workload, config.expert_activation, config.expert_size, losses
     )
+    terms = list(layer.terms)
+    if config.moe_post_norm == "layernorm":
+        terms.append(both("norms", "after the experts", layer_norm(config.hidden_size)))
     for term in terms:
-        times = num_layers * term.times
-        yield Term(term.part, term.name, term.algorithmic, term.executed, times)
+        yield dataclasses.replace(term, times=num_layers * term.times)
 
 
-def _experts(config: LanguageModelConfig, router: RouterCount) -> Iterator[Term]:
-    dim, size = config.hidden_size, config.expert_size
+def count_layer(
+    config: RouterConfig,
+    workload: Workload,
+    activation: Activation,
+    expert_size: int = 1,
+    losses: RouterLosses | None = None,
+) -> Ledger:
+    """Per token of one layer: router and experts of so many neurons, without a norm."""
+    router = count_router(config, workload, losses or RouterLosses())
+    return Ledger((*router.terms, *_experts(config.dim, expert_size, activation, router)))
+
+
+def _experts(dim: int, size: int, kind: Activation, router: RouterCount) -> Iterator[Term]:
     active, executed = router.active * size, router.executed * size  # neurons
-    gated = is_gated(config.expert_activation)
+    gated = is_gated(kind)
     for name in ("gate", "up", "down") if gated else ("up", "down"):
-        yield Term(
-            "experts",
-            name,
-            product(active, dim),
-            product(executed, dim, operator=router.experts_operator),
-        )
-    kind = GATED.get(config.expert_activation, config.expert_activation)
-    yield Term("experts", kind, activation(kind, active), activation(kind, executed))
+        ours = product(executed, dim, operator=router.experts_operator)
+        yield Term("experts", name, product(active, dim), ours)
+    name = GATED.get(kind, kind)
+    yield Term("experts", name, activation(name, active), activation(name, executed))
     if gated:
         yield Term("experts", "gate * up", multiply(active), multiply(executed))
     yield Term("experts", "routing weights", multiply(active), multiply(executed))

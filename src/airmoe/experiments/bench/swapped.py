@@ -1,4 +1,4 @@
-"""What a swapped router costs on the CPU beside the stock one: python -m benchmarks.swapped_router
+"""What a swapped router costs on a CPU beside the stock one.
 
 The router alone, without gradients, one thread. Times are those of the processor, the shortest of
 many, stock and swapped in turns, so that whatever else the machine does counts as little as
@@ -12,27 +12,36 @@ import time
 from dataclasses import dataclass
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-import airmoe
+from airmoe.adapt import calibrate, swap_routers
+
+ROUTER = "model.layers.0.mlp.gate"
 
 
 @dataclass(frozen=True)
-class Case:
+class SwapCase:
     dim: int
     num_experts: int
     top_k: int
     num_codewords: int
     shortlist_size: int
+    batches: tuple[int, ...] = (4096, 64, 1)  # tokens
 
 
-ROUTER = "model.layers.0.mlp.gate"
-CASES = (Case(2048, 128, 8, 16, 32), Case(2048, 512, 8, 16, 64), Case(1024, 8, 2, 4, 4))
+CASES = (
+    SwapCase(2048, 128, 8, 16, 32),
+    SwapCase(2048, 512, 8, 16, 64),
+    SwapCase(1024, 8, 2, 4, 4),
+)
+TOY = (SwapCase(32, 16, 4, 4, 8, (8,)),)
 
 
-def routers(case: Case) -> tuple[nn.Module, nn.Module]:
+def routers(case: SwapCase) -> tuple[nn.Module, nn.Module]:
     """A stock router of random weights, and a copy of it swapped and calibrated."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=500,
@@ -46,18 +55,16 @@ def routers(case: Case) -> tuple[nn.Module, nn.Module]:
     )
     stock = Qwen3MoeForCausalLM(config).eval()
     swapped = copy.deepcopy(stock)
-    airmoe.swap_routers(
-        swapped, num_codewords=case.num_codewords, shortlist_size=case.shortlist_size
-    )
-    airmoe.calibrate(swapped, [torch.randint(500, (8, 64))])
+    swap_routers(swapped, num_codewords=case.num_codewords, shortlist_size=case.shortlist_size)
+    calibrate(swapped, [torch.randint(500, (8, 64))])
     return stock.get_submodule(ROUTER), swapped.get_submodule(ROUTER)
 
 
 @torch.no_grad()
-def milliseconds(contenders: tuple[nn.Module, ...], hidden: Tensor, rounds: int) -> list[float]:
+def milliseconds(contenders: tuple[nn.Module, ...], hidden: Tensor) -> list[float]:
     """The shortest time of each for hidden [T, D], after one round that does not count."""
     shortest = [float("inf")] * len(contenders)
-    for turn in range(rounds + 1):
+    for turn in range(1 + max(20, 3000 // len(hidden))):
         for place, router in enumerate(contenders):
             start = time.process_time()
             router(hidden)
@@ -66,20 +73,18 @@ def milliseconds(contenders: tuple[nn.Module, ...], hidden: Tensor, rounds: int)
     return [1e3 * seconds for seconds in shortest]
 
 
-def main(cases: tuple[Case, ...] = CASES, sizes: tuple[int, ...] = (4096, 64, 1)) -> None:
+def compare_swapped(console: Console, *, quick: bool = False) -> None:
+    """Print a Markdown table, a row per case and batch."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    print("| experts | D | G | M | tokens | stock, ms | swapped, ms | times stock |")
-    print("|---:|---:|---:|---:|---:|---:|---:|---:|")
-    for case in cases:
+    console.print("| experts | D | G | M | tokens | stock, ms | swapped, ms | times stock |")
+    console.print("|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for case in TOY if quick else CASES:
         contenders = routers(case)
-        for num_tokens in sizes:
-            hidden = torch.randn(num_tokens, case.dim)
-            rounds = max(20, 3000 // num_tokens)
-            stock, swapped = milliseconds(contenders, hidden, rounds)
+        for num_tokens in case.batches:
+            stock, swapped = milliseconds(contenders, torch.randn(num_tokens, case.dim))
             shape = (case.num_experts, case.dim, case.num_codewords, case.shortlist_size)
             cells = [*(f"{number:,}" for number in (*shape, num_tokens)), f"{stock:.3g}"]
-            print("|", " | ".join([*cells, f"{swapped:.3g}", f"{swapped / stock:.2g}"]), "|")
-
-
-if __name__ == "__main__":
-    main()
+            row = " | ".join([*cells, f"{swapped:.3g}", f"{swapped / stock:.2g}"])
+            console.print(f"| {row} |", highlight=False)
+    torch.set_num_threads(threads)

@@ -1,1 +1,0 @@
-"""Speed and memory of airmoe beside the alternatives (`make bench`)."""
