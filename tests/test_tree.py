@@ -1,4 +1,4 @@
-"""The shape of the project: imports go one way, importing is light, no file knows a machine."""
+"""The project as a whole: imports go one way, importing is light, no file names a machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "airmoe"
 
-# The parts of airmoe, lowest first: each imports only what stands before it.
+# The parts of airmoe, lowest first: each may import only earlier ones.
 ORDER = (
     "errors",
     "transformers_internals",
@@ -43,7 +43,7 @@ ORDER = (
     "cli",
     "__main__",
 )
-# Text preparation must run without the model, so it stands apart from what comes before it.
+# Text preparation must run without the model, so it may import less.
 NARROWER = {"data": ("errors", "config", "files")}
 
 
@@ -64,7 +64,7 @@ def imported_modules(source: str, module: str, *, is_package: bool) -> Iterator[
             origin = ".".join(filter(None, (base, node.module)))
             if origin == "airmoe":  # `from airmoe import routers` means `airmoe.routers`
                 for alias in node.names:
-                    if alias.name != "__version__":  # no module, and there before any
+                    if alias.name != "__version__":  # not a module
                         yield node.lineno, f"airmoe.{alias.name}"
             else:
                 yield node.lineno, origin
@@ -183,7 +183,7 @@ def test_no_file_contains_a_machine_path() -> None:
 
 @pytest.mark.parametrize("lock", ["cpu", "oldest"])
 def test_the_lock_pins_every_package(lock: str) -> None:
-    """All extras and what they need in turn, exactly, and without the address of an index."""
+    """All extras and their dependencies, by exact version and without the address of an index."""
     text = (ROOT / "constraints" / f"{lock}.txt").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     wrong = [line for line in lines if not re.match(r"[a-z0-9.-]+==[0-9][\w.]*( ; .+)?$", line)]
@@ -199,8 +199,8 @@ def test_the_lock_pins_every_package(lock: str) -> None:
             continue
         seen.add(name)
         if f"transformers=={version('transformers')}" not in lines:
-            continue  # what this one needs in turn is not known here
-        with suppress(PackageNotFoundError):  # of the extras, some are not installed here
+            continue  # another lock is installed: its dependencies are unknown here
+        with suppress(PackageNotFoundError):  # some extras are not installed here
             needs = map(Requirement, requires(name) or ())
             todo += [need for need in needs if need.marker is None or need.marker.evaluate()]
     assert len(seen) > 20 and not seen - pinned - {"airmoe"}
@@ -208,7 +208,7 @@ def test_the_lock_pins_every_package(lock: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_unwritten_memory_is_nan(device: str) -> None:
-    """conftest.py's promise: an output that nobody wrote cannot pass a comparison."""
+    """conftest.py fills it, so that an unwritten output cannot pass a comparison."""
     written = torch.zeros(3, device=device)
     makers = (
         torch.empty_like(written),

@@ -58,7 +58,7 @@ def test_code_runs(page: Path) -> None:
 
 
 def test_pages_have_code_to_run() -> None:
-    """Guards the extraction itself."""
+    """The extraction itself works."""
     counts = {page.name: len(python_blocks(page)) for page in PAGES}
     assert counts["README.md"] == 1
     assert counts["method.md"] >= 3
@@ -69,7 +69,7 @@ def test_pages_have_code_to_run() -> None:
 
 @pytest.mark.usefixtures("_routers_restored")
 def test_the_new_router_registers() -> None:
-    """The page's first block is all that is needed to know the router by name."""
+    """The page's first block is enough to use the router by name."""
     page = ROOT / "docs" / "add_a_router.md"
     module = run_blocks(python_blocks(page)[:1], page.name)
     assert ROUTERS["hash"] is module.HashRouter
@@ -156,7 +156,7 @@ def test_the_tree_of_the_readme_exists() -> None:
 
 
 def test_numbers_on_the_first_screen() -> None:
-    """Measured: the paper's shape and a training step on a GPU, one layer on a CPU."""
+    """A layer and a training step on a GPU, one layer on a CPU."""
     text = " ".join(README.partition("![")[0].split())
     on_gpu = {result["key"]: result for result in stored("paper")["results"]}
     keys = ("air-triton", "hierarchical", "peer", "listing")

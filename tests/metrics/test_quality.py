@@ -66,7 +66,7 @@ def test_overlap_and_mass_recall_are_the_definitions(name: str, options: dict[st
         for heads, row in zip(routed, logits, strict=True)
     ]
     assert overlap(router, hidden).tolist() == pytest.approx(shares, abs=1e-6)
-    assert name == "topk" or 0 < sum(shares) / len(shares) < 1  # the case tells something
+    assert name == "topk" or 0 < sum(shares) / len(shares) < 1  # or the case shows nothing
     masses = oracles.mass_recall(routed, logits).tolist()
     assert mass_recall(router, hidden).tolist() == pytest.approx(masses, rel=1e-5)
 
@@ -315,7 +315,7 @@ def test_measuring_changes_nothing(training: bool, tracked: bool) -> None:
     for key, value in before.items():
         same = torch.equal(value, after[key]) if isinstance(value, Tensor) else value == after[key]
         assert same, key
-    # A backward pass that was waiting meanwhile, then another forward.
+    # The backward of the earlier forward, then another forward.
     (grad,) = torch.autograd.grad(gates.square().sum(), router.centroids)
     assert torch.equal(grad, wanted) and grad.abs().max() > 0
     assert torch.equal(router(hidden).gates, gates)

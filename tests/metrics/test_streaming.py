@@ -1,4 +1,4 @@
-"""The meter over batches and ranks equals one look at everything."""
+"""A meter over batches and ranks equals one over all tokens at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MEASURES = (mass_recall_bound, overlap, mass_recall)  # the bound first, before 
 
 
 def batch(size: int) -> Batch:
-    """Tokens with a mask and one NaN where there is room for it."""
+    """Tokens with a mask, and one NaN if there are enough."""
     hidden = torch.randn(size, DIM)
     if size > 2:
         hidden[1] = torch.nan

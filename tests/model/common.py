@@ -1,4 +1,4 @@
-"""Models small enough to test whole, one for every way of routing."""
+"""Small models, one for every way of routing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL: dict[str, Any] = {
     "num_experts": 36,
     "num_experts_per_tok": 4,
 }
-# Every router of the table, and what else a model can be made of.
+# Every router of the table, and the other kinds of model.
 VARIANTS: dict[str, dict[str, Any]] = {
     **{
         name: {"router": name, "router_options": {"jitter_std": 0.1, **EXTRA[name]}}
@@ -51,7 +51,7 @@ def config_of(variant: str, **changes: Any) -> AirMoeConfig:
 
 
 def build(variant: str = "air", **changes: Any) -> Any:
-    """A model, the same in every run; `Any`, because tests reach into it."""
+    """A model, the same in every run; `Any`, because tests use its internals."""
     torch.manual_seed(0)
     return AirMoeForCausalLM(config_of(variant, **changes))
 
@@ -61,8 +61,13 @@ def batch(index: int, shape: tuple[int, int] = (3, 12), vocabulary: int = VOCABU
     return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(index))
 
 
+def assert_close_gradients(found: Any, expected: Any) -> None:
+    for (name, weight), other in zip(found.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, other.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def learn_a_little(model: Any, steps: int = 2) -> Any:
-    """Training forwards, so that codebooks, counters and noise have left their first values."""
+    """Training forwards, which change codebooks, counters and noise."""
     model.train()
     for step in range(steps):
         model(batch(step), labels=batch(step)).loss.backward()

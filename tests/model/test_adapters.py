@@ -1,4 +1,4 @@
-"""Adapters (PEFT) work wherever they can be put, and their file is all that training changed."""
+"""Adapters (PEFT): every one trains, and its file holds all that training changed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_adapter_gets_a_gradient(variant: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_adapter_on_queries_is_the_sum_of_both_products(dtype: torch.dtype) -> None:
-    """And without one nothing changes: the product is in float32 whatever the weights are."""
+    """Without one nothing changes: the product is in float32 at any dtype of the weights."""
     torch.manual_seed(0)
     router = PeerRouter.Config(dim=8, num_experts=36, top_k=4, num_heads=2).build().to(dtype)
     hidden = torch.randn(50, 8).to(dtype)
@@ -62,7 +62,7 @@ def test_an_adapter_on_queries_is_the_sum_of_both_products(dtype: torch.dtype) -
 
 @pytest.mark.parametrize("items", [None, 40])
 def test_an_adapter_on_the_head_counts_in_the_loss(items: int | None) -> None:
-    """The loss that never builds all logits knows only plain heads; an adapted one is called."""
+    """The chunked loss multiplies with plain heads itself, but calls a head with an adapter."""
     model = adapted(build("topk", router_options={"jitter_std": 0.0}), ["lm_head"])
     labels = batch(2).clone()
     labels[0, 4:] = -100
@@ -80,7 +80,7 @@ def test_an_adapter_on_the_head_counts_in_the_loss(items: int | None) -> None:
 
 
 def fine_tuned(base: Any, folder: Path, **options: Any) -> tuple[Tensor, Tensor]:
-    """Logits of an adapted copy after training, and of another with the adapter's file."""
+    """Logits of an adapted copy after training, and of another one that loads its adapter."""
     model = adapted(copy.deepcopy(base), ["q_proj", "v_proj"], **options).train()
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.1)
@@ -108,8 +108,8 @@ def test_with_a_frozen_codebook_the_adapter_is_all_that_changed(tmp_path: Path) 
     assert (found - logits_of(base)).abs().max() > 1e-2
 
 
-def test_a_codebook_that_goes_on_learning_is_told_of_once(tmp_path: Path) -> None:
-    """A frozen layer whose routing changes all the same: the adapter's file does not hold it."""
+def test_a_codebook_that_keeps_learning_warns_once(tmp_path: Path) -> None:
+    """The routing of a frozen layer then changes, and the adapter's file does not hold that."""
     base = learn_a_little(build("air"))
     with pytest.warns(UserWarning, match="freeze_codebook") as told:
         found, loaded = fine_tuned(base, tmp_path)
@@ -126,8 +126,8 @@ def test_a_router_saved_with_the_adapter_may_learn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trained", ["experts", "router", "post_norm", "nothing", "a new codebook"])
-def test_no_alarm_without_reason(trained: str) -> None:
-    """While something of the layer trains, without gradients, or while the codebook starts."""
+def test_no_warning_without_reason(trained: str) -> None:
+    """If a part of the layer trains, without gradients, or while the codebook starts."""
     model = build("air")
     if trained != "a new codebook":
         learn_a_little(model)

@@ -1,4 +1,4 @@
-"""Projections taken together: the same numbers, and whoever listens to a layer is still heard."""
+"""Fused projections give the same numbers, and hooks and adapters still run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_one_product_in_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Adapter(nn.Linear):
-    """What libraries put in the place of a layer."""
+    """What libraries replace a layer with."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) + 1

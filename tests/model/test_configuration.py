@@ -1,4 +1,4 @@
-"""A config refuses what no model can be built from, and comes back from JSON as it went."""
+"""A config refuses impossible settings, and JSON does not change it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class OwnRouter(TopKRouter):
         depth: int
 
 
-def test_an_own_router_needs_no_budget_where_its_options_are_given(
+def test_a_custom_router_needs_no_budget_if_its_options_are_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(ROUTERS, "own", OwnRouter)
@@ -153,8 +153,8 @@ def test_unknown_names_list_the_valid_ones_and_the_nearest() -> None:
         config_of("air", num_expert=3)
 
 
-def test_what_others_wrote_into_a_saved_config_is_kept(tmp_path: Path) -> None:
-    """Tools leave their marks in config.json; nothing that was saved may be refused."""
+def test_unknown_entries_of_a_saved_config_are_kept(tmp_path: Path) -> None:
+    """Tools leave entries in config.json; nothing that was saved may be refused."""
     config = config_of("air")
     config.update({"unsloth_version": "2026.1", "origin": {"step": 3}})
     config.save_pretrained(tmp_path)
@@ -172,11 +172,11 @@ def test_what_others_wrote_into_a_saved_config_is_kept(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="origin"):
         assert AirMoeConfig.from_pretrained(tmp_path, origin=None).origin is None
     with pytest.raises(ConfigError, match=r"model\.unsloth_version: .* is not an option"):
-        AirMoeConfig(**config.to_dict())  # written down by a program
+        AirMoeConfig(**config.to_dict())  # as options of a program they are refused
 
 
 @pytest.mark.parametrize("name", ["top_k", "temperature", "has_shortlists", "to_dict"])
-def test_what_would_mean_something_else_is_refused_in_a_file_too(name: str) -> None:
+def test_names_with_another_meaning_are_refused_in_a_file_too(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"model\.{name}: .* is not an option"):
         AirMoeConfig.from_dict({**config_of("air").to_dict(), name: 3})
 
@@ -188,7 +188,7 @@ def test_changes_at_loading_are_checked_too(tmp_path: Path) -> None:
         AirMoeConfig.from_pretrained(tmp_path, num_experts=-1)
 
 
-def test_a_config_does_not_share_what_it_was_given() -> None:
+def test_a_config_copies_its_arguments() -> None:
     options, layers = {"jitter_std": 0.5}, [0]
     config = AirMoeConfig(**{**SMALL, "router_options": options, "moe_layers": layers})
     options["jitter_std"] = 0.1
@@ -201,11 +201,11 @@ def test_only_experts_that_choose_tokens_are_not_causal() -> None:
     assert len(VARIANTS) - len(CAUSAL) == 2
 
 
-# -- files that somebody changed ------------------------------------------------------------
+# -- edited and damaged files --------------------------------------------------------------
 
 ODD = [None, True, 0, -1, 1.5, float("nan"), 10**30, 10**400, "", "abc"]
 ODD += [[], ["x"], {}, {"type": "linear"}]
-ANYTHING = {"architectures", "transformers_version"}  # notes of transformers'
+ANYTHING = {"architectures", "transformers_version"}  # notes that transformers writes
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_no_change_of_a_file_makes_a_traceback(saved: Path) -> None:
-    """It is refused in one line, or the config that comes of it makes a model."""
+    """It is refused in one line, or a model can be built from it."""
     good, refused = json.loads(saved.read_text()), []
     for name in good:
         for value in ODD:

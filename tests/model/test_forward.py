@@ -19,7 +19,15 @@ from airmoe import (
 )
 from airmoe.kernels import linear_cross_entropy as reference
 from airmoe.model import AirMoeConfig
-from tests.model.common import CAUSAL, SMALL, VARIANTS, batch, build, config_of
+from tests.model.common import (
+    CAUSAL,
+    SMALL,
+    VARIANTS,
+    assert_close_gradients,
+    batch,
+    build,
+    config_of,
+)
 from tests.model.test_linear_cross_entropy import LargestTensor
 from tests.state.common import assert_same, checkpoint_activations, counting_observe, snapshot
 
@@ -81,8 +89,8 @@ def test_with_labels_there_are_no_logits(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("variant", ["air", "hierarchical"])
 @pytest.mark.parametrize("items", [None, 100, torch.tensor(100)])
-def test_router_losses_join_at_their_weights(variant: str, items: Any) -> None:
-    """Two MoE layers: summed in the loss, averaged by name, scaled by the share of the window."""
+def test_router_losses_are_added_at_their_weights(variant: str, items: Any) -> None:
+    """Two MoE layers: summed in the loss, averaged by name, scaled by their part of the window."""
     model = build(variant, moe_layers=[0, 2], **ALL_WEIGHTS)
     routings = []
     for layer in model.model.layers:
@@ -117,14 +125,11 @@ def test_micro_batches_of_a_window_add_up() -> None:
     for rows in (slice(0, 1), slice(1, 3)):
         inputs = {"attention_mask": mask[rows], "labels": labels[rows]}
         parts(batch(2)[rows], **inputs, num_items_in_batch=items).loss.backward()
-    for (name, left), (_, right) in zip(
-        whole.named_parameters(), parts.named_parameters(), strict=True
-    ):
-        torch.testing.assert_close(left.grad, right.grad, msg=lambda m, n=name: f"{n}: {m}")
+    assert_close_gradients(parts, whole)
 
 
 def test_scaling_the_loss_in_place_leaves_the_logged_one() -> None:
-    """What the Trainer does on several ranks."""
+    """As the Trainer does on several ranks."""
     output = build("dense")(batch(0), labels=batch(0))
     before = output.language_loss.clone()
     output.loss *= 3
@@ -142,7 +147,7 @@ def test_no_target_at_all_is_a_loss_of_zero() -> None:
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "dense"])
 def test_padding_is_as_if_absent(variant: str) -> None:
-    """Whatever stands under the mask changes no statistic, no codebook, no loss, no gradient."""
+    """Masked tokens change no statistic, codebook, loss or gradient."""
     states = []
     for filler in (1, 2):
         model = build(variant, router_z_weight=0.1)
@@ -177,7 +182,7 @@ def test_masks_between_positions_leave_all_tokens_in() -> None:
 
 
 @pytest.mark.parametrize("variant", CAUSAL)
-def test_the_future_does_not_show(variant: str) -> None:
+def test_later_tokens_have_no_influence(variant: str) -> None:
     model, ids = build(variant).eval(), batch(5)
     changed = ids.clone()
     changed[:, 8:] = batch(6)[:, 8:]
@@ -215,7 +220,7 @@ def test_attention_looks_back_and_not_ahead(implementation: str) -> None:
         assert not torch.allclose(model(other).logits[:, -1], plain[:, -1])
 
 
-def test_positions_that_begin_anew_part_two_texts() -> None:
+def test_restarting_positions_separate_two_texts() -> None:
     model, ids = build("air").eval(), batch(7)
     positions = torch.cat([torch.arange(5), torch.arange(ids.shape[1] - 5)]).expand_as(ids)
     with torch.no_grad():
@@ -235,7 +240,7 @@ def test_the_trainers_arguments_do_not_reach_attention(monkeypatch: pytest.Monke
     assert not seen & {"num_items_in_batch", "labels", "return_logits", "token_mask"}
 
 
-def test_the_moe_layer_stands_where_it_is_looked_for() -> None:
+def test_moe_layers_are_where_the_config_says() -> None:
     config = AirMoeConfig(**{**SMALL, "moe_layers": [0, 2], "expert_size": 2})
     model = build(moe_layers=config.moe_layers, expert_size=2, moe_post_norm="none")
     for index, layer in enumerate(model.model.layers):

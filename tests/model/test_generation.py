@@ -1,4 +1,4 @@
-"""Generation: the cache changes nothing, padding changes nothing, the future is never asked."""
+"""Generation: cache and padding change nothing, and no token depends on later ones."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def test_generation_with_a_static_cache() -> None:
     assert torch.equal(static.sequences, generate(model).sequences)
 
 
-def test_nothing_is_learned_from_what_it_writes() -> None:
-    """One token at a time would take the place of all codewords."""
+def test_codebooks_do_not_learn_while_generating() -> None:
+    """Single tokens would replace all codewords."""
     model = learn_a_little(build("air")).train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     generate(model)
     assert all(torch.equal(model.state_dict()[name], old) for name, old in before.items())
-    model(PROMPT, labels=PROMPT)  # a training batch goes on teaching
+    model(PROMPT, labels=PROMPT)  # a training batch still teaches
     now = model.state_dict()
     assert not all(torch.equal(now[name], old) for name, old in before.items())
 
 
 @pytest.mark.parametrize("variant", ["air", "peer"])
-def test_left_padding_does_not_show(variant: str) -> None:
+def test_left_padding_changes_nothing(variant: str) -> None:
     model = learn_a_little(build(variant)).eval()
     padded = torch.cat([torch.zeros(2, 3, dtype=torch.int64), PROMPT], dim=1)
     mask = (torch.arange(9) >= 3).long().expand(2, -1)

@@ -1,4 +1,4 @@
-"""Weights drawn from a seed: what two models have in common starts equal in both."""
+"""Weights drawn from a seed: the modules that two models share start equal."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_seed_decides_and_nothing_else(variant: str) -> None:
     matrices = [name for name, value in one.items() if value.ndim > 1]
     assert len(matrices) > 10
     for name in matrices:
-        if "sums" not in name:  # of a codebook that has seen nothing: zeros
+        if "sums" not in name:  # zeros before the first batch
             assert not torch.equal(one[name], other[name]), name
 
 
@@ -66,7 +66,7 @@ def test_sizes_are_those_of_a_new_model(variant: str) -> None:
             assert float(value.std()) == pytest.approx(float(wanted[name].std()), rel=0.3), name
 
 
-def test_the_world_s_random_numbers_stay() -> None:
+def test_the_global_generator_is_left_alone() -> None:
     model = build("air")
     torch.manual_seed(3)
     wanted = torch.rand(4)

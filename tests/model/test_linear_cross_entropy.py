@@ -1,4 +1,4 @@
-"""The loss without logits equals the loss with them, and never makes them."""
+"""The chunked loss equals that of all logits, and never creates them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_value_and_gradients(dtype: torch.dtype, ignored: float) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, TOKENS - 1, TOKENS, TOKENS + 1])
-def test_chunks_do_not_show(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_change_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "CPU_CHUNK_BYTES", rows * reference.BYTES_PER_LOGIT * WORDS)
     chunks = reference.token_chunks(torch.empty(TOKENS, DIM), WORDS)
     assert len(chunks) == -(-TOKENS // rows)
@@ -150,7 +150,7 @@ def test_inside_activation_checkpointing(use_reentrant: bool) -> None:
 def test_autocast_computes_in_its_dtype_and_scaled_gradients_stay_finite(
     dtype: torch.dtype,
 ) -> None:
-    """65,536 is the first scale of a GradScaler; float32 parameters must get it undiminished."""
+    """A GradScaler starts at 65,536; float32 parameters must get the whole of it."""
     case = make_case()
     exact = value_and_gradients(plain, case, torch.float64)
 
@@ -168,7 +168,7 @@ def test_autocast_computes_in_its_dtype_and_scaled_gradients_stay_finite(
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements any operation gave out."""
+    """Records the largest number of elements that an operation returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def test_wrong_input_is_refused(change: dict[str, Tensor], field: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_a_real_vocabulary_fits_the_budget(dtype: torch.dtype) -> None:
-    """All logits would take 8 GB in float32; beside the gradients there are only chunks of them."""
+    """All logits would take 8 GB in float32; there may be only chunks of them."""
     tokens, words, dim = 16_384, 128_256, 256
     hidden = torch.randn(tokens, dim, device="cuda", dtype=dtype, requires_grad=True)
     weight = torch.randn(words, dim, device="cuda", dtype=dtype).mul_(0.02).requires_grad_()

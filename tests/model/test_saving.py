@@ -1,4 +1,4 @@
-"""Saving, loading and first values by the rules of transformers: nothing lost or unwritten."""
+"""Saving, loading and initial values under transformers' rules: nothing lost or unwritten."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_model_with_an_unknown_entry_in_its_config_loads(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_training_goes_on_as_if_never_saved(variant: str, tmp_path: Path) -> None:
+def test_training_continues_as_if_never_saved(variant: str, tmp_path: Path) -> None:
     """Codebook, noise and counters: the next steps' jitter and gradients are the same bits."""
     model = learn_a_little(build(variant))
     model.save_pretrained(tmp_path)
@@ -236,7 +236,7 @@ def test_the_body_alone_can_be_loaded(tmp_path: Path) -> None:
 
 
 def test_offloaded_buffers_are_refused_with_a_reason() -> None:
-    """They come back for a module's forward, and a codebook is asked without one."""
+    """They return for a module's forward, but a codebook is used without one."""
     accelerate = pytest.importorskip("accelerate")
     model = learn_a_little(build("air")).eval()
     expected = logits_of(model)
