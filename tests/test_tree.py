@@ -117,17 +117,12 @@ def test_wrong_imports_are_found(module: str, line: str, offender: str) -> None:
     assert offender in message
 
 
-@pytest.mark.parametrize(
-    ("module", "line"),
-    [
-        ("airmoe.routers.air", "from airmoe.kernels import cells\nfrom .base import Router"),
-        ("airmoe.cli", "from airmoe.experiments import suites\nimport airmoe.errors"),
-        ("airmoe", "from airmoe.cli import app"),
-        ("airmoe.errors", "import airmoenot.cli"),
-    ],
-)
-def test_right_imports_pass(module: str, line: str) -> None:
-    assert wrong_imports(line, module) == []
+def test_right_imports_pass() -> None:
+    assert not wrong_imports(
+        "from airmoe.kernels import cells\nfrom .base import A", "airmoe.moe.x"
+    )
+    assert not wrong_imports("from airmoe.cli import app", "airmoe")
+    assert not wrong_imports("import airmoenot.cli", "airmoe.errors")
 
 
 IMPORT_PROBE = """

@@ -20,8 +20,8 @@ from tests.state.common import (
     EXTRA,
     assert_same,
     checkpoint_activations,
-    counting_observe,
     snapshot,
+    two_steps,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:codebook:UserWarning")
@@ -63,37 +63,22 @@ def test_a_gpu_trains_like_the_cpu(variant: str) -> None:
         torch.testing.assert_close(other, value, rtol=2e-4, atol=2e-5, msg=name)
 
 
-def two_steps(variant: str, use_reentrant: bool | None) -> dict[str, Tensor]:
-    """Two micro-batches each; the second step holds both forwards before its backwards."""
+def trained(variant: str, use_reentrant: bool | None) -> dict[str, Tensor]:
     model = build(variant, attention_dropout=0.1, moe_layers=[0, 2], **WEIGHTS).train()
     if use_reentrant is not None:
         checkpoint_activations(model, use_reentrant)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     airmoe.track_optimizer(model, optimizer)
     torch.manual_seed(1)
-    states: dict[str, Tensor] = {}
-    with counting_observe(model.model.layers[2].mlp.router) as seen:
-        for step in range(2):
-            losses = []
-            for index in (2 * step, 2 * step + 1):
-                losses.append(model(batch(index), labels=batch(index)).loss)
-                if step == 0:
-                    losses.pop().backward()
-            for loss in reversed(losses):
-                loss.backward()
-            states |= {f"{step}.{name}": value for name, value in snapshot(model).items()}
-            optimizer.step()
-            optimizer.zero_grad()
-    assert seen == [36] * 4
-    return states
+    return two_steps(model, optimizer, [batch(index) for index in range(4)])
 
 
 @pytest.mark.parametrize("variant", MOE)
 def test_gradient_checkpointing_changes_nothing(variant: str) -> None:
     """Gradients of every loss and the whole state, with jitter and dropout on."""
-    plain = two_steps(variant, None)
+    plain = trained(variant, None)
     for use_reentrant in (True, False):
-        assert_same(two_steps(variant, use_reentrant), plain, f"use_reentrant={use_reentrant}")
+        assert_same(trained(variant, use_reentrant), plain, f"use_reentrant={use_reentrant}")
 
 
 @pytest.mark.parametrize("use_reentrant", [None, True, False])

@@ -133,6 +133,29 @@ def counting_observe(router: airmoe.Router) -> Iterator[list[int]]:
         del router.observe  # the class's method shows again
 
 
+def two_steps(model: Any, optimizer: Any, batches: list[Tensor]) -> dict[str, Tensor]:
+    """States of a language model after two steps of two micro-batches each.
+
+    The second step holds both forwards before its backwards. The last router observes each
+    micro-batch once.
+    """
+    states: dict[str, Tensor] = {}
+    with counting_observe(routers_of(model)[-1]) as seen:
+        for step in range(2):
+            losses = []
+            for ids in batches[2 * step : 2 * step + 2]:
+                losses.append(model(input_ids=ids, labels=ids).loss)
+                if step == 0:
+                    losses.pop().backward()
+            for loss in reversed(losses):
+                loss.backward()
+            states |= {f"{step}.{name}": value for name, value in snapshot(model).items()}
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen == [ids.numel() for ids in batches]
+    return states
+
+
 def checkpoint_activations(model: Any, use_reentrant: bool = False) -> None:
     """Switch activation checkpointing on, under the name that this transformers has for it."""
     current = hasattr(model, "activation_checkpointing_enable")

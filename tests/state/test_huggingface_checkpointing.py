@@ -16,8 +16,7 @@ from tests.state.common import (
     assert_same,
     build_router,
     checkpoint_activations,
-    counting_observe,
-    snapshot,
+    two_steps,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -44,7 +43,6 @@ def tiny_llama(case: str) -> Any:
 
 
 def train(case: str, use_reentrant: bool | None, tracked: bool) -> dict[str, Tensor]:
-    """Two steps of two micro-batches; the second step holds both forwards before its backward."""
     model = tiny_llama(case).train()
     if use_reentrant is not None:
         checkpoint_activations(model, use_reentrant)
@@ -53,24 +51,9 @@ def train(case: str, use_reentrant: bool | None, tracked: bool) -> dict[str, Ten
     if tracked:
         airmoe.track_optimizer(model, optimizer)
     generator = torch.Generator().manual_seed(5)
+    batches = [torch.randint(31, (3, 9), generator=generator) for _ in range(4)]
     torch.manual_seed(6)
-    states: dict[str, Tensor] = {}
-    router = model.model.layers[1].mlp.router
-    with counting_observe(router) as seen:
-        for step in range(2):
-            losses = []
-            for _ in range(2):
-                ids = torch.randint(31, (3, 9), generator=generator)
-                losses.append(model(input_ids=ids, labels=ids).loss)
-                if step == 0:
-                    losses.pop().backward()
-            for loss in reversed(losses):
-                loss.backward()
-            states |= {f"{step}.{name}": value for name, value in snapshot(model).items()}
-            optimizer.step()
-            optimizer.zero_grad()
-    assert seen == [27] * 4
-    return states
+    return two_steps(model, optimizer, batches)
 
 
 RUNS = [(case, True) for case in CASES] + [("air", False)]
