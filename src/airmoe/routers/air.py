@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from airmoe.config import check_choice, check_count, check_number, config
-from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
@@ -76,27 +75,19 @@ class AirRouter(CentroidRouter):
             check_choice(f"{self.label}.codebook", self.codebook, CodebookKind)
             check_choice(f"{self.label}.gate", self.gate, Gate)
             if self.shortlist_size < self.top_k:
-                raise ConfigError(
-                    f"{self.label}.shortlist_size",
-                    self.shortlist_size,
-                    f"must be >= top_k = {self.top_k}, because the K active experts come from "
-                    "one shortlist",
-                    "Raise shortlist_size or lower top_k.",
+                rule = (
+                    f"must be >= top_k = {self.top_k}, because the K active experts come from one "
+                    "shortlist"
                 )
+                raise self.error("shortlist_size", rule, "Raise shortlist_size or lower top_k.")
             if self.shortlist_size > self.num_experts:
-                raise ConfigError(
-                    f"{self.label}.shortlist_size",
-                    self.shortlist_size,
-                    f"must be <= num_experts = {self.num_experts}",
-                    "Lower shortlist_size or raise num_experts.",
-                )
+                rule = f"must be <= num_experts = {self.num_experts}"
+                remedy = "Lower shortlist_size or raise num_experts."
+                raise self.error("shortlist_size", rule, remedy)
             if self.gate != "expert_choice" and self.capacity_factor != 1.0:
-                raise ConfigError(
-                    f"{self.label}.capacity_factor",
-                    self.capacity_factor,
-                    'only has a meaning with gate = "expert_choice"',
-                    'Leave it at 1.0 or set gate="expert_choice".',
-                )
+                rule = 'only has a meaning with gate = "expert_choice"'
+                remedy = 'Leave it at 1.0 or set gate="expert_choice".'
+                raise self.error("capacity_factor", rule, remedy)
 
         @classmethod
         def for_budget(cls, *, dim: int, num_experts: int, top_k: int) -> Self:
@@ -277,7 +268,7 @@ class AirRouter(CentroidRouter):
             return lists
         cache, gradients = self.evaluation_lists, torch.is_grad_enabled()
         if gradients and self.centroids.requires_grad and not self.tracked:
-            # Somebody may be training a model in evaluation mode; is, where a backward was.
+            # The model may be trained in evaluation mode, and is if there was a backward.
             self.on_parameters_changed()
             if self.centroids.grad is not None:
                 self._warn_untracked()
@@ -334,7 +325,10 @@ class AirRouter(CentroidRouter):
         capacity, most = None, config.top_k  # tokens of an expert, experts of a token
         if config.gate == "expert_choice":
             capacity, most = capacity_of(tokens.valid, config), None
-        cell_probs = Lazy(device, lambda: codeword_probs(tokens, plan.codewords))
+
+        def cell_probs() -> Tensor:
+            return codeword_probs(tokens, plan.codewords)
+
         if not use_triton(tokens.hidden, self.centroids):
             scores = cell_scores(tokens.hidden, self.centroids, cells, **operands)
             scored = ScoredCells(tokens, cells, scores, config.num_experts)
@@ -356,7 +350,7 @@ class AirRouter(CentroidRouter):
             max_per_token=most,
             lazy_expert_probs=Lazy(device, found.expert_probs),
             lazy_log_z=Lazy(device, lambda: found.log_z.index_select(0, cells.order.argsort())),
-            lazy_cell_probs=cell_probs,
+            lazy_cell_probs=Lazy(device, cell_probs),
         )
 
 

@@ -80,12 +80,12 @@ class RouterConfig:
             check_count(f"{self.label}.{name}", getattr(self, name))
         check_number(f"{self.label}.jitter_std", self.jitter_std)
         if self.top_k > self.top_k_limit:
-            raise ConfigError(
-                f"{self.label}.top_k",
-                self.top_k,
-                f"must be <= {self.top_k_limit}, the experts a token can choose",
-                "Lower top_k or raise num_experts.",
-            )
+            rule = f"must be <= {self.top_k_limit}, the experts a token can choose"
+            raise self.error("top_k", rule, "Lower top_k or raise num_experts.")
+
+    def error(self, name: str, rule: str, remedy: str) -> ConfigError:
+        """What to raise for the setting `name`."""
+        return ConfigError(f"{self.label}.{name}", getattr(self, name), rule, remedy)
 
     @classmethod
     def for_budget(cls, *, dim: int, num_experts: int, top_k: int) -> Self:

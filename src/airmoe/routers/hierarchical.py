@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from airmoe.config import check_count, config
-from airmoe.errors import ConfigError
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import make_cells
 from airmoe.kernels.layout import ReverseIndex
@@ -40,27 +39,16 @@ class HierarchicalRouter(CentroidRouter):
             check_count(f"{self.label}.num_clusters", self.num_clusters)
             check_count(f"{self.label}.num_selected_clusters", self.num_selected_clusters)
             if self.num_experts % self.num_clusters:
-                raise ConfigError(
-                    f"{self.label}.num_clusters",
-                    self.num_clusters,
-                    f"must divide num_experts = {self.num_experts}, because clusters are equal",
-                    "Choose a divisor of num_experts.",
-                )
+                rule = f"must divide num_experts = {self.num_experts}, because clusters are equal"
+                raise self.error("num_clusters", rule, "Choose a divisor of num_experts.")
             if self.num_selected_clusters > self.num_clusters:
-                raise ConfigError(
-                    f"{self.label}.num_selected_clusters",
-                    self.num_selected_clusters,
-                    f"must be <= num_clusters = {self.num_clusters}",
-                    "Lower num_selected_clusters.",
-                )
+                rule = f"must be <= num_clusters = {self.num_clusters}"
+                raise self.error("num_selected_clusters", rule, "Lower num_selected_clusters.")
             candidates = self.num_selected_clusters * self.num_experts // self.num_clusters
             if candidates < self.top_k:
-                raise ConfigError(
-                    f"{self.label}.num_selected_clusters",
-                    self.num_selected_clusters,
-                    f"gives {candidates} candidates, must be >= top_k = {self.top_k}",
-                    "Raise num_selected_clusters, or lower num_clusters or top_k.",
-                )
+                rule = f"gives {candidates} candidates, must be >= top_k = {self.top_k}"
+                remedy = "Raise num_selected_clusters, or lower num_clusters or top_k."
+                raise self.error("num_selected_clusters", rule, remedy)
 
         @classmethod
         def for_budget(cls, *, dim: int, num_experts: int, top_k: int) -> HierarchicalRouter.Config:

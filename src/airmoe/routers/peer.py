@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from airmoe.config import check_count, config
-from airmoe.errors import ConfigError
 from airmoe.kernels.backend import own_precision
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.product_keys import best_pairs
@@ -43,31 +42,18 @@ class PeerRouter(Router):
         def check(self) -> None:
             check_count(f"{self.label}.num_heads", self.num_heads)
             super().check()
-            self._check_shapes()
-
-        def _check_shapes(self) -> None:
             side = math.isqrt(self.num_experts)
             if side * side != self.num_experts:
-                raise ConfigError(
-                    f"{self.label}.num_experts",
-                    self.num_experts,
-                    "must be a square, because experts are pairs of sub-keys",
-                    f"Use {side * side} or {(side + 1) ** 2}.",
-                )
+                rule = "must be a square, because experts are pairs of sub-keys"
+                raise self.error("num_experts", rule, f"Use {side * side} or {(side + 1) ** 2}.")
             if self.dim % 2:
-                raise ConfigError(
-                    f"{self.label}.dim",
-                    self.dim,
-                    "must be even, because queries are split in half",
-                    "Use an even width.",
-                )
+                rule = "must be even, because queries are split in half"
+                raise self.error("dim", rule, "Use an even width.")
             if self.top_k % self.num_heads:
-                raise ConfigError(
-                    f"{self.label}.top_k",
-                    self.top_k,
-                    f"must be divisible by num_heads = {self.num_heads}; it is the total per token",
-                    "Choose a multiple of num_heads.",
+                rule = (
+                    f"must be divisible by num_heads = {self.num_heads}; it is the total per token"
                 )
+                raise self.error("top_k", rule, "Choose a multiple of num_heads.")
 
         @classmethod
         def for_budget(cls, *, dim: int, num_experts: int, top_k: int) -> PeerRouter.Config:
