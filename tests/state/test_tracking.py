@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import airmoe
-from airmoe import ConfigError, MoELayer
+from airmoe import AirRouter, ConfigError, MoELayer
 from tests.state.common import (
     air_of,
     assert_same,
@@ -27,51 +28,56 @@ from tests.state.common import (
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "plain": {"foreach": False},
     "foreach": {"foreach": True},
-    "fused": {"fused": True},
+    "fused": {"fused": True},  # moves no version counter
 }
+every_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
 
 
 def adamw(model: nn.Module, kind: str = "plain", lr: float = 0.3) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=lr, **OPTIMIZERS[kind])
 
 
+def tracked_layer(
+    kind: str = "plain", **options: Any
+) -> tuple[MoELayer, AirRouter, torch.optim.AdamW]:
+    layer = build_layer("air", **options)
+    optimizer = adamw(layer, kind)
+    airmoe.track_optimizer(layer, optimizer)
+    return layer, air_of(layer), optimizer
+
+
 def backward(layer: MoELayer, index: int) -> None:
     layer(batch(index)).pow(3).sum().backward()
 
 
-def test_fused_adamw_moves_no_version_counter() -> None:
-    """Why the hook exists: if this fails, nothing is wrong, but versions could be trusted."""
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    parameter.grad = torch.ones(3)
-    version = parameter._version
+def train(layer: MoELayer, optimizer: torch.optim.Optimizer, index: int) -> None:
+    backward(layer, index)
     optimizer.step()
-    assert parameter._version == version and (parameter != 1).all()
+    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@every_optimizer
 def test_lists_are_rebuilt_after_a_step_from_the_updated_codebook(
     kind: str, normalize: bool
 ) -> None:
-    layer = build_layer("air", jitter_std=0.0, normalize_centroids=normalize, codebook_decay=0.1)
-    router = air_of(layer)
-    optimizer = adamw(layer, kind)
-    airmoe.track_optimizer(layer, optimizer)
+    options = {"normalize_centroids": normalize, "codebook_decay": 0.1}
+    layer, router, optimizer = tracked_layer(kind, jitter_std=0.0, **options)
     layer(batch(0))
     address = router.shortlists().data_ptr()
     norms_address = router.training_lists.inverse_norms.data_ptr()
     for step in range(4):
         backward(layer, 2 * step)
-        before = router.shortlists().clone()
+        before, old_codewords = router.shortlists().clone(), router.codebook.codewords.clone()
         optimizer.step()
         optimizer.zero_grad()
         expected_codebook = copy.deepcopy(router.codebook)
         expected_codebook.update(batch(2 * step + 1, 22))
         layer(batch(2 * step + 1).view(22, -1))
         assert torch.equal(router.codebook.codewords, expected_codebook.codewords)
-        expected = plain_shortlists(router, expected_codebook.codewords)
+        expected = plain_shortlists(router)
         assert torch.equal(router.shortlists(), expected), "not the lists of Alg. 3's order"
+        assert not torch.equal(expected, plain_shortlists(router, old_codewords))
         assert not torch.equal(expected, before), "the step was too small to test anything"
         assert router.shortlists().data_ptr() == address
         assert router.training_lists.inverse_norms.data_ptr() == norms_address
@@ -80,26 +86,9 @@ def test_lists_are_rebuilt_after_a_step_from_the_updated_codebook(
             torch.testing.assert_close(router.training_lists.inverse_norms, 1 / norms)
 
 
-def test_the_codebook_moves_before_the_lists_are_built() -> None:
-    """The order matters here: lists of the old codebook would be others."""
-    layer = build_layer("air", jitter_std=0.0, codebook_decay=0.0)
-    router = air_of(layer)
-    optimizer = adamw(layer)
-    airmoe.track_optimizer(layer, optimizer)
-    backward(layer, 0)
-    optimizer.step()
-    old_codewords = router.codebook.codewords.clone()
-    layer(batch(1))
-    assert torch.equal(router.shortlists(), plain_shortlists(router))
-    assert not torch.equal(router.shortlists(), plain_shortlists(router, old_codewords))
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@every_optimizer
 def test_lists_stay_within_an_accumulation_window(kind: str) -> None:
-    layer = build_layer("air")
-    router = air_of(layer)
-    optimizer = adamw(layer, kind)
-    airmoe.track_optimizer(layer, optimizer)
+    layer, router, optimizer = tracked_layer(kind)
     for window in range(3):
         lists = []
         for index in range(3):
@@ -112,51 +101,24 @@ def test_lists_stay_within_an_accumulation_window(kind: str) -> None:
         assert not torch.equal(router.shortlists(), lists[0]), "not refreshed after the step"
 
 
-def test_the_codebook_learns_in_every_micro_batch_of_a_window() -> None:
-    layer = build_layer("air")
-    owner = adamw(layer)
-    airmoe.track_optimizer(layer, owner)
-    seen = []
-    for index in range(3):
-        layer(batch(index))
-        seen.append(air_of(layer).codebook.codewords.clone())
-    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
-
-
-class Wrapper:
-    """What Accelerate and others do: keep the torch optimizer as `.optimizer`."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    def step(self) -> None:
-        self.optimizer.step()
-
-
-def test_wrapped_optimizers_are_looked_through() -> None:
-    layer = build_layer("air", jitter_std=0.0)
-    optimizer = Wrapper(Wrapper(adamw(layer)))
-    airmoe.track_optimizer(layer, optimizer)
-    backward(layer, 0)
-    before = air_of(layer).shortlists().clone()
-    optimizer.step()
-    layer(batch(1))
-    assert torch.equal(air_of(layer).shortlists(), plain_shortlists(air_of(layer)))
-    assert not torch.equal(air_of(layer).shortlists(), before)
-
-
-def test_accelerate_optimizers_are_tracked() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-    layer = build_layer("air", jitter_std=0.0)
-    model, optimizer = accelerator.prepare(layer, adamw(layer))
+@pytest.mark.parametrize("wrapper", ["ours", "accelerate"])
+def test_wrapped_optimizers_are_looked_through(wrapper: str) -> None:
+    model: Any = build_layer("air", jitter_std=0.0)
+    optimizer: Any = adamw(model)
+    router, step = air_of(model), optimizer.step
+    if wrapper == "accelerate":
+        accelerate = pytest.importorskip("accelerate")
+        model, optimizer = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
+        step = optimizer.step
+    else:
+        optimizer = SimpleNamespace(optimizer=SimpleNamespace(optimizer=optimizer))
     airmoe.track_optimizer(model, optimizer)
-    accelerator.backward(model(batch(0)).pow(3).sum())
-    before = air_of(layer).shortlists().clone()
-    optimizer.step()
+    backward(model, 0)
+    before = router.shortlists().clone()
+    step()
     model(batch(1))
-    assert torch.equal(air_of(layer).shortlists(), plain_shortlists(air_of(layer)))
-    assert not torch.equal(air_of(layer).shortlists(), before)
+    assert torch.equal(router.shortlists(), plain_shortlists(router))
+    assert not torch.equal(router.shortlists(), before)
 
 
 def test_something_that_is_no_optimizer_is_refused() -> None:
@@ -177,8 +139,7 @@ def test_frozen_centroids_need_no_place_in_the_optimizer() -> None:
     air_of(layer).centroids.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in layer.parameters() if p.requires_grad])
     airmoe.track_optimizer(layer, optimizer)
-    backward(layer, 0)
-    optimizer.step()
+    train(layer, optimizer, 0)
     backward(layer, 1)
     assert int(layer.router.micro_batches) == 2
 
@@ -195,38 +156,35 @@ def test_remove_leaves_what_others_connected() -> None:
 
 def test_remove_ends_tracking_and_stays_correct() -> None:
     layer = build_layer("air", jitter_std=0.0)
-    router = air_of(layer)
-    optimizer = adamw(layer, "fused")
+    router, optimizer = air_of(layer), adamw(layer, "fused")
     handle = airmoe.track_optimizer(layer, optimizer)
     backward(layer, 0)
     handle.remove()
     assert not router.tracked
     for index in range(1, 4):
         optimizer.step()
-        layer(batch(index)).pow(3).sum().backward()
+        backward(layer, index)
         assert torch.equal(router.shortlists(), plain_shortlists(router))
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@every_optimizer
 def test_a_deep_copy_of_a_tracked_model_is_untracked_and_correct(kind: str) -> None:
     """An EMA copy or a forked run has an optimizer of its own, of which nobody told it."""
-    layer = build_layer("air", jitter_std=0.0)
-    owner = adamw(layer)
-    airmoe.track_optimizer(layer, owner)
+    layer, original, _owner = tracked_layer(jitter_std=0.0)
     backward(layer, 0)
     fork = copy.deepcopy(layer)
     router = air_of(fork)
-    assert air_of(layer).tracked and not router.tracked
+    assert original.tracked and not router.tracked
     optimizer = adamw(fork, kind)
     for index in range(1, 4):
-        fork(batch(index)).pow(3).sum().backward()
+        backward(fork, index)
         assert torch.equal(router.shortlists(), plain_shortlists(router))
         optimizer.step()
         optimizer.zero_grad()
 
 
 def test_a_copy_of_a_copy_is_never_taken_for_the_lost_original() -> None:
-    """Python reuses addresses, so an address remembers no one."""
+    """Python reuses addresses, so an address identifies nothing."""
     router = build_router("air")
     optimizer = torch.optim.SGD(router.parameters(), 0.1)
     airmoe.track_optimizer(router, optimizer)
@@ -243,10 +201,7 @@ def test_a_copy_of_a_copy_is_never_taken_for_the_lost_original() -> None:
 
 
 def test_a_skipped_step_does_not_refresh() -> None:
-    layer = build_layer("air")
-    router = air_of(layer)
-    optimizer = adamw(layer)
-    airmoe.track_optimizer(layer, optimizer)
+    layer, router, optimizer = tracked_layer()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(layer(batch(0)).sum()).backward()
     before, centroids = router.shortlists().clone(), router.centroids.detach().clone()
@@ -268,104 +223,92 @@ def test_a_skipped_step_does_not_refresh() -> None:
 # -- without tracking -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@every_optimizer
 @pytest.mark.parametrize("jitter_std", [0.0, 0.3])
 def test_untracked_equals_tracked_when_every_micro_batch_is_a_step(
     jitter_std: float, kind: str
 ) -> None:
-    def run(tracked: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def run(tracked: bool) -> dict[str, Tensor]:
         layer = build_layer("air", jitter_std=jitter_std)
         optimizer = adamw(layer, kind)
         if tracked:
             airmoe.track_optimizer(layer, optimizer)
-        outputs = []
+        outputs = {}
         for index in range(5):
-            outputs.append(layer(batch(index)))
-            outputs[-1].pow(3).sum().backward()
+            output = outputs[f"output {index}"] = layer(batch(index))
+            output.pow(3).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return outputs, snapshot(layer, derived=False) | {"lists": air_of(layer).shortlists()}
+        lists = {"lists": air_of(layer).shortlists()}
+        return snapshot(layer, derived=False) | lists | outputs
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*without a tracked optimizer")
-        outputs, state = run(tracked=False)
-    expected_outputs, expected_state = run(tracked=True)
-    for output, expected in zip(outputs, expected_outputs, strict=True):
-        assert torch.equal(output, expected)
-    assert_same(state, expected_state)
-
-
-def test_untracked_training_warns_exactly_once() -> None:
-    layer = build_layer("air")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for index in range(6):
-            backward(layer, index)
-    told = [w for w in caught if "without a tracked optimizer" in str(w.message)]
-    assert len(told) == 1
-    assert "airmoe.track_optimizer(model, optimizer)" in str(told[0].message)
-
-
-def test_tracked_training_evaluation_and_other_routers_do_not_warn() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tracked = build_layer("air")
-        owner = adamw(tracked)
-        airmoe.track_optimizer(tracked, owner)
-        for layer in (tracked, build_layer("air").eval(), build_layer("topk")):
-            for index in range(4):
-                layer(batch(index))
-
-
-def test_training_in_evaluation_mode_is_untracked_training() -> None:
-    layer = build_layer("air").eval()
-    optimizer = adamw(layer, "fused")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        backward(layer, 0)
-        assert caught == []
-        for index in range(3):
-            optimizer.step()
-            backward(layer, index)
-    told = [w for w in caught if "trained without a tracked optimizer" in str(w.message)]
-    assert len(told) == len(caught) == 1
+        found = run(tracked=False)
+    assert_same(found, run(tracked=True))
 
 
 @pytest.mark.parametrize(
     ("package", "remedy"),
     [
+        ("tests.mine", "airmoe.track_optimizer(model, optimizer)"),
         ("transformers.trainer", "callbacks=[airmoe.TrackOptimizerCallback()]"),
         ("lightning.pytorch.loops.optimization", "airmoe.track_optimizer(self, self.optimizers())"),
         ("pytorch_lightning", "airmoe.track_optimizer(self, self.optimizers())"),
         ("transformers.trainers_of_mine", "airmoe.track_optimizer(model, optimizer)"),
     ],
 )
-def test_the_remedy_is_that_of_whoever_trains(package: str, remedy: str) -> None:
-    layer = build_layer("air")
-    loop = "def train(backward, layer):\n    for index in range(3): backward(layer, index)"
+def test_untracked_training_warns_once_with_the_remedy_of_its_loop(
+    package: str, remedy: str
+) -> None:
+    loop = "def train(backward, layer):\n    for index in range(6): backward(layer, index)"
     exec(loop, module := {"__name__": package})
-    with pytest.warns(UserWarning, match="without a tracked optimizer") as told:
-        module["train"](backward, layer)
-    assert len(told) == 1 and remedy in str(told[0].message)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module["train"](backward, build_layer("air"))
+    told = [str(w.message) for w in caught if "without a tracked optimizer" in str(w.message)]
+    assert len(told) == 1 and remedy in told[0]
+
+
+def test_tracked_training_evaluation_and_other_routers_do_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tracked, _, _owner = tracked_layer()
+        for layer in (tracked, build_layer("air").eval(), build_layer("topk")):
+            for index in range(4):
+                layer(batch(index))
+
+
+@every_optimizer
+def test_training_in_evaluation_mode_is_untracked_training(kind: str) -> None:
+    """Fine-tuning with dropout off: nothing is observed, but the centroids move."""
+    layer = build_layer("air", jitter_std=0.0).eval()
+    router, optimizer = air_of(layer), adamw(layer, kind)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        backward(layer, 0)
+        assert caught == []
+        for index in range(1, 4):
+            optimizer.step()
+            backward(layer, index)
+            assert torch.equal(router.shortlists(), plain_shortlists(router))
+    told = [w for w in caught if "trained without a tracked optimizer" in str(w.message)]
+    assert len(told) == len(caught) == 1
 
 
 # -- evaluation -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tracked", [True, False])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@every_optimizer
 def test_evaluation_after_a_step_sees_the_new_centroids(kind: str, tracked: bool) -> None:
     layer = build_layer("air", jitter_std=0.5)
-    router = air_of(layer)
-    optimizer = adamw(layer, kind)
+    router, optimizer = air_of(layer), adamw(layer, kind)
     if tracked:
         airmoe.track_optimizer(layer, optimizer)
     before = None
     for index in range(3):
-        layer.train()
-        backward(layer, index)
-        optimizer.step()
-        optimizer.zero_grad()
+        train(layer.train(), optimizer, index)
         layer.eval()
         layer(batch(90))
         now = router.shortlists().clone()
@@ -374,24 +317,8 @@ def test_evaluation_after_a_step_sees_the_new_centroids(kind: str, tracked: bool
         before = now
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_model_that_trains_in_eval_mode_sees_its_own_steps(kind: str) -> None:
-    """Fine-tuning with dropout off: nothing is observed, but the centroids move."""
-    layer = build_layer("air", jitter_std=0.0).eval()
-    router = air_of(layer)
-    optimizer = adamw(layer, kind)
-    for index in range(3):
-        backward(layer, index)
-        assert torch.equal(router.shortlists(), plain_shortlists(router))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def test_evaluation_never_replaces_the_training_lists() -> None:
-    layer = build_layer("air", jitter_std=2.0)
-    router = air_of(layer)
-    optimizer = adamw(layer)
-    airmoe.track_optimizer(layer, optimizer)
+    layer, router, _owner = tracked_layer(jitter_std=2.0)
     layer(batch(0))
     training = router.shortlists().clone()
     layer.eval()
@@ -407,45 +334,33 @@ def test_evaluation_never_replaces_the_training_lists() -> None:
 def test_evaluation_between_step_and_next_micro_batch_does_not_use_up_the_refresh() -> None:
     outcomes = []
     for evaluate in (False, True):
-        layer = build_layer("air")
-        optimizer = adamw(layer)
-        airmoe.track_optimizer(layer, optimizer)
-        backward(layer, 0)
-        optimizer.step()
+        layer, router, optimizer = tracked_layer()
+        train(layer, optimizer, 0)
         if evaluate:
             layer.eval()
             layer(batch(7))
             layer.train()
         layer(batch(1))
-        outcomes.append(air_of(layer).shortlists().clone())
+        outcomes.append(router.shortlists().clone())
     assert torch.equal(outcomes[0], outcomes[1])
 
 
-@pytest.mark.parametrize("what", ["centroids", "codewords"])
-def test_edits_by_hand_are_seen_in_evaluation(what: str) -> None:
+@pytest.mark.parametrize("what", ["centroids", "codewords", "codebook"])
+def test_changes_by_hand_and_by_calibration_are_seen_in_evaluation(what: str) -> None:
     router = build_router("air").eval()
     router(batch(0, 22))
-    edited = router.centroids if what == "centroids" else router.codebook.codewords
     before = router.shortlists().clone()
-    with torch.no_grad():
-        edited.neg_()
-    assert torch.equal(router.shortlists(), plain_shortlists(router))
-    assert not torch.equal(router.shortlists(), before)
-
-
-def test_the_codebook_updated_in_evaluation_is_seen() -> None:
-    """Calibration feeds a codebook while the model is in evaluation mode."""
-    router = build_router("air").eval()
-    router(batch(0, 22))
-    router.codebook.update(batch(1, 22))
+    if what == "codebook":
+        router.codebook.update(batch(1, 22))
+    else:
+        with torch.no_grad():
+            (router.centroids if what == "centroids" else router.codebook.codewords).neg_()
+        assert not torch.equal(router.shortlists(), before)
     assert torch.equal(router.shortlists(), plain_shortlists(router))
 
 
 def test_observing_in_evaluation_mode_leaves_the_training_lists_alone() -> None:
-    layer = build_layer("air", jitter_std=2.0)
-    router = air_of(layer)
-    optimizer = adamw(layer)
-    airmoe.track_optimizer(layer, optimizer)
+    layer, router, optimizer = tracked_layer(jitter_std=2.0)
     backward(layer, 0)
     lists = router.shortlists().clone()
     optimizer.step()  # the training lists are due now
@@ -454,8 +369,8 @@ def test_observing_in_evaluation_mode_leaves_the_training_lists_alone() -> None:
     assert torch.equal(router.training_lists.experts, lists), "evaluation replaced them"
     layer.train()
     layer(batch(2))
-    calm = plain_shortlists(router)
-    assert not torch.equal(router.shortlists(), calm), "training lists lost their jitter"
+    without_jitter = plain_shortlists(router)
+    assert not torch.equal(router.shortlists(), without_jitter), "training lists lost their jitter"
 
 
 def test_a_model_built_in_inference_mode_answers() -> None:
@@ -467,9 +382,7 @@ def test_a_model_built_in_inference_mode_answers() -> None:
 
 
 def test_evaluation_in_inference_mode_leaves_training_possible() -> None:
-    layer = build_layer("air")
-    owner = adamw(layer)
-    airmoe.track_optimizer(layer, owner)
+    layer, _, _owner = tracked_layer()
     with torch.inference_mode():
         layer.eval()
         layer(batch(0))
