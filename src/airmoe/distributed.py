@@ -31,7 +31,7 @@ def rank() -> int:
 
 
 def on_first_rank(job: Callable[[], Result]) -> Result:
-    """What the first rank finds or refuses, every rank finds or refuses."""
+    """Run `job` on the first rank; all ranks return its result or raise its error."""
     if not is_distributed():
         return job()
     answer: list[Any] = [None, None]

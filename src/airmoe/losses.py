@@ -24,8 +24,8 @@ from torch import Tensor
 from airmoe.distributed import all_reduce_sum, is_distributed, world_size
 from airmoe.routers.routing import CellRouting, Routing, check_routing
 
-# What records of runs say of their balance losses; those of older ones, whose f summed to 1 and
-# which were K times weaker, say nothing.
+# How records of runs name this convention. Older records, whose f summed to 1 (a loss K times
+# weaker), lack it.
 BALANCE = "f sums to K"
 
 
@@ -86,7 +86,7 @@ def _balance(
 
 
 def _per_token(tokens_everywhere: Tensor, total_tokens: Tensor | int | None) -> Tensor | float:
-    """What one valid token of this rank weighs: ranks / tokens, read by no host."""
+    """The weight of one valid token of this rank: ranks / tokens, without reading the device."""
     # Without valid tokens nothing is summed, so any divisor will do: no 0/0. In float32, because a
     # quotient of whole numbers would take torch's default dtype.
     if total_tokens is None:

@@ -1,4 +1,4 @@
-"""Experts: take a routing, know no router."""
+"""Experts. They take a routing and know nothing of routers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _Experts(nn.Module):
     _forward_eagerly = run_eagerly(forward)
 
     def _operands(self, hidden: Tensor) -> tuple[Tensor, ExpertTables]:
-        """Hidden states and the experts' neurons, in autocast's dtype where it is on."""
+        """Hidden states and the experts' neurons, in autocast's dtype if it is on."""
         gate = None if self.gate is None else self.gate.reshape(-1, self.dim)
         up, down = self.up.reshape(-1, self.dim), self.down.reshape(-1, self.dim)
         device = hidden.device.type
@@ -90,22 +90,18 @@ class _Experts(nn.Module):
         self, hidden: Tensor, tables: ExpertTables, routing: CellRouting, triton: bool
     ) -> Tensor:
         cells, top_k, counts = routing.cells, routing.max_per_token, None
-        if triton and torch.is_grad_enabled():
-            if cells.small and self.expert_size == 1:  # spares the backward who was not chosen
-                counts = routing.entry_counts()
-        elif (
-            triton
-            and top_k is not None
-            and cells.rows_per_token == 1
-            and 0 < hidden.shape[0] <= SMALL_BATCH
-        ):
-            # Decoding: with so few tokens fetching the K chosen beats products over M.
+        training = torch.is_grad_enabled()
+        few = 0 < hidden.shape[0] <= SMALL_BATCH and cells.rows_per_token == 1
+        if triton and few and not training and top_k is not None:
+            # Decoding: fetching the K chosen experts beats products over all M.
             from airmoe.kernels.token_experts_triton import compact_gates_op
 
             expert_ids, weights = compact_gates_op(
                 routing.gates, cells.pools, cells.cell_of_row(), cells.token_ids, top_k
             )
             return token_experts(hidden, tables, weights, expert_ids)
+        if triton and training and cells.small and self.expert_size == 1:
+            counts = routing.entry_counts()  # lets the backward skip experts that nobody chose
         return cell_experts(hidden, tables, routing.gates, cells, counts=counts)
 
     def _by_token(self, hidden: Tensor, tables: ExpertTables, routing: TokenRouting) -> Tensor:
@@ -152,7 +148,7 @@ class _Experts(nn.Module):
 
 
 class GranularExperts(_Experts):
-    """Tens of thousands to millions of tiny experts, one neuron each unless told otherwise."""
+    """Tens of thousands to millions of tiny experts, of one neuron each by default."""
 
     def __init__(
         self,

@@ -134,19 +134,19 @@ class MoELayer(nn.Module):
         output = self.experts(tokens.hidden, routing)
         if self.post_norm is not None:
             output = self.post_norm(output)
-        # A bad token is NaN again: it must not look like a good one, nor enter a gradient.
+        # Bad tokens are NaN again: they must not look like good ones, nor enter a gradient.
         output = output.masked_fill(tokens.bad.unsqueeze(-1), torch.nan)
         return MoEOutput(output.reshape(x.shape).to(x.dtype), routing)
 
     _forward_eagerly = run_eagerly(forward_with_routing)
 
     def compiles(self, x: Tensor) -> bool:
-        """True where a compiler takes in the layer as a whole, else it is a break in the graph."""
+        """True if a compiler can include the whole layer, else it is a break in the graph."""
         return self.router.compiles(x) and use_triton(x, *self.experts._parameters.values())
 
     @run_once()
     def make_plan(self, tokens: Tokens, ticket: int | None, learn: bool) -> Plan:
-        """The plan of a training forward that drew `ticket`; without one, as things are now."""
+        """The plan of the training forward that drew `ticket`; without one, the present plan."""
         router = self.router
         if ticket is None:
             return router.plan(tokens)
@@ -163,10 +163,7 @@ class MoELayer(nn.Module):
         return plan
 
     def _warn_if_frozen(self) -> None:
-        """Say once that a layer without a trained parameter changes, in a step that trains others.
-
-        Not while a codebook starts, which somebody must let it do.
-        """
+        """Warn once if only the codebook of this layer learns, after it has started."""
         if self._warned_frozen or any(map(attrgetter("requires_grad"), self.parameters())):
             return
         codebook = getattr(self.router, "codebook", None)

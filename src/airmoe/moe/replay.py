@@ -50,7 +50,7 @@ class PlanLog:
         self.__init__()
 
     def keep(self, ticket: int, hidden: Tensor, plan: Plan, changes: int, limit: int) -> None:
-        """Remember a forward; a change of parameters ends the life of all before it."""
+        """Remember a forward; a change of parameters ends all before it."""
         if changes != self._parameter_changes:
             self._kept.clear()
             self._parameter_changes = changes
@@ -89,7 +89,7 @@ def inside_backward() -> bool:
 
 @contextmanager
 def run_once() -> Iterator[None]:
-    """For what runs in a first forward but not in its recomputation: learning and planning.
+    """For code that runs in a first forward but not in its recomputation: learning, planning.
 
     Selective activation checkpointing gives the n-th saved result of an operator to its n-th call
     in the second run, so it must not see what has no such call.

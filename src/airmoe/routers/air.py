@@ -38,7 +38,7 @@ PLAN_BYTES = 256 * 2**20  # memory for the plans of forwards that wait for their
 
 @dataclass(frozen=True)
 class AirPlan(Plan):
-    """The coarse stage's outcome."""
+    """The result of the coarse stage."""
 
     codeword_ids: Tensor  # [T]
     lists: Lists
@@ -63,7 +63,7 @@ class AirRouter(CentroidRouter):
         codebook: CodebookKind = "spherical"
         gate: Gate = "token_choice"
         capacity_factor: float = 1.0  # of the expert-choice gate
-        refresh_every: int = 1  # optimizer steps between two buildings of the shortlists
+        refresh_every: int = 1  # rebuild the shortlists after so many optimizer steps
 
         def check(self) -> None:
             super().check()
@@ -154,7 +154,7 @@ class AirRouter(CentroidRouter):
     # -- when lists are built ---------------------------------------------------------------
 
     def _key(self) -> Key:
-        """Training lists outlive what the codebook learns, those of evaluation nothing."""
+        """What lists depend on. Training keeps its lists while the codebook learns (Alg. 3)."""
         version, centroids = self.codebook.version, TensorIdentity(self.centroids)
         if self.training:
             return Key(self.parameter_changes, version[:1], (centroids,))
@@ -163,12 +163,12 @@ class AirRouter(CentroidRouter):
 
     @property
     def lists_due(self) -> Due:
-        """What of the lists of this mode must be derived again."""
+        """Which part of this mode's lists is out of date."""
         cache = self.training_lists if self.training else self.evaluation_lists
         return cache.due(self._key())
 
     def lists_renewed(self, due: Due) -> None:
-        """A captured CUDA graph has derived what was due of this mode's lists."""
+        """A CUDA graph has renewed what was due."""
         cache = self.training_lists if self.training else self.evaluation_lists
         cache.renewed(due, self._key())
 
@@ -193,7 +193,7 @@ class AirRouter(CentroidRouter):
             cache.loaded(self.parameter_changes, self.codebook)
 
     def train(self, mode: bool = True) -> AirRouter:
-        if mode != self.training:  # an optimizer nobody told us of may have stepped meanwhile
+        if mode != self.training:  # an untracked optimizer may have stepped meanwhile
             self.evaluation_lists.expire()
         super().train(mode)
         return self
@@ -201,7 +201,7 @@ class AirRouter(CentroidRouter):
     def learn(self, tokens: Tokens) -> None:
         """Alg. 3: move the codebook, then rebuild the shortlists if parameters have changed."""
         self.codebook.update(tokens)
-        if not self.training:  # calibration: the training lists are not ours to touch
+        if not self.training:  # calibration leaves the training lists alone
             return
         if not self.tracked:  # every forward builds its own
             self.training_lists.expire()
@@ -233,11 +233,11 @@ class AirRouter(CentroidRouter):
         return self._lists().experts
 
     def rebuild_shortlists(self) -> Tensor:
-        """[G, M] what a rebuild at this moment would give under the cached lists' jitter."""
+        """[G, M] what a rebuild now would give with the cached lists' jitter."""
         return self._build_lists(self.built_at).experts
 
     def _build_lists(self, micro_batch: Tensor | None = None) -> Lists:
-        """Lists of this moment, with the jitter of this micro-batch or another."""
+        """New lists, with the jitter of this micro-batch or another."""
         config, noise = self.config, None
         if self.training and config.jitter_std > 0:  # Alg. 1, line 6
             # The codebook's seed is equal on all ranks.
@@ -253,7 +253,7 @@ class AirRouter(CentroidRouter):
         )
 
     def _lists(self) -> Lists:
-        """The cached lists, or lists of this moment that nobody keeps.
+        """The cached lists, or new ones that are not kept.
 
         Only `learn` fills the cache of training, from the codebook it has just moved (Alg. 3). A
         forward that nobody observed leaves it alone: earlier ones may want it for their backward.
@@ -277,7 +277,7 @@ class AirRouter(CentroidRouter):
             key = self._key()
             due = cache.due(key)
             if due == "replaced" and gradients:
-                return self._build_lists()  # a backward may want those of the other tensors
+                return self._build_lists()  # a backward may need the cached ones
             if due != "nothing":
                 cache.store(self._build_lists(), key, self.micro_batches)
         return cache.view()
@@ -285,7 +285,7 @@ class AirRouter(CentroidRouter):
     def plan(self, tokens: Tokens) -> AirPlan:
         codeword_ids = self.codebook.nearest(tokens.hidden)
         codewords = self.codebook.codewords
-        if self.training:  # the next micro-batch moves them, maybe before somebody reads this one
+        if self.training:  # the next micro-batch moves them, maybe before this plan is used
             codewords = codewords.clone()
         return AirPlan(self.current_noise_key(), codeword_ids, self._lists(), codewords)
 
@@ -310,7 +310,7 @@ class AirRouter(CentroidRouter):
 
     def unpack_plan(self, tensors: list[Tensor]) -> AirPlan:
         codeword_ids, shortlists, entries, starts, codewords = tensors[:5]
-        rest = iter(tensors[5:])  # compilers differ in what they let one do with a part of a list
+        rest = iter(tensors[5:])  # not every compiler can pop from a part of a list
         norms = next(rest) if self.config.normalize_centroids else None
         lists = Lists(shortlists, norms, ReverseIndex(entries, starts))
         return AirPlan(next(rest, None), codeword_ids, lists, codewords)
@@ -337,7 +337,7 @@ class AirRouter(CentroidRouter):
             else:
                 gates = expert_choice_gates(scored, capacity)
             return scored.routing(gates, most, cell_probs)
-        # The same without keeping the scores.
+        # The same in one kernel, which does not keep the scores.
         found = cell_gates(
             tokens.hidden, self.centroids, cells, tokens.valid, most, capacity=capacity, **operands
         )

@@ -89,14 +89,14 @@ class RouterConfig:
 
     @classmethod
     def for_budget(cls, *, dim: int, num_experts: int, top_k: int) -> Self:
-        """Settings from the three numbers all routers share: equal budgets in one line."""
+        """Settings derived from the three numbers that all routers share."""
         return cls(dim=dim, num_experts=num_experts, top_k=top_k)
 
     @classmethod
     def with_options(
         cls, options: Mapping[str, Any], *, dim: int, num_experts: int, top_k: int
     ) -> Self:
-        """Those of `for_budget`, except for `options`.
+        """The settings of `for_budget`, except for `options`.
 
         A class without a `for_budget` of its own has nothing to derive settings from: those that
         have no default must be among the options.
@@ -141,7 +141,7 @@ class Router(nn.Module, ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # Plans of its own, but no way to take them apart: compilers must leave it alone.
+        # A subclass with its own plans but no `pack_plan` cannot be compiled.
         cls._packs_plans = cls.plan is Router.plan or cls.pack_plan is not Router.pack_plan
 
     def __init__(self, config: RouterConfig) -> None:
@@ -152,10 +152,10 @@ class Router(nn.Module, ABC):
         self.noise_seed: Tensor
         self.micro_batches: Tensor
         self.parameter_changes = 0
-        # To whom hooks of optimizers report their steps (not a replica of this), and those hooks.
+        # The identity tells this router from its replicas, which no optimizer's hook reports to.
         self._reporting: tuple[int, WeakKeyDictionary[Any, Any]] = (id(self), WeakKeyDictionary())
         self._warned_non_finite = False
-        # The same dict under another name: compilers assume that hooks never change.
+        # The same dict by another name: compilers assume that `_forward_hooks` never changes.
         self._watchers = self._forward_hooks
         self._handle = new_handle(self)
         self.register_load_state_dict_post_hook(_after_load)
@@ -176,7 +176,7 @@ class Router(nn.Module, ABC):
         """Exact jitter-free logits over all experts, [T, D] -> [T, E]: for metrics and tests."""
 
     def plan(self, tokens: Tokens) -> Plan:
-        """Everything `route` needs besides tokens and parameters, as it is now."""
+        """What `route` needs now besides tokens and parameters."""
         return Plan(self.current_noise_key())
 
     def forward(
@@ -188,9 +188,9 @@ class Router(nn.Module, ABC):
     ) -> Routing:
         """hidden [T, D], mask [T] bool (False = padding) -> Routing.
 
-        With a plan of an earlier moment the answer is that moment's. `tokens` are hidden and mask
-        as `read` gave them, where that was done before. Autocast is off inside: selection is on
-        float32 scores.
+        An earlier plan gives the answer of its time. `tokens` are hidden and mask as `read`
+        returned them, if that was done before. Autocast is off inside: selection is on float32
+        scores.
         """
         if torch.compiler.is_compiling():
             if not self.compiles(hidden):
@@ -212,8 +212,8 @@ class Router(nn.Module, ABC):
     def observe(self, hidden: Tensor | Tokens, mask: Tensor | None = None) -> None:
         """Learn from one training micro-batch without gradients, and move the noise on.
 
-        A batch without a valid token changes nothing. Ranks find that out together later on, and
-        asking a GPU would stall it: there such a batch is only kept out of the statistics.
+        A batch without a valid token changes nothing. Ranks decide this together later, and a GPU
+        is not asked because that would stall it; there the statistics leave such a batch out.
         """
         tokens = self.read(hidden.detach(), mask)
         distributed, on_cpu = is_distributed(), tokens.valid.device.type == "cpu"
@@ -223,7 +223,7 @@ class Router(nn.Module, ABC):
             return
         if on_cpu and not bool(tokens.valid.all()):
             self._warn_if_non_finite(tokens)
-        # Ranks must count alike even when one of them has no token this time.
+        # All ranks must count, also one that has no token this time.
         self.micro_batches += 1 if distributed else some
         self.learn(tokens)
 
@@ -265,26 +265,23 @@ class Router(nn.Module, ABC):
         self.on_parameters_changed()
 
     def on_load(self) -> None:
-        """After `load_state_dict`, or when transformers has put in what a checkpoint has."""
+        """After `load_state_dict`, and after transformers has loaded a checkpoint."""
         self.on_parameters_changed()
 
     def cached_parameters(self) -> list[nn.Parameter]:
-        """Parameters from which something is cached, so that their optimizer must be known."""
+        """Parameters that caches are derived from, so that their optimizer must be tracked."""
         return []
 
     @property
     def tracked(self) -> bool:
-        """True when a living optimizer's hook reports parameter changes to this very object.
-
-        A replica has the same attributes and is unknown to any hook: hence the identities.
-        """
-        whom, hooks = self._reporting
-        return whom == id(self) and len(hooks) > 0
+        """True while the hook of a living optimizer reports its steps to this router."""
+        owner, hooks = self._reporting
+        return owner == id(self) and len(hooks) > 0
 
     def follow(self, optimizer: Optimizer) -> bool:
-        """Be told once of each step of an optimizer; True if the connection is new."""
-        whom, hooks = self._reporting
-        if whom != id(self) or optimizer in hooks:
+        """Have `on_optimizer_step` called after each step; True if the connection is new."""
+        owner, hooks = self._reporting
+        if owner != id(self) or optimizer in hooks:
             return False
         hooks[optimizer] = optimizer.register_step_post_hook(lambda *_: self.on_optimizer_step())
         return True
@@ -312,10 +309,8 @@ class Router(nn.Module, ABC):
         return KEPT_PLANS
 
     def compiles(self, hidden: Tensor) -> bool:
-        """True where a compiler takes in this router as a whole: Triton's operators compute.
-
-        Not while somebody watches it through a forward hook, which is Python for every call.
-        """
+        """True if a compiler can include the whole router: Triton computes, and it has no forward
+        hooks, which are Python code at every call."""
         # `len`, because a compiler does not notice that an empty dict is true later on.
         if len(self._watchers) > 0 or not self._packs_plans:
             return False
@@ -334,7 +329,7 @@ class Router(nn.Module, ABC):
         return Plan(tensors[0] if tensors else None)
 
     def make_plan(self, tokens: Tokens, ticket: int | None, learn: bool) -> Plan:
-        """A plan as things are now, for the operator `airmoe::plan`."""
+        """The present plan, for the operator `airmoe::plan`."""
         return self.plan(tokens)
 
     def extra_repr(self) -> str:

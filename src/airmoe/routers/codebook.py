@@ -1,7 +1,7 @@
 """The codebook: adaptive k-means over token states, learned without gradients (Alg. 2).
 
-State is float32 and moves in place. Ranks are met at run time: statistics are summed over them and
-replacements drawn from the global batch with shared keys, so every rank ends with the same bits.
+State is float32 and is updated in place. In a process group statistics are summed over the ranks,
+and replacements drawn from the global batch with shared keys, so all ranks end with the same bits.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class GlobalBatch:
     spherical: bool  # tokens count by their direction (Alg. 2, line 2)
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """States of the tokens with these global numbers, this rank's share: [n, D] float32."""
+        """This rank's share of the tokens with these global numbers, else 0: [n, D] float32."""
         if self.hidden.shape[0] == 0:
             return self.hidden.new_zeros(
                 numbers.shape[0], self.hidden.shape[1], dtype=torch.float32
@@ -111,7 +111,7 @@ class Codebook(Float32State):
         self.euclidean = kind == "euclidean"
         self.decay, self.dead_below = decay, dead_below
         self.frozen = False
-        # For caches: how often the codewords were set anew (loaded), how often they learned.
+        # For caches: how often codewords were replaced (loaded), and how often they learned.
         self.version = (0, 0)
         self._seen_first_batch = False
         self._warned_few_tokens = False
@@ -130,7 +130,7 @@ class Codebook(Float32State):
         """Random directions until the first batch, so that a forward always works."""
         self.seed.copy_(torch.randint(2**62, ()))
         rows = torch.arange(self.num_codewords, device=self.seed.device)
-        # A model may be built where the backend of its training cannot run.
+        # A model may be built on a device without the backend of its training.
         with use_backend("reference"):
             keys = combine(self.seed, int(Stage.START), rows).to(torch.int32)
             drawn = normal(keys.unsqueeze(-1), torch.arange(self.dim, device=self.seed.device))
@@ -143,7 +143,7 @@ class Codebook(Float32State):
 
     @property
     def learning(self) -> bool:
-        """Whether updates move it further, as far as the host knows that it has started."""
+        """Whether updates move it: it has started, and is neither frozen nor static."""
         return self._seen_first_batch and not self.frozen and self.kind != "static"
 
     def check_in_memory(self) -> None:
@@ -190,13 +190,13 @@ class Codebook(Float32State):
 
     def _global_batch(self, tokens: Tokens) -> GlobalBatch:
         # Keys must agree on all ranks, whatever seed each was built with: rank 0's are taken.
-        told = torch.stack([tokens.valid.sum(), self.seed, self.updates])
-        told = all_gather_rows(told)  # [world, 3]
-        self.seed.copy_(told[0, 1])
-        self.updates.copy_(told[0, 2])
-        before = told[: rank(), 0].sum()
+        mine = torch.stack([tokens.valid.sum(), self.seed, self.updates])
+        ranks = all_gather_rows(mine)  # [world, 3]
+        self.seed.copy_(ranks[0, 1])
+        self.updates.copy_(ranks[0, 2])
+        before = ranks[: rank(), 0].sum()
         return GlobalBatch(
-            tokens.hidden, tokens.valid, told[:, 0].sum(), before, not self.euclidean
+            tokens.hidden, tokens.valid, ranks[:, 0].sum(), before, not self.euclidean
         )
 
     def _start(self, batch: GlobalBatch) -> None:
@@ -224,8 +224,8 @@ class Codebook(Float32State):
         batch_sums = codeword_sums(
             batch.hidden, batch.valid, codeword_ids, self.num_codewords, spherical=batch.spherical
         )
-        told = all_reduce_sum(torch.cat([batch_sums, batch.rows(spare)], dim=-1))  # [G, 2 D + 1]
-        batch_sums, batch_counts, spare_states = told.split([self.dim, 1, self.dim], dim=-1)
+        totals = all_reduce_sum(torch.cat([batch_sums, batch.rows(spare)], dim=-1))  # [G, 2 D + 1]
+        batch_sums, batch_counts, spare_states = totals.split([self.dim, 1, self.dim], dim=-1)
         counts = self.counts * self.decay + batch_counts.squeeze(-1) * (1 - self.decay)
         sums = self.sums * self.decay + batch_sums * (1 - self.decay)
         dead = counts < self.dead_below
@@ -237,7 +237,7 @@ class Codebook(Float32State):
         self.sums.copy_(torch.where(any_token, sums, self.sums))
 
     def _project(self, sums: Tensor, counts: Tensor) -> Tensor:
-        """Directions of the sums, or means for Euclidean; with nothing to go by, the old ones."""
+        """Directions of the sums, or their means if Euclidean; the old ones where there is none."""
         if self.euclidean:
             empty = (counts == 0).unsqueeze(-1)
             return torch.where(empty, self.codewords, sums / counts.unsqueeze(-1))

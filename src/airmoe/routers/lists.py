@@ -78,8 +78,8 @@ class TensorIdentity(tuple[int, int, Any]):
 class Key:
     """What lists were derived from."""
 
-    changes: int  # of the parameters: optimizer steps, loads, announced edits by hand
-    codebook: tuple[int, ...]  # how often the codebook was set anew, or also how often it learned
+    changes: int  # of the parameters: optimizer steps, loads, edits by hand
+    codebook: tuple[int, ...]  # its version, in training without what it learned
     tensors: tuple[TensorIdentity, ...]
 
 
@@ -126,7 +126,7 @@ class ListCache(Float32State):
         self.expire()
 
     def expire(self) -> None:
-        """Nothing of it can be used: parameters were loaded, or changed by hand."""
+        """Forget the lists: parameters were loaded, or changed by hand."""
         self.key: Key | None = None
         self.changes_when_built = 0  # of the shortlists; norms may be newer
         if self.lifetime > 1:
@@ -140,7 +140,7 @@ class ListCache(Float32State):
         self.lock = threading.Lock()
 
     def due(self, now: Key) -> Due:
-        """What must be derived again: the only place that decides it."""
+        """What is out of date. Nothing else decides it."""
         key = self.key
         if key is None or key.codebook != now.codebook:
             return "lists"
@@ -171,7 +171,7 @@ class ListCache(Float32State):
 
     @torch.no_grad()
     def renew_norms(self, centroids: Tensor, key: Key) -> None:
-        """Scores are exact whatever the age of the lists; costs no product with codewords."""
+        """Keep scores exact under older lists, at the cost of one pass over the centroids."""
         if self.normalize:
             self.inverse_norms.copy_(norms_of(centroids))
         if not self._has_reverse and use_triton(self.experts):  # lists of a checkpoint
@@ -182,17 +182,17 @@ class ListCache(Float32State):
         self.key = key
 
     def renewed(self, due: Due, key: Key) -> None:
-        """A captured CUDA graph has derived what was due."""
+        """A CUDA graph has written what was due into the buffers."""
         self.key = key
         if due == "lists":
             self.changes_when_built = key.changes
 
     def loaded(self, changes: int, codebook: Codebook) -> None:
-        """After a load: go on with the lists of a checkpoint, if it has any that are not due."""
+        """Go on with the lists of a checkpoint, if it has any that are not due."""
         device = codebook.codewords.device
         for name, buffer in self._buffers.items():
             if buffer is not None and buffer.is_meta and device.type != "meta":
-                # `load_state_dict(assign=True)` leaves there what is not saved.
+                # `load_state_dict(assign=True)` leaves unsaved buffers there.
                 self._buffers[name] = torch.full_like(buffer, self.lifetime, device=device)
         if self.lifetime > 1 and not self.age.is_meta and int(self.age) < self.lifetime:
             self.key = Key(-1, codebook.version[:1], ())  # norms and reverse index are not saved
@@ -202,4 +202,4 @@ class ListCache(Float32State):
 
 def _before_load(module: torch.nn.Module, *_: Any) -> None:
     assert isinstance(module, ListCache)
-    module.expire()  # a checkpoint without lists leaves none
+    module.expire()  # also if the checkpoint has no lists

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 # The modules whose forwards begin with a plan: routers, and layers (which have a `router`). Both
 # have `make_plan(tokens, ticket, learn)`: observe, if it is to learn, and plan. A training forward
-# has a ticket, by which it is known again.
+# has a ticket, by which its recomputation is recognised.
 _planners: WeakValueDictionary[int, Any] = WeakValueDictionary()
 # Left out of the CUDA graphs that a compiler records: Python's state must be read at every call.
 _TAGS = [tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None]
 
 
 def new_handle(planner: Any) -> Tensor:
-    """By which the operator finds a module; the module keeps it as `_handle`, not as a buffer.
+    """What the operator finds a module by; the module keeps it as `_handle`, not as a buffer.
 
     A tensor and not a number, because a compiler would make a number part of the graph and compile
-    the layers of a model one by one; on the CPU, where reading it waits for nothing.
+    the layers of a model one by one; on the CPU, where reading it does not wait.
     """
     number = next(_numbers)
     _planners[number] = planner

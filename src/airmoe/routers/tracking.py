@@ -23,7 +23,7 @@ REMEDIES["lightning.pytorch"] = REMEDIES["pytorch_lightning"]
 
 
 def how_to_track() -> str:
-    """The remedy that fits whoever is calling: a trainer, or a loop of one's own."""
+    """The remedy for the loop that is running: a trainer's, or the user's own."""
     frame = sys._getframe()
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -35,7 +35,7 @@ def how_to_track() -> str:
 
 
 class Tracking:
-    """The live connection; `remove()` ends it and the routers fall back to rebuilding each time.
+    """A live connection; after `remove()` the routers rebuild their lists in each forward.
 
     It ends only what its own call connected: routers that were tracked before stay tracked.
     """
@@ -50,7 +50,7 @@ class Tracking:
 
 
 def track_optimizer(model: nn.Module, optimizer: Any) -> Tracking:
-    """After each step of `optimizer`, mark the shortlists of every router in `model` dirty.
+    """Mark the shortlists of every router in `model` as out of date after each optimizer step.
 
     Once per router and optimizer, however often it is called and with whatever part of the model.
     Where several optimizers step the same centroids, track each: every step of any of them counts,
