@@ -11,7 +11,7 @@ import torch
 from airmoe import ROUTERS
 from airmoe.errors import ConfigError
 from airmoe.kernels import backend
-from airmoe.kernels.backend import backend_for, chosen_backend, use_backend, use_triton
+from airmoe.kernels.backend import backend_for, use_backend, use_triton
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -35,16 +35,16 @@ def test_environment_and_block_override_it(monkeypatch: pytest.MonkeyPatch) -> N
     with use_backend("auto"):
         assert backend_for(CUDA, torch.float32) == "triton"
         with use_backend("reference"):
-            assert chosen_backend() == "reference"
-        assert chosen_backend() == "auto"
-    assert chosen_backend() == "reference"
+            assert backend_for(CUDA, torch.float32) == "reference"
+        assert backend_for(CUDA, torch.float32) == "triton"
+    assert backend_for(CUDA, torch.float32) == "reference"
 
 
 def test_a_block_holds_in_other_threads_too() -> None:
     """Autograd has threads of its own."""
     with use_backend("reference"), ThreadPoolExecutor(1) as threads:
-        assert threads.submit(chosen_backend).result() == "reference"
-    assert chosen_backend() == "auto"
+        assert threads.submit(backend_for, CUDA, torch.float32).result() == "reference"
+    assert backend_for(CUDA, torch.float32) == "triton"
 
 
 def test_a_model_is_built_where_its_backend_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_a_model_is_built_where_its_backend_cannot_run(monkeypatch: pytest.Monke
 
 def test_an_empty_name_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIRMOE_BACKEND", "")
-    assert chosen_backend() == "auto"
+    assert backend_for(CUDA, torch.float32) == "triton"
 
 
 def test_a_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Exact top-K on Triton: the reference's experts in the reference's order, up to ties."""
+"""The best experts of tokens and codewords on Triton: the reference's, up to ties."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.best_experts import best_experts
+from airmoe.kernels.best_experts import best_experts, top_m
 from airmoe.kernels.noise import Noise, normal
+from tests.kernels.comparison import DEVICE
 from tests.tolerance import score_slack
 
 pytest.importorskip("triton")
-from airmoe.kernels.best_experts_triton import best_experts_op
+from airmoe.kernels.best_columns_triton import Cut, plan_cuts
 from airmoe.kernels.stream_triton import can_stream
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-STREAM = "airmoe.kernels.shortlist_triton"
+COLUMNS = "airmoe.kernels.best_columns_triton"
 LISTS = "airmoe.kernels.stream_triton"
 
 
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several levels of thinning and several pieces of everything, at sizes a test can pay for."""
-    monkeypatch.setattr(f"{STREAM}.SEGMENT", 64)
-    monkeypatch.setattr(f"{STREAM}.ROWS", 4)
-    monkeypatch.setattr(f"{STREAM}.SCORE_ELEMENTS", 500)
+    monkeypatch.setattr(f"{COLUMNS}.SEGMENT", 64)
+    monkeypatch.setattr(f"{COLUMNS}.ROWS", 4)
+    monkeypatch.setattr(f"{COLUMNS}.SCORE_ELEMENTS", 500)
+    monkeypatch.setattr(f"{COLUMNS}.CANDIDATE_ELEMENTS", 300)
     monkeypatch.setattr("airmoe.kernels.best_experts_triton.SORT_ELEMENTS", 20)
 
 
@@ -247,10 +248,126 @@ def test_no_tokens() -> None:
     assert ids.shape == (0, 4)
 
 
-def test_the_operator_is_registered_completely() -> None:
-    arguments = (torch.randn(3, 16, device=DEVICE), torch.randn(30, 16, device=DEVICE), 4)
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(best_experts_op, (*arguments, None, 0.0, True, True), test_utils=tests)
+def unit_rows(*shape: int) -> Tensor:
+    return torch.nn.functional.normalize(torch.randn(*shape, device=DEVICE), dim=-1)
+
+
+def check_shortlists(
+    codewords: Tensor, centroids: Tensor, size: int, noise: Noise | None = None
+) -> Tensor:
+    """Ascending, distinct, and the best ones; of unit-norm centroids where there is noise."""
+    scale = None if noise is None else 1 / centroids.float().norm(dim=-1)
+    out = torch.full((codewords.shape[0], size), -1, dtype=torch.int64, device=DEVICE)
+    with use_backend("triton"):
+        returned = top_m(codewords, centroids, size, inverse_norms=scale, noise=noise, out=out)
+    assert returned is out  # the address is fixed
+    assert (out.diff(dim=-1) > 0).all() and out.min() >= 0 and out.max() < centroids.shape[0]
+    unit = noise is not None
+    exact = logits_of(codewords.double(), centroids.double(), noise, unit)
+    plain = logits_of(codewords, centroids.float(), noise, unit)
+    best = exact.topk(size, dim=-1).values
+    found = exact.gather(-1, out).sort(-1, descending=True).values
+    assert ((found - best).abs() <= score_slack(exact, plain)).all()
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("codewords", "experts", "dim", "size"), [(1, 16, 16, 16), (5, 200, 24, 30), (20, 70, 33, 1)]
+)
+def test_shortlists_of_one_segment(
+    dtype: torch.dtype, codewords: int, experts: int, dim: int, size: int
+) -> None:
+    centroids = torch.randn(experts, dim, device=DEVICE, dtype=dtype)
+    check_shortlists(unit_rows(codewords, dim), centroids, size)
+    check_shortlists(unit_rows(codewords, dim), centroids, size, any_noise(codewords))
+
+
+@pytest.mark.usefixtures("small_segments")
+@pytest.mark.parametrize("size", [1, 7, 16])
+def test_shortlists_of_many_segments(size: int) -> None:
+    centroids = torch.randn(400, 20, device=DEVICE)
+    cuts = plan_cuts(400, size)
+    assert cuts is not None and len(cuts) == (3 if size == 16 else 2)
+    check_shortlists(unit_rows(5, 20), centroids, size, any_noise(5))
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_ties_of_shortlists_go_to_the_lowest_id() -> None:
+    codewords = torch.eye(8, device=DEVICE)[:3]
+    centroids = torch.randint(-1, 2, (200, 8), device=DEVICE).float()
+    centroids[:, 2] = 0  # all alike
+    for size in (1, 25):
+        out = check_shortlists(codewords, centroids, size)
+        with use_backend("reference"):
+            assert torch.equal(out, top_m(codewords, centroids, size))
+        assert out[2].tolist() == list(range(size))
+
+
+@pytest.mark.usefixtures("small_segments")
+@pytest.mark.parametrize("row", [0, 5])
+def test_a_codeword_that_is_not_finite_leaves_the_others_alone(row: int) -> None:
+    codewords, centroids = unit_rows(6, 16), torch.randn(150, 16, device=DEVICE)
+    expected = check_shortlists(codewords, centroids, 10)
+    for value in (torch.nan, torch.inf):
+        codewords[row, 3] = value
+        with use_backend("triton"):
+            out = top_m(codewords, centroids, 10)
+        others = torch.arange(6, device=DEVICE) != row
+        assert torch.equal(out[others], expected[others])
+        assert out.min() >= 0 and out.max() < 150  # nobody may be led outside the tables
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_shortlist_too_long_for_the_kernel_is_the_references() -> None:
+    codewords, centroids = unit_rows(3, 16), torch.randn(200, 16, device=DEVICE)
+    assert plan_cuts(200, 50) is None
+    check_shortlists(codewords, centroids, 50)
+
+
+def test_the_plan_of_large_tables() -> None:
+    assert plan_cuts(65_536, 2048) == [Cut(65_536, 4, 16_384), Cut(8192, 1, 8192)]
+    cuts = plan_cuts(1_048_576, 2048)
+    assert cuts is not None and [cut.segments for cut in cuts] == [64, 8, 1]
+    for columns in (16_384, 16_385, 70_001, 999_999, 1 << 22):
+        for count in (1, 100, 512, 2048, 4096):
+            cuts = plan_cuts(columns, count)
+            assert cuts is not None
+            for cut in cuts:
+                assert cut.width <= 16_384 and cut.segments * cut.width >= cut.columns
+                assert cut.columns - (cut.segments - 1) * cut.width >= count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("codewords", "experts", "dim", "size"),
+    [
+        (1024, 65_536, 256, 2048),
+        (77, 50_001, 100, 1000),
+        (13, 16_385, 1024, 4096),
+        (600, 3000, 65, 2999),
+        (3, 300_000, 64, 512),
+    ],
+)
+def test_large_shortlists(
+    dtype: torch.dtype, codewords: int, experts: int, dim: int, size: int
+) -> None:
+    centroids = torch.randn(experts, dim, device=DEVICE, dtype=dtype)
+    check_shortlists(unit_rows(codewords, dim), centroids, size, any_noise(codewords))
+
+
+@pytest.mark.gpu
+def test_memory_does_not_grow_with_codewords() -> None:
+    centroids = torch.randn(65_536, 64, device=DEVICE, dtype=torch.bfloat16)
+    codewords = unit_rows(2048, 64)
+    out = torch.empty(2048, 2048, dtype=torch.int64, device=DEVICE)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with use_backend("triton"):
+        top_m(codewords, centroids, 2048, out=out)
+    assert torch.cuda.max_memory_allocated() - before <= 96 << 20
 
 
 @pytest.mark.gpu

@@ -12,20 +12,27 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from airmoe.errors import ConfigError
-from airmoe.kernels import row_products_triton
+from airmoe.kernels import cell_products_triton
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.cell_experts import cell_experts
 from airmoe.kernels.cell_gates import cell_gates
+from airmoe.kernels.cell_products_triton import make_parts
 from airmoe.kernels.cell_scores import cell_scores
-from airmoe.kernels.cells import Cells, make_cells, sort_by_cell
-from airmoe.kernels.expert_tables import Activation, ExpertTables, is_gated
-from airmoe.kernels.layout import block_rows, make_reverse, row_tiles
-from airmoe.kernels.layout_triton import counts_per_entry, used_entries
+from airmoe.kernels.cells import (
+    Cells,
+    block_rows,
+    counts_per_entry,
+    make_cells,
+    make_reverse,
+    row_tiles,
+    sort_by_cell,
+)
+from airmoe.kernels.cells_triton import used_entries
 from airmoe.kernels.noise import Noise, Stage, make_noise
-from airmoe.kernels.row_products_triton import make_parts
+from airmoe.kernels.token_experts import Activation, ExpertTables, is_gated
 from airmoe.kernels.top_k import chosen_mask, top_k_gates
 from tests.interpreter import exact_products
-from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_no_worse
+from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_no_worse, results_and_grads
 
 
 @dataclass(frozen=True)
@@ -102,20 +109,9 @@ def scale(name: str, case: Case) -> float:
     return 1.0 if name == "hidden" else case.dim**-0.5
 
 
-def run(
-    function: Callable[[Found], dict[str, Tensor]], inputs: Found, dtype: torch.dtype, seed: int = 0
-) -> Found:
-    """Results and gradients of a fixed random functional of them, computed in `dtype`."""
-    leaves = {key: value.to(dtype).requires_grad_() for key, value in inputs.items()}
-    results = function(leaves)
-    random = torch.Generator().manual_seed(seed)
-    total = torch.zeros((), dtype=torch.float64, device=DEVICE)
-    for value in results.values():
-        upstream = torch.randn(value.shape, generator=random).to(DEVICE)
-        total = total + (value * upstream.to(value.dtype)).double().sum()
-    grads = torch.autograd.grad(total, list(leaves.values()))
-    found = {key: value.detach() for key, value in results.items()}
-    return found | {f"grad {key}": grad for key, grad in zip(leaves, grads, strict=True)}
+def run(function: Callable[[Found], Found], inputs: Found, dtype: torch.dtype) -> Found:
+    """Results and gradients, computed in `dtype`."""
+    return results_and_grads(function, {name: value.to(dtype) for name, value in inputs.items()})
 
 
 def tables_of(given: Found, activation: Activation, size: int = 1) -> ExpertTables:
@@ -157,7 +153,7 @@ def test_reverse_index_and_its_parts(part_bytes: int, monkeypatch: pytest.Monkey
     for expert in range(70):
         own = entries[starts[expert] : starts[expert + 1]]
         assert own == [place for place, owner in enumerate(flat) if owner == expert]
-    monkeypatch.setattr(row_products_triton, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(cell_products_triton, "PART_BYTES", part_bytes)
     parts = make_parts(replace(cells.layout(), pools=pools), reverse, 8)
     experts, positions, shifts = (
         table.tolist() for table in (parts.experts, parts.positions, parts.shifts)
@@ -522,7 +518,7 @@ def test_weight_gradients_in_many_parts(monkeypatch: pytest.MonkeyPatch) -> None
 
     with use_backend("triton"), exact_products():
         whole = run(experts, inputs, torch.float32)
-        monkeypatch.setattr(row_products_triton, "PART_BYTES", 5000)
+        monkeypatch.setattr(cell_products_triton, "PART_BYTES", 5000)
         parts = run(experts, inputs, torch.float32)
     for name, value in whole.items():
         assert torch.equal(parts[name], value), name

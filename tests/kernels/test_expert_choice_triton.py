@@ -22,7 +22,6 @@ from tests.kernels.comparison import (
     DTYPES,
     Found,
     assert_no_worse,
-    captured,
     results_and_grads,
 )
 
@@ -207,23 +206,6 @@ def test_nan_shows() -> None:
     with use_backend("triton"):
         gates = taken_by_experts(**inputs, cells=cells, valid=valid, capacity=2).gates
     assert gates[: int(cells.offsets[1])].isnan().all()
-
-
-@pytest.mark.gpu
-def test_a_graph_holds_it() -> None:
-    case = CASES["ragged"]
-    cells, inputs, valid = case.cells(), case.inputs(torch.bfloat16), some_valid(case)
-    hidden, centroids = (inputs[name].requires_grad_() for name in ("hidden", "centroids"))
-
-    def step() -> list[Tensor]:
-        found = taken_by_experts(hidden, centroids, cells, valid, case.capacity)
-        loss = found.gates.float().square().sum() + found.expert_probs().square().sum()
-        return [found.gates, *torch.autograd.grad(loss, [hidden, centroids])]
-
-    eager, graph, found = captured(step)
-    graph.replay()
-    for wanted, got in zip(eager, found, strict=True):
-        assert torch.equal(wanted, got)
 
 
 def test_router_takes_this_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.cells import Cells, make_cells
-from airmoe.kernels.layout import RowTiles, row_tiles
+from airmoe.kernels.cells import Cells, RowTiles, make_cells, row_tiles
 from tests.kernels.comparison import DEVICE
 
 pytest.importorskip("triton")
-from airmoe.kernels import layout_triton
-from airmoe.kernels.layout_triton import cell_offsets_op, row_tiles_op
+from airmoe.kernels import cells_triton
+from airmoe.kernels.cells import cell_offsets_op
 
 BLOCKS = [32, 64]
 ON_GPU = DEVICE == "cuda"
@@ -28,7 +27,7 @@ MANY = 5000 if ON_GPU else 60  # cells: more than three blocks of the cumulative
 def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the interpreter, too, adds up several blocks."""
     if not ON_GPU:
-        monkeypatch.setattr(layout_triton, "SUM_BLOCK", 16)
+        monkeypatch.setattr(cells_triton, "SUM_BLOCK", 16)
 
 
 def assert_equal(found: Tensor | None, wanted: Tensor | None, name: str) -> None:
@@ -104,7 +103,7 @@ def test_all_tokens_in_one_cell(num_tokens: int, cell: int, num_cells: int) -> N
 
 def test_many_empty_cells() -> None:
     """Also whole blocks of the cumulative sum without a row, between those that have some."""
-    length = layout_triton.SUM_BLOCK
+    length = cells_triton.SUM_BLOCK
     ids = torch.tensor([0, length - 1, length, MANY - 5, MANY - 4, MANY - 1], device=DEVICE)
     cells = check_cells(ids[torch.randint(6, (70, 1), device=DEVICE)], MANY)
     for block in BLOCKS:
@@ -184,15 +183,6 @@ def test_compiled_in_one_graph(dynamic: bool) -> None:
             wanted = everything(cell_ids, pools)
             for found, expected in zip(compiled(cell_ids, pools), wanted, strict=True):
                 assert_equal(found, expected, f"{num_tokens} tokens")
-
-
-def test_the_operators_are_registered_completely() -> None:
-    ordered = random_ids(100, 7).flatten().sort().values
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(cell_offsets_op, (ordered, 7), test_utils=tests)
-    for num_rows in (100, 0):
-        offsets = find_offsets(ordered[:num_rows], 7)
-        torch.library.opcheck(row_tiles_op, (offsets, num_rows, 32), test_utils=tests)
 
 
 @pytest.mark.gpu

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from airmoe.kernels.noise import _mix32_, normal
+from airmoe.kernels.backend import use_backend
+from airmoe.kernels.noise import Stage, _mix32_, combine, make_noise, normal
+from tests.kernels.comparison import DEVICE
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from airmoe.kernels import noise_triton as noise_kernels  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COLUMNS = 128
 
 
@@ -79,6 +80,38 @@ def test_normal_is_within_roundings_of_the_reference() -> None:
     bound = 4.9 * (2 * math.pi + 1) * torch.finfo(torch.float32).eps
     assert (actual - expected).abs().max() <= bound
     assert (actual - expected).abs().mean() <= bound / 20
+
+
+def test_keys_are_those_of_the_reference() -> None:
+    scalar = torch.tensor(2**61 + 12345, device=DEVICE)
+    count = torch.tensor(77, device=DEVICE)
+    rows = torch.arange(1500, device=DEVICE)
+    keys = combine(scalar, count)
+    for first, rest in (
+        (scalar, ()),
+        (scalar, (count, 3)),
+        (scalar, (5, rows)),
+        (keys, (2, count, rows)),
+        (rows, (count,)),
+    ):
+        with use_backend("triton"):
+            found = combine(first, *rest)
+        assert torch.equal(found, combine(first, *rest))
+
+
+def test_jitter_as_a_tensor() -> None:
+    noise = make_noise(torch.tensor(9, device=DEVICE), Stage.SUBKEY, 40, 0.3)
+    columns = torch.randint(70000, (300,), device=DEVICE)
+    rows, names = torch.arange(40, device=DEVICE).unsqueeze(-1), columns.view(1, -1)
+    for draw in (
+        lambda: noise.rows(slice(None), columns),
+        lambda: noise.rows(torch.tensor([3, 7], device=DEVICE), columns),
+        lambda: noise.pairs(rows, names),
+    ):
+        with use_backend("triton"):
+            found = draw()
+        with use_backend("reference"):
+            torch.testing.assert_close(found, draw(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""1/|w| of rows on Triton: as close to float64 as PyTorch's, and no copy of the table."""
+"""1/|w| of rows on Triton, as close to float64 as PyTorch's, and which rows are finite."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.norms import inverse_norms
+from airmoe.kernels.norms import finite_rows, inverse_norms
 from tests.kernels.comparison import DEVICE, DTYPES
 
 pytest.importorskip("triton")
-from airmoe.kernels.norms_triton import inverse_norms_op
 
 FLOOR = 2 * torch.finfo(torch.float32).eps  # relative: a lucky sum of PyTorch's may round less
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -111,11 +110,19 @@ def test_float64_is_left_to_the_reference() -> None:
     torch.testing.assert_close(norms[1:2], 1 / table[1:2].norm(dim=-1), rtol=1e-14, atol=0)
 
 
-def test_the_operator_keeps_the_rules_and_compiles() -> None:
-    table = some_rows(20, 30)
-    torch.library.opcheck(inverse_norms_op, (table,), test_utils=("test_schema", "test_faketensor"))
-    compiled = torch.compile(inverse_norms_op, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(table), inverse_norms_op(table))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(70, 24), (1, 8), (5, 1500), (0, 8)])
+def test_finite_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    hidden = torch.randn(shape, device=DEVICE).to(dtype)
+    for place, bad in enumerate((torch.nan, torch.inf, -torch.inf, 3e19)):
+        if shape[0] > place + 1 and bad == bad and torch.tensor(bad).to(dtype).item() == bad:
+            hidden[place, -1] = bad
+    if shape[0] > 4:
+        hidden[4, 0] = torch.nan
+    with use_backend("triton"):
+        found = finite_rows(hidden)
+    assert torch.equal(found, finite_rows(hidden))
+    assert shape[0] <= 4 or not found[4]
 
 
 @pytest.mark.gpu

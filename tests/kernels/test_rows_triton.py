@@ -1,22 +1,19 @@
-"""Products over lists of rows in Triton: values and gradients equal the reference."""
+"""Products over lists of rows, and logits of chosen experts, equal the reference in Triton."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.rows import gather_dot, gather_total, scatter_total
-from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good, captured
+from airmoe.kernels.rows import chosen_logits, gather_dot, gather_total, scatter_total
+from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good
 
 pytest.importorskip("triton")
 from airmoe.kernels import rows_triton
-from airmoe.kernels.rows_triton import gather_dot_op, gather_total_op, scatter_total_op
 
 
 @dataclass(frozen=True)
@@ -26,17 +23,21 @@ class Case:
     dim: int
     rows: int
     popular: int = 0  # places of every list that hold row 1
+    aligned: float = 0.0  # how much of every query and row is one common direction
 
-    def inputs(self, dtype: torch.dtype) -> Found:
+    def inputs(self, dtype: torch.dtype, table_dtype: torch.dtype | None = None) -> Found:
         ids = torch.randint(self.rows, (self.queries, self.list_size))
         ids[:, : self.popular] = 1
-        shapes = {
-            "queries": (self.queries, self.dim),
-            "table": (self.rows, self.dim),
-            "weights": (self.queries, self.list_size),
+        common = self.aligned * torch.randn(self.dim)
+        table = common + torch.randn(self.rows, self.dim)
+        table[-1] = 0
+        found = {
+            "queries": (common + torch.randn(self.queries, self.dim)).to(dtype),
+            "table": table.to(table_dtype or dtype),
+            "weights": torch.randn(self.queries, self.list_size).to(dtype),
+            "ids": ids,
         }
-        floats = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
-        return {name: tensor.to(DEVICE) for name, tensor in (floats | {"ids": ids}).items()}
+        return {name: tensor.to(DEVICE) for name, tensor in found.items()}
 
 
 CASES = {
@@ -46,6 +47,8 @@ CASES = {
     "several column blocks": Case(queries=3, list_size=18, dim=300, rows=7),
     "popular": Case(queries=9, list_size=12, dim=24, rows=6, popular=7),
     "all the same": Case(queries=9, list_size=8, dim=24, rows=3, popular=8),
+    "aligned": Case(queries=30, list_size=4, dim=33, rows=6, aligned=30),
+    "popular and aligned": Case(queries=9, list_size=8, dim=24, rows=3, popular=6, aligned=30),
     "no queries": Case(queries=0, list_size=4, dim=16, rows=3),
     "empty lists": Case(queries=3, list_size=0, dim=16, rows=3),
 }
@@ -68,27 +71,61 @@ def all_products(given: Found) -> Found:
     }
 
 
+def logits(given: Found) -> Found:
+    return {
+        "logits": chosen_logits(given["queries"], given["table"], given["ids"], normalize=False)
+    }
+
+
+def unit_logits(given: Found) -> Found:
+    return {"logits": chosen_logits(given["queries"], given["table"], given["ids"], normalize=True)}
+
+
+FUNCTIONS = {"products": all_products, "logits": logits, "unit logits": unit_logits}
+functions = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+
+
+def run(function: Callable[[Found], Found], inputs: Found) -> None:
+    """Logits do not use the weights, whose gradient would be missing."""
+    names = inputs if function is all_products else ("queries", "table", "ids")
+    assert_as_good(function, {name: inputs[name] for name in names})
+
+
 @named
 @dtypes
+@functions
 @pytest.mark.usefixtures("_short_parts")
-def test_values_and_gradients_equal_the_reference(case: Case, dtype: torch.dtype) -> None:
-    assert_as_good(all_products, case.inputs(dtype))
+def test_values_and_gradients_equal_the_reference(
+    case: Case, dtype: torch.dtype, function: Callable[[Found], Found]
+) -> None:
+    run(function, case.inputs(dtype))
 
 
 @pytest.mark.gpu
 @dtypes
+@functions
 @pytest.mark.parametrize(
     "case",
     [
         Case(queries=1000, list_size=77, dim=200, rows=999, popular=9),
-        Case(queries=4000, list_size=512, dim=256, rows=4096, popular=1),
+        Case(queries=4000, list_size=512, dim=256, rows=4096, popular=1, aligned=10),
         Case(queries=129, list_size=33, dim=1030, rows=50),
+        Case(queries=70, list_size=9, dim=4096, rows=60),
         Case(queries=3, list_size=5000, dim=64, rows=100_000),
     ],
     ids=str,
 )
-def test_large_shapes(case: Case, dtype: torch.dtype) -> None:
-    assert_as_good(all_products, case.inputs(dtype))
+def test_large_shapes(case: Case, dtype: torch.dtype, function: Callable[[Found], Found]) -> None:
+    run(function, case.inputs(dtype))
+
+
+@pytest.mark.parametrize("function", [logits, unit_logits])
+@dtypes
+def test_logits_of_operands_of_several_dtypes(
+    function: Callable[[Found], Found], dtype: torch.dtype
+) -> None:
+    for table_dtype in DTYPES:
+        run(function, CASES["odd"].inputs(dtype, table_dtype))
 
 
 def test_operands_of_several_dtypes() -> None:
@@ -103,12 +140,13 @@ def test_operands_of_several_dtypes() -> None:
     assert_as_good(total, inputs)
 
 
-def test_strided_operands_and_short_ids() -> None:
+@functions
+def test_strided_operands_and_short_ids(function: Callable[[Found], Found]) -> None:
     inputs = CASES["odd"].inputs(torch.float32)
     with use_backend("triton"):
-        wanted = all_products(inputs)
-        strided = {k: v.T.contiguous().T if v.ndim == 2 else v for k, v in inputs.items()}
-        found = all_products(strided | {"ids": strided["ids"].int()})
+        wanted = function(inputs)
+        strided = {name: tensor.T.contiguous().T for name, tensor in inputs.items()}
+        found = function(strided | {"ids": strided["ids"].int()})
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
 
@@ -121,18 +159,53 @@ def test_sums_are_the_same_every_time() -> None:
         assert torch.equal(scatter_total(*arguments), scatter_total(*arguments))
 
 
-@pytest.mark.parametrize("frozen", ["queries", "table"])
-def test_frozen_operands_cost_nothing(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("function", "frozen", "unwanted"),
+    [
+        (lambda given: {"dot": gather_dot(given["queries"], given["table"], given["ids"])}, *names)
+        for names in (("queries", "row_totals"), ("table", "row_sums"))
+    ]
+    + [(unit_logits, "queries", "row_totals"), (unit_logits, "table", "table_grads")],
+)
+def test_frozen_operands_cost_nothing(
+    function: Callable[[Found], Found],
+    frozen: str,
+    unwanted: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     inputs = CASES["odd"].inputs(torch.float32)
     free = "queries" if frozen == "table" else "table"
-    unwanted = "row_sums" if frozen == "table" else "row_totals"
     monkeypatch.setattr(rows_triton, unwanted, None)  # calling it would raise
 
-    def dot(given: Found) -> Found:
-        both = given | {frozen: inputs[frozen].to(given[free].dtype)}
-        return {"dot": gather_dot(both["queries"], both["table"], inputs["ids"])}
+    def run(given: Found) -> Found:
+        return function(
+            given | {frozen: inputs[frozen].to(given[free].dtype), "ids": inputs["ids"]}
+        )
 
-    assert_as_good(dot, {free: inputs[free]})
+    assert_as_good(run, {free: inputs[free]})
+
+
+def test_values_are_those_of_the_formula() -> None:
+    given = CASES["odd"].inputs(torch.float32)
+    hidden, experts = given["queries"].double(), given["table"].double()
+    norms = experts.norm(dim=-1)
+    wanted = (hidden @ experts.T / norms.where(norms > 0, torch.inf)).gather(-1, given["ids"])
+    for backend in ("triton", "reference"):
+        with use_backend(backend):
+            found = chosen_logits(given["queries"], given["table"], given["ids"], normalize=True)
+        assert found.dtype == torch.float32
+        assert (found - wanted).abs().max() <= 1e-5
+        assert (found[given["ids"] == experts.shape[0] - 1] == 0).all()
+
+
+def test_a_zero_row_has_no_gradient() -> None:
+    given = CASES["odd"].inputs(torch.float32)
+    experts = given["table"].requires_grad_()
+    with use_backend("triton"):
+        logits = chosen_logits(given["queries"], experts, given["ids"], normalize=True)
+    (grad,) = torch.autograd.grad(logits.sum(), experts)
+    assert (given["ids"] == 8).any() and (grad[8] == 0).all()
+    assert (grad[:8] != 0).any()
 
 
 @pytest.mark.parametrize("sizes", [[0, 17, 16, 33, 0, 1], [200], [0], [17] * 9, [16] * 4, [15, 50]])
@@ -147,44 +220,3 @@ def test_parts_cover_the_entries_of_popular_rows(sizes: list[int]) -> None:
     assert all(row == len(sizes) for row in part_ids[len(wanted) :])
     assert shuffled.flatten()[entries.order].tolist() == ids.tolist()
     assert entries.starts.diff().tolist() == sizes
-
-
-def scatter_to_table(weights: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-    return scatter_total_op(weights, rows, ids, 9)
-
-
-OPERATORS = {
-    "gather_dot": (gather_dot_op, ("queries", "table", "ids")),
-    "gather_total": (gather_total_op, ("weights", "table", "ids")),
-    "scatter_total": (scatter_to_table, ("weights", "queries", "ids")),
-}
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_operators_compile_without_a_break(name: str) -> None:
-    function, names = OPERATORS[name]
-    inputs = CASES["odd"].inputs(torch.float32)
-    arguments = [inputs[name].requires_grad_(name != "ids") for name in names]
-
-    def run(function: Callable[..., Tensor]) -> tuple[Any, ...]:
-        value = function(*arguments)
-        return value, *torch.autograd.grad(value.sin().sum(), arguments[:2])
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    for plain, found in zip(run(function), run(compiled), strict=True):
-        assert torch.equal(found, plain)
-
-
-@pytest.mark.gpu
-def test_products_run_in_a_cuda_graph() -> None:
-    inputs = Case(queries=50, list_size=40, dim=64, rows=90).inputs(torch.bfloat16)
-    floats = [tensor.requires_grad_() for name, tensor in inputs.items() if name != "ids"]
-
-    def step() -> list[Tensor]:
-        results = list(all_products(inputs).values())
-        return [*results, *torch.autograd.grad(results, floats, [r.detach() for r in results])]
-
-    eager, graph, replayed = captured(step)
-    graph.replay()
-    for found, wanted in zip(replayed, eager, strict=True):
-        assert torch.equal(found, wanted)

@@ -11,23 +11,20 @@ from torch import Tensor
 
 from airmoe.kernels.backend import Backend, use_backend
 from airmoe.kernels.noise import Noise, normal
-from airmoe.kernels.softmax_summary import softmax_summary
+from airmoe.kernels.softmax_summary import (
+    softmax_summary,
+)
 from tests.kernels.comparison import (
     DEVICE,
     Found,
     assert_as_good,
     assert_no_worse,
-    captured,
     results_and_grads,
 )
 
 pytest.importorskip("triton")
 from airmoe.kernels import best_experts_triton as tables
-from airmoe.kernels.softmax_summary_triton import (
-    Chunks,
-    softmax_summary_backward_op,
-    softmax_summary_op,
-)
+from airmoe.kernels.softmax_summary_triton import Chunks
 
 SUMMARY = "airmoe.kernels.softmax_summary_triton"
 RESULTS = ["log_z", "mean", "grad of hidden", "grad of experts"]
@@ -272,36 +269,6 @@ def test_strided_operands() -> None:
     assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
-def test_the_operator_compiles_and_repeats_itself() -> None:
-    case = SMALL
-    floats = [tensor.requires_grad_() for tensor in case.inputs().values()]
-    weights, noise = case.weights(), case.jitter()
-
-    def function(hidden: Tensor, experts: Tensor) -> list[Tensor]:
-        return summarize((hidden, experts), weights, noise)
-
-    def run(function: Callable[..., list[Tensor]]) -> list[Tensor]:
-        with use_backend("triton"):
-            log_z, mean = function(*floats)
-            grads = torch.autograd.grad(log_z.sin().sum() + mean.cos().sum(), floats)
-        return [log_z, mean, *grads]
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    for plain, again, found in zip(run(function), run(function), run(compiled), strict=True):
-        assert torch.equal(found, plain) and torch.equal(again, plain)
-
-
-def test_the_operators_are_registered_completely() -> None:
-    case = Case(tokens=5, experts=20, dim=16)
-    hidden, experts = case.inputs().values()
-    arguments = (hidden, experts, case.weights(), None, 0.0, True)
-    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(softmax_summary_op, arguments, test_utils=tests)
-    log_z, _ = softmax_summary_op(*arguments)
-    backward = (log_z, None, *arguments[:3], log_z, *arguments[3:], True, True)
-    torch.library.opcheck(softmax_summary_backward_op, backward, test_utils=tests[:2])
-
-
 def in_float64(
     given: Found, weights: Tensor, noise: Noise | None, upstream: list[Tensor]
 ) -> dict[str, Found]:
@@ -352,22 +319,3 @@ def test_large_shapes(case: Case, hidden_dtype: torch.dtype, experts_dtype: torc
     fast: Found = dict(zip(RESULTS, (*(value.detach() for value in results), *grads), strict=True))
     judged = in_float64(given, weights, noise, upstream)
     assert_no_worse(fast, judged["plain"], judged["exact"])
-
-
-@pytest.mark.gpu
-def test_it_runs_in_a_cuda_graph() -> None:
-    case = Case(tokens=3000, experts=40_000, dim=64, noise=0.01)
-    floats = [tensor.requires_grad_() for tensor in case.inputs(BF16, F32).values()]
-    weights, noise = case.weights(), case.jitter()
-
-    def step() -> list[Tensor]:
-        results = summarize(floats, weights, noise)
-        return [
-            *results,
-            *torch.autograd.grad(results, floats, [each.detach() for each in results]),
-        ]
-
-    eager, graph, replayed = captured(step)
-    graph.replay()
-    for found, wanted in zip(replayed, eager, strict=True):
-        assert torch.equal(found, wanted)

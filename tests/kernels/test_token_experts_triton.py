@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.expert_tables import Activation, ExpertTables, activate, is_gated
-from airmoe.kernels.token_experts import token_experts
+from airmoe.kernels.token_experts import (
+    Activation,
+    ExpertTables,
+    activate,
+    compact_gates,
+    is_gated,
+    token_experts,
+    token_experts_op,
+)
 from airmoe.moe import GranularExperts
 from airmoe.routers.routing import TokenRouting
-from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good, captured
+from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good
 
 pytest.importorskip("triton")
 from airmoe.kernels import rows_triton, token_experts_triton
+from airmoe.kernels import token_experts as token_experts_module
 from airmoe.kernels.token_experts_triton import (
     _weigh,
     _weigh_grads,
-    compact_gates,
-    token_experts_op,
 )
 
 
@@ -81,7 +87,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def _both_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of either size of batch; long rows in parts, wide ones in several blocks."""
     if request.param == "large batch":
-        monkeypatch.setattr(token_experts_triton, "SMALL_BATCH", 0)
+        monkeypatch.setattr(token_experts_module, "SMALL_BATCH", 0)
     monkeypatch.setattr(rows_triton, "PART_ENTRIES", 16)
     monkeypatch.setattr(rows_triton, "MOST_COLUMNS", 64)
     monkeypatch.setattr(rows_triton, "MOST_COLUMNS_IN_PAIRS", 32)
@@ -279,34 +285,6 @@ def test_experts_with_token_lists_use_it(expert_size: int) -> None:
     assert_as_good(run, inputs)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_operator_compiles_without_a_break(activation: Activation) -> None:
-    inputs = replace(TINY, activation=activation).inputs(torch.float32)
-    ids = inputs.pop("expert_ids")
-    leaves = [tensor.requires_grad_() for tensor in inputs.values()]
-    gate, (hidden, up, down, weights) = None, leaves[-4:]
-    if is_gated(activation):
-        hidden, gate = leaves[:2]
-
-    def run(*tensors: Any) -> Tensor:
-        return token_experts_op(*tensors, ids, activation, 1, True)[0].sin()
-
-    arguments = (hidden, gate, up, down, weights)
-    plain, found = (
-        run(*arguments),
-        torch.compile(run, fullgraph=True, backend="aot_eager")(*arguments),
-    )
-    assert torch.equal(found, plain)
-    grads = (torch.autograd.grad(value.sum(), leaves) for value in (plain, found))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
-def test_operator_keeps_the_rules_of_operators() -> None:
-    inputs = replace(TINY, expert_size=2).inputs(torch.float32)
-    leaves = [t.requires_grad_(t.is_floating_point()) for t in inputs.values()]
-    torch.library.opcheck(token_experts_op, (*leaves, "swiglu", 2, True))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("pool", "count"), [(19, 5), (16, 16), (70, 9)])
 def test_compact_gates_lists_the_chosen_of_tokens_in_order(
@@ -348,23 +326,6 @@ def test_compact_gates_lists_the_chosen_of_tokens_in_order(
 )
 def test_large_shapes(case: Case, dtype: torch.dtype) -> None:
     assert_as_good(case.run, case.inputs(dtype))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [8, 200])
-def test_a_step_runs_in_a_cuda_graph(tokens: int) -> None:
-    case = Case(tokens=tokens, top_k=40, dim=64, experts=90)
-    inputs = case.inputs(torch.bfloat16)
-    floats = [tensor.requires_grad_() for name, tensor in inputs.items() if name != "expert_ids"]
-
-    def step() -> list[Tensor]:
-        output = case.run(inputs)["output"]
-        return [output, *torch.autograd.grad(output, floats, output.detach())]
-
-    eager, graph, replayed = captured(step)
-    graph.replay()
-    for found, wanted in zip(replayed, eager, strict=True):
-        assert torch.equal(found, wanted)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from airmoe.kernels.top_k import chosen_mask, top_k_gates
 from tests.tolerance import assert_close
 
 pytest.importorskip("triton")
-from airmoe.kernels.top_k_triton import gates_from_scores, smallest_gate, top_k_gates_op
+from airmoe.kernels.top_k_triton import gates_from_scores, smallest_gate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = float("inf")
@@ -184,14 +184,6 @@ def test_no_rows() -> None:
     assert gates.shape == (0, 12)
 
 
-def test_the_operator_is_registered_completely() -> None:
-    scores = torch.randn(3, 20, device=DEVICE, requires_grad=True)
-    valid = torch.ones(3, dtype=torch.bool, device=DEVICE)
-    for count in (1, 4):
-        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(top_k_gates_op, (scores, valid, count), test_utils=tests)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -208,16 +200,3 @@ def test_large_odd_shapes(dtype: torch.dtype, rows: int, columns: int, count: in
     row_ids = torch.randperm(rows, device=DEVICE, dtype=torch.int32)
     gates_from_scores(scores.float(), row_ids, valid, count, gates, log_z)
     assert_gates(gates[row_ids.long()], scores, valid[row_ids.long()], count)
-
-
-@pytest.mark.gpu
-def test_compiles_in_one_graph() -> None:
-    scores = torch.randn(64, 200, device=DEVICE, requires_grad=True)
-    valid = torch.ones(64, dtype=torch.bool, device=DEVICE)
-
-    def step(leaf: Tensor) -> Tensor:
-        return top_k_gates(leaf * 2, valid, 16).square().sum()
-
-    (expected,) = torch.autograd.grad(step(scores), scores)
-    (actual,) = torch.autograd.grad(torch.compile(step, fullgraph=True)(scores), scores)
-    assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-7)

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import airmoe
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.expert_tables import Activation, is_gated
+from airmoe.kernels.token_experts import Activation, is_gated
 from airmoe.metrics.flops import Column, Workload, count_flops
 from airmoe.metrics.flops.counter import flop_counter
 from airmoe.model import METHODS, AirMoeConfig, AirMoeForCausalLM, with_method

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from airmoe.adapt.checks import check_available, check_model, check_weights, layer_numbers
 from airmoe.config import check_choice, check_count, config
 from airmoe.errors import ConfigError
-from airmoe.kernels.expert_tables import Activation
+from airmoe.kernels.token_experts import Activation
 from airmoe.moe import GranularExperts, MoELayer, MoEOutput
 from airmoe.moe.layer import PostNorm
 from airmoe.routers import ADD_YOURS, ROUTERS, ExpertChoiceRouter, RouterConfig

@@ -10,8 +10,9 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
@@ -45,22 +46,29 @@ def use_backend(name: Choice) -> Iterator[None]:
 
 def use_triton(*operands: Tensor | None) -> bool:
     """True when Triton computes on these operands, which must be on one device."""
-    tensors = [operand for operand in operands if operand is not None]
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1:
-        raise ConfigError(
-            "device",
-            sorted(str(device) for device in devices),
-            "must be one device for all operands",
-            "Move the layer and its input to the same device.",
-        )
-    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
-    return backend_for(tensors[0].device, *dtypes) == "triton"
+    device, dtypes = None, []
+    for operand in operands:
+        if operand is None:
+            continue
+        if device is None:
+            device = operand.device
+        elif operand.device != device:
+            raise ConfigError(
+                "device",
+                sorted({str(device), str(operand.device)}),
+                "must be one device for all operands",
+                "Move the layer and its input to the same device.",
+            )
+        if operand.dtype.is_floating_point:
+            dtypes.append(operand.dtype)
+    assert device is not None
+    return backend_for(device, *dtypes) == "triton"
 
 
 def backend_for(device: torch.device, *dtypes: torch.dtype) -> Backend:
     """The implementation for operands of these dtypes on this device."""
-    return _decide(chosen_backend(), interpreted(), device.type, dtypes)
+    choice = _chosen[-1] if _chosen else os.environ.get("AIRMOE_BACKEND")
+    return _decide(choice or "auto", os.environ.get("TRITON_INTERPRET"), device.type, dtypes)
 
 
 def assume_constant(function: Callable[..., Any]) -> None:
@@ -76,25 +84,18 @@ def assume_constant(function: Callable[..., Any]) -> None:
 assume_constant(backend_for)
 
 
-def chosen_backend() -> Choice:
-    """What the user asked for: the innermost `use_backend`, then `AIRMOE_BACKEND`, then auto."""
-    if _chosen:
-        return _chosen[-1]
-    return _checked("AIRMOE_BACKEND", os.environ.get("AIRMOE_BACKEND") or "auto")
-
-
 def interpreted() -> bool:
     """True where Triton's interpreter runs the kernels on the CPU (`TRITON_INTERPRET=1`)."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache  # asked some thirty times in a forward
 def _decide(
-    choice: Choice, interpreter: bool, device_type: str, dtypes: tuple[torch.dtype, ...]
+    choice: str, interpret: str | None, device_type: str, dtypes: tuple[torch.dtype, ...]
 ) -> Backend:
-    if choice == "reference":
+    if _checked("AIRMOE_BACKEND", choice) == "reference":
         return "reference"
-    reason = _why_not_triton(interpreter, device_type, dtypes)
+    reason = _why_not_triton(interpret == "1", device_type, dtypes)
     if reason is None and (choice == "triton" or device_type == "cuda"):
         return "triton"
     if choice == "triton" and device_type != "cuda":
@@ -132,21 +133,27 @@ def _say_once(reason: str) -> None:
 
 
 def own_precision(operation: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Switch autocast off inside `operation`, on the device of its first tensor argument."""
+    """Switch autocast off inside `operation`, whose first argument, or the one after `self` or
+    `ctx`, is a tensor."""
 
     @functools.wraps(operation)
     def without_autocast(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
-        with torch.autocast(device, enabled=False):
+        first = args[0] if isinstance(args[0], Tensor) else args[1]
+        assert isinstance(first, Tensor)
+        with torch.autocast(first.device.type, enabled=False):
             return operation(*args, **kwargs)
 
     return without_autocast
 
 
 def operator(
-    name: str, *, mutates_args: Iterable[str] = ()
+    name: str,
+    *,
+    mutates_args: Iterable[str] = (),
+    schema: str | None = None,
+    fake: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """`torch.library.custom_op` for a function that launches kernels.
+    """`torch.library.custom_op` for a function that launches kernels, and its fake.
 
     Triton launches on the current device, so that is set to the one of the first tensor.
     """
@@ -158,9 +165,96 @@ def operator(
             with torch.cuda.device_of(first):
                 return function(*args)
 
-        schema = torch.library.infer_schema(function, mutates_args=mutates_args)
-        return torch.library.custom_op(
-            name, on_its_device, mutates_args=mutates_args, schema=schema
+        taken = schema or torch.library.infer_schema(function, mutates_args=mutates_args)
+        found = torch.library.custom_op(
+            name, on_its_device, mutates_args=mutates_args, schema=taken
         )
+        if fake is not None:
+            found.register_fake(fake)
+        return found
 
     return register
+
+
+Backward = Callable[[Any, set[str]], dict[str, Tensor]]
+
+
+def gradient(
+    op: CustomOpDef, *, of: Sequence[str], outputs: Sequence[str], saved: Sequence[str] = ()
+) -> Callable[[Backward], CustomOpDef]:
+    """Make a function the backward of `op`, as an operator `<op>_backward` of its own.
+
+    `of` names the inputs that can get a gradient, `outputs` what `op` returns, `saved` those of the
+    outputs that the backward needs. The function takes all inputs, saved outputs and gradients
+    (`grad_<output>`, None where there is none) as attributes of one object, with `inputs` in order,
+    and the names of those inputs that want a gradient; it returns their gradients by name.
+    """
+    return lambda function: _Gradient(op, of, outputs, saved, function).operator
+
+
+class _Gradient:
+    """What `gradient` registers. At most one input may be a list of tensors; it is saved last."""
+
+    def __init__(
+        self,
+        op: CustomOpDef,
+        of: Sequence[str],
+        outputs: Sequence[str],
+        saved: Sequence[str],
+        function: Backward,
+    ) -> None:
+        schema = op._opoverload._schema
+        self.of, self.outputs, self.saved, self.function = of, outputs, saved, function
+        self.inputs = [argument.name for argument in schema.arguments]
+        kinds = {argument.name: str(argument.type) for argument in schema.arguments}
+        single = [name for name in self.inputs if kinds[name] in ("Tensor", "Optional[Tensor]")]
+        self.lists = [name for name in self.inputs if kinds[name] == "List[Tensor]"]
+        self.constants = [name for name in self.inputs if name not in (*single, *self.lists)]
+        self.tensors = [*single, *saved]
+        self.names = [*(f"grad_{name}" for name in outputs), *self.inputs, *saved]
+        parts = [
+            *(f"Tensor? grad_{name}" for name in outputs),
+            str(schema).partition("(")[2].rpartition(") ->")[0],  # as declared
+            *(f"Tensor {name}" for name in saved),
+            "bool[] wanted",
+        ]
+        declared = f"({', '.join(parts)}) -> Tensor[]"
+        name = f"{op._qualname}_backward"
+        self.operator = operator(name, schema=declared, fake=self.fake)(self.run)
+        op.register_autograd(self.backward, setup_context=self.save)
+
+    def run(self, *args: Any) -> list[Tensor]:
+        call = SimpleNamespace(**dict(zip(self.names, args, strict=False)))
+        first = len(self.outputs)
+        call.inputs = args[first : first + len(self.inputs)]
+        wanted = [name for name, want in zip(self.of, args[-1], strict=True) if want]
+        found = self.function(call, set(wanted))
+        return [found[name] for name in wanted]
+
+    def fake(self, *args: Any) -> list[Tensor]:
+        given = dict(zip(self.names, args, strict=False))
+        wanted = [given[name] for name, want in zip(self.of, args[-1], strict=True) if want]
+        return [tensor.new_empty(tensor.shape) for tensor in wanted]
+
+    def save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        output = output if isinstance(output, tuple) else (output,)
+        given = dict(zip([*self.inputs, *self.outputs], [*inputs, *output], strict=True))
+        ctx.set_materialize_grads(False)
+        ctx.constants = {name: given[name] for name in self.constants}
+        members = [member for name in self.lists for member in given[name]]
+        ctx.save_for_backward(*(given[name] for name in self.tensors), *members)
+
+    def backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        tensors = ctx.saved_tensors
+        given = ctx.constants | dict(zip(self.tensors, tensors, strict=False))
+        for name in self.lists:
+            given[name] = list(tensors[len(self.tensors) :])
+        found: dict[str, Any] = {name: [None] * len(given[name]) for name in self.lists}
+        if any(grad is not None for grad in grads):
+            upstream = [None if grad is None else grad.contiguous() for grad in grads]
+            wanted = [ctx.needs_input_grad[self.inputs.index(name)] for name in self.of]
+            rest = [given[name] for name in (*self.inputs, *self.saved)]
+            results = iter(self.operator(*upstream, *rest, wanted))
+            for name, want in zip(self.of, wanted, strict=True):
+                found[name] = next(results) if want else None
+        return tuple(found.get(name) for name in self.inputs)

@@ -1,16 +1,87 @@
-"""Each token's best experts among all, or each expert's best tokens: exact, no [T, E] tensor."""
+"""The best of a product of two tables, exact and without the whole product in memory.
+
+Codeword -> its M best experts (shortlists, the inverted index), token -> its K best experts, and
+expert -> its best tokens.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import own_precision, use_triton
-from airmoe.kernels.noise import Noise, noise_operands
+from airmoe.kernels.backend import operator, own_precision, use_triton
+from airmoe.kernels.noise import Noise, noise_of, noise_operands
 from airmoe.kernels.norms import inverse_norms
-from airmoe.kernels.top_k import top_positions
+from airmoe.kernels.top_k import POSITION, selection_keys, top_positions
 
-CHUNK_ELEMENTS = 1 << 22
+CHUNK_ELEMENTS = 1 << 22  # scores of a tile
+CODEWORDS_PER_TILE = 256
+
+
+@torch.no_grad()
+@own_precision
+def top_m(
+    codewords: Tensor,
+    centroids: Tensor,
+    size: int,
+    *,
+    inverse_norms: Tensor | None = None,
+    noise: Noise | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Shortlists (Alg. 1, lines 4-7): the `size` experts with the largest <c_g, w_e> + jitter.
+
+    codewords [G, D], centroids [E, D] -> [G, size] ascending ids, ties to the lowest; written into
+    `out` where given (a fixed address). Memory is bounded whatever E and G: a tile is some
+    codewords times some experts, and the best keys so far compete with those of the next tile.
+    """
+    if out is None:
+        out = torch.empty(codewords.shape[0], size, dtype=torch.int64, device=codewords.device)
+    if codewords.dtype == torch.float32 and use_triton(codewords, centroids, inverse_norms):
+        from airmoe.kernels.best_columns_triton import plan_cuts
+
+        if plan_cuts(centroids.shape[0], size) is not None:
+            top_m_op(codewords, centroids, inverse_norms, *noise_operands(noise), out)
+            return out
+    num_experts = centroids.shape[0]
+    rows = min(CODEWORDS_PER_TILE, codewords.shape[0])
+    # At least a few times the shortlist, or the merging would cost more than the scoring.
+    columns = max(CHUNK_ELEMENTS // rows, 4 * size)
+    for start in range(0, codewords.shape[0], rows):
+        chunk = slice(start, start + rows)
+        best = torch.empty(codewords[chunk].shape[0], 0, dtype=torch.int64, device=codewords.device)
+        for first in range(0, num_experts, columns):
+            tile = slice(first, first + columns)
+            scores = codewords[chunk] @ centroids[tile].to(codewords.dtype).T  # [rows, columns]
+            if inverse_norms is not None:
+                scores *= inverse_norms[tile]
+            if noise is not None:
+                experts = torch.arange(first, first + scores.shape[1], device=scores.device)
+                scores += noise.rows(chunk, experts)
+            best = torch.cat([best, selection_keys(scores, first, num_experts)], dim=-1)
+            if best.shape[1] > size:
+                best = best.topk(size, dim=-1, sorted=False).values
+        out[chunk] = (num_experts - 1 - (best & POSITION)).sort(-1).values
+    return out
+
+
+@operator("airmoe::top_m", mutates_args=("out",), fake=lambda *_: None)
+def top_m_op(
+    codewords: Tensor,
+    centroids: Tensor,
+    inverse_norms: Tensor | None,
+    row_keys: Tensor | None,
+    noise_std: float,
+    out: Tensor,
+) -> None:
+    """Write the best experts, ids ascending, to `out` [G, M].
+
+    Codewords [G, D] are float32, centroids [E, D] of any dtype.
+    """
+    from airmoe.kernels.best_columns_triton import write_shortlists
+
+    noise = noise_of(row_keys, noise_std)
+    write_shortlists(codewords, centroids, inverse_norms, noise, out)
 
 
 @torch.no_grad()
@@ -31,18 +102,15 @@ def best_experts(
     scores are float32 (or wider) whatever they are, and no copy of the experts is made for it.
     """
     if use_triton(hidden, experts):
-        from airmoe.kernels.best_experts_triton import best_experts_op
-        from airmoe.kernels.shortlist_triton import plan_cuts
+        from airmoe.kernels.best_columns_triton import plan_cuts
 
         if plan_cuts(experts.shape[0], count) is not None:
             pieces = noise_operands(noise)
             return best_experts_op(hidden, experts, count, *pieces, normalize, ordered)
     ids = torch.empty(hidden.shape[0], count, dtype=torch.int64, device=hidden.device)
-    scales = (
-        torch.cat([inverse_norms(experts[part]) for part in _expert_chunks(experts)])
-        if normalize
-        else None
-    )
+    scales = None
+    if normalize:
+        scales = torch.cat([inverse_norms(experts[part]) for part in _expert_chunks(experts)])
     step = max(1, CHUNK_ELEMENTS // experts.shape[0])
     for start in range(0, hidden.shape[0], step):
         rows = slice(start, start + step)
@@ -70,6 +138,27 @@ def _wide_logits(hidden: Tensor, experts: Tensor, scales: Tensor | None) -> Tens
 def _expert_chunks(experts: Tensor) -> list[slice]:
     step = max(1, CHUNK_ELEMENTS // max(1, experts.shape[1]))
     return [slice(start, start + step) for start in range(0, experts.shape[0], step)]
+
+
+@operator(
+    "airmoe::best_experts",
+    fake=lambda hidden, _, count, *rest: hidden.new_empty(
+        hidden.shape[0], count, dtype=torch.int64
+    ),
+)
+def best_experts_op(
+    hidden: Tensor,
+    experts: Tensor,
+    count: int,
+    row_keys: Tensor | None,
+    noise_std: float,
+    normalize: bool,
+    ordered: bool,
+) -> Tensor:
+    """[T, D] and [E, D] -> [T, count] expert ids, best first or, if not `ordered`, ascending."""
+    from airmoe.kernels.best_experts_triton import find_best
+
+    return find_best(hidden, experts, count, noise_of(row_keys, noise_std), normalize, ordered)
 
 
 @torch.no_grad()

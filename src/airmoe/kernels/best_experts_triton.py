@@ -1,7 +1,7 @@
 """Each token's best experts among all. Rows are tokens, columns are experts.
 
 Many tokens take the stream of `stream_triton`, whose scores never reach memory. A few go through
-the kernels of `shortlist_triton`: there the time is that of reading the experts once.
+the kernels of `best_columns_triton`: there the time is that of reading the experts once.
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
@@ -12,17 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.backend import operator
-from airmoe.kernels.device_triton import bfloat16_parts
-from airmoe.kernels.noise import Noise, noise_of
-from airmoe.kernels.norms_triton import inverse_norms_op
-from airmoe.kernels.shortlist_triton import (
+from airmoe.kernels.best_columns_triton import (
     BestColumns,
     Tables,
     exact_as_bfloat16,
     plan_cuts,
     whole,
 )
+from airmoe.kernels.device_triton import bfloat16_parts
+from airmoe.kernels.noise import Noise
+from airmoe.kernels.norms_triton import norms_of_rows
 from airmoe.kernels.stream_triton import StreamedColumns, can_stream
 
 SPLIT_TOKENS = 256  # from so many tokens on a copy of the experts in parts pays
@@ -42,7 +41,7 @@ def exact_tables(
 ) -> Tables:
     """Both as the matrix units take them, their products as exact as float32."""
     many = hidden.shape[0] >= NORM_TOKENS
-    scales = inverse_norms_op(experts) if normalize and many else None
+    scales = norms_of_rows(experts) if normalize and many else None
     inside = normalize and not many
     halves = hidden.dtype == experts.dtype == torch.float16
     copies = hidden.shape[0] >= SPLIT_TOKENS and experts.numel() <= SPLIT_ELEMENTS
@@ -98,23 +97,21 @@ def _best_first(ids: Tensor, scores: Tensor) -> Tensor:
     return ordered
 
 
-@operator("airmoe::best_experts")
-def best_experts_op(
+def find_best(
     hidden: Tensor,
     experts: Tensor,
     count: int,
-    row_keys: Tensor | None,
-    noise_std: float,
+    noise: Noise | None,
     normalize: bool,
     ordered: bool,
 ) -> Tensor:
-    """[T, D] and [E, D] -> [T, count] expert ids, best first or, if not `ordered`, ascending."""
+    """See `best_experts.best_experts_op`."""
     num_tokens, device = hidden.shape[0], hidden.device
     dtype = torch.int32 if ordered else torch.int64
     ids = torch.empty(num_tokens, count, dtype=dtype, device=device)
     if ids.numel() == 0:
         return ids.long()
-    tables = exact_tables(hidden, experts, noise_of(row_keys, noise_std), normalize)
+    tables = exact_tables(hidden, experts, noise, normalize)
     best = _finder(tables, count)
     if not ordered:
         for rows in best.chunks():
@@ -133,8 +130,3 @@ def _finder(tables: Tables, count: int) -> BestColumns | StreamedColumns:
     cuts = plan_cuts(num_experts, count)
     assert cuts is not None, "the caller checks that lists are short enough"
     return BestColumns(tables, count, cuts)
-
-
-@best_experts_op.register_fake
-def _(hidden: Tensor, _experts: Tensor, count: int, *_: object) -> Tensor:
-    return hidden.new_empty(hidden.shape[0], count, dtype=torch.int64)

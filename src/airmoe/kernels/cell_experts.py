@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import own_precision, use_triton
-from airmoe.kernels.cells import Cells, RowAdder, RowReader, nonempty_cells
-from airmoe.kernels.expert_tables import Activation, ExpertTables, activate, backward_follows
+from airmoe.kernels.backend import gradient, operator, own_precision, use_triton
+from airmoe.kernels.cells import CellLayout, Cells, RowAdder, nonempty_cells, row_reader
+from airmoe.kernels.token_experts import Activation, ExpertTables, activate, backward_follows
 
 
 @own_precision
@@ -32,22 +31,17 @@ def cell_experts(
     """
     gate, up, down = tables.gate, tables.up, tables.down
     keep = backward_follows(hidden, gate, up, down, gates)
-    if use_triton(hidden, gate, up, down):
-        return _by_triton(hidden, tables.contiguous(), gates, cells, counts, keep)
-    form = _Form(tables.activation, tables.size, hidden.dtype, keep)
-    return _CellExperts.apply(  # type: ignore[no-any-return]
-        hidden, gate, up, down, gates, cells.token_ids, cells.offsets, cells.pools, form
-    )
-
-
-@dataclass(frozen=True)
-class _Form:
-    """The static part of the call."""
-
-    activation: Activation
-    expert_size: int  # neurons per expert
-    work: torch.dtype  # dtype of the products
-    keep: bool  # whether a backward may follow
+    if not use_triton(hidden, gate, up, down):
+        form = (tables.activation, tables.size, keep)
+        return _CellExperts.apply(hidden, gate, up, down, gates, cells, *form)  # type: ignore[no-any-return]
+    tables = tables.contiguous()
+    layout = cells.layout(up.shape[0] if keep and tables.size == 1 else None)
+    if tables.size > 1:
+        layout = replace(layout, pools=tables.neurons(layout.pools))
+    return cell_experts_op(
+        hidden.contiguous(), tables.gate, tables.up, tables.down, gates, layout.tensors(),
+        counts if keep else None, tables.activation, tables.size, keep,
+    )[0]  # fmt: skip
 
 
 class _CellExperts(torch.autograd.Function):
@@ -65,39 +59,41 @@ class _CellExperts(torch.autograd.Function):
         up: Tensor,
         down: Tensor,
         gates: Tensor,
-        token_ids: Tensor,
-        offsets: Tensor,
-        pools: Tensor,
-        form: _Form,
+        cells: Cells,
+        activation: Activation,
+        size: int,
+        keep: bool,
     ) -> Tensor:
-        size, work = form.expert_size, form.work
+        work, tables = hidden.dtype, ExpertTables(gate, up, down, activation, size)
         # A token may have many rows: their sum is kept in float32 whatever the products are in.
         wide = torch.promote_types(work, torch.float32)
-        output = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
-        kept_shape = (token_ids.shape[0] if form.keep else 0, pools.shape[1] * size)
-        pre_up = torch.empty(kept_shape, dtype=work, device=hidden.device)
-        pre_gate = torch.empty_like(pre_up) if gate is not None else None
-        read_up, read_down = (RowReader(table, kept_shape[1], work) for table in (up, down))
-        read_gate = None if gate is None else RowReader(gate, kept_shape[1], work)
-        for rows, tokens, pool in _cell_parts(token_ids, offsets, pools, size):
-            tokens_hidden = hidden.index_select(0, tokens).to(work)
-            weights = _per_neuron(gates[rows].to(work), size)  # [rows, neurons]
+        output = torch.zeros_like(hidden, dtype=wide)
+        pools = tables.neurons(cells.pools)  # [G, neurons]
+        pre_up = hidden.new_empty(cells.token_ids.shape[0] if keep else 0, pools.shape[1])
+        pre_gate = None if gate is None else torch.empty_like(pre_up)
+        read_up, read_down = row_reader(up, pools.shape[1]), row_reader(down, pools.shape[1])
+        read_gate = None if gate is None else row_reader(gate, pools.shape[1])
+        for cell, rows in nonempty_cells(cells.offsets):
+            tokens, pool = cells.token_ids[rows], pools[cell]
+            states = hidden.index_select(0, tokens)
+            weights = gates[rows].to(work)
+            if size > 1:
+                weights = weights.repeat_interleave(size, dim=-1)  # [rows, neurons]
             # Experts that were not chosen add nothing, even if they overflow: act(0) is 0.
             unused = weights == 0
-            part_up = (tokens_hidden @ read_up(pool).T).masked_fill(unused, 0)
+            part_up = (states @ read_up(pool).to(work).T).masked_fill(unused, 0)
             part_gate = None
             if read_gate is not None and pre_gate is not None:
-                part_gate = (tokens_hidden @ read_gate(pool).T).masked_fill(unused, 0)
-                if form.keep:
+                part_gate = (states @ read_gate(pool).to(work).T).masked_fill(unused, 0)
+                if keep:
                     pre_gate[rows] = part_gate
-            if form.keep:
+            if keep:
                 pre_up[rows] = part_up
-            weighted = activate(form.activation, part_up, part_gate) * weights
-            output.index_add_(0, tokens, (weighted @ read_down(pool)).to(wide))
-        ctx.form = form
-        ctx.save_for_backward(
-            hidden, gate, up, down, gates, token_ids, offsets, pools, pre_up, pre_gate
-        )
+            weighted = activate(activation, part_up, part_gate) * weights
+            output.index_add_(0, tokens, (weighted @ read_down(pool).to(work)).to(wide))
+        ctx.form = activation, size
+        layout = cells.token_ids, cells.offsets, cells.pools
+        ctx.save_for_backward(hidden, gate, up, down, gates, *layout, pre_up, pre_gate)
         return output.to(work)
 
     @staticmethod
@@ -107,56 +103,45 @@ class _CellExperts(torch.autograd.Function):
         hidden, gate, up, down, gates, token_ids, offsets, pools, pre_up, pre_gate = (
             ctx.saved_tensors
         )
-        form: _Form = ctx.form
-        size, work = form.expert_size, form.work
+        (activation, size), work = ctx.form, hidden.dtype
         grad_output = grad_output.to(work)
         wide = torch.promote_types(work, torch.float32)
-        grad_hidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
+        grad_hidden = torch.zeros_like(hidden, dtype=wide)
         grad_gates = torch.empty_like(gates)
-        neurons = pools.shape[1] * size
         tables = {"gate": gate, "up": up, "down": down}
-        read = {key: RowReader(t, neurons, work) for key, t in tables.items() if t is not None}
+        pools = ExpertTables(gate, up, down, activation, size).neurons(pools)
+        neurons = pools.shape[1]
+        read = {key: row_reader(t, neurons) for key, t in tables.items() if t is not None}
         # Frozen weights get no gradient, and no buffer of their size.
         wanted = dict(zip(tables, ctx.needs_input_grad[1:4], strict=True))
         sums = {key: RowAdder(tables[key], neurons, work) for key, want in wanted.items() if want}
-        for rows, tokens, pool in _cell_parts(token_ids, offsets, pools, size):
-            tokens_hidden = hidden.index_select(0, tokens).to(work)
+        for cell, rows in nonempty_cells(offsets):
+            tokens, pool = token_ids[rows], pools[cell]
+            states = hidden.index_select(0, tokens)
             tokens_grad = grad_output.index_select(0, tokens)
-            weights = _per_neuron(gates[rows].to(work), size)
-            grad_weighted = tokens_grad @ read["down"](pool).T  # [rows, neurons]
+            weights = gates[rows].to(work)
+            if size > 1:
+                weights = weights.repeat_interleave(size, dim=-1)  # [rows, neurons]
+            grad_weighted = tokens_grad @ read["down"](pool).to(work).T  # [rows, neurons]
             grad_weighted = grad_weighted.masked_fill(weights == 0, 0)
             active, grads = _activation_backward(
-                form.activation,
+                activation,
                 pre_up[rows],
                 pre_gate[rows] if pre_gate is not None else None,
                 grad_weighted * weights,
             )
             if "down" in sums:
                 sums["down"].add(pool, active * weights, tokens_grad)
-            grad_gates[rows] = _per_expert(grad_weighted.mul_(active), size).to(gates.dtype)
+            grad_weights = grad_weighted.mul_(active)
+            if size > 1:
+                grad_weights = grad_weights.unflatten(-1, (-1, size)).sum(-1)  # [rows, experts]
+            grad_gates[rows] = grad_weights.to(gates.dtype)
             for key, grad in grads.items():
                 if key in sums:
-                    sums[key].add(pool, grad, tokens_hidden)
-                grad_hidden.index_add_(0, tokens, (grad @ read[key](pool)).to(wide))
-        grad_tables = {key: adder.total.to(tables[key].dtype) for key, adder in sums.items()}
-        return (
-            grad_hidden.to(hidden.dtype),
-            grad_tables.get("gate"),
-            grad_tables.get("up"),
-            grad_tables.get("down"),
-            grad_gates,
-            *(None,) * 4,
-        )
-
-
-def _per_neuron(gates: Tensor, size: int) -> Tensor:
-    """[rows, experts] -> [rows, experts * size]."""
-    return gates if size == 1 else gates.repeat_interleave(size, dim=-1)
-
-
-def _per_expert(values: Tensor, size: int) -> Tensor:
-    """[rows, experts * size] -> [rows, experts], summed over an expert's neurons."""
-    return values if size == 1 else values.unflatten(-1, (-1, size)).sum(-1)
+                    sums[key].add(pool, grad, states)
+                grad_hidden.index_add_(0, tokens, (grad @ read[key](pool).to(work)).to(wide))
+        found = [sums[key].total.to(tables[key].dtype) if key in sums else None for key in tables]
+        return grad_hidden.to(work), *found, grad_gates, *(None,) * 4
 
 
 def _activation_backward(
@@ -172,33 +157,50 @@ def _activation_backward(
     return active.detach(), dict(zip(inputs, grads, strict=True))
 
 
-def _cell_parts(
-    token_ids: Tensor, offsets: Tensor, pools: Tensor, expert_size: int
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(rows, their tokens, the pool's neuron rows) of each non-empty cell."""
-    neurons = torch.arange(expert_size, device=pools.device)
-    for cell, rows in nonempty_cells(offsets):
-        pool = pools[cell]
-        if expert_size > 1:
-            pool = (pool.unsqueeze(-1) * expert_size + neurons).flatten()
-        yield rows, token_ids[rows], pool
-
-
-def _by_triton(
+@operator("airmoe::cell_experts")
+def cell_experts_op(
     hidden: Tensor,
-    tables: ExpertTables,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
     gates: Tensor,
-    cells: Cells,
+    layout: list[Tensor],
     counts: Tensor | None,
+    activation: str,
+    expert_size: int,
     keep: bool,
-) -> Tensor:
-    from airmoe.kernels.cell_experts_triton import cell_experts_op
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(output [T, D], pre-activations of gate and up [N, neurons], empty where not kept).
 
-    reverse_of = tables.up.shape[0] if keep and tables.size == 1 else None
-    layout = cells.layout(reverse_of)
-    if tables.size > 1:
-        layout = replace(layout, pools=tables.neurons(layout.pools))
-    return cell_experts_op(
-        hidden.contiguous(), tables.gate, tables.up, tables.down, gates, layout.tensors(),
-        counts if keep else None, tables.activation, tables.size, keep,
-    )[0]  # fmt: skip
+    The layout's pools are neurons. Only the backward reads `counts`.
+    """
+    from airmoe.kernels.cell_experts_triton import forward
+
+    tables = ExpertTables.of(gate, up, down, activation, expert_size)
+    output, *pre = forward(hidden, tables, gates, CellLayout.of(layout), keep=keep)
+    pre_gate, pre_up = (hidden.new_empty(0) if each is None else each for each in pre)
+    return output, pre_gate, pre_up
+
+
+@cell_experts_op.register_fake
+def _(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    layout, keep = CellLayout.of(rest[3]), rest[-1]
+    shape = (layout.num_rows, layout.pool)
+    return (
+        torch.empty_like(hidden),
+        hidden.new_empty(shape if keep and gate is not None else 0),
+        hidden.new_empty(shape if keep else 0),
+    )
+
+
+@gradient(
+    cell_experts_op,
+    of=("hidden", "gate", "up", "down", "gates"),
+    outputs=("output", "pre_gate", "pre_up"),
+    saved=("pre_gate", "pre_up"),
+)
+def cell_experts_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
+    from airmoe.kernels.cell_experts_triton import backward
+
+    tables = ExpertTables.of(call.gate, call.up, call.down, call.activation, call.expert_size)
+    return backward(call, tables, CellLayout.of(call.layout), wanted)

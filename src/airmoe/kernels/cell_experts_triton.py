@@ -5,7 +5,7 @@ activations between them are the only large buffer; a fused form would not fit w
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
-# pyright: reportReturnType=none
+# pyright: reportReturnType=none, reportGeneralTypeIssues=none
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -16,14 +16,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.activations_triton import ACTIVATION_CODES, activate, activation_grads
-from airmoe.kernels.backend import operator
-from airmoe.kernels.device_triton import dot_precision
-from airmoe.kernels.expert_tables import ExpertTables
-from airmoe.kernels.layout import CellLayout
-from airmoe.kernels.layout_triton import used_entries
-from airmoe.kernels.pool_products_triton import pool_products
-from airmoe.kernels.row_products_triton import make_parts, row_products
+from airmoe.kernels.cell_products_triton import make_parts, pool_products, row_products
+from airmoe.kernels.cell_scores_triton import products_tile
+from airmoe.kernels.cells import CellLayout
+from airmoe.kernels.cells_triton import used_entries
+from airmoe.kernels.device_triton import (
+    ACTIVATION_CODES,
+    activate,
+    activation_grads,
+    dot_precision,
+    load_rows,
+    part_of_pool,
+    rows_of_tile,
+    store_rows,
+)
+from airmoe.kernels.token_experts import ExpertTables
+
+
+@triton.jit
+def _gates_tile(
+    gates, gates_row, gates_column, rows, row_mask, places, place_mask, EXPERT_SIZE: tl.constexpr
+):
+    """Gates of some rows, for each neuron that of its expert."""
+    return tl.load(
+        gates
+        + rows.to(tl.int64)[:, None] * gates_row
+        + (places // EXPERT_SIZE)[None, :] * gates_column,
+        mask=row_mask[:, None] & place_mask[None, :],
+        other=0.0,
+    ).to(tl.float32)
 
 
 @triton.jit
@@ -38,51 +59,34 @@ def _activations_kernel(
     tile = tl.program_id(1)
     cell = tl.load(tile_cells + tile)
     if cell >= 0:
-        rows = tl.load(tile_first + tile) + tl.arange(0, BLOCK_T)
-        row_mask = rows < tl.load(offsets + cell + 1)
-        tokens = tl.load(token_ids + rows, mask=row_mask, other=0).to(tl.int64)
-        places = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-        place_mask = places < NEURONS
-        ids = tl.load(neurons + cell.to(tl.int64) * NEURONS + places, mask=place_mask, other=0)
-        ids = ids.to(tl.int64)
+        rows, row_mask, tokens = rows_of_tile(tile_first, offsets, token_ids, tile, cell, BLOCK_T)
+        first = tl.program_id(0) * BLOCK_P
+        places, place_mask, ids = part_of_pool(neurons, cell, first, NEURONS, BLOCK_P)
         up = tl.zeros((BLOCK_P, BLOCK_T), tl.float32)
         gate = up
         for start in range(0, DIM, BLOCK_D):
             columns = start + tl.arange(0, BLOCK_D)
-            column_mask = columns < DIM
-            states = tl.load(
-                hidden + tokens[:, None] * DIM + columns[None, :],
-                mask=row_mask[:, None] & column_mask[None, :],
-                other=0.0,
-            )
-            entries = ids[:, None] * DIM + columns[None, :]
-            mask = place_mask[:, None] & column_mask[None, :]
-            up_rows = tl.load(up_table + entries, mask=mask, other=0.0)
+            states = load_rows(hidden, tokens, row_mask, columns, DIM)
+            up_rows = load_rows(up_table, ids, place_mask, columns, DIM)
             up = tl.dot(up_rows, tl.trans(states), up, input_precision=PRECISION)
             if GATED:
-                gate_rows = tl.load(gate_table + entries, mask=mask, other=0.0)
+                gate_rows = load_rows(gate_table, ids, place_mask, columns, DIM)
                 gate = tl.dot(gate_rows, tl.trans(states), gate, input_precision=PRECISION)
         up = tl.trans(up)
         gate = tl.trans(gate)
-        mask = row_mask[:, None] & place_mask[None, :]
-        place = rows.to(tl.int64)[:, None] * NEURONS + places[None, :]
-        weight = tl.load(
-            gates
-            + rows.to(tl.int64)[:, None] * gates_row
-            + (places // EXPERT_SIZE)[None, :] * gates_column,
-            mask=mask,
-            other=0.0,
-        ).to(tl.float32)
+        weight = _gates_tile(
+            gates, gates_row, gates_column, rows, row_mask, places, place_mask, EXPERT_SIZE
+        )
         # Experts that were not chosen add nothing, even if they overflow: act(0) is 0.
         up = tl.where(weight == 0.0, 0.0, up)
         gate = tl.where(weight == 0.0, 0.0, gate)
         if KEEP:
-            tl.store(pre_up + place, up.to(pre_up.dtype.element_ty), mask=mask)
+            store_rows(pre_up, rows, row_mask, places, up, NEURONS)
             if GATED:
-                tl.store(pre_gate + place, gate.to(pre_gate.dtype.element_ty), mask=mask)
+                store_rows(pre_gate, rows, row_mask, places, gate, NEURONS)
         exact: tl.constexpr = active.dtype.element_ty == tl.float32
         value = activate(up, gate, ACTIVATION, exact) * weight
-        tl.store(active + place, value.to(active.dtype.element_ty), mask=mask)
+        store_rows(active, rows, row_mask, places, value, NEURONS)
 
 
 @triton.jit
@@ -98,257 +102,120 @@ def _activation_grads_kernel(
     tile = tl.program_id(1)
     cell = tl.load(tile_cells + tile)
     if cell >= 0:
-        rows = tl.load(tile_first + tile) + tl.arange(0, BLOCK_T)
-        row_mask = rows < tl.load(offsets + cell + 1)
-        tokens = tl.load(token_ids + rows, mask=row_mask, other=0).to(tl.int64)
-        places = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-        place_mask = places < NEURONS
-        ids = tl.load(neurons + cell.to(tl.int64) * NEURONS + places, mask=place_mask, other=0)
-        ids = ids.to(tl.int64)
-        grad = tl.zeros((BLOCK_P, BLOCK_T), tl.float32)
-        for start in range(0, DIM, BLOCK_D):
-            columns = start + tl.arange(0, BLOCK_D)
-            column_mask = columns < DIM
-            upstream = tl.load(
-                grad_output + tokens[:, None] * DIM + columns[None, :],
-                mask=row_mask[:, None] & column_mask[None, :],
-                other=0.0,
-            )
-            down_rows = tl.load(
-                down_table + ids[:, None] * DIM + columns[None, :],
-                mask=place_mask[:, None] & column_mask[None, :],
-                other=0.0,
-            )
-            grad = tl.dot(down_rows, tl.trans(upstream), grad, input_precision=PRECISION)
+        rows, row_mask, tokens = rows_of_tile(tile_first, offsets, token_ids, tile, cell, BLOCK_T)
+        first = tl.program_id(0) * BLOCK_P
+        places, place_mask, ids = part_of_pool(neurons, cell, first, NEURONS, BLOCK_P)
+        grad = products_tile(
+            down_table, grad_output, ids, place_mask, tokens, row_mask,
+            DIM, BLOCK_T, BLOCK_P, BLOCK_D, PRECISION,
+        )  # fmt: skip
         grad = tl.trans(grad)
-        mask = row_mask[:, None] & place_mask[None, :]
-        place = rows.to(tl.int64)[:, None] * NEURONS + places[None, :]
-        weight = tl.load(
-            gates
-            + rows.to(tl.int64)[:, None] * gates_row
-            + (places // EXPERT_SIZE)[None, :] * gates_column,
-            mask=mask,
-            other=0.0,
-        ).to(tl.float32)
+        weight = _gates_tile(
+            gates, gates_row, gates_column, rows, row_mask, places, place_mask, EXPERT_SIZE
+        )
         grad = tl.where(weight == 0.0, 0.0, grad)  # `up` and `gate` are 0 there already
-        up = tl.load(pre_up + place, mask=mask, other=0.0).to(tl.float32)
+        up = load_rows(pre_up, rows, row_mask, places, NEURONS).to(tl.float32)
         if GATED:
-            gate = tl.load(pre_gate + place, mask=mask, other=0.0).to(tl.float32)
+            gate = load_rows(pre_gate, rows, row_mask, places, NEURONS).to(tl.float32)
         else:
             gate = up
         exact: tl.constexpr = active.dtype.element_ty == tl.float32
         value, value_up, value_gate = activation_grads(up, gate, grad * weight, ACTIVATION, exact)
-        tl.store(active + place, (value * weight).to(active.dtype.element_ty), mask=mask)
-        tl.store(grad_gates + place, (value * grad).to(grad_gates.dtype.element_ty), mask=mask)
-        tl.store(grad_up + place, value_up.to(grad_up.dtype.element_ty), mask=mask)
+        store_rows(active, rows, row_mask, places, value * weight, NEURONS)
+        store_rows(grad_gates, rows, row_mask, places, value * grad, NEURONS)
+        store_rows(grad_up, rows, row_mask, places, value_up, NEURONS)
         if GATED:
-            tl.store(grad_gate + place, value_gate.to(grad_gate.dtype.element_ty), mask=mask)
+            store_rows(grad_gate, rows, row_mask, places, value_gate, NEURONS)
 
 
-def _blocks(dim: int, neurons: int, dtype: torch.dtype) -> dict[str, int]:
-    wide = dtype == torch.float32
-    return {
-        "BLOCK_P": max(16, min(triton.next_power_of_2(neurons), 64)),
-        "BLOCK_D": max(16, min(triton.next_power_of_2(dim), 32 if wide else 64)),
-    }
-
-
-@dataclass(frozen=True)
-class PreActivations:
-    """[N, neurons] each, None where they are not kept for a backward."""
-
-    gate: Tensor | None
-    up: Tensor | None
-
-
-def activations(
-    hidden: Tensor, tables: ExpertTables, gates: Tensor, layout: CellLayout, *, keep: bool
-) -> tuple[Tensor, PreActivations]:
-    """Gated activations [N, neurons] of every row's pool; the layout's pools are neurons."""
-    tiles, gate, up = layout.tiles, tables.gate, tables.up
-    shape = (layout.num_rows, layout.pool)
-    active = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
-    pre_up = torch.empty_like(active) if keep else None
-    pre_gate = torch.empty_like(active) if keep and gate is not None else None
-    if tiles.count:
-        blocks = _blocks(hidden.shape[1], shape[1], hidden.dtype)
-        _activations_kernel[(triton.cdiv(shape[1], blocks["BLOCK_P"]), tiles.count)](
-            hidden, up if gate is None else gate, up, gates,
-            active if pre_gate is None else pre_gate, active if pre_up is None else pre_up, active,
-            tiles.cells, tiles.first_rows, layout.offsets, layout.token_ids, layout.pools,
-            gates.stride(0), gates.stride(1),
-            NEURONS=shape[1], DIM=hidden.shape[1], EXPERT_SIZE=tables.size,
-            BLOCK_T=tiles.block, ACTIVATION=ACTIVATION_CODES[tables.activation],
-            GATED=gate is not None, KEEP=keep, PRECISION=dot_precision(hidden.dtype),
-            num_warps=4, num_stages=3, **blocks,
-        )  # fmt: skip
-    return active, PreActivations(pre_gate, pre_up)
+def _form(
+    dim: int, tables: ExpertTables, gates: Tensor, layout: CellLayout
+) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """Of both kernels: the grid, and what of the layout and of the experts they take."""
+    tiles, neurons, dtype = layout.tiles, layout.pool, tables.up.dtype
+    block_p = max(16, min(triton.next_power_of_2(neurons), 64))
+    most = 32 if dtype == torch.float32 else 64
+    cells = (tiles.cells, tiles.first_rows, layout.offsets, layout.token_ids, layout.pools)
+    sizes = {
+        "NEURONS": neurons, "DIM": dim, "EXPERT_SIZE": tables.size,
+        "ACTIVATION": ACTIVATION_CODES[tables.activation], "GATED": tables.gate is not None,
+        "PRECISION": dot_precision(dtype), "BLOCK_T": tiles.block, "BLOCK_P": block_p,
+        "BLOCK_D": max(16, min(triton.next_power_of_2(dim), most)), "num_stages": 3,
+    }  # fmt: skip
+    grid = (triton.cdiv(neurons, block_p), tiles.count)
+    return grid, (*cells, gates.stride(0), gates.stride(1)), sizes
 
 
 def forward(
     hidden: Tensor, tables: ExpertTables, gates: Tensor, layout: CellLayout, *, keep: bool
-) -> tuple[Tensor, PreActivations]:
-    """Output [T, D], and the pre-activations with `keep`."""
-    active, pre = activations(hidden, tables, gates, layout, keep=keep)
-    return pool_products([(active, tables.down)], layout, hidden.shape[0]), pre
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Output [T, D], and with `keep` the pre-activations of gate and up [N, neurons]."""
+    gate, up = tables.gate, tables.up
+    active = hidden.new_empty(layout.num_rows, layout.pool)  # gated activations
+    pre_up = torch.empty_like(active) if keep else None
+    pre_gate = torch.empty_like(active) if keep and gate is not None else None
+    if layout.tiles.count:
+        grid, operands, sizes = _form(hidden.shape[1], tables, gates, layout)
+        _activations_kernel[grid](
+            hidden, up if gate is None else gate, up, gates,
+            active if pre_gate is None else pre_gate, active if pre_up is None else pre_up, active,
+            *operands, KEEP=keep, num_warps=4, **sizes,
+        )  # fmt: skip
+    return pool_products([(active, tables.down)], layout, hidden.shape[0]), pre_gate, pre_up
 
 
 @dataclass(frozen=True)
-class ActivationGrads:
+class _ActivationGrads:
     """[N, neurons] each."""
 
     active: Tensor
-    grad_gates: Tensor  # per neuron
-    grad_gate: Tensor | None  # of the pre-activations
-    grad_up: Tensor
+    gates: Tensor  # per neuron
+    gate: Tensor | None  # of the pre-activations
+    up: Tensor
 
 
-def activation_backward(
-    grad_output: Tensor,
-    tables: ExpertTables,
-    gates: Tensor,
-    pre: PreActivations,
-    layout: CellLayout,
-) -> ActivationGrads:
+def _activation_backward(call: Any, tables: ExpertTables, layout: CellLayout) -> _ActivationGrads:
     """Everything between the output's gradient and the products that end the backward."""
-    tiles, pre_gate, pre_up = layout.tiles, pre.gate, pre.up
-    assert pre_up is not None, "kept by the forward"
+    pre_up, gated = call.pre_up, tables.gate is not None
     active, grad_up = torch.empty_like(pre_up), torch.empty_like(pre_up)
-    grad_gates = torch.empty_like(pre_up, dtype=gates.dtype)
-    grad_gate = None if pre_gate is None else torch.empty_like(pre_up)
-    if tiles.count:
-        dim = grad_output.shape[1]
-        blocks = _blocks(dim, pre_up.shape[1], pre_up.dtype)
-        _activation_grads_kernel[(triton.cdiv(pre_up.shape[1], blocks["BLOCK_P"]), tiles.count)](
-            grad_output, tables.down, gates, pre_up if pre_gate is None else pre_gate, pre_up,
+    grad_gates = torch.empty_like(pre_up, dtype=call.gates.dtype)
+    grad_gate = torch.empty_like(pre_up) if gated else None
+    if layout.tiles.count:
+        grid, operands, sizes = _form(call.hidden.shape[1], tables, call.gates, layout)
+        _activation_grads_kernel[grid](
+            call.grad_output, tables.down, call.gates, call.pre_gate if gated else pre_up, pre_up,
             active, grad_gates, grad_up if grad_gate is None else grad_gate, grad_up,
-            tiles.cells, tiles.first_rows, layout.offsets, layout.token_ids, layout.pools,
-            gates.stride(0), gates.stride(1),
-            NEURONS=pre_up.shape[1], DIM=dim, EXPERT_SIZE=tables.size,
-            BLOCK_T=tiles.block, ACTIVATION=ACTIVATION_CODES[tables.activation],
-            GATED=pre_gate is not None, PRECISION=dot_precision(pre_up.dtype),
-            num_warps=8, num_stages=3, **blocks,
+            *operands, num_warps=8, **sizes,
         )  # fmt: skip
-    return ActivationGrads(active, grad_gates, grad_gate, grad_up)
+    return _ActivationGrads(active, grad_gates, grad_gate, grad_up)
 
 
 def backward(
-    grad_output: Tensor,
-    hidden: Tensor,
-    tables: ExpertTables,
-    gates: Tensor,
-    pre: PreActivations,
-    layout: CellLayout,
-    counts: Tensor | None,
-    want: set[str],
+    call: Any, tables: ExpertTables, layout: CellLayout, wanted: set[str]
 ) -> dict[str, Tensor]:
-    """Gradients of those of hidden, gate, up, down and gates that are wanted."""
-    found = activation_backward(grad_output, tables, gates, pre, layout)
-    grads: dict[str, Tensor] = {}
-    through = {"up": (found.grad_up, tables.up)}
-    if tables.gate is not None and found.grad_gate is not None:
-        through["gate"] = (found.grad_gate, tables.gate)
-    if "hidden" in want:
+    """Gradients of the wanted of hidden, gate, up, down and gates.
+
+    `call` is what went into `cell_experts_op`, came out, and came back.
+    """
+    found = _activation_backward(call, tables, layout)
+    hidden, counts, grads = call.hidden, call.counts, dict[str, Tensor]()
+    through = {"up": (found.up, tables.up)}
+    if tables.gate is not None and found.gate is not None:
+        through["gate"] = (found.gate, tables.gate)
+    if "hidden" in wanted:
         grads["hidden"] = pool_products(list(through.values()), layout, hidden.shape[0])
     reverse = layout.reverse_index(tables.up.shape[0])
     parts = make_parts(layout, reverse, hidden.shape[1] * hidden.element_size())
     if counts is not None:
         reverse = used_entries(reverse, counts)
     products = {name: (grad, hidden, table) for name, (grad, table) in through.items()}
-    products["down"] = (found.active, grad_output, tables.down)
+    products["down"] = (found.active, call.grad_output, tables.down)
     for name, (x, values, table) in products.items():
-        if name in want:
+        if name in wanted:
             grads[name] = row_products(x, values, table, layout, reverse, parts, counts=counts)
-    if "gates" in want:
-        grad_gates = found.grad_gates
+    if "gates" in wanted:
+        grad_gates = found.gates
         if tables.size > 1:
             grad_gates = grad_gates.float().unflatten(-1, (-1, tables.size)).sum(-1)
-        grads["gates"] = grad_gates.to(gates.dtype)
+        grads["gates"] = grad_gates.to(call.gates.dtype)
     return grads
-
-
-@operator("airmoe::cell_experts")
-def cell_experts_op(
-    hidden: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gates: Tensor,
-    layout: list[Tensor],
-    counts: Tensor | None,
-    activation: str,
-    expert_size: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(output [T, D], pre-activations of gate and up [N, neurons], empty where not kept)."""
-    tables = ExpertTables.of(gate, up, down, activation, expert_size)
-    output, pre = forward(hidden, tables, gates, CellLayout.of(layout), keep=keep)
-    return (
-        output,
-        hidden.new_empty(0) if pre.gate is None else pre.gate,
-        hidden.new_empty(0) if pre.up is None else pre.up,
-    )
-
-
-@operator("airmoe::cell_experts_backward")
-def cell_experts_backward_op(
-    grad_output: Tensor,
-    hidden: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gates: Tensor,
-    pre_gate: Tensor,
-    pre_up: Tensor,
-    layout: list[Tensor],
-    counts: Tensor | None,
-    activation: str,
-    expert_size: int,
-    wanted: list[bool],
-) -> list[Tensor]:
-    """Gradients of those of (hidden, gate, up, down, gates) that are wanted, in this order."""
-    tables = ExpertTables.of(gate, up, down, activation, expert_size)
-    pre = PreActivations(None if gate is None else pre_gate, pre_up)
-    names = ("hidden", "gate", "up", "down", "gates")
-    want = [name for name, is_wanted in zip(names, wanted, strict=True) if is_wanted]
-    grads = backward(
-        grad_output, hidden, tables, gates, pre, CellLayout.of(layout), counts, set(want)
-    )
-    return [grads[name] for name in want]
-
-
-@cell_experts_op.register_fake
-def _(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    layout, keep = CellLayout.of(rest[3]), rest[-1]
-    shape = (layout.num_rows, layout.pool)
-    return (
-        torch.empty_like(hidden),
-        hidden.new_empty(shape if keep and gate is not None else 0),
-        hidden.new_empty(shape if keep else 0),
-    )
-
-
-@cell_experts_backward_op.register_fake
-def _(_grad_output: Tensor, *inputs: Any) -> list[Tensor]:
-    chosen = [tensor for tensor, want in zip(inputs[:5], inputs[-1], strict=True) if want]
-    return [torch.empty_like(tensor) for tensor in chosen if tensor is not None]
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *operands, layout, counts, ctx.activation, ctx.expert_size, _keep = inputs
-    ctx.save_for_backward(*operands, *output[1:], counts, *layout)
-
-
-def _autograd(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Any, ...]:
-    *operands, counts = ctx.saved_tensors[:8]
-    layout = list(ctx.saved_tensors[8:])
-    wanted = list(ctx.needs_input_grad[:5])
-    wanted[1] = wanted[1] and operands[1] is not None
-    grad_output = grad_output.to(operands[0].dtype).contiguous()
-    form = (counts, ctx.activation, ctx.expert_size, wanted)
-    grads = iter(cell_experts_backward_op(grad_output, *operands, layout, *form))
-    found = (next(grads) if want else None for want in wanted)
-    return *found, [None] * len(layout), None, None, None, None
-
-
-cell_experts_op.register_autograd(_autograd, setup_context=_setup)

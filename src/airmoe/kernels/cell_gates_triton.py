@@ -8,22 +8,29 @@ are no wider than the gates.
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
+# pyright: reportGeneralTypeIssues=none
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.cell_scores_triton import Scored, score_tile
+from airmoe.kernels.cell_products_triton import (
+    make_parts,
+    partial_dtype,
+    pool_products,
+    row_products,
+)
+from airmoe.kernels.cell_scores import Scored
+from airmoe.kernels.cell_scores_triton import all_scores, score_tile, write_scores
 from airmoe.kernels.cells import FEW_ROWS
-from airmoe.kernels.device_triton import dot_precision
-from airmoe.kernels.layout_triton import used_entries
-from airmoe.kernels.pool_products_triton import pool_products
-from airmoe.kernels.row_products_triton import make_parts, partial_dtype, row_products
+from airmoe.kernels.cells_triton import used_entries
+from airmoe.kernels.device_triton import dot_precision, load_rows, part_of_pool, store_rows
 from airmoe.kernels.top_k_triton import gates_from_scores
 
 BUFFER_ELEMENTS = 1 << 25  # scores that exist at once
@@ -51,7 +58,7 @@ class Pieces:
 
     def score(self, buffer: Tensor, piece: tuple[int, int]) -> Tensor:
         """Scores of one piece [rows, M]; rows that belong to no token are not written."""
-        self.scored.write(buffer, piece)
+        write_scores(self.scored, buffer, piece)
         return buffer[: piece[1] * self.scored.layout.tiles.block]
 
     def rows(self, piece: tuple[int, int]) -> Tensor:
@@ -73,7 +80,7 @@ def make_gates(scored: Scored, valid: Tensor, top_k: int) -> tuple[Tensor, Tenso
     log_z = torch.empty(shape[0], dtype=torch.float32, device=valid.device)
     row_valid = valid[layout.token_ids]
     if keeps_scores(scored.hidden):
-        scores = scored.all_scores()
+        scores = all_scores(scored)
         gates_from_scores(scores, None, row_valid, top_k, gates, log_z)
         return gates, log_z, scores
     pieces = Pieces(scored)
@@ -93,26 +100,24 @@ def _score_grads_kernel(
     OVER_ALL: tl.constexpr, NORMS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # a few rows of one tile
-    row = tl.load(rows + first_tile * BLOCK_T + places).to(tl.int64)
+    row = tl.load(rows + first_tile * BLOCK_T + places)
     if tl.max(row, axis=0) >= 0:
         cell = tl.load(tile_cells + first_tile + tl.program_id(0) * ROWS // BLOCK_T).to(tl.int64)
         columns = tl.arange(0, WIDTH)
         column_mask = columns < POOL
         used = row >= 0
         mask = used[:, None] & column_mask[None, :]
-        at = row[:, None] * POOL + columns[None, :]
         grad = tl.zeros((ROWS, WIDTH), tl.float32)
         if OVER_ALL or LOG_Z or PROBS:
             if KEPT:
-                score = tl.load(scores + at, mask=mask, other=0.0)
+                score = load_rows(scores, row, used, columns, POOL)
             else:
-                buffer = places.to(tl.int64)[:, None] * POOL + columns[None, :]
-                score = tl.load(scores + buffer, mask=mask, other=0.0)
+                score = load_rows(scores, places, used, columns, POOL)
             row_log_z = tl.load(log_z + row, mask=used, other=0.0)
             probs = tl.where(mask, tl.exp(score - row_log_z[:, None]), 0.0)
         if GATES:
-            gate = tl.load(gates + at, mask=mask, other=0.0).to(tl.float32)
-            weighted = gate * tl.load(grad_gates + at, mask=mask, other=0.0).to(tl.float32)
+            gate = load_rows(gates, row, used, columns, POOL).to(tl.float32)
+            weighted = gate * load_rows(grad_gates, row, used, columns, POOL).to(tl.float32)
             total = tl.sum(weighted, axis=1)[:, None]
             if OVER_ALL:
                 grad = weighted - probs * total
@@ -132,67 +137,50 @@ def _score_grads_kernel(
             grad += counts * probs * (wanted - tl.sum(probs * wanted, axis=1)[:, None])
         if NORMS:  # of the row's own centroid: what comes next multiplies by w, not by w / |w|
             grad *= tl.load(inverse_norms + ids, mask=column_mask, other=0.0)[None, :]
-        tl.store(grad_scores + at, grad.to(grad_scores.dtype.element_ty), mask=mask)
+        store_rows(grad_scores, row, used, columns, grad, POOL)
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """What the forward made of the scores."""
+def score_grads(scored: Scored, call: Any) -> Tensor:
+    """Gradient of the scores times 1/|w|: [N, M] in hidden's dtype.
 
-    gates: Tensor  # [N, M]
-    log_z: Tensor  # [N]
-    scores: Tensor | None  # [N, M] float32, where they were kept
-    over_all: bool  # gates are probabilities among all M candidates, not among the chosen
-
-
-@dataclass(frozen=True)
-class Upstream:
-    """Gradients of what the forward gave, None where there is none."""
-
-    gates: Tensor | None  # [N, M]
-    log_z: Tensor | None  # [N]
-    probs: Tensor | None  # [E] of the summed probabilities
-
-
-def score_grads(scored: Scored, valid: Tensor, outputs: Outputs, upstream: Upstream) -> Tensor:
-    """Gradient of the scores times 1/|w|: [N, M] in hidden's dtype."""
+    `call` is what went into `cell_gates_op`, came out, and came back.
+    """
     layout, tiles, pool = scored.layout, scored.layout.tiles, scored.layout.pool
-    gates, log_z, kept = outputs.gates, outputs.log_z, outputs.scores
+    gates, log_z, norms = call.gates, call.log_z, scored.inverse_norms
+    grad_gates, grad_log_z, grad_probs = call.grad_gates, call.grad_log_z, call.grad_probs
     grads = torch.empty_like(gates)
-    over_all = outputs.over_all and upstream.gates is not None
-    needed = over_all or upstream.log_z is not None or upstream.probs is not None
-    again = needed and kept is None
+    # Where experts choose, and for K = 1, gates are probabilities among all M candidates.
+    over_all = call.top_k in (1, None) and grad_gates is not None
+    needed = over_all or grad_log_z is not None or grad_probs is not None
+    kept = keeps_scores(scored.hidden)
+    again = needed and not kept
     pieces = Pieces(scored)
-    buffer = pieces.buffer() if again else grads if kept is None else kept
+    buffer = pieces.buffer() if again else call.scores if kept else grads
     width = triton.next_power_of_2(pool)
     # A few rows share their pool; not too many where scores fill the registers as well.
     rows = max(1, min(tiles.block, (4096 if needed else 8192) // width))
     for piece in pieces if again else [(0, tiles.count)]:
         scores = pieces.score(buffer, piece) if again else buffer
         _score_grads_kernel[(piece[1] * tiles.block // rows,)](
-            gates, grads if upstream.gates is None else upstream.gates, scores,
+            gates, grads if grad_gates is None else grad_gates, scores,
             tiles.rows, tiles.cells, layout.token_ids, layout.pools,
-            log_z if scored.inverse_norms is None else scored.inverse_norms,
-            log_z, log_z if upstream.log_z is None else upstream.log_z, valid,
-            log_z if upstream.probs is None else upstream.probs, grads, piece[0],
+            log_z if norms is None else norms, log_z, log_z if grad_log_z is None else grad_log_z,
+            call.valid, log_z if grad_probs is None else grad_probs, grads, piece[0],
             POOL=pool, WIDTH=width, BLOCK_T=tiles.block, ROWS=rows,
-            GATES=upstream.gates is not None, LOG_Z=upstream.log_z is not None,
-            PROBS=upstream.probs is not None, OVER_ALL=over_all,
-            NORMS=scored.inverse_norms is not None,
+            GATES=grad_gates is not None, LOG_Z=grad_log_z is not None,
+            PROBS=grad_probs is not None, OVER_ALL=over_all, NORMS=norms is not None,
             KEPT=not again, num_warps=8 if width * rows >= 4096 else 4,
         )  # fmt: skip
     return grads
 
 
-def backward(
-    scored: Scored, grads: Tensor, want_hidden: bool, want_centroids: bool
-) -> tuple[Tensor, Tensor]:
-    """Gradients of hidden and centroids from those of the scores, empty where not wanted."""
+def backward(scored: Scored, grads: Tensor, wanted: set[str]) -> dict[str, Tensor]:
+    """Gradients of the wanted of hidden and centroids from those of the scores."""
     hidden, centroids, layout = scored.hidden, scored.centroids, scored.layout
-    grad_hidden, grad_centroids = hidden.new_empty(0), hidden.new_empty(0)
-    if want_hidden:
-        grad_hidden = pool_products([(grads, centroids)], layout, hidden.shape[0])
-    if want_centroids:
+    found: dict[str, Tensor] = {}
+    if "hidden" in wanted:
+        found["hidden"] = pool_products([(grads, centroids)], layout, hidden.shape[0])
+    if "centroids" in wanted:
         norms, reverse = scored.inverse_norms, layout.reverse_index(centroids.shape[0])
         dtype = partial_dtype(hidden.dtype, projected=norms is not None)
         parts = make_parts(layout, reverse, hidden.shape[1] * dtype.itemsize)
@@ -201,10 +189,10 @@ def backward(
             sizes = layout.offsets.diff().int().unsqueeze(-1)
             counts = sizes.expand(layout.pools.shape).contiguous()
             reverse = used_entries(reverse, counts)
-        grad_centroids = row_products(
+        found["centroids"] = row_products(
             grads, hidden, centroids, layout, reverse, parts, inverse_norms=norms, counts=counts
         )
-    return grad_hidden, grad_centroids
+    return found
 
 
 @triton.jit
@@ -216,9 +204,8 @@ def _probs_kernel(
     NORMS: tl.constexpr, NOISE: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     cell = tl.program_id(1)
-    places = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    place_mask = places < POOL
-    ids = tl.load(pools + cell.to(tl.int64) * POOL + places, mask=place_mask, other=0)
+    part = tl.program_id(0) * BLOCK_P
+    places, place_mask, ids = part_of_pool(pools, cell, part, POOL, BLOCK_P)
     total = tl.zeros((BLOCK_P,), tl.float32)
     first = tl.load(offsets + cell)
     last = tl.load(offsets + cell + 1)
@@ -227,11 +214,7 @@ def _probs_kernel(
         row_mask = rows < last
         tokens = tl.load(token_ids + rows, mask=row_mask, other=0)
         if KEPT:
-            scores = tl.load(
-                kept + rows.to(tl.int64)[:, None] * POOL + places[None, :],
-                mask=row_mask[:, None] & place_mask[None, :],
-                other=0.0,
-            )
+            scores = load_rows(kept, rows, row_mask, places, POOL)
         else:
             scores = score_tile(
                 hidden, centroids, inverse_norms, row_keys, noise_std,
@@ -244,8 +227,9 @@ def _probs_kernel(
     tl.store(out + cell.to(tl.int64) * POOL + places, total, mask=place_mask)
 
 
-def probs_per_entry(scored: Scored, kept: Tensor | None, log_z: Tensor, valid: Tensor) -> Tensor:
-    """Sum over each cell's valid rows of the softmax over their candidates: [G, M] float32."""
+def probs_per_entry(scored: Scored, scores: Tensor, log_z: Tensor, valid: Tensor) -> Tensor:
+    """See the operator. The scores are empty where they were not kept."""
+    kept = keeps_scores(scored.hidden)
     layout, noise = scored.layout, scored.noise
     dim, pool = scored.hidden.shape[1], layout.pool
     out = torch.empty(layout.pools.shape, dtype=torch.float32, device=log_z.device)
@@ -256,10 +240,10 @@ def probs_per_entry(scored: Scored, kept: Tensor | None, log_z: Tensor, valid: T
         scored.hidden, scored.centroids,
         log_z if scored.inverse_norms is None else scored.inverse_norms,
         layout.token_ids if noise is None else noise.row_keys, 0.0 if noise is None else noise.std,
-        log_z if kept is None else kept, layout.offsets, layout.token_ids, layout.pools,
+        scores if kept else log_z, layout.offsets, layout.token_ids, layout.pools,
         log_z, valid, out,
         POOL=pool, DIM=dim, BLOCK_T=layout.tiles.block, BLOCK_P=block_p, BLOCK_D=block_d,
-        NORMS=scored.inverse_norms is not None, NOISE=noise is not None, KEPT=kept is not None,
+        NORMS=scored.inverse_norms is not None, NOISE=noise is not None, KEPT=kept,
         PRECISION=dot_precision(scored.hidden.dtype), num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import own_precision, use_triton
-from airmoe.kernels.cells import Cells, RowAdder, RowReader, nonempty_cells
-from airmoe.kernels.noise import Noise, noise_operands
+from airmoe.kernels.backend import gradient, operator, own_precision, use_triton
+from airmoe.kernels.cells import CellLayout, Cells, RowAdder, nonempty_cells, row_reader
+from airmoe.kernels.noise import Noise, noise_of, noise_operands
 
 ROW_CHUNK = 1024  # rows projected at once: temporaries stay in the cache
 
@@ -31,16 +32,12 @@ def cell_scores(
     is a function of (token, expert), the same wherever the pair is met.
     """
     if use_triton(hidden, centroids):
-        from airmoe.kernels.cell_scores_triton import cell_scores_op
-
         if hidden.dtype != centroids.dtype:
             hidden, centroids = hidden.float(), centroids.float()
-        layout = cells.layout(centroids.shape[0]).tensors()
-        hidden, centroids = hidden.contiguous(), centroids.contiguous()
-        return cell_scores_op(hidden, centroids, inverse_norms, *noise_operands(noise), layout)
-    return _CellScores.apply(  # type: ignore[no-any-return]
-        hidden, centroids, inverse_norms, cells.token_ids, cells.offsets, cells.pools, noise
-    )
+        layout = cells.layout(centroids.shape[0])
+        scored = Scored(hidden.contiguous(), centroids.contiguous(), inverse_norms, noise, layout)
+        return cell_scores_op(*scored.operands())
+    return _CellScores.apply(hidden, centroids, inverse_norms, cells, noise)  # type: ignore[no-any-return]
 
 
 class _CellScores(torch.autograd.Function):
@@ -52,20 +49,17 @@ class _CellScores(torch.autograd.Function):
         hidden: Tensor,
         centroids: Tensor,
         inverse_norms: Tensor | None,
-        token_ids: Tensor,
-        offsets: Tensor,
-        pools: Tensor,
+        cells: Cells,
         noise: Noise | None,
     ) -> Tensor:
+        token_ids, offsets, pools = cells.token_ids, cells.offsets, cells.pools
         work = torch.promote_types(hidden.dtype, torch.float32)
-        scores = torch.empty(
-            token_ids.shape[0], pools.shape[1], dtype=work, device=hidden.device
-        )  # [N, M]
-        read = RowReader(centroids, pools.shape[1], work)
+        scores = hidden.new_empty(token_ids.shape[0], pools.shape[1], dtype=work)  # [N, M]
+        read = row_reader(centroids, pools.shape[1])
         for cell, rows in nonempty_cells(offsets):
             pool, tokens = pools[cell], token_ids[rows]
             tokens_hidden = hidden.index_select(0, tokens).to(work)
-            part = torch.mm(tokens_hidden, read(pool).T, out=scores[rows])
+            part = torch.mm(tokens_hidden, read(pool).to(work).T, out=scores[rows])
             if inverse_norms is not None:
                 part *= inverse_norms.index_select(0, pool)
             if noise is not None:
@@ -81,7 +75,7 @@ class _CellScores(torch.autograd.Function):
         work = grad_scores.dtype
         want_hidden, want_centroids = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=work)
-        read = RowReader(centroids, pools.shape[1], work)
+        read = row_reader(centroids, pools.shape[1])
         # The gradient of the scaled rows; the norm is dealt with once, at the end.
         unit = RowAdder(centroids, pools.shape[1], work) if want_centroids else None
         for cell, rows in nonempty_cells(offsets):
@@ -92,11 +86,17 @@ class _CellScores(torch.autograd.Function):
             if want_hidden:
                 if inverse_norms is not None:
                     part = part * inverse_norms.index_select(0, pool)
-                grad_hidden.index_add_(0, tokens, part @ read(pool))
+                grad_hidden.index_add_(0, tokens, part @ read(pool).to(work))
         grad_centroids = None
         if unit is not None:
             grad_centroids = _through_norm(unit.total, centroids, inverse_norms).to(centroids.dtype)
-        return grad_hidden.to(hidden.dtype) if want_hidden else None, grad_centroids, *(None,) * 5
+        return (
+            grad_hidden.to(hidden.dtype) if want_hidden else None,
+            grad_centroids,
+            None,
+            None,
+            None,
+        )
 
 
 def _through_norm(grad_unit: Tensor, centroids: Tensor, inverse_norms: Tensor | None) -> Tensor:
@@ -110,3 +110,62 @@ def _through_norm(grad_unit: Tensor, centroids: Tensor, inverse_norms: Tensor | 
         radial = (part * unit).sum(-1, keepdim=True)
         part.addcmul_(unit, radial, value=-1).mul_(scale)
     return grad_unit
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What the kernels make scores of."""
+
+    hidden: Tensor  # [T, D]
+    centroids: Tensor  # [E, D], of the same dtype
+    inverse_norms: Tensor | None  # [E]
+    noise: Noise | None
+    layout: CellLayout
+
+    # As operators take it.
+    SCHEMA: ClassVar[str] = (
+        "Tensor hidden, Tensor centroids, Tensor? inverse_norms, Tensor? row_keys, "
+        "float noise_std, Tensor[] layout"
+    )
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, float, list[Tensor]]:
+        """The arguments of `SCHEMA`."""
+        noise = noise_operands(self.noise)
+        return self.hidden, self.centroids, self.inverse_norms, *noise, self.layout.tensors()
+
+    @classmethod
+    def of(
+        cls,
+        hidden: Tensor,
+        centroids: Tensor,
+        inverse_norms: Tensor | None,
+        row_keys: Tensor | None,
+        noise_std: float,
+        layout: list[Tensor],
+        *_others: Any,
+    ) -> Scored:
+        """From the arguments of an operator that begin with those of `SCHEMA`."""
+        noise = noise_of(row_keys, noise_std)
+        return cls(hidden, centroids, inverse_norms, noise, CellLayout.of(layout))
+
+
+@operator("airmoe::cell_scores", schema=f"({Scored.SCHEMA}) -> Tensor")
+def cell_scores_op(*operands: Any) -> Tensor:
+    """hidden and centroids in one dtype -> [N, M] float32."""
+    from airmoe.kernels.cell_scores_triton import all_scores
+
+    return all_scores(Scored.of(*operands))
+
+
+@cell_scores_op.register_fake
+def _(*operands: Any) -> Tensor:
+    scored = Scored.of(*operands)
+    shape = scored.layout.num_rows, scored.layout.pool
+    return scored.hidden.new_empty(shape, dtype=torch.float32)
+
+
+@gradient(cell_scores_op, of=("hidden", "centroids"), outputs=("scores",))
+def cell_scores_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
+    from airmoe.kernels.cell_scores_triton import backward
+
+    return backward(call.grad_scores, Scored.of(*call.inputs), wanted)

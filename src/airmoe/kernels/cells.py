@@ -1,19 +1,200 @@
-"""Cells: rows sorted by cell, the layout in which shared pools become dense products."""
+"""Cells: rows sorted by cell, the layout in which shared pools become dense products.
+
+A cell has any number of rows, so how many tiles of rows there are is known on the device only.
+Their list has room for the most there can be, and what is left over is marked: nothing is read by
+the host.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import use_triton
-from airmoe.kernels.layout import CellLayout, ReverseIndex, RowTiles, make_reverse, row_tiles
+from airmoe.errors import ConfigError
+from airmoe.kernels.backend import operator, use_triton
 
 FEW_ROWS = 32  # in the mean cell: then some experts of a pool are chosen by none of its rows
 MANY_KEYS = 2048  # fewer are sorted by one program
+MOST_PROGRAMS = 65_535  # of a grid's second and third direction
+SMALLEST, LARGEST = 32, 64  # smaller tiles read the pools too often, larger ones spill registers
+
+
+@dataclass(frozen=True)
+class ReverseIndex:
+    """Where each expert of a table occurs in the pools [G, M]."""
+
+    entries: Tensor  # [G * M] int32: cell * M + position, expert by expert, cells ascending
+    starts: Tensor  # [E + 1] int32: first entry of each expert
+
+    def sum_by_expert(self, values: Tensor) -> Tensor:
+        """Add up what an expert has in all its cells: [G, M] -> [E], in a fixed order."""
+        if use_triton(values):
+            return sum_by_expert_op(values, self.entries, self.starts)
+        wide = torch.float64 if values.is_floating_point() else torch.int64
+        ordered = values.flatten()[self.entries].to(wide).cumsum(0)
+        ends = torch.nn.functional.pad(ordered, (1, 0))[self.starts]
+        return ends.diff().to(values.dtype)
+
+
+def make_reverse(pools: Tensor, num_experts: int) -> ReverseIndex:
+    """pools [G, M], no expert twice in a row -> where each expert is."""
+    if pools.numel() >= 2**31:
+        raise ConfigError(
+            "cells.pools",
+            tuple(pools.shape),
+            "must have fewer than 2**31 entries, which are numbered in 32 bits",
+            "Use fewer codewords or shorter shortlists.",
+        )
+    if num_experts <= 2**16:  # a GPU takes a pass over all keys for every byte of one
+        keys, entries = (pools.flatten() - 2**15).to(torch.int16).sort(stable=True)
+        ordered = keys.int() + 2**15
+    else:
+        ordered, entries = pools.flatten().int().sort(stable=True)
+    experts = torch.arange(num_experts + 1, device=pools.device, dtype=torch.int32)
+    starts = torch.searchsorted(ordered, experts, out_int32=True)
+    return ReverseIndex(entries.int(), starts)
+
+
+@operator(
+    "airmoe::sum_by_expert",
+    fake=lambda values, entries, starts: values.new_empty(starts.shape[0] - 1),
+)
+def sum_by_expert_op(values: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
+    from airmoe.kernels.cells_triton import sum_by_expert
+
+    return sum_by_expert(values, entries, starts)
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """Each tile is `block` consecutive rows of one cell, the last of a cell maybe fewer."""
+
+    cells: Tensor  # [tiles] int32, -1 = no tile
+    first_rows: Tensor  # [tiles] int32
+    rows: Tensor  # [tiles, block] int32, -1 = no row
+    starts: Tensor | None = None  # [G + 1] first tile of each cell
+
+    @property
+    def count(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def block(self) -> int:
+        return self.rows.shape[1]
+
+
+def row_tiles(offsets: Tensor, num_rows: int, block: int | None = None) -> RowTiles:
+    """offsets [G + 1] of rows sorted by cell -> tiles, of a size that suits the mean cell.
+
+    Where `block` is given, a power of two, tiles have that size.
+    """
+    num_cells = offsets.shape[0] - 1
+    block = block_rows(num_rows, num_cells) if block is None else block
+    if use_triton(offsets):
+        _check_size("rows", num_rows, most_tiles(num_rows, num_cells, block))
+        _check_size("cells", num_cells, num_cells)
+        return RowTiles(*row_tiles_op(offsets, num_rows, block))
+    sizes = offsets.diff()
+    tiles = (sizes + (block - 1)).div(block, rounding_mode="floor")  # [G]
+    ends = tiles.cumsum(0)
+    places = torch.arange(most_tiles(num_rows, num_cells, block), device=offsets.device)
+    cells = torch.searchsorted(ends, places, right=True)
+    own = cells.clamp_max(num_cells - 1)
+    first = offsets[own] + (places - (ends - tiles)[own]) * block
+    used = cells < num_cells
+    rows = first.unsqueeze(-1) + torch.arange(block, device=offsets.device)
+    rows = torch.where(used.unsqueeze(-1) & (rows < offsets[own + 1].unsqueeze(-1)), rows, -1)
+    return RowTiles(
+        torch.where(used, cells, -1).int(),
+        first.int(),
+        rows.int(),
+        torch.nn.functional.pad(ends, (1, 0)),
+    )
+
+
+def _check_size(name: str, size: int, programs: int) -> None:
+    if programs > MOST_PROGRAMS:
+        raise ConfigError(
+            f"cells.{name}",
+            size,
+            f"makes {programs} blocks, and a GPU takes at most {MOST_PROGRAMS} in one direction",
+            "Use smaller micro-batches or fewer codewords, or AIRMOE_BACKEND=reference.",
+        )
+
+
+def block_rows(num_rows: int, num_cells: int) -> int:
+    """The power of two next above the mean cell, within what the kernels take.
+
+    By comparisons, so that a compiler with unknown sizes tells three cases apart, not every number.
+    """
+    block = SMALLEST
+    while block < LARGEST and num_rows >= (block + 1) * num_cells:
+        block *= 2
+    return block
+
+
+def most_tiles(num_rows: int, num_cells: int, block: int) -> int:
+    """Full tiles, and one that is not full in every cell that has rows."""
+    return num_rows // block + min(num_rows, num_cells)
+
+
+@operator("airmoe::row_tiles")
+def row_tiles_op(
+    offsets: Tensor, num_rows: int, block: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The parts of `RowTiles`."""
+    from airmoe.kernels.cells_triton import find_tiles
+
+    return find_tiles(offsets.contiguous(), num_rows, block)
+
+
+@row_tiles_op.register_fake
+def _(offsets: Tensor, num_rows: int, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_tiles = most_tiles(num_rows, offsets.shape[0] - 1, block)
+    cells = offsets.new_empty(num_tiles, dtype=torch.int32)
+    rows = offsets.new_empty(num_tiles, block, dtype=torch.int32)
+    return cells, torch.empty_like(cells), rows, torch.empty_like(offsets)
+
+
+@dataclass(frozen=True)
+class CellLayout:
+    """What a kernel reads of cells. Operators take it as one list of tensors."""
+
+    tiles: RowTiles
+    offsets: Tensor  # [G + 1] first row of each cell
+    token_ids: Tensor  # [N] token of each row
+    pools: Tensor  # [G, M] rows of the tables
+    reverse: ReverseIndex | None = None
+
+    def tensors(self) -> list[Tensor]:
+        tiles, reverse = self.tiles, self.reverse
+        index = [] if reverse is None else [reverse.entries, reverse.starts]
+        own = [self.offsets, self.token_ids, self.pools]
+        return [tiles.cells, tiles.first_rows, tiles.rows, *own, *index]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> CellLayout:
+        """From what `tensors` gave."""
+        cells, first_rows, rows, offsets, token_ids, pools, *index = tensors
+        tiles = RowTiles(cells, first_rows, rows)
+        return cls(tiles, offsets, token_ids, pools, ReverseIndex(*index) if index else None)
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def pool(self) -> int:
+        """M, or the neurons of so many experts."""
+        return self.pools.shape[1]
+
+    def reverse_index(self, num_experts: int) -> ReverseIndex:
+        return self.reverse or make_reverse(self.pools, num_experts)
 
 
 @dataclass(frozen=True)
@@ -53,7 +234,7 @@ class Cells:
         """Pools are a cache that is rewritten in place: an old routing must not be read by it."""
         if torch.compiler.is_compiling():
             return  # pools of a compiled graph are its own, and versions mean nothing in it
-        if self.pools_version not in (None, _version(self.pools)):
+        if self.pools_version not in (None, version_of(self.pools)):
             raise RuntimeError(
                 "This routing is of an earlier moment: its router has rebuilt the shortlists. "
                 "Read ids, counts and probabilities before the next step, or route again."
@@ -80,7 +261,7 @@ def make_cells(cell_ids: Tensor, pools: Tensor, reverse: ReverseIndex | None = N
         pools,
         order,
         rows_per_token,
-        _version(pools),
+        version_of(pools),
         row_cells,
         _reverse=[] if reverse is None else [reverse],
     )
@@ -96,17 +277,37 @@ def sort_by_cell(cell_ids: Tensor, num_cells: int) -> tuple[Tensor, Tensor, Tens
     else:
         row_cells, order = cell_ids.sort(stable=True)
     if use_triton(row_cells):
-        from airmoe.kernels.layout_triton import cell_offsets_op
-
         return row_cells, order, cell_offsets_op(row_cells, num_cells)
     cells = torch.arange(num_cells + 1, device=row_cells.device)
     return row_cells, order, torch.searchsorted(row_cells, cells)
 
 
-def _version(pools: Tensor) -> int | None:
-    if torch.compiler.is_compiling() or pools.is_inference():
+def version_of(tensor: Tensor) -> int | None:
+    """Moves with every change in place; None where that is not known."""
+    if torch.compiler.is_compiling() or tensor.is_inference():
         return None
-    return pools._version
+    return tensor._version
+
+
+@operator(
+    "airmoe::cell_offsets",
+    fake=lambda ordered, num_cells: ordered.new_empty(num_cells + 1, dtype=torch.int64),
+)
+def cell_offsets_op(ordered: Tensor, num_cells: int) -> Tensor:
+    from airmoe.kernels.cells_triton import find_offsets
+
+    return find_offsets(ordered.contiguous(), num_cells)
+
+
+@operator(
+    "airmoe::counts_per_entry",
+    fake=lambda gates, offsets, pools: pools.new_empty(pools.shape, dtype=torch.int32),
+)
+def counts_per_entry(gates: Tensor, offsets: Tensor, pools: Tensor) -> Tensor:
+    """How many rows of each cell chose each of its experts: [G, M] int32. On Triton only."""
+    from airmoe.kernels.cells_triton import count_entries
+
+    return count_entries(gates.contiguous(), offsets, pools)
 
 
 # What the plain-PyTorch kernels walk through cells with. Rows of a big table are read, and products
@@ -116,22 +317,15 @@ def _version(pools: Tensor) -> int | None:
 
 def nonempty_cells(offsets: Tensor) -> Iterator[tuple[int, slice]]:
     """(cell, its rows) for each cell that has rows. A loop of the host, on CPUs."""
-    bounds = offsets.tolist()
-    for cell, (start, stop) in enumerate(pairwise(bounds)):
+    for cell, (start, stop) in enumerate(pairwise(offsets.tolist())):
         if stop > start:
             yield cell, slice(start, stop)
 
 
-class RowReader:
-    """table[ids] in the dtype of the products, valid until the next read."""
-
-    def __init__(self, table: Tensor, num_rows: int, work: torch.dtype) -> None:
-        self.table, self.work = table, work
-        self.buffer = table.new_empty(num_rows, table.shape[1])
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        """ids [num_rows] -> [num_rows, D]."""
-        return torch.index_select(self.table, 0, ids, out=self.buffer).to(self.work)
+def row_reader(table: Tensor, num_rows: int) -> Callable[[Tensor], Tensor]:
+    """A function that gives table[ids] for ids [num_rows], valid until the next call."""
+    buffer = table.new_empty(num_rows, table.shape[1])
+    return partial(torch.index_select, table, 0, out=buffer)
 
 
 class RowAdder:

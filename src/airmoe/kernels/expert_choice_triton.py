@@ -19,9 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.cell_gates_triton import keeps_scores
-from airmoe.kernels.cell_scores_triton import Scored
+from airmoe.kernels.cell_scores import Scored
+from airmoe.kernels.cell_scores_triton import all_scores
+from airmoe.kernels.cells import CellLayout
 from airmoe.kernels.device_triton import INFINITY
-from airmoe.kernels.layout import CellLayout
 from airmoe.kernels.top_k_triton import smallest_gate
 
 FLOAT_BITS = 30  # of a probability: the sign and, below 2, the bit after it are not set
@@ -127,7 +128,7 @@ def gates_of_experts_choice(
     """As `make_gates`, where each expert takes its `capacity` (0-dim) most probable tokens."""
     layout, tiles, pool = scored.layout, scored.layout.tiles, scored.layout.pool
     num_tokens = valid.shape[0]
-    scores = scored.all_scores()
+    scores = all_scores(scored)
     kept = scores if keeps_scores(scored.hidden) else None
     probs = scores if kept is None else torch.empty_like(scores)
     gates = torch.empty(scores.shape, dtype=scored.hidden.dtype, device=scores.device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from airmoe.errors import ConfigError
-from airmoe.kernels.backend import own_precision, use_triton
+from airmoe.kernels.backend import operator, own_precision, use_triton
 
 IGNORE_INDEX = -100  # Hugging Face's and PyTorch's label of a position without a target
 CPU_CHUNK_BYTES = 256 * 2**20
@@ -53,13 +53,10 @@ def _apply(
     hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
     wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
+    operands = (hidden, weight, labels, ignore_index, dtype, wanted)
     if use_triton(hidden, weight, labels):
-        from airmoe.kernels.linear_cross_entropy_triton import linear_cross_entropy_op
-
-        return linear_cross_entropy_op(hidden, weight, labels, ignore_index, dtype, wanted)[0]
-    if any(wanted):
-        return _LinearCrossEntropy.apply(hidden, weight, labels, ignore_index, dtype)  # type: ignore[no-any-return]
-    return loss_and_gradients(hidden, weight, labels, ignore_index, dtype).loss
+        return linear_cross_entropy_op(*operands)[0]
+    return _LinearCrossEntropy.apply(*operands)  # type: ignore[no-any-return]
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> None:
@@ -91,46 +88,56 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) ->
 
 
 @dataclass(frozen=True)
+class Problem:
+    """What a loss is asked for, products in `dtype`."""
+
+    hidden: Tensor  # [T, D]
+    weight: Tensor  # [V, D]
+    labels: Tensor  # [T]
+    ignore_index: int
+    dtype: torch.dtype
+    wanted: list[bool]  # gradients: of hidden, of weight
+
+    def part(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        """Some tokens: which are skipped [n, 1], and their states [n, D].
+
+        A token that does not count may hold anything; as 0 it spoils nothing that all share.
+        """
+        skipped = (self.labels[chunk] == self.ignore_index).unsqueeze(-1)
+        return skipped, self.hidden[chunk].masked_fill(skipped, 0).to(self.dtype)
+
+
+@dataclass(frozen=True)
 class LossAndGradients:
     loss: Tensor  # scalar, float32 or wider
     hidden: Tensor | None  # [T, D] gradient, where it was asked for
     weight: Tensor | None  # [V, D] gradient, float32 or wider
 
 
-def loss_and_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    ignore_index: int,
-    dtype: torch.dtype,
-    needs_hidden: bool = False,
-    needs_weight: bool = False,
-) -> LossAndGradients:
-    """Summed loss of hidden [T, D] against weight [V, D], products in `dtype`."""
+def loss_and_gradients(problem: Problem) -> LossAndGradients:
+    """The summed loss and the gradients that are wanted."""
+    hidden, weight, dtype = problem.hidden, problem.weight, problem.dtype
+    want_hidden, want_weight = problem.wanted
     exact = torch.promote_types(dtype, torch.float32)
-    # Unscaled gradients do not fit half precision: a sum over tokens overflows, a small
-    # probability vanishes. bfloat16 has the range.
-    gradient_dtype = exact if dtype == torch.float16 else dtype
+    grad_dtype = gradient_dtype(dtype)
     rows = weight.to(dtype)
-    gradient_rows = rows.to(gradient_dtype)  # the same tensor but for half precision
+    gradient_rows = rows.to(grad_dtype)  # the same tensor but for half precision
     losses = torch.empty(hidden.shape[0], dtype=exact, device=hidden.device)  # [T]
-    grad_hidden = torch.empty_like(hidden, dtype=gradient_dtype) if needs_hidden else None
-    grad_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
+    grad_hidden = torch.empty_like(hidden, dtype=grad_dtype) if want_hidden else None
+    grad_weight = torch.zeros_like(weight, dtype=exact) if want_weight else None
     for chunk in token_chunks(hidden, weight.shape[0]):
-        skipped = (labels[chunk] == ignore_index).unsqueeze(-1)  # [n, 1]
-        # A token that does not count may hold anything; as 0 it spoils nothing that all share.
-        states = hidden[chunk].masked_fill(skipped, 0).to(dtype)
-        targets = labels[chunk].unsqueeze(-1).masked_fill(skipped, 0)  # [n, 1]
+        skipped, states = problem.part(chunk)
+        targets = problem.labels[chunk].unsqueeze(-1).masked_fill(skipped, 0)  # [n, 1]
         log_probs = torch.log_softmax(states @ rows.T, -1, dtype=exact)  # [n, V]
         target_log_probs = log_probs.gather(1, targets)
         losses[chunk] = -target_log_probs.masked_fill(skipped, 0).squeeze(-1)
-        if not (needs_hidden or needs_weight):
+        if not (want_hidden or want_weight):
             continue
-        grad_logits = _softmax_minus_one_hot(log_probs, targets, target_log_probs, gradient_dtype)
+        grad_logits = _softmax_minus_one_hot(log_probs, targets, target_log_probs, grad_dtype)
         if grad_hidden is not None:
             grad_hidden[chunk] = (grad_logits @ gradient_rows).masked_fill_(skipped, 0)
         if grad_weight is not None:
-            grad_weight += grad_logits.T @ states.to(gradient_dtype)
+            grad_weight += grad_logits.T @ states.to(grad_dtype)
     return LossAndGradients(losses.sum(), grad_hidden, grad_weight)
 
 
@@ -156,26 +163,15 @@ def _softmax_minus_one_hot(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        ignore_index: int,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        result = loss_and_gradients(
-            hidden, weight, labels, ignore_index, dtype, needs_hidden, needs_weight
-        )
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        result = loss_and_gradients(Problem(hidden, weight, *rest))
         ctx.save_for_backward(result.hidden, result.weight)
         ctx.dtypes = hidden.dtype, weight.dtype
         return result.loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        grad_hidden, grad_weight = scaled_gradients(grad, ctx.saved_tensors, ctx.dtypes)
-        return grad_hidden, grad_weight, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *scaled_gradients(grad, ctx.saved_tensors, ctx.dtypes), *(None,) * 4
 
 
 def scaled_gradients(
@@ -194,5 +190,59 @@ def scaled_gradients(
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the tokens' gradients, unscaled: half precision has not the range."""
+    """Of the tokens' gradients, unscaled.
+
+    They do not fit half precision: a sum over tokens overflows, a small probability vanishes.
+    bfloat16 has the range.
+    """
     return torch.float32 if dtype == torch.float16 else dtype
+
+
+@operator("airmoe::linear_cross_entropy")
+def linear_cross_entropy_op(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    dtype: torch.dtype,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss and the gradients of hidden and weight, for a factor of 1; empty if unwanted.
+
+    A label on a GPU that is neither a word nor `ignore_index` makes all three NaN.
+    """
+    from airmoe.kernels import linear_cross_entropy_triton as triton
+
+    problem = Problem(hidden, weight, labels.contiguous(), ignore_index, dtype, wanted)
+    result = triton.loss_and_gradients(problem)
+    grads = (result.hidden, result.weight)
+    grad_hidden, grad_weight = (hidden.new_empty(0) if g is None else g for g in grads)
+    return result.loss, grad_hidden, grad_weight
+
+
+@linear_cross_entropy_op.register_fake
+def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _labels, _ignore_index, dtype, (want_hidden, want_weight) = rest
+    none = hidden.new_empty(0)
+    return (
+        hidden.new_empty((), dtype=torch.float32),
+        hidden.new_empty(hidden.shape, dtype=gradient_dtype(dtype)) if want_hidden else none,
+        weight.new_empty(weight.shape, dtype=torch.float32) if want_weight else hidden.new_empty(0),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, *_, (want_hidden, want_weight) = inputs
+    _loss, grad_hidden, grad_weight = output
+    ctx.mark_non_differentiable(grad_hidden, grad_weight)
+    ctx.dtypes = hidden.dtype, weight.dtype
+    ctx.save_for_backward(
+        grad_hidden if want_hidden else None, grad_weight if want_weight else None
+    )
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *scaled_gradients(grad, ctx.saved_tensors, ctx.dtypes), *(None,) * 4
+
+
+linear_cross_entropy_op.register_autograd(_backward, setup_context=_setup)

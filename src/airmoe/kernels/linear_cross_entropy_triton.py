@@ -10,20 +10,18 @@ two products for the gradients, whose sums are float32 from the first chunk to t
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.backend import operator
 from airmoe.kernels.device_triton import INFINITY
 from airmoe.kernels.linear_cross_entropy import (
     LossAndGradients,
+    Problem,
     chunk_bytes,
     gradient_dtype,
-    scaled_gradients,
 )
 
 # One program per multiprocessor, so that its row of 256 KB stays in the caches for the second pass.
@@ -60,19 +58,10 @@ def _correction(peak):
 
 @triton.jit
 def _rows_kernel(
-    logits,
-    labels,
-    losses,
-    num_words,
-    row_stride,
-    ignore_index,
-    SCALE: tl.constexpr,
-    GRADIENTS: tl.constexpr,
-    PADDED: tl.constexpr,
-    HALF: tl.constexpr,
-    LANES: tl.constexpr,
-    PER_LANE: tl.constexpr,
-):
+    logits, labels, losses, num_words, row_stride, ignore_index,
+    SCALE: tl.constexpr, GRADIENTS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
+    LANES: tl.constexpr, PER_LANE: tl.constexpr,
+):  # fmt: skip
     """One row: its loss and, over its logits, their gradient times SCALE.
 
     The row's `row_stride` entries are all aligned and written; if PADDED those from `num_words` on
@@ -170,41 +159,32 @@ def _unscaled_(sums: Tensor, dtype: torch.dtype) -> Tensor:
     return sums if scale == 1 else sums.div_(scale)
 
 
-def loss_and_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    ignore_index: int,
-    dtype: torch.dtype,
-    needs_hidden: bool = False,
-    needs_weight: bool = False,
-) -> LossAndGradients:
-    """The summed loss of hidden [T, D] against weight [V, D], products in `dtype`."""
+def loss_and_gradients(problem: Problem) -> LossAndGradients:
+    """The summed loss and the gradients that are wanted."""
+    hidden, weight, dtype = problem.hidden, problem.weight, problem.dtype
+    want_hidden, want_weight = problem.wanted
     num_tokens, num_words = hidden.shape[0], weight.shape[0]
     rows = _padded_rows(weight, dtype)  # [padded, D]
-    labels = labels.contiguous()
     step = chunk_size(num_tokens, rows)
     logits = rows.new_empty(step, rows.shape[0])
     losses = hidden.new_empty(num_tokens, dtype=torch.float32)
     grad_hidden, grad_weight = None, None
-    if needs_hidden:
+    if want_hidden:
         grad_hidden = hidden.new_empty(hidden.shape, dtype=gradient_dtype(dtype))
     for start in range(0, num_tokens, step):
         chunk = slice(start, min(start + step, num_tokens))
-        skipped = (labels[chunk] == ignore_index).unsqueeze(-1)  # [n, 1]
-        # A token that does not count may hold anything; as 0 it spoils nothing that all share.
-        states = hidden[chunk].masked_fill(skipped, 0).to(dtype)
+        skipped, states = problem.part(chunk)
         found = torch.mm(states, rows.T, out=logits[: states.shape[0]])  # [n, padded]
         losses_and_gradients_(
-            found, labels[chunk], losses[chunk],
-            num_words=num_words, ignore_index=ignore_index, gradients=needs_hidden or needs_weight,
+            found, problem.labels[chunk], losses[chunk], num_words=num_words,
+            ignore_index=problem.ignore_index, gradients=want_hidden or want_weight,
         )  # fmt: skip
         if grad_hidden is not None:
             sums = _sum_over_words(found, rows)  # [n, D]
             grad_hidden[chunk] = _unscaled_(sums, dtype).masked_fill_(skipped, 0)
-        if needs_weight:
+        if want_weight:
             grad_weight = _add_product(grad_weight, found.T, states)
-    if needs_weight:
+    if want_weight:
         if grad_weight is None:  # no tokens
             grad_weight = torch.zeros_like(rows, dtype=torch.float32)
         grad_weight = _unscaled_(grad_weight[:num_words], dtype)
@@ -266,60 +246,3 @@ def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-@operator("airmoe::linear_cross_entropy")
-def linear_cross_entropy_op(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    ignore_index: int,
-    dtype: torch.dtype,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss and the gradients of hidden and weight, for a factor of 1; empty if unwanted.
-
-    A label on a GPU that is neither a word nor `ignore_index` makes all three NaN.
-    """
-    result = loss_and_gradients(hidden, weight, labels, ignore_index, dtype, *wanted)
-    return (
-        result.loss,
-        hidden.new_empty(0) if result.hidden is None else result.hidden,
-        hidden.new_empty(0) if result.weight is None else result.weight,
-    )
-
-
-@linear_cross_entropy_op.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    ignore_index: int,
-    dtype: torch.dtype,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    none = hidden.new_empty(0)
-    return (
-        hidden.new_empty((), dtype=torch.float32),
-        hidden.new_empty(hidden.shape, dtype=gradient_dtype(dtype)) if wanted[0] else none,
-        weight.new_empty(weight.shape, dtype=torch.float32) if wanted[1] else hidden.new_empty(0),
-    )
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, *_, wanted = inputs
-    _loss, grad_hidden, grad_weight = output
-    ctx.mark_non_differentiable(grad_hidden, grad_weight)
-    ctx.dtypes = hidden.dtype, weight.dtype
-    ctx.wanted = wanted
-    ctx.save_for_backward(grad_hidden, grad_weight)
-
-
-def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    gradients = (
-        saved if want else None for saved, want in zip(ctx.saved_tensors, ctx.wanted, strict=True)
-    )
-    return *scaled_gradients(grad, gradients, ctx.dtypes), None, None, None, None
-
-
-linear_cross_entropy_op.register_autograd(_backward, setup_context=_setup)

@@ -13,7 +13,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import use_triton
+from airmoe.kernels.backend import operator, use_triton
 
 
 class Stage(IntEnum):
@@ -39,8 +39,6 @@ class Noise:
         """Jitter for some rows at all the given columns: [rows, columns] float32."""
         keys = self.row_keys[chosen]
         if use_triton(keys):
-            from airmoe.kernels.noise_triton import noise_rows
-
             return noise_rows(keys, columns, self.std)
         return normal(keys.unsqueeze(-1), columns).mul_(self.std)
 
@@ -48,10 +46,28 @@ class Noise:
         """Jitter for (row, column) pairs of one broadcast shape."""
         keys = self.row_keys[rows]
         if use_triton(keys):
-            from airmoe.kernels.noise_triton import noise_pairs
-
             return noise_pairs(keys, columns, self.std)
         return normal(keys, columns).mul_(self.std)
+
+
+@operator(
+    "airmoe::noise_rows",
+    fake=lambda keys, columns, _: keys.new_empty(
+        keys.shape[0], columns.shape[0], dtype=torch.float32
+    ),
+)
+def noise_rows(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
+    from airmoe.kernels.noise_triton import every_row_at_every_column
+
+    return every_row_at_every_column(row_keys, columns, std)
+
+
+@operator("airmoe::noise_pairs", fake=lambda keys, columns, _: (keys + columns).float())
+def noise_pairs(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
+    from airmoe.kernels.noise_triton import pair_by_pair
+
+    row_keys, columns = torch.broadcast_tensors(row_keys, columns)
+    return pair_by_pair(row_keys, columns, std)
 
 
 def noise_operands(noise: Noise | None) -> tuple[Tensor | None, float]:
@@ -76,21 +92,31 @@ def combine(first: Tensor, *rest: Tensor | int) -> Tensor:
     Tensors are int64, scalars or vectors of one length; numbers are not negative.
     """
     if use_triton(first):
-        from airmoe.kernels.noise_triton import combine_keys
-
         tensors = [part for part in rest if isinstance(part, Tensor)]
         return combine_keys(first, tensors, [-1 if isinstance(p, Tensor) else p for p in rest])
-    key = _mix64(first + 0x1E3779B97F4A7C15)
-    for part in rest:
-        key = _mix64((key ^ part) + 0x1E3779B97F4A7C15)
+    key = first
+    for part in (None, *rest):
+        key = (key if part is None else key ^ part) + 0x1E3779B97F4A7C15
+        # A bijective scrambling of int64, the split_mix64 finaliser; masks make the shifts logical.
+        key = (key ^ ((key >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+        key = (key ^ ((key >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+        key = key ^ ((key >> 31) & 0x1FFFFFFFF)
     return key
 
 
-def _mix64(bits: Tensor) -> Tensor:
-    """A bijective scrambling of int64 (the split_mix64 finaliser)."""
-    bits = (bits ^ ((bits >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    bits = (bits ^ ((bits >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    return bits ^ ((bits >> 31) & 0x1FFFFFFFF)
+@operator("airmoe::combine_keys")
+def combine_keys(first: Tensor, tensors: list[Tensor], numbers: list[int]) -> Tensor:
+    """`combine` in one launch: the n-th part is numbers[n], or tensors in turn where that is -1."""
+    from airmoe.kernels.noise_triton import fold
+
+    left = iter(tensors)
+    return fold(first, [next(left) if number == -1 else number for number in numbers])
+
+
+@combine_keys.register_fake
+def _(first: Tensor, tensors: list[Tensor], _numbers: list[int]) -> Tensor:
+    shape = torch.broadcast_shapes(first.shape, *(tensor.shape for tensor in tensors))
+    return first.new_empty(shape, dtype=torch.int64)
 
 
 def _mix32_(bits: Tensor) -> Tensor:

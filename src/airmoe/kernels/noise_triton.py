@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.backend import operator
-
 ROWS, COLUMNS = 8, 256
 PAIRS = 2048
 KEYS = 1024
@@ -113,8 +111,7 @@ def _pairs_kernel(row_keys, columns, out, size, std, BLOCK: tl.constexpr):
     tl.store(out + places, normal(keys, names) * std, mask=mask)
 
 
-@operator("airmoe::noise_rows")
-def noise_rows(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
+def every_row_at_every_column(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
     """Every row at every column: row_keys [R] int32, columns [C] -> [R, C] float32."""
     num_rows, num_columns = row_keys.shape[0], columns.shape[0]
     out = torch.empty(num_rows, num_columns, dtype=torch.float32, device=row_keys.device)
@@ -127,10 +124,8 @@ def noise_rows(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
     return out
 
 
-@operator("airmoe::noise_pairs")
-def noise_pairs(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
-    """Pair by pair: two int tensors of one broadcast shape -> float32 of that shape."""
-    row_keys, columns = torch.broadcast_tensors(row_keys, columns)
+def pair_by_pair(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
+    """Two int tensors of one shape -> float32 of that shape."""
     out = torch.empty(row_keys.shape, dtype=torch.float32, device=row_keys.device)
     if out.numel():
         _pairs_kernel[(triton.cdiv(out.numel(), PAIRS),)](
@@ -142,16 +137,21 @@ def noise_pairs(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
 
 @triton.jit
 def _mix64(bits):
+    bits += 0x1E3779B97F4A7C15
     bits = (bits ^ ((bits >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     bits = (bits ^ ((bits >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     return bits ^ ((bits >> 31) & 0x1FFFFFFFF)
 
 
 @triton.jit
-def _read(values, place, mask, VECTOR: tl.constexpr):
-    if VECTOR:
+def _read(values, place, mask, KIND: tl.constexpr):
+    """A part: a number (kind 0), one value in memory (1), or one for each key (2)."""
+    if KIND == 0:
+        return values
+    elif KIND == 1:
+        return tl.load(values) + tl.zeros_like(place)
+    else:
         return tl.load(values + place, mask=mask, other=0)
-    return tl.load(values) + tl.zeros_like(place)
 
 
 @triton.jit
@@ -160,32 +160,24 @@ def _combine_kernel(
     FIRST: tl.constexpr, PART_1: tl.constexpr, PART_2: tl.constexpr, PART_3: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A part is a number (kind 0), one value in memory (1), one for each key (2), or none (3)."""
+    """Kinds of parts are those of `_read`, and 3 for none."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < size
-    key = _mix64(_read(first, place, mask, FIRST == 2) + 0x1E3779B97F4A7C15)
+    key = _mix64(_read(first, place, mask, FIRST))
     if PART_1 != 3:
-        part = part_1 if PART_1 == 0 else _read(part_1, place, mask, PART_1 == 2)
-        key = _mix64((key ^ part) + 0x1E3779B97F4A7C15)
+        key = _mix64(key ^ _read(part_1, place, mask, PART_1))
     if PART_2 != 3:
-        part = part_2 if PART_2 == 0 else _read(part_2, place, mask, PART_2 == 2)
-        key = _mix64((key ^ part) + 0x1E3779B97F4A7C15)
+        key = _mix64(key ^ _read(part_2, place, mask, PART_2))
     if PART_3 != 3:
-        part = part_3 if PART_3 == 0 else _read(part_3, place, mask, PART_3 == 2)
-        key = _mix64((key ^ part) + 0x1E3779B97F4A7C15)
+        key = _mix64(key ^ _read(part_3, place, mask, PART_3))
     tl.store(out + place, key, mask=mask)
 
 
-@operator("airmoe::combine_keys")
-def combine_keys(first: Tensor, tensors: list[Tensor], numbers: list[int]) -> Tensor:
-    """`noise.combine` in one launch instead of some thirty small operations.
-
-    The n-th part is numbers[n], or tensors in turn where that is -1.
-    """
-    shape = torch.broadcast_shapes(first.shape, *(tensor.shape for tensor in tensors))
+def fold(first: Tensor, parts: list[Tensor | int]) -> Tensor:
+    """`noise.combine` in one launch instead of some thirty small operations."""
+    shapes = [part.shape for part in parts if isinstance(part, Tensor)]
+    shape = torch.broadcast_shapes(first.shape, *shapes)
     out = torch.empty(shape, dtype=torch.int64, device=first.device)
-    left = iter(tensors)
-    parts: list[Tensor | int] = [next(left) if n == -1 else n for n in numbers]
     kinds = [_kind(part) for part in parts] + [3] * (MOST_PARTS - len(parts))
     if out.numel():
         _combine_kernel[(triton.cdiv(out.numel(), KEYS),)](
@@ -202,20 +194,3 @@ def _kind(part: Tensor | int) -> int:
     if isinstance(part, int):
         return 0
     return 2 if part.ndim else 1
-
-
-@noise_rows.register_fake
-def _(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
-    return row_keys.new_empty(row_keys.shape[0], columns.shape[0], dtype=torch.float32)
-
-
-@noise_pairs.register_fake
-def _(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
-    shape = torch.broadcast_shapes(row_keys.shape, columns.shape)
-    return row_keys.new_empty(shape, dtype=torch.float32)
-
-
-@combine_keys.register_fake
-def _(first: Tensor, tensors: list[Tensor], numbers: list[int]) -> Tensor:
-    shape = torch.broadcast_shapes(first.shape, *(tensor.shape for tensor in tensors))
-    return first.new_empty(shape, dtype=torch.int64)

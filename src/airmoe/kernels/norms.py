@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import use_triton
+from airmoe.kernels.backend import operator, use_triton
 
 
 def unit_rows(rows: Tensor) -> Tensor:
@@ -20,11 +20,7 @@ def unit_rows(rows: Tensor) -> Tensor:
 @torch.no_grad()
 def inverse_norms(rows: Tensor) -> Tensor:
     """1/|w_e| in float32 or wider, 0 for a zero row: [E, D] -> [E], without a gradient."""
-    if use_triton(rows):
-        from airmoe.kernels.norms_triton import inverse_norms_op
-
-        return inverse_norms_op(rows)
-    return _inverse_norms(rows)
+    return inverse_norms_op(rows) if use_triton(rows) else _inverse_norms(rows)
 
 
 def _inverse_norms(rows: Tensor) -> Tensor:
@@ -34,6 +30,15 @@ def _inverse_norms(rows: Tensor) -> Tensor:
     return safe.rsqrt() * (square > 0)
 
 
+@operator(
+    "airmoe::inverse_norms", fake=lambda rows: rows.new_empty(rows.shape[0], dtype=torch.float32)
+)
+def inverse_norms_op(rows: Tensor) -> Tensor:
+    from airmoe.kernels.norms_triton import norms_of_rows
+
+    return norms_of_rows(rows)
+
+
 @torch.no_grad()
 def finite_rows(hidden: Tensor) -> Tensor:
     """True where the squared norm of a row is a finite float32 number: [T, D] -> [T].
@@ -41,9 +46,16 @@ def finite_rows(hidden: Tensor) -> Tensor:
     NaN, infinity and huge values would spoil sums that other tokens share.
     """
     if use_triton(hidden):
-        from airmoe.kernels.norms_triton import finite_rows_op
-
         return finite_rows_op(hidden.detach())
     # Squares summed without a tensor of them. Of a single entry the norm squares nothing, so it is
     # squared again: the rule is that of the sum.
     return torch.linalg.vector_norm(hidden.detach().float(), dim=-1).square().isfinite()
+
+
+@operator(
+    "airmoe::finite_rows", fake=lambda hidden: hidden.new_empty(hidden.shape[0], dtype=torch.bool)
+)
+def finite_rows_op(hidden: Tensor) -> Tensor:
+    from airmoe.kernels.norms_triton import find_finite_rows
+
+    return find_finite_rows(hidden.contiguous())

@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.backend import operator
-from airmoe.kernels.device_triton import as_stored, inverse_root
+from airmoe.kernels.device_triton import as_stored, inverse_root, load_rows
 
 TILE_ELEMENTS = 8192  # [rows, D] of one fetch
 WIDEST = 256  # columns of it
@@ -24,17 +23,12 @@ def _norms_kernel(
     squares = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for start in range(0, DIM, BLOCK_D):
         column = start + tl.arange(0, BLOCK_D)
-        values = tl.load(
-            table + row.to(tl.int64)[:, None] * DIM + column[None, :],
-            mask=real[:, None] & (column < DIM)[None, :],
-            other=0.0,
-        ).to(tl.float32)
+        values = load_rows(table, row, real, column, DIM).to(tl.float32)
         squares += values * values
     tl.store(inverse + row, inverse_root(tl.sum(squares, axis=1)), mask=real)
 
 
-@operator("airmoe::inverse_norms")
-def inverse_norms_op(rows: Tensor) -> Tensor:
+def norms_of_rows(rows: Tensor) -> Tensor:
     """1/|w| of every row: [E, D] -> [E] float32."""
     num_rows, dim = rows.shape
     inverse = torch.empty(num_rows, dtype=torch.float32, device=rows.device)
@@ -57,17 +51,13 @@ def _finite_kernel(
     square = tl.zeros((ROWS,), tl.float32)
     for start in range(0, DIM, BLOCK_D):
         columns = start + tl.arange(0, BLOCK_D)
-        mask = row_mask[:, None] & (columns < DIM)[None, :]
-        values = tl.load(hidden + rows[:, None] * DIM + columns[None, :], mask=mask, other=0.0)
-        values = values.to(tl.float32)
+        values = load_rows(hidden, rows, row_mask, columns, DIM).to(tl.float32)
         square += tl.sum(values * values, axis=1)
     tl.store(out + rows, square < float("inf"), mask=row_mask)  # False for NaN as well
 
 
-@operator("airmoe::finite_rows")
-def finite_rows_op(hidden: Tensor) -> Tensor:
+def find_finite_rows(hidden: Tensor) -> Tensor:
     """True where the squared norm of a row is finite: [T, D] -> [T]."""
-    hidden = hidden.contiguous()
     num_rows, dim = hidden.shape
     out = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
     if num_rows:
@@ -77,13 +67,3 @@ def finite_rows_op(hidden: Tensor) -> Tensor:
             hidden, out, num_rows, DIM=dim, ROWS=rows, BLOCK_D=block, num_warps=8
         )
     return out
-
-
-@inverse_norms_op.register_fake
-def _(rows: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], dtype=torch.float32)
-
-
-@finite_rows_op.register_fake
-def _(hidden: Tensor) -> Tensor:
-    return hidden.new_empty(hidden.shape[0], dtype=torch.bool)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import use_triton
+from airmoe.kernels.backend import operator, use_triton
 from airmoe.kernels.top_k import top_positions
 
 
@@ -18,7 +18,7 @@ def best_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
     both no better than those of `count` other pairs is not chosen, even if its id is lower.
     """
     if first.dtype == torch.float32 and use_triton(first, second):
-        from airmoe.kernels.product_keys_triton import best_pairs_op, in_registers
+        from airmoe.kernels.product_keys_triton import in_registers
 
         if in_registers(first.shape[-1], count):
             return best_pairs_op(first, second, count)
@@ -31,6 +31,16 @@ def best_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
     places = places.sort(-1).values
     sums = first.gather(-1, places // side) + second.gather(-1, places % side)
     return places.gather(-1, top_positions(sums, count))
+
+
+@operator(
+    "airmoe::best_pairs",
+    fake=lambda first, _, count: first.new_empty(*first.shape[:2], count, dtype=torch.int64),
+)
+def best_pairs_op(first: Tensor, second: Tensor, count: int) -> Tensor:
+    from airmoe.kernels.product_keys_triton import find_best_pairs
+
+    return find_best_pairs(first, second, count)
 
 
 def num_rank_pairs(side: int, count: int) -> int:

@@ -18,11 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.errors import ConfigError
-from airmoe.kernels.backend import operator
 from airmoe.kernels.device_triton import (
     FLOAT32_MAX,
     INFINITY,
-    count_where,
+    border,
     finite_from_above,
     last_equal,
 )
@@ -72,34 +71,6 @@ def _key_low_words(keys):
 
 
 @triton.jit
-def _border(scores, length, COUNT: tl.constexpr, ROOM: tl.constexpr):
-    """(threshold, reached): at least COUNT scores reach the threshold, if possible at most ROOM.
-
-    Scores must come from `finite_from_above`; `length` of them are real, the others -inf. Where
-    more than ROOM reach it, the threshold is the COUNT-th largest score and has equals.
-    """
-    real = scores > -INFINITY
-    low = tl.min(tl.where(real, scores, FLOAT32_MAX), axis=0)
-    high = tl.max(scores, axis=0)
-    reached = count_where(real)  # so many scores are at least `low`
-    short = reached < COUNT  # then -inf itself is at the border
-    low = tl.where(short, -INFINITY, low)
-    high = tl.where(short, -INFINITY, high)
-    reached = tl.where(short, length * 1.0, reached)
-    middle = 0.5 * low + 0.5 * high
-    while (reached > ROOM) & (middle > low) & (middle < high):
-        number = count_where(scores >= middle)
-        enough = number >= COUNT
-        reached = tl.where(enough, number, reached)
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-        middle = 0.5 * low + 0.5 * high
-    if reached > ROOM:  # neighbouring numbers: the border runs through equal scores
-        low = tl.where(count_where(scores >= high) >= COUNT, high, low)
-    return low, reached
-
-
-@triton.jit
 def _first_equals(scores, ids, threshold, COUNT: tl.constexpr, NUM_IDS: tl.constexpr):
     """True at the COUNT largest when the threshold has equals: those with the lowest ids."""
     last = last_equal(scores, ids, threshold, COUNT, NUM_IDS)
@@ -136,7 +107,7 @@ def _sort_half(
         position = tl.max_contiguous(tl.arange(0, SIDE_BLOCK), 1)
         inside = position < SIDE
         scores = finite_from_above(tl.load(scores_ptr + position, mask=inside, other=-INFINITY))
-        threshold, reached = _border(scores, SIDE, DEPTH, DEPTH_BLOCK)
+        threshold, reached = border(scores, SIDE, DEPTH, DEPTH_BLOCK)
         chosen = inside & (scores >= threshold)
         if reached > DEPTH_BLOCK:
             ids = tl.where(inside, position, SIDE)  # padding is -inf, and no equal of -inf
@@ -193,7 +164,7 @@ def _sort_pairs(
     slot = tl.arange(0, COUNT_BLOCK)
     inside = tl.arange(0, PAIRS_BLOCK) < NUM_PAIRS
     sums = _pair_sums(values_ptr, pairs, inside, DEPTH)
-    threshold, reached = _border(sums, NUM_PAIRS, COUNT, COUNT_BLOCK)
+    threshold, reached = border(sums, NUM_PAIRS, COUNT, COUNT_BLOCK)
     chosen = inside & (sums >= threshold)
     if reached > COUNT_BLOCK:
         ids = _pair_ids(positions_ptr, pairs, inside, SIDE, DEPTH)
@@ -252,8 +223,7 @@ def _dense_rows(scores: Tensor) -> Tensor:
     return scores if scores.stride(-1) == 1 else scores.contiguous()
 
 
-@operator("airmoe::best_pairs")
-def best_pairs_op(first: Tensor, second: Tensor, count: int) -> Tensor:
+def find_best_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
     """[T, P, side] twice -> expert ids [T, P, count], best first."""
     tokens, heads, side = first.shape
     first, second = _dense_rows(first), _dense_rows(second)
@@ -284,8 +254,3 @@ def best_pairs_op(first: Tensor, second: Tensor, count: int) -> Tensor:
         maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     return out
-
-
-@best_pairs_op.register_fake
-def _(first: Tensor, second: Tensor, count: int) -> Tensor:
-    return first.new_empty(first.shape[0], first.shape[1], count, dtype=torch.int64)

@@ -11,7 +11,7 @@ Dot, weighted sum and scatter are each other's gradients:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import own_precision, use_triton
+from airmoe.kernels.backend import gradient, operator, own_precision, use_triton
+from airmoe.kernels.norms import unit_rows
 
 CHUNK_ELEMENTS = 1 << 17  # gathered elements held at once in `_dot`: half a megabyte stays in cache
 
@@ -28,30 +29,38 @@ CHUNK_ELEMENTS = 1 << 17  # gathered elements held at once in `_dot`: half a meg
 def gather_dot(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     """<queries[q], table[ids[q, j]]>: [Q, D], [R, D], [Q, J] -> [Q, J]."""
     if use_triton(queries, table, ids):
-        from airmoe.kernels.rows_triton import gather_dot_op
-
         return gather_dot_op(queries, table, ids)
-    return _Dot.apply(queries, table, ids)  # type: ignore[no-any-return]
+    return _Product.apply(queries, table, ids, "dot")  # type: ignore[no-any-return]
 
 
 @own_precision
 def gather_total(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     """sum_j weights[q, j] * table[ids[q, j]]: [Q, J], [R, D], [Q, J] -> [Q, D]."""
     if use_triton(weights, table, ids):
-        from airmoe.kernels.rows_triton import gather_total_op
-
         return gather_total_op(weights, table, ids)
-    return _Total.apply(weights, table, ids)  # type: ignore[no-any-return]
+    return _Product.apply(weights, table, ids, "total")  # type: ignore[no-any-return]
 
 
 @own_precision
 def scatter_total(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor:
     """Add weights[q, j] * rows[q] into row ids[q, j] of the result: -> [num_out, D]."""
     if use_triton(weights, rows, ids):
-        from airmoe.kernels.rows_triton import scatter_total_op
-
         return scatter_total_op(weights, rows, ids, num_out)
-    return _Scatter.apply(weights, rows, ids, num_out)  # type: ignore[no-any-return]
+    return _Product.apply(weights, rows, ids, "scatter", num_out)  # type: ignore[no-any-return]
+
+
+@own_precision
+def chosen_logits(hidden: Tensor, experts: Tensor, ids: Tensor, *, normalize: bool) -> Tensor:
+    """<h_t, w_id>, with `normalize` divided by |w_id|: [T, K], float32 or wider.
+
+    hidden [T, D], experts [E, D], ids [T, K]. A zero row gives 0. The gradient goes through the
+    norm; gradients are in the dtype of their operand. Operands may differ in dtype.
+    """
+    if use_triton(hidden, experts, ids):
+        return chosen_logits_op(hidden, experts, ids, normalize)
+    work = torch.promote_types(torch.promote_types(hidden.dtype, experts.dtype), torch.float32)
+    rows = unit_rows(experts) if normalize else experts
+    return gather_dot(hidden.to(work), rows.to(work), ids)
 
 
 def _dot(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
@@ -86,83 +95,112 @@ def _scatter(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor
     )
 
 
-@dataclass(frozen=True)
-class Products:
-    """The three products by one backend, and their gradients by the same."""
-
-    dot: Callable[..., Tensor]
-    total: Callable[..., Tensor]
-    scatter: Callable[..., Tensor]
-
-    def dot_backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        queries, table, ids = ctx.saved_tensors
-        grad_queries = grad_table = None
-        if ctx.needs_input_grad[0]:
-            grad_queries = self.total(grad, table.to(grad.dtype), ids)
-        if ctx.needs_input_grad[1]:
-            grad_table = self.scatter(grad, queries, ids, table.shape[0]).to(table.dtype)
-        return grad_queries, grad_table, None
-
-    def total_backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        weights, table, ids = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_weights = grad_table = None
-        if ctx.needs_input_grad[0]:
-            grad_weights = self.dot(grad, table, ids).to(weights.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_table = self.scatter(weights, grad, ids, table.shape[0])
-        return grad_weights, grad_table, None
-
-    def scatter_backward(
-        self, ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        weights, rows, ids = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_weights = grad_rows = None
-        if ctx.needs_input_grad[0]:
-            grad_weights = self.dot(rows, grad, ids).to(weights.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_rows = self.total(weights, grad, ids)
-        return grad_weights, grad_rows, None, None
+def _gradients(
+    product: str, by: dict[str, Callable[..., Tensor]], ctx: Any, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Of (factors or queries, rows, ids, ...), by the products of the same backend."""
+    left, rows, ids = ctx.saved_tensors
+    want_left, want_rows, *others = ctx.needs_input_grad
+    grad, grad_left, grad_rows = grad.contiguous(), None, None
+    if product == "dot":
+        if want_left:
+            grad_left = by["total"](grad, rows.to(grad.dtype), ids)
+        if want_rows:
+            grad_rows = by["scatter"](grad, left, ids, rows.shape[0]).to(rows.dtype)
+    elif product == "total":
+        if want_left:
+            grad_left = by["dot"](grad, rows, ids).to(left.dtype)
+        if want_rows:
+            grad_rows = by["scatter"](left, grad, ids, rows.shape[0])
+    else:
+        if want_left:
+            grad_left = by["dot"](rows, grad, ids).to(left.dtype)
+        if want_rows:
+            grad_rows = by["total"](left, grad, ids)
+    return grad_left, grad_rows, *(None for _ in others)
 
 
-_PLAIN = Products(_dot, _total, _scatter)
+_PLAIN: dict[str, Callable[..., Tensor]] = {"dot": _dot, "total": _total, "scatter": _scatter}
 
 
-class _Dot(torch.autograd.Function):
+class _Product(torch.autograd.Function):
+    """One of the three in plain PyTorch."""
+
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-        ctx.save_for_backward(queries, table, ids)
-        return _dot(queries, table, ids)
+    def forward(
+        ctx: Any, left: Tensor, rows: Tensor, ids: Tensor, product: str, *num_out: int
+    ) -> Tensor:
+        ctx.save_for_backward(left, rows, ids)
+        ctx.product = product
+        return _PLAIN[product](left, rows, ids, *num_out)
 
     @staticmethod
     @once_differentiable
     @own_precision
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _PLAIN.dot_backward(ctx, grad)
+        return _gradients(ctx.product, _PLAIN, ctx, grad)
 
 
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-        ctx.save_for_backward(weights, table, ids)
-        return _total(weights, table, ids)
+@operator("airmoe::gather_dot", fake=lambda queries, _, ids: queries.new_empty(ids.shape))
+def gather_dot_op(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    """In the dtype of the queries."""
+    from airmoe.kernels.rows_triton import row_dots
 
-    @staticmethod
-    @once_differentiable
-    @own_precision
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _PLAIN.total_backward(ctx, grad)
+    queries, table, ids = queries.contiguous(), table.contiguous(), ids.contiguous()
+    return row_dots(queries, [table], ids, queries.dtype)[0]
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor:
-        ctx.save_for_backward(weights, rows, ids)
-        return _scatter(weights, rows, ids, num_out)
+@operator(
+    "airmoe::gather_total", fake=lambda _, table, ids: table.new_empty(ids.shape[0], table.shape[1])
+)
+def gather_total_op(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    """In the dtype of the table."""
+    from airmoe.kernels.rows_triton import row_totals
 
-    @staticmethod
-    @once_differentiable
-    @own_precision
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _PLAIN.scatter_backward(ctx, grad)
+    pair = weights.contiguous(), table.contiguous()
+    return row_totals([pair], ids.contiguous(), table.dtype)
+
+
+@operator(
+    "airmoe::scatter_total",
+    fake=lambda _, rows, ids, num_out: rows.new_empty(num_out, rows.shape[1]),
+)
+def scatter_total_op(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor:
+    """In the dtype of the rows."""
+    from airmoe.kernels.rows_triton import row_sums, sort_entries
+
+    entries = sort_entries(ids, num_out)
+    return row_sums([weights.contiguous()], rows.contiguous(), entries, rows.dtype)[0]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+_TRITON: dict[str, Any] = {
+    "dot": gather_dot_op,
+    "total": gather_total_op,
+    "scatter": scatter_total_op,
+}
+for _name, _op in _TRITON.items():
+    _op.register_autograd(partial(_gradients, _name, _TRITON), setup_context=_save)
+
+
+@operator(
+    "airmoe::chosen_logits",
+    fake=lambda hidden, _, ids, normalize: hidden.new_empty(ids.shape, dtype=torch.float32),
+)
+def chosen_logits_op(hidden: Tensor, experts: Tensor, ids: Tensor, normalize: bool) -> Tensor:
+    """[T, K] float32; norms are taken where the rows are fetched."""
+    from airmoe.kernels.rows_triton import row_dots
+
+    hidden, experts, ids = hidden.contiguous(), experts.contiguous(), ids.contiguous()
+    return row_dots(hidden, [experts], ids, torch.float32, normalize=normalize)[0]
+
+
+@gradient(chosen_logits_op, of=("hidden", "experts"), outputs=("logits",))
+def chosen_logits_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
+    from airmoe.kernels.rows_triton import logits_backward
+
+    tensors = call.hidden.contiguous(), call.experts.contiguous(), call.ids.contiguous()
+    return logits_backward(call.grad_logits.float(), *tensors, call.normalize, wanted)

@@ -15,16 +15,14 @@ Every sum is taken in float32 and in an order that depends on the lists only: no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.backend import operator
-from airmoe.kernels.device_triton import inverse_root
-from airmoe.kernels.rows import Products
+from airmoe.kernels.device_triton import inverse_root, load_rows
+from airmoe.kernels.norms_triton import norms_of_rows
 
 TILE_ELEMENTS = 4096  # [ids, columns] of one fetch: with 4 warps 32 values per thread and table
 MOST_COLUMNS = 256  # of one tile
@@ -75,11 +73,9 @@ def _dots_kernel(
             inside = columns < DIM
             query_values = tl.load(queries + query * DIM + columns, mask=inside, other=0.0)
             query_values = query_values.to(tl.float32)[None, :]
-            entries = rows[:, None] * DIM + columns[None, :]
-            tile_mask = mask[:, None] & inside[None, :]
-            values_1 = tl.load(table_1 + entries, mask=tile_mask, other=0.0)
+            values_1 = load_rows(table_1, rows, mask, columns, DIM)
             if TWO:
-                values_2 = tl.load(table_2 + entries, mask=tile_mask, other=0.0)
+                values_2 = load_rows(table_2, rows, mask, columns, DIM)
                 total_2 += values_2.to(tl.float32) * query_values
             values_1 = values_1.to(tl.float32)
             total_1 += values_1 * query_values
@@ -90,11 +86,8 @@ def _dots_kernel(
             sum_1 *= inverse_root(tl.sum(squares, axis=1))
         tl.store(dots_1 + own + places, sum_1.to(dots_1.dtype.element_ty), mask=mask)
         if TWO:
-            tl.store(
-                dots_2 + own + places,
-                tl.sum(total_2, axis=1).to(dots_2.dtype.element_ty),
-                mask=mask,
-            )
+            sum_2 = tl.sum(total_2, axis=1)
+            tl.store(dots_2 + own + places, sum_2.to(dots_2.dtype.element_ty), mask=mask)
 
 
 def row_dots(
@@ -143,20 +136,15 @@ def _totals_kernel(
         mask = places < num_ids
         rows = next_ids.to(tl.int64)
         next_ids = tl.load(ids + own + places + BLOCK_J, mask=places + BLOCK_J < num_ids, other=0)
-        entries = rows[:, None] * DIM + columns[None, :]
-        tile_mask = mask[:, None] & inside[None, :]
         weights = tl.load(weights_1 + own + places, mask=mask, other=0.0).to(tl.float32)
-        values = tl.load(table_1 + entries, mask=tile_mask, other=0.0)
+        values = load_rows(table_1, rows, mask, columns, DIM)
         if TWO:
             other = tl.load(weights_2 + own + places, mask=mask, other=0.0).to(tl.float32)
-            other_values = tl.load(table_2 + entries, mask=tile_mask, other=0.0)
+            other_values = load_rows(table_2, rows, mask, columns, DIM)
             total += other[:, None] * other_values.to(tl.float32)
         total += weights[:, None] * values.to(tl.float32)
-    tl.store(
-        totals + query * DIM + columns,
-        tl.sum(total, axis=0).to(totals.dtype.element_ty),
-        mask=inside,
-    )
+    summed = tl.sum(total, axis=0).to(totals.dtype.element_ty)
+    tl.store(totals + query * DIM + columns, summed, mask=inside)
 
 
 def row_totals(pairs: list[tuple[Tensor, Tensor]], ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -243,11 +231,7 @@ def _sums_kernel(
                     order + places + BLOCK_N, mask=places + BLOCK_N < end, other=0
                 )
                 factors = tl.load(weights_1 + entries, mask=mask, other=0.0).to(tl.float32)
-                values = tl.load(
-                    rows + (entries // LIST)[:, None] * DIM + columns[None, :],
-                    mask=mask[:, None] & inside[None, :],
-                    other=0.0,
-                ).to(tl.float32)
+                values = load_rows(rows, entries // LIST, mask, columns, DIM).to(tl.float32)
                 if TWO:
                     others = tl.load(weights_2 + entries, mask=mask, other=0.0).to(tl.float32)
                     total_2 += others[:, None] * values
@@ -285,11 +269,7 @@ def _add_parts_kernel(
             total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
             for start in range(first, last, BLOCK_N):
                 parts = start + tl.arange(0, BLOCK_N)
-                total += tl.load(
-                    partial + parts[:, None] * DIM + columns[None, :],
-                    mask=(parts < last)[:, None] & inside[None, :],
-                    other=0.0,
-                )
+                total += load_rows(partial, parts, parts < last, columns, DIM)
             summed = tl.sum(total, axis=0)
             if PROJECT:
                 summed = _across(summed, table, row, columns, inside, DIM)
@@ -362,7 +342,7 @@ def _scale_kernel(grads, ids, inverse, scaled, size, BLOCK: tl.constexpr):
     tl.store(scaled + place, tl.load(grads + place, mask=mask, other=0.0) * factor, mask=mask)
 
 
-def scale_by_rows(grads: Tensor, ids: Tensor, inverse: Tensor) -> Tensor:
+def _scale_by_rows(grads: Tensor, ids: Tensor, inverse: Tensor) -> Tensor:
     """grads [T, K] float32 times inverse[ids]."""
     scaled = torch.empty_like(grads)
     if grads.numel():
@@ -372,47 +352,15 @@ def scale_by_rows(grads: Tensor, ids: Tensor, inverse: Tensor) -> Tensor:
     return scaled
 
 
-@operator("airmoe::gather_dot")
-def gather_dot_op(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    """In the dtype of the queries."""
-    queries, table, ids = queries.contiguous(), table.contiguous(), ids.contiguous()
-    return row_dots(queries, [table], ids, queries.dtype)[0]
-
-
-@operator("airmoe::gather_total")
-def gather_total_op(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    """In the dtype of the table."""
-    pair = weights.contiguous(), table.contiguous()
-    return row_totals([pair], ids.contiguous(), table.dtype)
-
-
-@operator("airmoe::scatter_total")
-def scatter_total_op(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor:
-    """In the dtype of the rows."""
-    entries = sort_entries(ids, num_out)
-    return row_sums([weights.contiguous()], rows.contiguous(), entries, rows.dtype)[0]
-
-
-@gather_dot_op.register_fake
-def _(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    return queries.new_empty(ids.shape)
-
-
-@gather_total_op.register_fake
-def _(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    return table.new_empty(ids.shape[0], table.shape[1])
-
-
-@scatter_total_op.register_fake
-def _(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor:
-    return rows.new_empty(num_out, rows.shape[1])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-
-
-_TRITON = Products(gather_dot_op, gather_total_op, scatter_total_op)
-gather_dot_op.register_autograd(_TRITON.dot_backward, setup_context=_save)
-gather_total_op.register_autograd(_TRITON.total_backward, setup_context=_save)
-scatter_total_op.register_autograd(_TRITON.scatter_backward, setup_context=_save)
+def logits_backward(
+    grads: Tensor, hidden: Tensor, experts: Tensor, ids: Tensor, normalize: bool, wanted: set[str]
+) -> dict[str, Tensor]:
+    """Gradients of the wanted of hidden and experts from those of logits [T, K] float32."""
+    found: dict[str, Tensor] = {}
+    if "hidden" in wanted:
+        factors = _scale_by_rows(grads, ids, norms_of_rows(experts)) if normalize else grads
+        found["hidden"] = row_totals([(factors, experts)], ids, hidden.dtype)
+    if "experts" in wanted:
+        entries = sort_entries(ids, experts.shape[0])
+        found["experts"] = table_grads(grads, hidden, experts, entries, project=normalize)
+    return found

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from airmoe.kernels.device_triton import FLOAT32_MAX, INFINITY, cut
+from airmoe.kernels.device_triton import FLOAT32_MAX, INFINITY, cut, load_rows, store_rows
 from airmoe.kernels.noise_triton import normal
 
 
@@ -215,8 +215,7 @@ def hidden_grads_kernel(
             (depth < DIM)[None, :], PARTS, CUT, DIM % BLOCK_D != 0, PART,
         )  # fmt: skip
         total += _product(left_1, left_2, left_3, right_1, right_2, right_3, 3, PARTS, REACH)
-    place = (tl.program_id(2) * num_tokens + row).to(tl.int64)[:, None] * DIM + depth[None, :]
-    tl.store(partial + place, total, mask=(row < num_tokens)[:, None] & (depth < DIM)[None, :])
+    store_rows(partial, tl.program_id(2) * num_tokens + row, row < num_tokens, depth, total, DIM)
 
 
 @triton.jit
@@ -250,11 +249,9 @@ def expert_grads_kernel(
             tl.trans(left_1), tl.trans(left_2), tl.trans(left_3), right_1, right_2, right_3,
             3, PARTS, 3,
         )  # fmt: skip
-    place = sums + column.to(tl.int64)[:, None] * DIM + depth[None, :]
-    mask = real[:, None] & (depth < DIM)[None, :]
     if first_chunk == 0:
-        total += tl.load(place, mask=mask, other=0.0)
-    tl.store(place, total, mask=mask)
+        total += load_rows(sums, column, real, depth, DIM)
+    store_rows(sums, column, real, depth, total, DIM)
 
 
 @triton.jit
@@ -264,10 +261,9 @@ def project_kernel(
     """The gradient came through w / |w|: drop its part along the row, and divide by the norm."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
-    at = row.to(tl.int64)[:, None] * DIM + columns[None, :]
-    mask = (row < num_rows)[:, None] & (columns < DIM)[None, :]
-    scale = tl.load(inverse + row, mask=row < num_rows, other=0.0)[:, None]
-    grad = tl.load(sums + at, mask=mask, other=0.0)
-    unit = tl.load(table + at, mask=mask, other=0.0).to(tl.float32) * scale
+    mask = row < num_rows
+    scale = tl.load(inverse + row, mask=mask, other=0.0)[:, None]
+    grad = load_rows(sums, row, mask, columns, DIM)
+    unit = load_rows(table, row, mask, columns, DIM).to(tl.float32) * scale
     grad -= unit * tl.sum(grad * unit, axis=1)[:, None]
-    tl.store(out + at, (grad * scale).to(out.dtype.element_ty), mask=mask)
+    store_rows(out, row, mask, columns, grad * scale, DIM)

@@ -24,11 +24,10 @@ import torch
 import triton
 from torch import Tensor
 
-from airmoe.kernels.backend import operator
 from airmoe.kernels.best_experts_triton import exact_tables
 from airmoe.kernels.device_triton import as_stored, part_dtype
 from airmoe.kernels.noise import Noise, noise_of
-from airmoe.kernels.norms_triton import inverse_norms_op
+from airmoe.kernels.norms_triton import norms_of_rows
 from airmoe.kernels.softmax_kernels_triton import (
     expert_grads_kernel,
     hidden_grads_kernel,
@@ -42,6 +41,9 @@ CHUNK_ELEMENTS = 1 << 26  # scores that exist at once: 256 MiB
 COLUMNS = 128  # their rows are padded to multiples of it
 PROGRAMS = 2 * 132  # enough to fill the device
 ROW_ELEMENTS = 2048  # of whole rows, in one program
+# What the gradient of a chunk's scores is made of, beside their probabilities: g_z - weight a
+# [tokens], weights [tokens], and the gradient of the means [E].
+Upstream = tuple[Tensor, Tensor, Tensor]
 TILE_REGISTERS = 168  # three programs of four warps share a multiprocessor
 
 
@@ -69,7 +71,7 @@ class Chunks:
     ) -> None:
         (self.num_tokens, self.dim), self.num_experts = hidden.shape, experts.shape[0]
         self.hidden, self.experts, self.noise = hidden, experts, noise
-        self.scales = inverse_norms_op(experts) if normalize else None
+        self.scales = norms_of_rows(experts) if normalize else None
         self.tables = exact_tables(hidden, experts)
         self.columns = triton.cdiv(self.num_experts, COLUMNS) * COLUMNS
         self.step, self.block_rows = self._sizes()
@@ -158,7 +160,7 @@ class Chunks:
         self._run_tiles(chunk, log_z, grad_mean)
         return self.tile_sums[: chunk.stop - chunk.start].sum(-1)
 
-    def hidden_grads(self, upstream: _Upstream, grad_hidden: Tensor) -> None:
+    def hidden_grads(self, upstream: Upstream, grad_hidden: Tensor) -> None:
         """Gradient of a chunk's hidden states from the probabilities in the buffer."""
         experts = self._operands(together=False)[1]
         num_tokens = grad_hidden.shape[0]
@@ -174,7 +176,7 @@ class Chunks:
             splits,
         )
         hidden_grads_kernel[grid](
-            self.buffer, experts.table, self.scales, *upstream.arguments(), partial,
+            self.buffer, experts.table, self.scales, *upstream, partial,
             num_tokens, self.num_experts, experts.table.stride(0), self.columns,
             steps_per_split * config["BLOCK_K"],
             DIM=self.dim, PARTS=experts.count, CUT=experts.cut,
@@ -184,7 +186,7 @@ class Chunks:
         )  # fmt: skip
         grad_hidden.copy_(partial.sum(0))
 
-    def expert_grads(self, chunk: slice, upstream: _Upstream, sums: Tensor) -> None:
+    def expert_grads(self, chunk: slice, upstream: Upstream, sums: Tensor) -> None:
         """sums [E, D] += a chunk's gradients of the scores times its hidden states."""
         tokens = self._operands(together=False)[0]
         rows = tokens.table[:, chunk]
@@ -192,7 +194,7 @@ class Chunks:
         config["BLOCK_K"] = min(config["BLOCK_K"], self.block_rows)  # the buffer has no more rows
         grid = triton.cdiv(self.dim, config["BLOCK_D"]) * (self.columns // COLUMNS)
         expert_grads_kernel[(grid,)](
-            self.buffer, rows, *upstream.arguments(), sums,
+            self.buffer, rows, *upstream, sums,
             rows.shape[1], self.num_experts, rows.stride(0), self.columns, int(chunk.start == 0),
             DIM=self.dim, PARTS=tokens.count, CUT=tokens.cut,
             BLOCK_E=COLUMNS, PART=part_dtype(), **config,
@@ -216,34 +218,14 @@ class Chunks:
         return found
 
 
-@dataclass(frozen=True)
-class _Upstream:
-    """What the gradient of a chunk's scores is made of, beside their probabilities."""
-
-    bases: Tensor  # [tokens] g_z - weight a
-    weights: Tensor  # [tokens]
-    grad_mean: Tensor  # [E]
-
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.bases, self.weights, self.grad_mean
-
-
-@operator("airmoe::softmax_summary")
-def softmax_summary_op(
-    hidden: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    row_keys: Tensor | None,
-    noise_std: float,
-    normalize: bool,
+def forward(
+    hidden: Tensor, experts: Tensor, weights: Tensor, noise: Noise | None, normalize: bool
 ) -> tuple[Tensor, Tensor]:
     """log Z [T] and mean probabilities [E], float32."""
     log_z = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     if hidden.shape[0] == 0:
         return log_z, log_z.new_zeros(experts.shape[0])
-    noise = noise_of(row_keys, noise_std)
-    chunks = Chunks(hidden.contiguous(), experts.contiguous(), noise, normalize=normalize)
-    weights = weights.float().contiguous()
+    chunks = Chunks(hidden, experts, noise, normalize=normalize)
     # Sums over chunks in double: chunking must not cost accuracy.
     shape = (chunks.mean_splits(), experts.shape[0])
     mean = torch.zeros(shape, dtype=torch.float64, device=hidden.device)
@@ -253,81 +235,35 @@ def softmax_summary_op(
     return log_z, mean.sum(0).float()
 
 
-@operator("airmoe::softmax_summary_backward")
-def softmax_summary_backward_op(
-    grad_log_z: Tensor | None,
-    grad_mean: Tensor | None,
-    hidden: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    log_z: Tensor,
-    row_keys: Tensor | None,
-    noise_std: float,
-    normalize: bool,
-    want_hidden: bool,
-    want_experts: bool,
-) -> list[Tensor]:
-    """Gradients of those of (hidden, experts) that are wanted, in this order."""
-    hidden, experts, weights = hidden.contiguous(), experts.contiguous(), weights.float()
+def backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
+    """Gradients of the wanted of hidden and experts.
+
+    `call` is what went into `softmax_summary_op`, came out, and came back.
+    """
+    hidden, experts, log_z = call.hidden.contiguous(), call.experts.contiguous(), call.log_z
+    weights, grad_log_z, grad_mean = call.weights.float(), call.grad_log_z, call.grad_mean_probs
     weights = weights.contiguous()
-    grad_log_z = torch.zeros_like(log_z) if grad_log_z is None else grad_log_z.contiguous()
+    grad_log_z = torch.zeros_like(log_z) if grad_log_z is None else grad_log_z
     grad_mean = log_z.new_zeros(experts.shape[0]) if grad_mean is None else grad_mean
-    grad_hidden = torch.empty_like(hidden) if want_hidden else None
     if hidden.shape[0] == 0:
-        grad_experts = torch.zeros_like(experts) if want_experts else None
-        return [grad for grad in (grad_hidden, grad_experts) if grad is not None]
+        return {"hidden": torch.empty_like(hidden), "experts": torch.zeros_like(experts)}
     # Rows that get no gradient may hold anything; as 0 they spoil nothing that all share.
     idle = (weights == 0) & (grad_log_z == 0)
     hidden, log_z = hidden.masked_fill(idle.unsqueeze(-1), 0), log_z.masked_fill(idle, 0)
     # A constant in it moves nothing; without it less is lost in the difference to its mean.
     grad_mean = grad_mean - grad_mean.mean()
-    noise = noise_of(row_keys, noise_std)
-    chunks = Chunks(hidden, experts, noise, normalize=normalize)
-    sums = chunks.empty(*experts.shape) if want_experts else None
+    noise = noise_of(call.row_keys, call.noise_std)
+    chunks = Chunks(hidden, experts, noise, normalize=call.normalize)
+    found = {"hidden": torch.empty_like(hidden)} if "hidden" in wanted else {}
+    sums = chunks.empty(*experts.shape) if "experts" in wanted else None
     for chunk in chunks.slices():
         inner = chunks.find_probs(chunk, log_z[chunk], grad_mean)
         bases = torch.addcmul(grad_log_z[chunk], weights[chunk], inner, value=-1)
-        upstream = _Upstream(bases, weights[chunk], grad_mean)
-        if grad_hidden is not None:
-            chunks.hidden_grads(upstream, grad_hidden[chunk])
+        upstream = (bases, weights[chunk], grad_mean)
+        if "hidden" in found:
+            chunks.hidden_grads(upstream, found["hidden"][chunk])
         if sums is not None:
             chunks.expert_grads(chunk, upstream, sums)
-    grad_experts = None if sums is None else chunks.project(sums)
-    return [grad for grad in (grad_hidden, grad_experts) if grad is not None]
-
-
-@softmax_summary_op.register_fake
-def _(hidden: Tensor, experts: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
-    log_z, mean = (
-        hidden.new_empty(each.shape[0], dtype=torch.float32) for each in (hidden, experts)
-    )
-    return log_z, mean
-
-
-@softmax_summary_backward_op.register_fake
-def _(*inputs: Any) -> list[Tensor]:
-    wanted = zip(inputs[2:4], inputs[-2:], strict=True)
-    return [tensor.new_empty(tensor.shape) for tensor, want in wanted if want]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    hidden, experts, weights, row_keys, ctx.noise_std, ctx.normalize = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hidden, experts, weights, output[0], row_keys)
-
-
-def _backward(
-    ctx: Any, grad_log_z: Tensor | None, grad_mean: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    if grad_log_z is None and grad_mean is None:
-        return (None,) * 6
-    wanted = ctx.needs_input_grad[:2]
-    found = iter(
-        softmax_summary_backward_op(
-            grad_log_z, grad_mean, *ctx.saved_tensors, ctx.noise_std, ctx.normalize, *wanted
-        )
-    )
-    return (*(next(found) if want else None for want in wanted), None, None, None, None)
-
-
-softmax_summary_op.register_autograd(_backward, setup_context=_save)
+    if sums is not None:
+        found["experts"] = chunks.project(sums)
+    return found

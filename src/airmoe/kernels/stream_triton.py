@@ -14,17 +14,15 @@ below the least jittered score kept, and only what passes is ever jittered.
 # pyright: reportGeneralTypeIssues=none, reportReturnType=none
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.backend import interpreted
+from airmoe.kernels.best_columns_triton import Tables, product
 from airmoe.kernels.device_triton import FLOAT32_MAX, INFINITY
 from airmoe.kernels.noise_triton import normal
-from airmoe.kernels.shortlist_triton import Tables, product
 
 SPAN = 1024  # columns between two looks at the lists
 ROW_BLOCKS = 132  # blocks of rows per launch: each takes a multiprocessor, lists are used again
@@ -40,24 +38,17 @@ TWO_23 = tl.constexpr(8388608.0)
 TWO_23_BITS = tl.constexpr(0x4B000000)
 
 
-@dataclass(frozen=True)
-class _Config:
-    block_rows: int
-    block_columns: int
-    block_dim: int
-    resident: bool
-    num_warps: int
-    num_stages: int
-
-
-def _config(rows: int, dim: int, products: int, float32: bool) -> _Config:
+def _config(rows: int, dim: int, products: int, float32: bool) -> dict[str, int]:
     block_rows = 128 if rows > 64 * ROW_BLOCKS else 64
-    num_warps = block_rows // 16
     depth = max(16, triton.next_power_of_2(dim))
-    if products == 1 and not float32 and dim <= RESIDENT_DIM:
-        return _Config(block_rows, 64, depth, True, num_warps, 3)
-    depth = min(32 if float32 or products > 1 else 64, depth)
-    return _Config(block_rows, 128, depth, False, num_warps, 3 if products == 1 else 2)
+    resident = products == 1 and not float32 and dim <= RESIDENT_DIM
+    if not resident:
+        depth = min(32 if float32 or products > 1 else 64, depth)
+    return {
+        "BLOCK_R": block_rows, "BLOCK_C": 64 if resident else 128, "BLOCK_D": depth,
+        "RESIDENT": resident,
+        "num_warps": block_rows // 16, "num_stages": 3 if products == 1 else 2,
+    }  # fmt: skip
 
 
 @triton.jit
@@ -268,8 +259,8 @@ class StreamedColumns:
         self.tables, self.count, self.capacity = tables, count, _capacity(count)
         (row_parts, self.num_rows, dim), column_parts = tables.rows.shape, tables.columns.shape[0]
         self.config = _config(self.num_rows, dim, row_parts * column_parts, tables.float32)
-        blocks = min(ROW_BLOCKS, triton.cdiv(self.num_rows, self.config.block_rows))
-        self.rows_at_once = blocks * self.config.block_rows
+        blocks = min(ROW_BLOCKS, triton.cdiv(self.num_rows, self.config["BLOCK_R"]))
+        self.rows_at_once = blocks * self.config["BLOCK_R"]
         device = tables.rows.device
         shape = (self.rows_at_once, self.capacity)
         self.keys = torch.empty(shape, dtype=torch.int64, device=device)
@@ -281,8 +272,8 @@ class StreamedColumns:
         return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
     def _group(self) -> int:
-        elements = THIN_ELEMENTS * self.config.num_warps
-        return max(1, min(elements // self.capacity, self.config.block_rows))
+        elements = THIN_ELEMENTS * self.config["num_warps"]
+        return max(1, min(elements // self.capacity, self.config["BLOCK_R"]))
 
     def find(self, rows: slice, ids: Tensor, scores: Tensor | None = None) -> None:
         """Write the best columns of one of `chunks`: ids [rows, count] ascending, and scores."""
@@ -292,17 +283,15 @@ class StreamedColumns:
         noise = tables.noise
         row_keys = None if noise is None else noise.row_keys[rows]
         noise_std = 0.0 if noise is None else noise.std
-        _stream_kernel[(triton.cdiv(num_rows, config.block_rows),)](
+        _stream_kernel[(triton.cdiv(num_rows, config["BLOCK_R"]),)](
             left, right, tables.scales, row_keys, self.keys, self.held, self.floors,
             num_rows, num_columns, dim, left.stride(0), right.stride(0), noise_std,
             self.count, self.count // 8,
             HAS_SCALES=tables.scales is not None, HAS_NOISE=noise is not None,
             ROW_PARTS=row_parts, COLUMN_PARTS=column_parts, FLOAT32=tables.float32,
-            RESIDENT=config.resident, BLOCK_R=config.block_rows, BLOCK_C=config.block_columns,
-            EVEN=num_columns % config.block_columns == 0 and dim % config.block_dim == 0,
-            BLOCK_D=config.block_dim, SPAN=SPAN, CAPACITY=self.capacity, GROUP=self._group(),
-            DIRECT=DIRECT_STORES and not interpreted(),
-            num_warps=config.num_warps, num_stages=config.num_stages,
+            EVEN=num_columns % config["BLOCK_C"] == 0 and dim % config["BLOCK_D"] == 0,
+            SPAN=SPAN, CAPACITY=self.capacity, GROUP=self._group(),
+            DIRECT=DIRECT_STORES and not interpreted(), **config,
         )  # fmt: skip
         block = min(UNPACK_BLOCK, triton.next_power_of_2(self.count))
         _unpack_kernel[(num_rows, triton.cdiv(self.count, block))](

@@ -1,17 +1,83 @@
-"""Experts over per-token lists (Eq. 1): rows fetched by index, nothing of size T * K * D.
+"""The weights of experts, and experts over per-token lists (Eq. 1).
 
-What PEER and exact top-K run on, and every router when there are too few tokens to fill cells.
+Rows are fetched by index: nothing of size T * K * D. PEER and exact top-K run on lists, and every
+router when there are too few tokens to fill cells.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from airmoe.kernels.backend import own_precision, use_triton
-from airmoe.kernels.expert_tables import ExpertTables, activate, backward_follows
+from airmoe.kernels.backend import gradient, operator, own_precision, use_triton
 from airmoe.kernels.rows import gather_dot, gather_total
 
 SMALL_BATCH = 64  # tokens up to which fetching the chosen beats products over pools
+
+# "geglu_tanh" is Gemma's: GELU by its tanh formula, which differs from GELU by up to 5e-4.
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "relu", "silu"]
+GATED: dict[str, str] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+}
+
+
+@dataclass(frozen=True)
+class ExpertTables:
+    """Experts of `size` neurons each; neuron n of expert e is row e * size + n of all tables."""
+
+    gate: Tensor | None  # [E * size, D], for gated activations only
+    up: Tensor
+    down: Tensor
+    activation: Activation
+    size: int = 1
+
+    @classmethod
+    def of(
+        cls, gate: Tensor | None, up: Tensor, down: Tensor, activation: str, size: int
+    ) -> ExpertTables:
+        """From the arguments of an operator, whose names are plain strings."""
+        return cls(gate, up, down, cast(Activation, activation), size)
+
+    def contiguous(self) -> ExpertTables:
+        gate = None if self.gate is None else self.gate.contiguous()
+        up, down = self.up.contiguous(), self.down.contiguous()
+        return ExpertTables(gate, up, down, self.activation, self.size)
+
+    def neurons(self, expert_ids: Tensor) -> Tensor:
+        """[n, K] expert ids -> [n, K * size] rows of their neurons."""
+        if self.size == 1:
+            return expert_ids
+        neurons = torch.arange(self.size, device=expert_ids.device)
+        return (expert_ids.unsqueeze(-1) * self.size + neurons).flatten(1)
+
+
+def is_gated(activation: Activation) -> bool:
+    """Gated experts have three matrices (gate, up, down), the others two."""
+    return activation in GATED
+
+
+def activate(activation: Activation, up: Tensor, gate: Tensor | None) -> Tensor:
+    """act(up), or act(gate) * up for gated experts; elementwise."""
+    return PLAIN[activation](up) if gate is None else PLAIN[GATED[activation]](gate) * up
+
+
+def backward_follows(*tensors: Tensor | None) -> bool:
+    """Whether what the backward needs must be kept."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 @own_precision
@@ -25,8 +91,6 @@ def token_experts(
     """
     gate, up, down = tables.gate, tables.up, tables.down
     if use_triton(hidden, gate, up, down, weights, expert_ids):
-        from airmoe.kernels.token_experts_triton import token_experts_op
-
         keep = backward_follows(hidden, gate, up, down, weights)
         form = (tables.activation, tables.size, keep)
         return token_experts_op(hidden, gate, up, down, weights, expert_ids, *form)[0]
@@ -35,3 +99,87 @@ def token_experts(
     active = activate(tables.activation, gather_dot(hidden, up, neurons), pre_gate)
     weights = weights.to(active.dtype).repeat_interleave(tables.size, dim=-1)
     return gather_total(active * weights, down, neurons)
+
+
+@operator("airmoe::token_experts")
+def token_experts_op(
+    hidden: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    expert_ids: Tensor,
+    activation: str,
+    expert_size: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(output [T, D], pre-activations of up and of gate [T, K * S], which are for the backward).
+
+    Without `keep` the latter are empty, as is that of gate where there is none.
+    """
+    from airmoe.kernels.token_experts_triton import forward_of_few, forward_of_many
+
+    tables = ExpertTables.of(gate, up, down, activation, expert_size).contiguous()
+    lists = hidden.contiguous(), tables, weights.contiguous(), expert_ids.contiguous()
+    pre = _empty_pre(hidden, gate, expert_ids, expert_size, keep)
+    if 0 < hidden.shape[0] <= SMALL_BATCH and expert_ids.shape[1] > 0:
+        return forward_of_few(*lists, pre), *pre
+    output, pre_up, pre_gate = forward_of_many(*lists)
+    return (output, pre_up, pre_gate) if keep else (output, *pre)
+
+
+def _empty_pre(
+    hidden: Tensor, gate: Tensor | None, expert_ids: Tensor, expert_size: int, keep: bool
+) -> tuple[Tensor, Tensor]:
+    shape = (expert_ids.shape[0], expert_ids.shape[1] * expert_size)
+    return (
+        hidden.new_empty(shape if keep else 0),
+        hidden.new_empty(shape if keep and gate is not None else 0),
+    )
+
+
+@token_experts_op.register_fake
+def _(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, expert_ids, _activation, expert_size, keep = rest
+    pre = _empty_pre(hidden, gate, expert_ids, expert_size, keep)
+    return hidden.new_empty(hidden.shape), *pre
+
+
+@gradient(
+    token_experts_op,
+    of=("hidden", "gate", "up", "down", "weights"),
+    outputs=("output", "pre_up", "pre_gate"),
+    saved=("pre_up", "pre_gate"),
+)
+def token_experts_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
+    from airmoe.kernels.token_experts_triton import backward
+
+    tables = ExpertTables.of(call.gate, call.up, call.down, call.activation, call.expert_size)
+    lists = call.weights.contiguous(), call.expert_ids.contiguous()
+    pre = call.pre_up, call.pre_gate
+    return backward(
+        call.grad_output, call.hidden.contiguous(), tables.contiguous(), *lists, pre, wanted
+    )
+
+
+@operator("airmoe::compact_gates")
+def compact_gates(
+    gates: Tensor, pools: Tensor, cell_of_row: Tensor, token_ids: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """gates [T, M], pools [G, M], cell and token of each row [T] -> lists by token [T, count].
+
+    (expert_ids, weights) of the chosen, that is the positions whose gate is not 0, in the order of
+    the pool. Every token has one row: `token_ids` is a permutation. Those with fewer than `count`
+    end with expert 0 at weight 0; more than `count` are cut off. On Triton only.
+    """
+    from airmoe.kernels.token_experts_triton import write_lists
+
+    return write_lists(gates.contiguous(), pools.contiguous(), cell_of_row, token_ids, count)
+
+
+@compact_gates.register_fake
+def _(
+    gates: Tensor, pools: Tensor, _cell_of_row: Tensor, _token_ids: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    shape = (gates.shape[0], count)
+    return pools.new_empty(shape), gates.new_empty(shape)

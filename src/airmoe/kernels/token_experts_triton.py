@@ -10,18 +10,14 @@ ids of one token through all matrices and leaves a partial sum, and a second ker
 # pyright: reportGeneralTypeIssues=none, reportReturnType=none
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.activations_triton import ACTIVATION_CODES, activate, activation_grads
-from airmoe.kernels.backend import operator
-from airmoe.kernels.expert_tables import ExpertTables
+from airmoe.kernels.device_triton import ACTIVATION_CODES, activate, activation_grads, load_rows
 from airmoe.kernels.rows_triton import row_dots, row_sums, row_totals, sort_entries
-from airmoe.kernels.token_experts import SMALL_BATCH
+from airmoe.kernels.token_experts import ExpertTables
 
 ELEMENTS_BLOCK = 1024  # of the elementwise kernels
 COMPACT_BLOCK = 2048  # pool positions looked at together
@@ -79,15 +75,21 @@ def backward(
 
 
 @triton.jit
-def _weigh_kernel(
-    up, gate, weights, weighted, size,
-    SIZE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _operands(up, gate, weights, size, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = places < size
     up_values = tl.load(up + places, mask=mask, other=0.0).to(tl.float32)
     gate_values = tl.load(gate + places, mask=mask, other=0.0).to(tl.float32)
     factors = tl.load(weights + places // SIZE, mask=mask, other=0.0).to(tl.float32)
+    return places, mask, up_values, gate_values, factors
+
+
+@triton.jit
+def _weigh_kernel(
+    up, gate, weights, weighted, size,
+    SIZE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    places, mask, up_values, gate_values, factors = _operands(up, gate, weights, size, SIZE, BLOCK)
     exact: tl.constexpr = up.dtype.element_ty == tl.float32
     values = activate(up_values, gate_values, ACTIVATION, exact) * factors
     tl.store(weighted + places, values.to(weighted.dtype.element_ty), mask=mask)
@@ -112,12 +114,8 @@ def _weigh_grads_kernel(
     grad_weighted, up, gate, weights, grad_up, grad_gate, grad_weights, size,
     SIZE: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = places < size
+    places, mask, up_values, gate_values, factors = _operands(up, gate, weights, size, SIZE, BLOCK)
     grad = tl.load(grad_weighted + places, mask=mask, other=0.0)
-    up_values = tl.load(up + places, mask=mask, other=0.0).to(tl.float32)
-    gate_values = tl.load(gate + places, mask=mask, other=0.0).to(tl.float32)
-    factors = tl.load(weights + places // SIZE, mask=mask, other=0.0).to(tl.float32)
     exact: tl.constexpr = up.dtype.element_ty == tl.float32
     active, grad_up_values, grad_gate_values = activation_grads(
         up_values, gate_values, grad * factors, ACTIVATION, exact
@@ -178,11 +176,9 @@ def _small_batch_kernel(
         inside = columns < DIM
         values = tl.load(hidden + token * DIM + columns, mask=inside, other=0.0)
         values = values.to(tl.float32)[None, :]
-        entries = rows[:, None] * DIM + columns[None, :]
-        tile_mask = mask[:, None] & inside[None, :]
-        up_values = tl.load(up + entries, mask=tile_mask, other=0.0)
+        up_values = load_rows(up, rows, mask, columns, DIM)
         if GATED:
-            gate_values = tl.load(gate + entries, mask=tile_mask, other=0.0)
+            gate_values = load_rows(gate, rows, mask, columns, DIM)
             gate_total += gate_values.to(tl.float32) * values
         up_total += up_values.to(tl.float32) * values
     up_dots = tl.sum(up_total, axis=1)
@@ -200,11 +196,7 @@ def _small_batch_kernel(
     for column in range(0, DIM, BLOCK_D):
         columns = column + tl.arange(0, BLOCK_D)
         inside = columns < DIM
-        down_values = tl.load(
-            down + rows[:, None] * DIM + columns[None, :],
-            mask=mask[:, None] & inside[None, :],
-            other=0.0,
-        )
+        down_values = load_rows(down, rows, mask, columns, DIM)
         total = tl.sum(weighted[:, None] * down_values.to(tl.float32), axis=0)
         tl.store(partial + part * DIM + columns, total, mask=inside)
 
@@ -220,16 +212,10 @@ def _add_partial_kernel(
     total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
     for start in range(0, num_parts, BLOCK_P):
         parts = start + tl.arange(0, BLOCK_P)
-        total += tl.load(
-            partial + (token * num_parts + parts)[:, None] * DIM + columns[None, :],
-            mask=(parts < num_parts)[:, None] & inside[None, :],
-            other=0.0,
-        )
-    tl.store(
-        output + token * DIM + columns,
-        tl.sum(total, axis=0).to(output.dtype.element_ty),
-        mask=inside,
-    )
+        own = token * num_parts + parts
+        total += load_rows(partial, own, parts < num_parts, columns, DIM)
+    summed = tl.sum(total, axis=0).to(output.dtype.element_ty)
+    tl.store(output + token * DIM + columns, summed, mask=inside)
 
 
 def forward_of_few(
@@ -288,129 +274,17 @@ def _compact_kernel(
         tl.store(weights + own + slots, 0.0, mask=mask)
 
 
-def compact_gates(
+def write_lists(
     gates: Tensor, pools: Tensor, cell_of_row: Tensor, token_ids: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """gates [T, M], pools [G, M], cell and token of each row [T] -> lists by token [T, count].
-
-    (expert_ids, weights) of the chosen, that is the positions whose gate is not 0, in the order of
-    the pool. Every token has one row: `token_ids` is a permutation. Those with fewer than `count`
-    end with expert 0 at weight 0; more than `count` are cut off.
-    """
+    """See `token_experts.compact_gates`."""
     (num_rows, pool), device = gates.shape, gates.device
     expert_ids = torch.empty(num_rows, count, dtype=pools.dtype, device=device)
     weights = torch.empty(num_rows, count, dtype=gates.dtype, device=device)
-    if expert_ids.numel() == 0:
-        return expert_ids, weights
-    _compact_kernel[(num_rows,)](
-        gates.contiguous(), pools.contiguous(), cell_of_row, token_ids, expert_ids, weights,
-        POOL=pool, COUNT=count, BLOCK_M=min(triton.next_power_of_2(pool), COMPACT_BLOCK),
-        BLOCK_C=min(triton.next_power_of_2(count), COMPACT_BLOCK), num_warps=NUM_WARPS,
-    )  # fmt: skip
+    if expert_ids.numel():
+        _compact_kernel[(num_rows,)](
+            gates, pools, cell_of_row, token_ids, expert_ids, weights,
+            POOL=pool, COUNT=count, BLOCK_M=min(triton.next_power_of_2(pool), COMPACT_BLOCK),
+            BLOCK_C=min(triton.next_power_of_2(count), COMPACT_BLOCK), num_warps=NUM_WARPS,
+        )  # fmt: skip
     return expert_ids, weights
-
-
-@operator("airmoe::token_experts")
-def token_experts_op(
-    hidden: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    expert_ids: Tensor,
-    activation: str,
-    expert_size: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(output [T, D], pre-activations of up and of gate [T, K * S], which are for the backward).
-
-    Without `keep` the latter are empty, as is that of gate where there is none.
-    """
-    tables = ExpertTables.of(gate, up, down, activation, expert_size).contiguous()
-    lists = hidden.contiguous(), tables, weights.contiguous(), expert_ids.contiguous()
-    pre = _empty_pre(hidden, gate, expert_ids, expert_size, keep)
-    if 0 < hidden.shape[0] <= SMALL_BATCH and expert_ids.shape[1] > 0:
-        return forward_of_few(*lists, pre), *pre
-    output, pre_up, pre_gate = forward_of_many(*lists)
-    return (output, pre_up, pre_gate) if keep else (output, *pre)
-
-
-@operator("airmoe::token_experts_backward")
-def token_experts_backward_op(
-    grad_output: Tensor,
-    hidden: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    expert_ids: Tensor,
-    pre_up: Tensor,
-    pre_gate: Tensor,
-    activation: str,
-    expert_size: int,
-    wanted: list[bool],
-) -> list[Tensor]:
-    """Gradients of those of (hidden, gate, up, down, weights) that are wanted, in this order."""
-    tables = ExpertTables.of(gate, up, down, activation, expert_size).contiguous()
-    lists = hidden.contiguous(), tables, weights.contiguous(), expert_ids.contiguous()
-    names = ("hidden", "gate", "up", "down", "weights")
-    want = [name for name, is_wanted in zip(names, wanted, strict=True) if is_wanted]
-    grads = backward(grad_output.contiguous(), *lists, (pre_up, pre_gate), set(want))
-    return [grads[name] for name in want]
-
-
-def _empty_pre(
-    hidden: Tensor, gate: Tensor | None, expert_ids: Tensor, expert_size: int, keep: bool
-) -> tuple[Tensor, Tensor]:
-    shape = (expert_ids.shape[0], expert_ids.shape[1] * expert_size)
-    return (
-        hidden.new_empty(shape if keep else 0),
-        hidden.new_empty(shape if keep and gate is not None else 0),
-    )
-
-
-@token_experts_op.register_fake
-def _(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, expert_ids, _activation, expert_size, keep = rest
-    pre = _empty_pre(hidden, gate, expert_ids, expert_size, keep)
-    return hidden.new_empty(hidden.shape), *pre
-
-
-@token_experts_backward_op.register_fake
-def _(_grad_output: Tensor, *inputs: Any) -> list[Tensor]:
-    chosen = [tensor for tensor, want in zip(inputs[:5], inputs[-1], strict=True) if want]
-    return [tensor.new_empty(tensor.shape) for tensor in chosen if tensor is not None]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.activation, ctx.expert_size, _ = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
-    ctx.set_materialize_grads(False)  # the pre-activations have no gradient: nothing to fill
-
-
-def _backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if grad_output is None:
-        return (None,) * 9
-    wanted = list(ctx.needs_input_grad[:5])
-    form = (ctx.activation, ctx.expert_size, wanted)
-    grads = iter(token_experts_backward_op(grad_output, *ctx.saved_tensors, *form))
-    return (*(next(grads) if want else None for want in wanted), None, None, None, None)
-
-
-token_experts_op.register_autograd(_backward, setup_context=_save)
-
-
-@operator("airmoe::compact_gates")
-def compact_gates_op(
-    gates: Tensor, pools: Tensor, cell_of_row: Tensor, token_ids: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
-    """Cells' gates [T, M] as lists by token [T, count]: expert ids and weights."""
-    return compact_gates(gates, pools, cell_of_row, token_ids, count)
-
-
-@compact_gates_op.register_fake
-def _(
-    gates: Tensor, pools: Tensor, cell_of_row: Tensor, token_ids: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
-    shape = (gates.shape[0], count)
-    return pools.new_empty(shape), gates.new_empty(shape)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import use_triton
+from airmoe.kernels.backend import operator, use_triton
 
+POSITION = 0xFFFFFFFF  # the low half of a key: how many columns come after its own
 ROW_CHUNK_ELEMENTS = 1 << 18  # keeps the int64 keys of one chunk inside the cache
 
 
@@ -27,15 +28,10 @@ def selection_keys(scores: Tensor, first: int = 0, total: int | None = None) -> 
     return (ordered.long() << 32) | (last - position)
 
 
-def key_positions(keys: Tensor, total: int) -> Tensor:
-    """The positions that keys of a row of `total` columns stand for."""
-    return total - 1 - (keys & 0xFFFFFFFF)
-
-
 def top_positions(scores: Tensor, count: int, ordered: bool = True) -> Tensor:
     """Positions of the `count` largest along the last dimension, best first when `ordered`."""
     keys = selection_keys(scores).topk(count, dim=-1, sorted=ordered).values
-    return key_positions(keys, scores.shape[-1])
+    return scores.shape[-1] - 1 - (keys & POSITION)
 
 
 def chosen_mask(scores: Tensor, count: int) -> Tensor:
@@ -58,8 +54,6 @@ def top_k_gates(scores: Tensor, valid: Tensor, count: int) -> Tensor:
     the probability among all n (Switch), so that it has a gradient.
     """
     if use_triton(scores):
-        from airmoe.kernels.top_k_triton import top_k_gates_op
-
         return top_k_gates_op(scores, valid, count)
     return _TopKGates.apply(scores, valid, count)  # type: ignore[no-any-return]
 
@@ -96,3 +90,39 @@ class _TopKGates(torch.autograd.Function):
             scores, denominators = rest
             return weighted.addcmul_((scores - denominators).exp_(), total, value=-1), None, None
         return weighted.addcmul_(gates, total, value=-1), None, None
+
+
+@operator(
+    "airmoe::top_k_gates",
+    fake=lambda scores, *_: torch.empty_like(scores, memory_format=torch.contiguous_format),
+)
+def top_k_gates_op(scores: Tensor, valid: Tensor, count: int) -> Tensor:
+    from airmoe.kernels.top_k_triton import gates_from_scores
+
+    scores = scores.contiguous()
+    gates = torch.empty_like(scores)
+    log_z = torch.empty(scores.shape[0], dtype=torch.float32, device=scores.device)
+    gates_from_scores(scores, None, valid.contiguous(), count, gates, log_z)
+    return gates
+
+
+@operator("airmoe::top_k_gates_backward", fake=lambda grads, gates, _: torch.empty_like(gates))
+def top_k_gates_backward_op(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
+    """Gradient of the scores; they are needed where the gate is the full-softmax probability."""
+    from airmoe.kernels.top_k_triton import score_grads
+
+    return score_grads(grad_gates, gates, scores)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+    scores, _, count = inputs
+    ctx.save_for_backward(output, scores if count == 1 else None)
+
+
+def _backward(ctx: Any, grad_gates: Tensor) -> tuple[Tensor, None, None]:
+    gates, scores = ctx.saved_tensors
+    scores = None if scores is None else scores.contiguous()
+    return top_k_gates_backward_op(grad_gates, gates, scores), None, None
+
+
+top_k_gates_op.register_autograd(_backward, setup_context=_save)

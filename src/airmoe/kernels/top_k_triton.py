@@ -9,14 +9,11 @@ to find which of them come first.
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.backend import operator
 from airmoe.kernels.device_triton import INFINITY, finite_from_above, largest
 from airmoe.kernels.top_k import top_positions
 
@@ -182,18 +179,7 @@ def _long_gates_from_scores(
         )  # fmt: skip
 
 
-@operator("airmoe::top_k_gates")
-def top_k_gates_op(scores: Tensor, valid: Tensor, count: int) -> Tensor:
-    """scores [R, n], valid [R] -> gates [R, n]."""
-    scores = scores.contiguous()
-    gates = torch.empty_like(scores)
-    log_z = torch.empty(scores.shape[0], dtype=torch.float32, device=scores.device)
-    gates_from_scores(scores, None, valid.contiguous(), count, gates, log_z)
-    return gates
-
-
-@operator("airmoe::top_k_gates_backward")
-def top_k_gates_backward_op(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
+def score_grads(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
     """Gradient of the scores; they are needed where the gate is the full-softmax probability."""
     rows, columns = gates.shape
     grad_scores = torch.empty_like(gates)
@@ -214,27 +200,3 @@ def top_k_gates_backward_op(grad_gates: Tensor, gates: Tensor, scores: Tensor | 
         FULL_SOFTMAX=scores is not None, BLOCK=block, num_warps=max(1, min(16, block // 1024)),
     )  # fmt: skip
     return grad_scores
-
-
-@top_k_gates_op.register_fake
-def _(scores: Tensor, valid: Tensor, count: int) -> Tensor:
-    return torch.empty_like(scores, memory_format=torch.contiguous_format)
-
-
-@top_k_gates_backward_op.register_fake
-def _(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
-    return torch.empty_like(gates)
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-    scores, _, count = inputs
-    ctx.save_for_backward(output, *((scores,) if count == 1 else ()))
-
-
-def _backward(ctx: Any, grad_gates: Tensor) -> tuple[Tensor, None, None]:
-    gates, *rest = ctx.saved_tensors
-    scores = rest[0].contiguous() if rest else None
-    return top_k_gates_backward_op(grad_gates, gates, scores), None, None
-
-
-top_k_gates_op.register_autograd(_backward, setup_context=_save_for_backward)

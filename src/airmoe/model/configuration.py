@@ -21,7 +21,7 @@ from transformers.activations import ACT2FN
 from airmoe.config import check_choice, check_count, check_number, did_you_mean
 from airmoe.errors import ConfigError
 from airmoe.files import read_json
-from airmoe.kernels.expert_tables import Activation
+from airmoe.kernels.token_experts import Activation
 from airmoe.moe.layer import PostNorm
 from airmoe.routers import (
     ADD_YOURS,

@@ -9,7 +9,7 @@ import torch
 
 from airmoe.config import did_you_mean
 from airmoe.errors import ConfigError
-from airmoe.kernels.expert_tables import is_gated
+from airmoe.kernels.token_experts import is_gated
 from airmoe.model.configuration import AirMoeConfig
 
 SHAPE = (

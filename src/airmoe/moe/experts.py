@@ -13,9 +13,16 @@ from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 from airmoe.kernels.cell_experts import cell_experts
 from airmoe.kernels.cells import make_cells
-from airmoe.kernels.expert_tables import Activation, ExpertTables, activate, is_gated
 from airmoe.kernels.rows import gather_dot, scatter_total
-from airmoe.kernels.token_experts import SMALL_BATCH, token_experts
+from airmoe.kernels.token_experts import (
+    SMALL_BATCH,
+    Activation,
+    ExpertTables,
+    activate,
+    compact_gates,
+    is_gated,
+    token_experts,
+)
 from airmoe.routers.base import run_eagerly
 from airmoe.routers.routing import (
     CellRouting,
@@ -94,9 +101,7 @@ class _Experts(nn.Module):
         few = 0 < hidden.shape[0] <= SMALL_BATCH and cells.rows_per_token == 1
         if triton and few and not training and top_k is not None:
             # Decoding: fetching the K chosen experts beats products over all M.
-            from airmoe.kernels.token_experts_triton import compact_gates_op
-
-            expert_ids, weights = compact_gates_op(
+            expert_ids, weights = compact_gates(
                 routing.gates, cells.pools, cells.cell_of_row(), cells.token_ids, top_k
             )
             return token_experts(hidden, tables, weights, expert_ids)

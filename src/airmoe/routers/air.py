@@ -13,8 +13,7 @@ from airmoe.config import check_choice, check_count, check_number, config
 from airmoe.kernels.backend import use_triton
 from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
-from airmoe.kernels.cells import make_cells
-from airmoe.kernels.layout import ReverseIndex, make_reverse
+from airmoe.kernels.cells import ReverseIndex, make_cells, make_reverse
 from airmoe.kernels.noise import Stage, combine, make_noise
 from airmoe.kernels.norms import unit_rows
 from airmoe.routers.base import (

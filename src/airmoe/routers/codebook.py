@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from airmoe.config import check_choice, check_count, check_number
 from airmoe.distributed import all_gather_rows, all_reduce_sum, is_distributed, rank, world_size
 from airmoe.errors import ConfigError
-from airmoe.kernels.assign import assign
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.codeword_sums import codeword_sums, directions
+from airmoe.kernels.codewords import assign, codeword_sums, directions
 from airmoe.kernels.noise import Stage, combine, normal, uniform_index
 from airmoe.routers.routing import Tokens, read_tokens
 

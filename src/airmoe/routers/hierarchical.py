@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from airmoe.config import check_count, config
 from airmoe.kernels.cell_scores import cell_scores
-from airmoe.kernels.cells import make_cells
-from airmoe.kernels.layout import ReverseIndex
+from airmoe.kernels.cells import ReverseIndex, make_cells
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.norms import inverse_norms
 from airmoe.kernels.top_k import top_positions

@@ -12,10 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from airmoe.distributed import full_tensor
 from airmoe.kernels.backend import use_triton
-from airmoe.kernels.layout import ReverseIndex, make_reverse
+from airmoe.kernels.best_experts import top_m
+from airmoe.kernels.cells import ReverseIndex, make_reverse
 from airmoe.kernels.noise import Noise
 from airmoe.kernels.norms import inverse_norms
-from airmoe.kernels.shortlist import top_m
 from airmoe.routers.codebook import Codebook, Float32State
 
 # What of the cached lists is out of date: all of them, the norms only, or nothing. "replaced": they

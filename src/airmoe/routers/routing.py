@@ -17,7 +17,7 @@ from torch import Tensor
 
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
-from airmoe.kernels.cells import Cells
+from airmoe.kernels.cells import Cells, counts_per_entry
 from airmoe.kernels.norms import finite_rows
 from airmoe.kernels.top_k import top_k_gates, top_positions
 
@@ -228,8 +228,6 @@ class CellRouting(Routing):
         """[G, M] int32: how many rows of each cell chose each of its experts. Triton's only."""
         counts = self._entry_counts
         if counts is None:
-            from airmoe.kernels.cell_gates import counts_per_entry
-
             counts = counts_per_entry(self.gates.detach(), self.offsets, self.pools)
             self._entry_counts = counts
         return counts

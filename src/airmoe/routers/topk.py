@@ -7,8 +7,8 @@ from torch import Tensor
 
 from airmoe.config import config
 from airmoe.kernels.best_experts import best_experts
-from airmoe.kernels.chosen_logits import chosen_logits
 from airmoe.kernels.noise import Noise, Stage
+from airmoe.kernels.rows import chosen_logits
 from airmoe.kernels.softmax_summary import Summary, softmax_summary
 from airmoe.kernels.top_k import softmax_weights
 from airmoe.routers.base import CentroidConfig, CentroidRouter, Plan

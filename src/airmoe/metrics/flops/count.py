@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Protocol
 
-from airmoe.kernels.expert_tables import GATED, Activation, is_gated
+from airmoe.kernels.token_experts import GATED, Activation, is_gated
 from airmoe.metrics.flops.convention import (
     activation,
     add,

@@ -10,7 +10,6 @@ A float32 product counts once, though the matrix units make it of several narrow
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,21 +17,19 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from airmoe.kernels.layout import CellLayout
+from airmoe.kernels.cells import CellLayout
 
-# Where operators with products are registered, which needs Triton.
+# Where operators with products are registered.
 OPERATOR_MODULES = (
-    "assign_triton",
-    "best_experts_triton",
-    "cell_experts_triton",
+    "best_experts",
+    "cell_experts",
     "cell_gates",
-    "cell_scores_triton",
-    "chosen_logits_triton",
-    "linear_cross_entropy_triton",
-    "rows_triton",
-    "shortlist_triton",
-    "softmax_summary_triton",
-    "token_experts_triton",
+    "cell_scores",
+    "codewords",
+    "linear_cross_entropy",
+    "rows",
+    "softmax_summary",
+    "token_experts",
 )
 
 Arguments = dict[str, Any]  # by name, tensors as their shapes
@@ -50,12 +47,11 @@ def flop_counter() -> FlopCounterMode:
     ):
         formulas[getattr(aten, f"_scaled_dot_product_{name}")] = _attention
         formulas[getattr(aten, f"_scaled_dot_product_{name}_backward")] = _attention_backward
-    if importlib.util.find_spec("triton") is not None:
-        for module in OPERATOR_MODULES:
-            importlib.import_module(f"airmoe.kernels.{module}")
-        for name, formula in FORMULAS.items():
-            packet = getattr(torch.ops.airmoe, name)
-            formulas[packet] = _by_name(packet.default._schema, formula)
+    for module in OPERATOR_MODULES:
+        importlib.import_module(f"airmoe.kernels.{module}")
+    for name, formula in FORMULAS.items():
+        packet = getattr(torch.ops.airmoe, name)
+        formulas[packet] = _by_name(packet.default._schema, formula)
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
@@ -107,17 +103,18 @@ def _cell_experts_backward(args: Arguments) -> int:
 
 def _cell_gates_backward(args: Arguments) -> int:
     """Scores that were not kept are computed once more, where something needs them."""
+    over_all = args["top_k"] in (1, None)
     needed = (
         args["grad_log_z"] is not None
         or args["grad_probs"] is not None
-        or (args["over_all"] and args["grad_gates"] is not None)
+        or (over_all and args["grad_gates"] is not None)
     )
     again = needed and not math.prod(args["scores"])
-    return (again + args["want_hidden"] + args["want_centroids"]) * _cells(args)
+    return (again + sum(args["wanted"])) * _cells(args)
 
 
 def _cell_scores_backward(args: Arguments) -> int:
-    return (args["want_hidden"] + args["want_centroids"]) * _cells(args)
+    return sum(args["wanted"]) * _cells(args)
 
 
 def _lists(args: Arguments, ids: str, table: str) -> int:
@@ -137,7 +134,7 @@ def _token_experts_backward(args: Arguments) -> int:
 
 
 def _chosen_logits_backward(args: Arguments) -> int:
-    return (args["want_hidden"] + args["want_experts"]) * _lists(args, "ids", "hidden")
+    return sum(args["wanted"]) * _lists(args, "ids", "hidden")
 
 
 def _all_pairs(left: str, right: str) -> Callable[[Arguments], int]:
@@ -149,8 +146,7 @@ def _all_pairs(left: str, right: str) -> Callable[[Arguments], int]:
 
 def _softmax_summary_backward(args: Arguments) -> int:
     """All scores are computed once more."""
-    products = 1 + args["want_hidden"] + args["want_experts"]
-    return products * _all_pairs("hidden", "experts")(args)
+    return (1 + sum(args["wanted"])) * _all_pairs("hidden", "experts")(args)
 
 
 def _linear_cross_entropy(args: Arguments) -> int:

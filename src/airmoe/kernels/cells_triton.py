@@ -6,7 +6,7 @@ The layout is made in three small kernels, because a decoding step waits for eac
     starts    first tile of each cell     a cumulative sum
     tiles     cell and rows of each tile  one binary search per tile in the starts
 
-`cells.sort_by_cell` and `layout.row_tiles` are the definitions; integers, so equal to the bit.
+`cells.sort_by_cell` and `cells.row_tiles` are the definitions; integers, so equal to the bit.
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.backend import operator
-from airmoe.kernels.device_triton import count_below
-from airmoe.kernels.layout import ReverseIndex, most_tiles
+from airmoe.kernels.cells import ReverseIndex, most_tiles
+from airmoe.kernels.device_triton import count_below, load_rows
 
 SEARCH_BLOCK = 32  # one warp: searches wait for memory, so they are spread over the device
 SUM_BLOCK = 1024
@@ -83,24 +82,19 @@ def _tiles_kernel(
     tl.store(tile_rows + places, rows, mask=mask[:, None])
 
 
-@operator("airmoe::cell_offsets")
-def cell_offsets_op(ordered: Tensor, num_cells: int) -> Tensor:
+def find_offsets(ordered: Tensor, num_cells: int) -> Tensor:
     """Sorted cell ids [N] -> the first row of each cell: [G + 1] int64."""
     num_rows = ordered.shape[0]
     offsets = torch.empty(num_cells + 1, dtype=torch.int64, device=ordered.device)
     _offsets_kernel[(triton.cdiv(num_cells + 1, SEARCH_BLOCK),)](
-        ordered.contiguous(), offsets, num_rows, num_cells, num_rows.bit_length(),
+        ordered, offsets, num_rows, num_cells, num_rows.bit_length(),
         BLOCK=SEARCH_BLOCK, num_warps=1,
     )  # fmt: skip
     return offsets
 
 
-@operator("airmoe::row_tiles")
-def row_tiles_op(
-    offsets: Tensor, num_rows: int, block: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def find_tiles(offsets: Tensor, num_rows: int, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """offsets [G + 1], block a power of two -> cells, first rows, rows and starts of `RowTiles`."""
-    offsets = offsets.contiguous()
     num_cells = offsets.shape[0] - 1
     starts = torch.empty_like(offsets)
     _starts_kernel[(triton.cdiv(num_cells, SUM_BLOCK),)](
@@ -135,8 +129,7 @@ def _sum_kernel(values, entries, starts, out, num_experts, WIDE: tl.constexpr,
     tl.store(out + experts, tl.sum(total, axis=1).to(out.dtype.element_ty), mask=mask)
 
 
-@operator("airmoe::sum_by_expert")
-def sum_by_expert_op(values: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
+def sum_by_expert(values: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
     """[G, M] -> [E], by one gather per entry, in a fixed order."""
     num_experts = starts.shape[0] - 1
     out = torch.empty(num_experts, dtype=values.dtype, device=values.device)
@@ -160,22 +153,18 @@ def _counts_kernel(
     last = tl.load(offsets + cell + 1)
     for start in range(first, last, BLOCK_T):
         rows = start + tl.arange(0, BLOCK_T)
-        gate = tl.load(
-            gates + rows.to(tl.int64)[:, None] * POOL + places[None, :],
-            mask=(rows < last)[:, None] & place_mask[None, :],
-            other=0.0,
-        )
+        gate = load_rows(gates, rows, rows < last, places, POOL)
         total += (gate > 0).to(tl.int32)
     tl.store(out + cell.to(tl.int64) * POOL + places, tl.sum(total, axis=0), mask=place_mask)
 
 
-def counts_per_entry(gates: Tensor, offsets: Tensor, pools: Tensor) -> Tensor:
+def count_entries(gates: Tensor, offsets: Tensor, pools: Tensor) -> Tensor:
     """How many rows of each cell chose each of its experts: [G, M] int32."""
     pool = pools.shape[1]
     out = torch.empty(pools.shape, dtype=torch.int32, device=pools.device)
     block_p = max(16, min(triton.next_power_of_2(pool), 256))
     _counts_kernel[(triton.cdiv(pool, block_p), pools.shape[0])](
-        gates.contiguous(), offsets, out, POOL=pool, BLOCK_T=16, BLOCK_P=block_p, num_warps=4
+        gates, offsets, out, POOL=pool, BLOCK_T=16, BLOCK_P=block_p, num_warps=4
     )
     return out
 
@@ -222,23 +211,3 @@ def used_entries(reverse: ReverseIndex, counts: Tensor) -> ReverseIndex:
         BLOCK=ENTRY_BLOCK, num_warps=4,
     )  # fmt: skip
     return ReverseIndex(kept, starts)
-
-
-@row_tiles_op.register_fake
-def _(offsets: Tensor, num_rows: int, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    num_tiles = most_tiles(num_rows, offsets.shape[0] - 1, block)
-    cells, first_rows, rows = (
-        offsets.new_empty(shape, dtype=torch.int32)
-        for shape in ((num_tiles,), (num_tiles,), (num_tiles, block))
-    )
-    return cells, first_rows, rows, torch.empty_like(offsets)
-
-
-@sum_by_expert_op.register_fake
-def _(values: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
-    return values.new_empty(starts.shape[0] - 1)
-
-
-@cell_offsets_op.register_fake
-def _(ordered: Tensor, num_cells: int) -> Tensor:
-    return ordered.new_empty(num_cells + 1, dtype=torch.int64)

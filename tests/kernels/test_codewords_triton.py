@@ -1,4 +1,4 @@
-"""Nearest codewords on Triton: the reference's choice, up to ties within rounding."""
+"""Codewords on Triton: the nearest of each token up to ties within rounding, and their sums."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from airmoe.kernels.assign import assign
 from airmoe.kernels.backend import use_backend
+from airmoe.kernels.codewords import assign, codeword_sums, directions
+from tests.kernels.comparison import DEVICE, DTYPES
 from tests.tolerance import assert_top_k, score_slack
 
 pytest.importorskip("triton")
-from airmoe.kernels import assign_triton
-from airmoe.kernels.assign_triton import nearest_codeword
+from airmoe.kernels import codewords_triton
 from airmoe.kernels.device_triton import bfloat16_parts
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(params=["small batch", "large batch"])
 def _both_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of either size of batch, whatever the number of tokens."""
-    module = "airmoe.kernels.assign_triton.SMALL_BATCH"
+    module = "airmoe.kernels.codewords.SMALL_BATCH"
     monkeypatch.setattr(module, 64 if request.param == "small batch" else 0)
 
 
@@ -116,7 +114,7 @@ def test_candidates_are_compared_block_by_block(
     euclidean: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal candidates in one block, and in one place of two blocks, and in another place."""
-    monkeypatch.setattr(assign_triton, "COMPARE_BLOCK", 4)
+    monkeypatch.setattr(codewords_triton, "COMPARE_BLOCK", 4)
     words = torch.eye(200, 16, device=DEVICE) * 0
     hidden = torch.eye(16, device=DEVICE)[:5]
     for column, ids in enumerate([(9, 18), (10, 42, 107), (70, 8 * 12 + 1), (33, 34)]):
@@ -160,12 +158,6 @@ def test_strided_operands() -> None:
     assert torch.equal(found, wanted)
 
 
-def test_it_compiles_without_a_break() -> None:
-    hidden, words = torch.randn(5, 20, device=DEVICE), unit_rows(30, 20)
-    compiled = torch.compile(nearest_codeword, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(hidden, words, True), nearest_codeword(hidden, words, True))
-
-
 @pytest.mark.usefixtures("_both_sizes")
 def test_ties_go_to_the_lowest_id() -> None:
     codewords = unit_rows(200, 16)
@@ -190,10 +182,34 @@ def test_no_tokens() -> None:
     assert nearest.shape == (0,)
 
 
-def test_the_operator_is_registered_completely() -> None:
-    arguments = (torch.randn(5, 16, device=DEVICE), unit_rows(6, 16), True)
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(nearest_codeword, arguments, test_utils=tests)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spherical", [True, False])
+@pytest.mark.parametrize(("tokens", "dim", "codes"), [(200, 24, 7), (1, 16, 3), (150, 96, 1)])
+def test_sums(dtype: torch.dtype, spherical: bool, tokens: int, dim: int, codes: int) -> None:
+    hidden = torch.randn(tokens, dim, device=DEVICE).to(dtype)
+    valid = torch.rand(tokens, device=DEVICE) > 0.2
+    hidden = hidden.masked_fill(~valid.unsqueeze(-1), 0)
+    ids = torch.randint(max(1, codes - 1), (tokens,), device=DEVICE)  # the last codeword is empty
+    with use_backend("triton"):
+        found = codeword_sums(hidden, valid, ids, codes, spherical=spherical)
+        again = codeword_sums(hidden, valid, ids, codes, spherical=spherical)
+    states = directions(hidden.double()) if spherical else hidden.double()
+    exact = torch.zeros(codes, dim + 1, dtype=torch.float64, device=DEVICE)
+    exact.index_add_(0, ids, torch.cat([states, valid.double().unsqueeze(-1)], -1))
+    plain = codeword_sums(hidden, valid, ids, codes, spherical=spherical)
+    bound = 2 * (plain - exact).abs().max() + 1e-6 * exact.abs().max()
+    assert (found - exact).abs().max() <= bound
+    assert torch.equal(found[:, -1].double(), exact[:, -1])
+    assert torch.equal(found, again), "a fixed order of summation"
+
+
+def test_directions_of_tiny_and_huge_tokens() -> None:
+    hidden = torch.tensor([[3e-30, 4e-30], [3e18, 4e18], [0.0, 0.0]], device=DEVICE)
+    valid = torch.ones(3, dtype=torch.bool, device=DEVICE)
+    with use_backend("triton"):
+        found = codeword_sums(hidden, valid, torch.arange(3, device=DEVICE), 3, spherical=True)
+    wanted = torch.tensor([[0.6, 0.8, 1], [0.6, 0.8, 1], [0, 0, 1]], device=DEVICE)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.gpu
@@ -219,16 +235,3 @@ def test_large_odd_shapes(
 ) -> None:
     hidden = torch.randn(tokens, dim, device=DEVICE, dtype=dtype)
     check(hidden, unit_rows(codewords, dim), euclidean)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 8, 64, 100])
-def test_it_runs_in_a_cuda_graph(tokens: int) -> None:
-    hidden = torch.randn(tokens, 512, device=DEVICE, dtype=torch.bfloat16)
-    words = unit_rows(1024, 512)
-    wanted = assign(hidden, words, euclidean=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        nearest = assign(hidden, words, euclidean=True)
-    graph.replay()
-    assert torch.equal(nearest, wanted)

@@ -15,13 +15,13 @@ tokens as rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.backend import operator
 from airmoe.kernels.device_triton import (
     INFINITY,
     as_stored,
@@ -30,7 +30,7 @@ from airmoe.kernels.device_triton import (
     inverse_root,
     largest,
 )
-from airmoe.kernels.noise import Noise, noise_of
+from airmoe.kernels.noise import Noise
 from airmoe.kernels.noise_triton import normal
 from airmoe.kernels.top_k_triton import LONGEST_ROW, MAX_REGISTERS, row_warps
 
@@ -40,25 +40,17 @@ CANDIDATE_ELEMENTS = 1 << 22  # candidates that exist at once (or 16 per column,
 ROWS = 512  # rows handled together at least, where there are so many
 
 
-@dataclass(frozen=True)
-class _Config:
-    block_rows: int
-    block_columns: int
-    block_dim: int
-    num_warps: int
-    num_stages: int
-
-
-def _product_config(rows: int, dim: int, products: int, float32: bool) -> _Config:
+def _product_config(rows: int, dim: int, products: int, float32: bool) -> dict[str, Any]:
     """For `products` of parts per tile. Two programs share an SM: one multiplies, one jitters."""
     few_rows = rows <= 32  # then reading the columns is all that counts
     deep = not float32 and (few_rows or products == 1)
     depth = min(64 if deep else 32, max(16, triton.next_power_of_2(dim)))
-    if few_rows:
-        return _Config(max(16, triton.next_power_of_2(rows)), 128, depth, 4, 4)
-    if rows <= 64:
-        return _Config(64, 128, depth, 4, 3)
-    return _Config(128, 128, depth, 8, 2 if products > 3 else 3)
+    block_rows = max(16, triton.next_power_of_2(rows)) if few_rows else 64 if rows <= 64 else 128
+    stages = 4 if few_rows else 3 if rows <= 64 or products <= 3 else 2
+    return {
+        "BLOCK_R": block_rows, "BLOCK_C": 128, "BLOCK_D": depth,
+        "num_warps": 4 if rows <= 64 else 8, "num_stages": stages,
+    }  # fmt: skip
 
 
 @triton.jit
@@ -233,8 +225,8 @@ class Tables:
         left, right = self.rows[:, rows], self.columns[:, columns]
         (row_parts, num_rows, dim), (column_parts, num_columns, _) = left.shape, right.shape
         config = _product_config(num_rows, dim, row_parts * column_parts, self.float32)
-        grid = triton.cdiv(num_rows, config.block_rows)
-        grid *= triton.cdiv(num_columns, config.block_columns)
+        grid = triton.cdiv(num_rows, config["BLOCK_R"])
+        grid *= triton.cdiv(num_columns, config["BLOCK_C"])
         _scores_kernel[(grid,)](
             left, right,
             None if self.scales is None else self.scales[columns],
@@ -243,9 +235,7 @@ class Tables:
             columns.start, 0.0 if self.noise is None else self.noise.std,
             NORMALIZE=self.normalize, HAS_SCALES=self.scales is not None,
             HAS_NOISE=self.noise is not None, ROW_PARTS=row_parts,
-            COLUMN_PARTS=column_parts, FLOAT32=self.float32,
-            BLOCK_R=config.block_rows, BLOCK_C=config.block_columns, BLOCK_D=config.block_dim,
-            num_warps=config.num_warps, num_stages=config.num_stages,
+            COLUMN_PARTS=column_parts, FLOAT32=self.float32, **config,
         )  # fmt: skip
 
 
@@ -326,40 +316,24 @@ def _thin(
     )  # fmt: skip
 
 
-@operator("airmoe::top_m", mutates_args=("out",))
-def top_m_op(
+def write_shortlists(
     codewords: Tensor,
     centroids: Tensor,
     inverse_norms: Tensor | None,
-    row_keys: Tensor | None,
-    noise_std: float,
+    noise: Noise | None,
     out: Tensor,
 ) -> None:
-    """Write the best experts, ids ascending, to `out` [G, M].
-
-    Codewords [G, D] are float32, centroids [E, D] of any dtype.
-    """
+    """See `best_experts.top_m_op`."""
     if codewords.shape[0] == 0:
         return
-    count = out.shape[1]
-    cuts = plan_cuts(centroids.shape[0], count)
+    cuts = plan_cuts(centroids.shape[0], out.shape[1])
     assert cuts is not None, "the caller checks that lists are short enough"
     in_parts = exact_as_bfloat16(centroids)
-    tables = Tables(
-        bfloat16_parts(codewords) if in_parts else whole(codewords),
-        whole(centroids),
-        inverse_norms,
-        noise_of(row_keys, noise_std),
-        float32=not in_parts,
-    )
-    best = BestColumns(tables, count, cuts)
+    rows = bfloat16_parts(codewords) if in_parts else whole(codewords)
+    tables = Tables(rows, whole(centroids), inverse_norms, noise, float32=not in_parts)
+    best = BestColumns(tables, out.shape[1], cuts)
     ids = out.contiguous()  # the very same tensor, if it is
-    for rows in best.chunks():
-        best.find(rows, ids[rows])
+    for chunk in best.chunks():
+        best.find(chunk, ids[chunk])
     if ids is not out:
         out.copy_(ids)
-
-
-@top_m_op.register_fake
-def _(*_: Tensor | float | None) -> None:
-    return None

@@ -1,12 +1,16 @@
-"""out[expert] = sum over its cells of X[rows, position].T @ values[tokens]: gradients of tables.
+"""The two products over cells that gather rows of tables: X is [N, M], a row per token and cell.
 
-X is [N, M], a row per token and cell. Each cell writes partial sums, each expert gathers its own.
-The partial sums of all experts would be a [G, M, D] tensor, so experts are cut into parts with
-about equally many entries. A pool is sorted by expert: a part is a run of positions in it.
+    pool_products   out[token] = X[row] @ table[pool]
+    row_products    out[expert] = sum over its cells of X[rows, position].T @ values[tokens],
+                    the gradient of a table
+
+For the second each cell writes partial sums, and each expert gathers its own. The partial sums of
+all experts would be a [G, M, D] tensor, so experts are cut into parts with about equally many
+entries. A pool is sorted by expert: a part is a run of positions in it.
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
-# pyright: reportReturnType=none
+# pyright: reportReturnType=none, reportGeneralTypeIssues=none
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -16,8 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.device_triton import count_below, dot, part_dtype
-from airmoe.kernels.layout import CellLayout, ReverseIndex
+from airmoe.kernels.cells import CellLayout, ReverseIndex
+from airmoe.kernels.device_triton import (
+    count_below,
+    dot,
+    load_rows,
+    part_dtype,
+    part_of_pool,
+    rows_of_tile,
+    store_rows,
+)
 
 REDUCE_PROGRAMS = 132 * 128
 # Memory for the partial sums of one part. Where there are many rows, several matrices [N, M] are
@@ -25,6 +37,95 @@ REDUCE_PROGRAMS = 132 * 128
 PART_BYTES, PART_BYTES_OF_MANY_ROWS = 512 * 2**20, 256 * 2**20
 MANY_ROWS = 32_768
 SEARCH_BLOCK, SUM_BLOCK = 32, 1024
+
+
+@triton.jit
+def _add_product(
+    x, table, rows, row_mask, places, place_mask, ids, columns, total,
+    POOL: tl.constexpr, DIM: tl.constexpr, TOKENS_FIRST: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """total + X[rows, places] @ table[ids, columns], or the transpose of it."""
+    x = load_rows(x, rows, row_mask, places, POOL)
+    table = load_rows(table, ids, place_mask, columns, DIM)
+    if TOKENS_FIRST:
+        total = dot(x, table, total, False, False, PART)
+    else:
+        total = dot(table, x, total, True, True, PART)
+    return total
+
+
+@triton.jit
+def _pool_products_kernel(
+    x_1, table_1, x_2, table_2, out,
+    tile_cells, tile_first, offsets, token_ids, pools,
+    POOL: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    TWO: tl.constexpr, BY_TOKEN: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(1)
+    cell = tl.load(tile_cells + tile)
+    if cell >= 0:
+        rows, row_mask, _ = rows_of_tile(tile_first, offsets, token_ids, tile, cell, BLOCK_T)
+        columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+        tokens_first: tl.constexpr = BLOCK_T >= 64
+        if tokens_first:
+            total = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+        else:
+            total = tl.zeros((BLOCK_D, BLOCK_T), tl.float32)
+        for start in range(0, POOL, BLOCK_P):
+            places, place_mask, ids = part_of_pool(pools, cell, start, POOL, BLOCK_P)
+            total = _add_product(
+                x_1, table_1, rows, row_mask, places, place_mask, ids, columns, total,
+                POOL, DIM, tokens_first, PART,
+            )  # fmt: skip
+            if TWO:
+                total = _add_product(
+                    x_2, table_2, rows, row_mask, places, place_mask, ids, columns, total,
+                    POOL, DIM, tokens_first, PART,
+                )  # fmt: skip
+        if not tokens_first:
+            total = tl.trans(total)
+        if BY_TOKEN:  # read at the end, to hold no registers until then
+            rows = tl.load(token_ids + rows, mask=row_mask, other=0)
+        store_rows(out, rows, row_mask, columns, total, DIM)
+
+
+def pool_products(
+    pairs: list[tuple[Tensor, Tensor]], layout: CellLayout, num_tokens: int
+) -> Tensor:
+    """Sum over pairs of X [N, M] @ table[pool]: [T, D] in the table's dtype.
+
+    A token with several rows gets their sum, taken in float32.
+    """
+    x_1, table_1 = pairs[0]
+    x_2, table_2 = pairs[-1]
+    tiles, dim = layout.tiles, table_1.shape[1]
+    by_token = layout.num_rows == num_tokens  # one row each: rows are a permutation of tokens
+    dtype = table_1.dtype if by_token else torch.float32
+    out = torch.empty(layout.num_rows, dim, dtype=dtype, device=table_1.device)
+    if out.numel() == 0:
+        return out if by_token else out.new_zeros(num_tokens, dim).to(table_1.dtype)
+    config = _pool_config(table_1.dtype, dim, layout.pool, len(pairs))
+    _pool_products_kernel[(triton.cdiv(dim, config["BLOCK_D"]), tiles.count)](
+        x_1, table_1, x_2, table_2, out,
+        tiles.cells, tiles.first_rows, layout.offsets, layout.token_ids, layout.pools,
+        POOL=layout.pool, DIM=dim, BLOCK_T=tiles.block, TWO=len(pairs) == 2, BY_TOKEN=by_token,
+        PART=part_dtype(), **config,
+    )  # fmt: skip
+    if by_token:
+        return out
+    rows = layout.token_ids.argsort(stable=True)  # token by token; every token has equally many
+    return out.index_select(0, rows).view(num_tokens, -1, dim).sum(1).to(table_1.dtype)
+
+
+def _pool_config(dtype: torch.dtype, dim: int, pool: int, pairs: int) -> dict[str, int]:
+    wide = dtype == torch.float32
+    return {
+        "BLOCK_D": max(16, min(triton.next_power_of_2(dim), 64 if wide else 128)),
+        "BLOCK_P": max(16, min(triton.next_power_of_2(pool), 32 if wide or pairs == 2 else 64)),
+        "num_warps": 4,
+        "num_stages": 1 if wide else 3,  # parts of float32 are made in registers
+    }
 
 
 @dataclass(frozen=True)
@@ -92,19 +193,6 @@ def make_parts(layout: CellLayout, reverse: ReverseIndex, row_bytes: int) -> Par
 
 
 @triton.jit
-def _x_block(x, rows, row_mask, places, POOL: tl.constexpr):
-    mask = row_mask[:, None] & (places < POOL)[None, :]
-    return tl.load(x + rows.to(tl.int64)[:, None] * POOL + places[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _value_block(values, token_ids, rows, row_mask, columns, DIM: tl.constexpr):
-    tokens = tl.load(token_ids + rows, mask=row_mask, other=0).to(tl.int64)
-    mask = row_mask[:, None] & (columns < DIM)[None, :]
-    return tl.load(values + tokens[:, None] * DIM + columns[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
 def _store_partial(
     partial, total, cell, places, low, high, shift, counts, columns,
     POOL: tl.constexpr, DIM: tl.constexpr, USED: tl.constexpr,
@@ -113,11 +201,7 @@ def _store_partial(
     if USED:
         count = tl.load(counts + cell.to(tl.int64) * POOL + places, mask=mine, other=0)
         mine &= count > 0
-    tl.store(
-        partial + (places + shift).to(tl.int64)[:, None] * DIM + columns[None, :],
-        total.to(partial.dtype.element_ty),
-        mask=mine[:, None] & (columns < DIM)[None, :],
-    )
+    store_rows(partial, places + shift, mine, columns, total, DIM)
 
 
 @triton.jit
@@ -144,11 +228,12 @@ def _partial_kernel(
         columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
         rows = first + tl.arange(0, BLOCK_R)
         row_mask = rows < last
-        value = _value_block(values, token_ids, rows, row_mask, columns, DIM)
+        tokens = tl.load(token_ids + rows, mask=row_mask, other=0)
+        value = load_rows(values, tokens, row_mask, columns, DIM)
         if small:  # its values are read once
             for start in range(begin, high, BLOCK_P):
                 places = tl.multiple_of(start, 16) + tl.arange(0, BLOCK_P)
-                block = _x_block(x, rows, row_mask, places, POOL)
+                block = load_rows(x, rows, row_mask, places, POOL)
                 total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
                 total = dot(block, value, total, True, False, PART)
                 _store_partial(
@@ -162,8 +247,9 @@ def _partial_kernel(
                 for row in range(first, last, BLOCK_R):
                     rows = row + tl.arange(0, BLOCK_R)
                     row_mask = rows < last
-                    value = _value_block(values, token_ids, rows, row_mask, columns, DIM)
-                    block = _x_block(x, rows, row_mask, places, POOL)
+                    tokens = tl.load(token_ids + rows, mask=row_mask, other=0)
+                    value = load_rows(values, tokens, row_mask, columns, DIM)
+                    block = load_rows(x, rows, row_mask, places, POOL)
                     total = dot(block, value, total, True, False, PART)
                 _store_partial(
                     partial, total, cell, places, low, high, shift, counts, columns,
@@ -191,11 +277,7 @@ def _reduce_kernel(
             mask = places < end
             entry = tl.load(entries + places, mask=mask, other=0)
             row = entry % POOL + tl.load(shifts + entry // POOL * PARTS + part, mask=mask, other=0)
-            total += tl.load(
-                partial + row.to(tl.int64)[:, None] * DIM + columns[None, :],
-                mask=mask[:, None] & column_mask[None, :],
-                other=0.0,
-            ).to(tl.float32)
+            total += load_rows(partial, row, mask, columns, DIM).to(tl.float32)
         grad = tl.sum(total, axis=0)
         place = (tl.zeros((WIDTH,), tl.int64) + expert) * DIM + columns
         if PROJECT:  # the gradient came through w / |w|: drop its radial part

@@ -1,51 +1,38 @@
-"""Nearest codeword without a [T, G] matrix: a product whose every tile goes into a running best.
+"""Codewords on a GPU: the nearest of each token, and the sums of each one's tokens.
 
-Products are as exact as float32. A float32 number is the exact sum of three bfloat16 numbers, so
-against bfloat16 tokens three bfloat16 products of the tensor cores do it; against other tokens the
-float32 product is made of three tf32 ones.
+The nearest without a [T, G] matrix: every tile of the product goes into a running best. Products
+are as exact as float32, which is the exact sum of three bfloat16 numbers: against bfloat16 tokens
+three bfloat16 products of the tensor cores do it; against others it is made of three tf32 ones.
 
 Many tokens: a program takes a block of tokens and walks all codewords. A few tokens (decoding): a
 program takes a few codewords, reads them once and leaves their best for each token; a second
 kernel compares those. Each warp multiplies its own slice of the depth, so that even eight codewords
 keep all warps of a program busy, and their partial products are added at the end.
+
+Sums have a fixed order: tiles of a codeword's tokens, then those of its tiles. Two steps, because
+early in training one codeword may have most of the tokens.
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
 # pyright: reportGeneralTypeIssues=none
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.backend import operator
-from airmoe.kernels.device_triton import INFINITY, as_stored, bfloat16_parts, upper_half
-from airmoe.kernels.token_experts import SMALL_BATCH
+from airmoe.kernels.cells import row_tiles, sort_by_cell
+from airmoe.kernels.device_triton import INFINITY, as_stored, bfloat16_parts, load_rows, upper_half
 
 ENOUGH_PROGRAMS = 132
 FEWEST_WORDS, MOST_WORDS = 8, 16  # of one program: the more, the fewer programs read the tokens
 NUM_SLICES = 8  # of the depth, one per warp
 COMPARE_BLOCK = 1024  # candidates of one token looked at together
+TILE_ROWS = 64  # tokens of one codeword added up together
 MOST = tl.constexpr(2**31 - 1)  # above every id
-
-
-@dataclass(frozen=True)
-class _ManyConfig:
-    block_tokens: int
-    block_codewords: int
-    block_dim: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None  # 128 lets two programs share an SM, one multiplying, one comparing
-
-
-def _many_config(num_codewords: int, dim: int, parts: int) -> _ManyConfig:
-    codewords = min(128, max(16, triton.next_power_of_2(num_codewords)))
-    depth = min(32, max(16, triton.next_power_of_2(dim)))
-    return _ManyConfig(128, codewords, depth, 8, 3, 128 if parts > 1 else None)
 
 
 @triton.jit
@@ -110,31 +97,33 @@ def nearest_of_many(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tenso
     offsets = codewords.square().sum(-1).div_(2) if euclidean else None
     parts = 3 if hidden.dtype == torch.bfloat16 else 1
     words = bfloat16_parts(codewords) if parts > 1 else codewords.contiguous()
-    config = _many_config(num_codewords, dim, parts)
-    _nearest_kernel[(triton.cdiv(num_tokens, config.block_tokens),)](
+    config = {
+        "BLOCK_T": 128,
+        "BLOCK_G": min(128, max(16, triton.next_power_of_2(num_codewords))),
+        "BLOCK_D": min(32, max(16, triton.next_power_of_2(dim))),
+        "num_warps": 8,
+        "num_stages": 3,
+        # Two programs share an SM, one multiplying, one comparing.
+        "maxnreg": 128 if parts > 1 else None,
+    }
+    _nearest_kernel[(triton.cdiv(num_tokens, config["BLOCK_T"]),)](
         as_stored(hidden), words, offsets, nearest,
         num_tokens, num_codewords, dim, codewords.numel(),
-        EUCLIDEAN=euclidean, PARTS=parts, BLOCK_T=config.block_tokens,
-        BLOCK_G=config.block_codewords, BLOCK_D=config.block_dim,
-        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
+        EUCLIDEAN=euclidean, PARTS=parts, **config,
     )  # fmt: skip
     return nearest
 
 
-@dataclass(frozen=True)
-class _FewConfig:
-    block_tokens: int
-    block_codewords: int
-    block_dim: int  # of one slice
-    num_stages: int  # as many as fit into shared memory beside the tokens
-
-
-def _few_config(num_tokens: int, num_codewords: int, in_parts: bool) -> _FewConfig:
+def _few_config(num_tokens: int, num_codewords: int, in_parts: bool) -> dict[str, Any]:
     tokens = max(16, triton.next_power_of_2(num_tokens))
     many = triton.cdiv(num_codewords, MOST_WORDS) >= ENOUGH_PROGRAMS
-    words = MOST_WORDS if many else FEWEST_WORDS
-    depth = 32 if in_parts or tokens < 64 else 16  # float32 tokens take twice the registers
-    return _FewConfig(tokens, words, depth, 4 if tokens == 16 else 3)
+    return {
+        "BLOCK_T": tokens,
+        "BLOCK_G": MOST_WORDS if many else FEWEST_WORDS,
+        # Of one slice; float32 tokens take twice the registers.
+        "BLOCK_D": 32 if in_parts or tokens < 64 else 16,
+        "num_stages": 4 if tokens == 16 else 3,  # as many as shared memory has beside the tokens
+    }
 
 
 @triton.jit
@@ -200,14 +189,12 @@ def nearest_of_few(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor
     num_codewords, device = codewords.shape[0], hidden.device
     in_parts = hidden.dtype == torch.bfloat16
     config = _few_config(num_tokens, num_codewords, in_parts)
-    programs = triton.cdiv(num_codewords, config.block_codewords)
+    programs = triton.cdiv(num_codewords, config["BLOCK_G"])
     best = torch.empty(num_tokens, programs, dtype=torch.float32, device=device)
     ids = torch.empty(num_tokens, programs, dtype=torch.int32, device=device)
     _best_of_words_kernel[(programs,)](
         as_stored(hidden), codewords.contiguous(), best, ids, num_tokens, num_codewords, dim,
-        EUCLIDEAN=euclidean, IN_PARTS=in_parts, SLICES=NUM_SLICES, BLOCK_T=config.block_tokens,
-        BLOCK_G=config.block_codewords, BLOCK_D=config.block_dim,
-        num_warps=NUM_SLICES, num_stages=config.num_stages,
+        EUCLIDEAN=euclidean, IN_PARTS=in_parts, SLICES=NUM_SLICES, num_warps=NUM_SLICES, **config,
     )  # fmt: skip
     nearest = torch.empty(num_tokens, dtype=torch.int64, device=device)
     block = min(triton.next_power_of_2(programs), COMPARE_BLOCK)
@@ -217,16 +204,74 @@ def nearest_of_few(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor
     return nearest
 
 
-@operator("airmoe::nearest_codeword")
-def nearest_codeword(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
-    """hidden [T, D], codewords [G, D] float32 -> [T] int64, ties to the lowest id."""
-    num_tokens = hidden.shape[0]
-    if num_tokens == 0:
-        return torch.empty(0, dtype=torch.int64, device=hidden.device)
-    nearest = nearest_of_few if num_tokens <= SMALL_BATCH else nearest_of_many
-    return nearest(hidden, codewords, euclidean)
+@triton.jit
+def _tile_sums_kernel(
+    hidden, valid, tile_cells, tile_rows, order, sums, counts,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    SPHERICAL: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    if tl.load(tile_cells + tile) >= 0:
+        columns = tl.arange(0, WIDTH)
+        column_mask = columns < DIM
+        total = tl.zeros((WIDTH,), tl.float32)
+        count = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, TILE, ROWS):
+            rows = tl.load(tile_rows + tile * TILE + start + tl.arange(0, ROWS))
+            used = rows >= 0
+            tokens = tl.load(order + rows, mask=used, other=0)
+            states = load_rows(hidden, tokens, used, columns, DIM).to(tl.float32)
+            if SPHERICAL:  # in two steps, so that no square overflows or vanishes
+                largest = tl.max(tl.abs(states), axis=1)
+                states = states / tl.where(largest > 0, largest, 1.0)[:, None]
+                norm = tl.sqrt_rn(tl.sum(states * states, axis=1))
+                states = states / tl.where(norm > 0, norm, 1.0)[:, None]
+            total += tl.sum(states, axis=0)
+            count += tl.load(valid + tokens, mask=used, other=0).to(tl.float32)
+        tl.store(sums + tile.to(tl.int64) * DIM + columns, total, mask=column_mask)
+        tl.store(counts + tile, tl.sum(count, axis=0))
 
 
-@nearest_codeword.register_fake
-def _(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
-    return hidden.new_empty(hidden.shape[0], dtype=torch.int64)
+@triton.jit
+def _cell_sums_kernel(
+    sums, counts, tile_starts, out, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
+):
+    cell = tl.program_id(0)
+    columns = tl.arange(0, WIDTH)
+    column_mask = columns < DIM
+    first = tl.load(tile_starts + cell)
+    last = tl.load(tile_starts + cell + 1)
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    count = tl.zeros((ROWS,), tl.float32)
+    for start in range(first, last, ROWS):
+        tiles = start + tl.arange(0, ROWS)
+        used = tiles < last
+        total += load_rows(sums, tiles, used, columns, DIM)
+        count += tl.load(counts + tiles, mask=used, other=0.0)
+    row = out + cell.to(tl.int64) * (DIM + 1)
+    tl.store(row + columns, tl.sum(total, axis=0), mask=column_mask)
+    tl.store(row + DIM, tl.sum(count, axis=0))
+
+
+def sums_by_codeword(
+    hidden: Tensor, valid: Tensor, codeword_ids: Tensor, num_codewords: int, spherical: bool
+) -> Tensor:
+    """hidden [T, D], valid and codeword_ids [T] -> [G, D + 1] float32."""
+    num_tokens, dim = hidden.shape
+    out = torch.empty(num_codewords, dim + 1, dtype=torch.float32, device=hidden.device)
+    _, order, offsets = sort_by_cell(codeword_ids, num_codewords)
+    tiles = row_tiles(offsets, num_tokens, TILE_ROWS)
+    sums = torch.empty(tiles.count, dim, dtype=torch.float32, device=hidden.device)
+    counts = torch.empty(tiles.count, dtype=torch.float32, device=hidden.device)
+    width = triton.next_power_of_2(dim)
+    if tiles.count:
+        _tile_sums_kernel[(tiles.count,)](
+            hidden, valid, tiles.cells, tiles.rows, order, sums, counts,
+            DIM=dim, WIDTH=width, TILE=TILE_ROWS, ROWS=max(1, min(16, 4096 // width)),
+            SPHERICAL=spherical, num_warps=4,
+        )  # fmt: skip
+    _cell_sums_kernel[(num_codewords,)](
+        sums, counts, tiles.starts, out,
+        DIM=dim, WIDTH=width, ROWS=max(1, min(4, 4096 // width)), num_warps=4,
+    )  # fmt: skip
+    return out

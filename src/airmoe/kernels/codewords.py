@@ -1,0 +1,88 @@
+"""What a codebook computes: the codeword of each token, and the sums that codewords learn from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from airmoe.kernels.backend import operator, own_precision, use_triton
+from airmoe.kernels.token_experts import SMALL_BATCH
+from airmoe.kernels.top_k import top_positions
+
+CHUNK_ELEMENTS = 1 << 22
+
+
+@torch.no_grad()
+@own_precision
+def assign(hidden: Tensor, codewords: Tensor, *, euclidean: bool) -> Tensor:
+    """The nearest codeword of each token: [T] int64 (Alg. 1, lines 2-3).
+
+    hidden [T, D], codewords [G, D] (unit norm unless `euclidean`). Ties go to the lowest id.
+    """
+    if codewords.dtype == torch.float32 and use_triton(hidden, codewords):
+        return nearest_codeword(hidden, codewords, euclidean)
+    nearest = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
+    # |h - c|^2 = |h|^2 - 2 (<h, c> - |c|^2 / 2): the token's own norm changes no order.
+    offset = codewords.square().sum(-1) / 2 if euclidean else None
+    rows = max(1, CHUNK_ELEMENTS // codewords.shape[0])
+    for start in range(0, hidden.shape[0], rows):
+        similarity = hidden[start : start + rows].to(codewords.dtype) @ codewords.T  # [rows, G]
+        if offset is not None:
+            similarity -= offset
+        nearest[start : start + rows] = top_positions(similarity, 1).squeeze(-1)
+    return nearest
+
+
+@operator(
+    "airmoe::nearest_codeword",
+    fake=lambda hidden, *_: hidden.new_empty(hidden.shape[0], dtype=torch.int64),
+)
+def nearest_codeword(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
+    """hidden [T, D], codewords [G, D] float32 -> [T] int64, ties to the lowest id."""
+    from airmoe.kernels.codewords_triton import nearest_of_few, nearest_of_many
+
+    if hidden.shape[0] == 0:
+        return torch.empty(0, dtype=torch.int64, device=hidden.device)
+    nearest = nearest_of_few if hidden.shape[0] <= SMALL_BATCH else nearest_of_many
+    return nearest(hidden, codewords, euclidean)
+
+
+def directions(rows: Tensor) -> Tensor:
+    """Rows on the unit sphere however small they are (sums fade without end); 0 stays 0."""
+    largest = rows.abs().amax(-1, keepdim=True)
+    rows = rows / torch.where(largest > 0, largest, 1.0)
+    norms = rows.norm(dim=-1, keepdim=True)
+    return rows / torch.where(norms > 0, norms, 1.0)
+
+
+@torch.no_grad()
+def codeword_sums(
+    hidden: Tensor, valid: Tensor, codeword_ids: Tensor, num_codewords: int, *, spherical: bool
+) -> Tensor:
+    """hidden [T, D] (0 where not `valid`), codeword_ids [T] -> [G, D + 1] float32.
+
+    The sum of each codeword's tokens (Alg. 2, lines 2-5), by direction where `spherical`; the last
+    column is the number of valid tokens.
+    """
+    if use_triton(hidden):
+        return codeword_sums_op(hidden.detach(), valid, codeword_ids, num_codewords, spherical)
+    states = hidden.float()
+    if spherical:
+        states = directions(states)
+    counted = torch.cat([states, valid.float().unsqueeze(-1)], dim=-1)
+    sums = counted.new_zeros(num_codewords, counted.shape[1])
+    return sums.index_add_(0, codeword_ids, counted)
+
+
+@operator(
+    "airmoe::codeword_sums",
+    fake=lambda hidden, valid, ids, count, _: hidden.new_empty(
+        count, hidden.shape[1] + 1, dtype=torch.float32
+    ),
+)
+def codeword_sums_op(
+    hidden: Tensor, valid: Tensor, codeword_ids: Tensor, num_codewords: int, spherical: bool
+) -> Tensor:
+    from airmoe.kernels.codewords_triton import sums_by_codeword
+
+    return sums_by_codeword(hidden.contiguous(), valid, codeword_ids, num_codewords, spherical)
