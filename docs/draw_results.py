@@ -7,7 +7,6 @@ the extra `plot`.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ def per_cent(share: float) -> str:
 
 
 def perplexity(run: Run) -> str:
-    return f"{run.best['perplexity']:.2f}"
+    return f"{run.perplexity:.2f}"
 
 
 def about(group: Group) -> str:
@@ -105,20 +104,13 @@ def about(group: Group) -> str:
 def readme_table(group: Group) -> Table:
     """Seven columns: without the seeds, which stand above it, and with the paper's perplexity."""
     table = variant_table(group, README_COLUMNS, "")
-    rows = [
-        [*row[:1], row[2], paper_perplexity(group, variant, grey=row[0].grey), *row[3:]]
-        for variant, row in zip(group.variants, table.rows, strict=True)
-    ]
-    return replace(table, columns=with_paper(table.columns), rows=rows)
-
-
-def with_paper(columns: Sequence[str]) -> list[str]:
-    return [columns[0], columns[2], "the paper's", *columns[3:]]
-
-
-def paper_perplexity(group: Group, variant: str, *, grey: bool) -> Cell:
-    found = paper_cell(group.key.suite, group.key.preset, variant)
-    return Cell(text=DASH if found is None else f"{found.perplexity:.2f}", grey=grey)
+    method, _, ours, *others = table.columns
+    rows = []
+    for variant, (name, _, perplexity, *rest) in zip(group.variants, table.rows, strict=True):
+        found = paper_cell(group.key.suite, group.key.preset, variant)
+        paper = Cell(text=DASH if found is None else f"{found.perplexity:.2f}", grey=name.grey)
+        rows.append([name, perplexity, paper, *rest])
+    return replace(table, columns=[method, ours, "the paper's", *others], rows=rows)
 
 
 def main(root: Path = ROOT) -> None:

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from airmoe.training import preset
 from tests.experiments.report_toys import write_main_suite, write_run
 
 
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
     """A folder with one run that is fine."""
-    write_run(tmp_path / "runs" / "good", preset("tiny"), perplexity=60.0)
+    write_run(tmp_path / "runs" / "good")
     return tmp_path / "runs"
 
 

@@ -30,14 +30,22 @@ WIKIPEDIA_HASH = next(iter(KNOWN))  # that of the text of results/wikipedia
 
 
 def write_run(
-    folder: Path, config: RunConfig, *, perplexity: float, result: bool = True, **numbers: Any
+    folder: Path,
+    config: RunConfig | Sequence[str] = (),
+    *,
+    perplexity: float = 60.0,
+    result: bool = True,
+    **numbers: Any,
 ) -> None:
     """A finished run whose best evaluation is the last, with `perplexity`.
 
-    numbers: `flops` per token, `speed` in tokens/s, `test` (perplexity), `memory` in GiB, any field
-    of an evaluation, and `about` for fields of run.json and result.json that differ from the usual.
+    config: or changes to `tiny`. numbers: `flops` per token, `speed` in tokens/s, `test`
+    (perplexity), `memory` in GiB, any field of an evaluation, and `about` for fields of run.json
+    and result.json that differ from the usual.
     A field that is None is missing.
     """
+    if not isinstance(config, RunConfig):
+        config = override(preset("tiny"), config)
     about = {
         "data_sha256": HASH,
         "versions": VERSIONS,
@@ -103,13 +111,13 @@ def _lines(perplexity: float, numbers: dict[str, Any]) -> list[dict[str, Any]]:
 def write_suite(
     folder: Path,
     suite: str,
-    runs: Mapping[str, Mapping[str, Any]],
+    runs: Mapping[str, Mapping[str, Any] | float | list[float]],
     *,
     seeds: Sequence[int] = (42,),
     name: str = "tiny",
     overrides: Sequence[str] = (),
-) -> None:
-    """A suite of `variant -> numbers`; `perplexity` may be a list, one per seed."""
+) -> Path:
+    """A suite of `variant -> numbers` or perplexity; a list has a value per seed."""
     configs = SUITES[suite].variants(override(preset(name), list(overrides)))
     planned = []
     for index, seed in enumerate(seeds):
@@ -123,9 +131,10 @@ def write_suite(
                     "config": config.to_json(),
                 }
             )
-            chosen = {
+            named = numbers if isinstance(numbers, Mapping) else {"perplexity": numbers}
+            chosen: dict[str, Any] = {
                 key: value[index] if isinstance(value, list) else value
-                for key, value in numbers.items()
+                for key, value in named.items()
             }
             write_run(folder / f"{variant}-seed{seed}", config, **chosen)
     write_json(
@@ -140,6 +149,7 @@ def write_suite(
             "runs": planned,
         },
     )
+    return folder
 
 
 def write_usage(run: Path, experts: np.ndarray) -> None:
@@ -148,9 +158,8 @@ def write_usage(run: Path, experts: np.ndarray) -> None:
 
 def write_main_suite(folder: Path) -> Path:
     """Four methods of one seed, equally good."""
-    runs = {name: {"perplexity": 60.0} for name in ("air", "peer", "hierarchical", "coarse")}
-    write_suite(folder, "main", runs)
-    return folder
+    methods = ("air", "peer", "hierarchical", "coarse")
+    return write_suite(folder, "main", dict.fromkeys(methods, 60.0))
 
 
 def change_config(run: Path, section: str, **options: object) -> None:

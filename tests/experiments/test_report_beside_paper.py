@@ -28,7 +28,7 @@ def beside(group: Group) -> tuple[Table, list[str]]:
 def test_the_paper_stands_beside_ours(tmp_path: Path) -> None:
     shorter = ["training.epochs=null", "training.steps=360", "training.precision=bf16"]
     shorter += ["data.folder=data/wiki"]
-    runs = {"air": {"perplexity": 30.0}, "exact": {"perplexity": 29.0}}
+    runs = {"air": 30.0, "exact": 29.0}
     write_suite(tmp_path / "s", "main", runs, name="small", overrides=shorter)
     table, differences = beside(only_group(tmp_path))
     assert [cell.text for cell in table.rows[0]] == [
@@ -44,7 +44,8 @@ def test_the_paper_stands_beside_ours(tmp_path: Path) -> None:
     assert table.rows[1][6].text == "–"  # the paper does not say
     text, length, precision, balanced = differences  # of devices nothing is known
     assert text == (
-        "text: data.folder=data/wiki (data hash abababababab); the paper's is wikitext103"
+        "text: wikitext103, data.folder=data/wiki (data hash abababababab); the paper's is "
+        "wikitext103"
     )
     assert length == "length: 184,320 tokens, 0.0152 % of the paper's 1,210,000,000"
     assert precision == "precision: bf16, the paper's is fp16"
@@ -52,7 +53,7 @@ def test_the_paper_stands_beside_ours(tmp_path: Path) -> None:
 
 
 def test_only_methods_that_were_balanced_are_said_to_be(tmp_path: Path) -> None:
-    runs = {name: {"perplexity": 30.0} for name in ("air", "peer", "coarse")}
+    runs = {name: 30.0 for name in ("air", "peer", "coarse")}
     write_suite(tmp_path / "s", "main", runs, name="small")
     none = ["model.load_balance_weight=0"]
     write_suite(tmp_path / "none", "main", runs, name="small", overrides=none)
@@ -91,12 +92,12 @@ def test_runs_on_wikipedia_are_not_called_wikitext(tmp_path: Path) -> None:
 
 def test_somebody_else_s_folder_of_that_name(tmp_path: Path) -> None:
     changed = ["data.folder=data/wikipedia", "data.corpus=data/text"]
-    write_suite(tmp_path / "s", "main", {"air": {"perplexity": 30.0}}, overrides=changed)
+    write_suite(tmp_path / "s", "main", {"air": 30.0}, overrides=changed)
     assert "text from wikipedia" in only_group(tmp_path).title
 
 
 def test_ablations_have_their_own_paper_numbers(tmp_path: Path) -> None:
-    runs = {"air": {"perplexity": 30.0}, "static": {"perplexity": 31.0}}
+    runs = {"air": 30.0, "static": 31.0}
     write_suite(
         tmp_path / "s", "ablations", runs, name="small", overrides=["training.batch_size=32"]
     )
@@ -110,9 +111,7 @@ def test_ablations_have_their_own_paper_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suite", ["main", "ablations"])
 def test_unchanged_settings_are_the_papers(tmp_path: Path, suite: str) -> None:
     variants = SUITES[suite].variants(preset("small"))
-    write_suite(
-        tmp_path / "s", suite, {name: {"perplexity": 30.0} for name in variants}, name="small"
-    )
+    write_suite(tmp_path / "s", suite, {name: 30.0 for name in variants}, name="small")
     table, differences = beside(only_group(tmp_path))
     assert len(table.rows) == 5
     length, *balanced = differences
@@ -158,5 +157,5 @@ def test_only_air_has_lists_to_refresh(tmp_path: Path) -> None:
 
 
 def test_our_own_preset_has_no_paper_beside_it(tmp_path: Path) -> None:
-    write_suite(tmp_path / "s", "main", {"air": {"perplexity": 60.0}})
+    write_suite(tmp_path / "s", "main", {"air": 60.0})
     assert beside_paper(only_group(tmp_path)) is None

@@ -45,13 +45,9 @@ def test_intervals() -> None:
 
 
 def test_effects_are_those_of_the_seeds_that_both_have(tmp_path: Path) -> None:
-    write_suite(
-        tmp_path / "a", "main", {"air": {"perplexity": [60.0, 62.0]}}, seeds=(1, 2), name="small"
-    )
-    write_suite(
-        tmp_path / "b", "main", {"peer": {"perplexity": [61.0, 90.0]}}, seeds=(1, 3), name="small"
-    )
-    write_suite(tmp_path / "c", "main", {"coarse": {"perplexity": 70.0}}, seeds=(9,), name="small")
+    write_suite(tmp_path / "a", "main", {"air": [60.0, 62.0]}, seeds=(1, 2), name="small")
+    write_suite(tmp_path / "b", "main", {"peer": [61.0, 90.0]}, seeds=(1, 3), name="small")
+    write_suite(tmp_path / "c", "main", {"coarse": 70.0}, seeds=(9,), name="small")
     group = only_group(tmp_path)
     (claim,) = claims(group)
     assert (claim.other, claim.seeds) == ("peer", [1])
@@ -65,5 +61,5 @@ def test_effects_are_those_of_the_seeds_that_both_have(tmp_path: Path) -> None:
 
 
 def test_nothing_to_claim_without_air_or_others(tmp_path: Path) -> None:
-    write_suite(tmp_path / "s", "main", {"peer": {"perplexity": 60.0}})
+    write_suite(tmp_path / "s", "main", {"peer": 60.0})
     assert claims_table(only_group(tmp_path)) is None

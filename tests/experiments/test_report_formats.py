@@ -64,17 +64,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All four suites, a single run, and something that went wrong."""
     folder = tmp_path_factory.mktemp("runs")
     runs = {
-        "air": {"perplexity": [61.0, 63.0]},
+        "air": [61.0, 63.0],
         "peer": {"perplexity": [64.0, 65.0], "overlap": None},
-        "exact": {"perplexity": [60.0, 60.5]},
+        "exact": [60.0, 60.5],
     }
     write_suite(folder / "main", "main", runs, seeds=(42, 43))
     random = np.random.default_rng(0)
     for variant in runs:
         write_usage(folder / "main" / f"{variant}-seed42", random.poisson(9, 4096))
-    levels = {f"q{level}": {"perplexity": 70 + 20 / level} for level in (1, 2, 4, 16)}
+    levels = {f"q{level}": 70 + 20 / level for level in (1, 2, 4, 16)}
     write_suite(folder / "granularity", "granularity", levels)
-    books = {f"g{g}-m{m}": {"perplexity": 60.0 + g / m} for g in (32, 64) for m in (128, 256)}
+    books = {f"g{g}-m{m}": 60.0 + g / m for g in (32, 64) for m in (128, 256)}
     write_suite(folder / "codebook", "codebook", books)
     (folder / "nothing").mkdir()
     config = override(preset("tiny", "hierarchical"), [f"data.folder={NASTY}", "training.steps=9"])
@@ -292,7 +292,7 @@ def test_the_command(folder: Path) -> None:
 
 def test_the_report_lies_with_the_first_path_that_holds_something(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    write_run(tmp_path / "run", preset("tiny"), perplexity=60.0)
+    write_run(tmp_path / "run")
     written = write_report([tmp_path / "gone", tmp_path / "empty", tmp_path / "run"])
     assert {file.parent for file in written.files} == {tmp_path / "run" / "report"}
     assert not (tmp_path / "gone").exists() and not any((tmp_path / "empty").iterdir())

@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_suite(folder / "suite", "main", {"air": runs["air"] | more}, name="small")
     write_usage(folder / "suite" / "air-seed42", np.arange(4096))
     write_record(read_everything([folder / "suite"]), folder / "record.json")
-    write_run(folder / "good" / "run", preset("tiny"), perplexity=60.0)
+    write_run(folder / "good" / "run")
     return folder
 
 
@@ -210,7 +210,7 @@ def test_run_folders_keep_to_the_same(
     good: Path, file: str, changes: dict[str, Any], part: str
 ) -> None:
     """Otherwise a report could be written, and not read again."""
-    write_run(good / "odd", preset("tiny"), perplexity=60.0)
+    write_run(good / "odd")
     write_json(good / "odd" / file, read_json(good / "odd" / file) | changes)
     record = read_all([good])
     assert [run.name for run in record.runs] == ["runs/good"]

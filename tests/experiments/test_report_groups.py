@@ -42,7 +42,7 @@ def test_the_variant_that_alone_is_unfair_is_left_out(suite: Path) -> None:
 
 
 def test_where_no_one_is_to_blame_it_is_a_note(tmp_path: Path) -> None:
-    write_suite(tmp_path / "s", "main", {name: {"perplexity": 60.0} for name in ("air", "peer")})
+    write_suite(tmp_path / "s", "main", {name: 60.0 for name in ("air", "peer")})
     change_config(tmp_path / "s" / "peer-seed42", "training", warmup=0.5)
     found = grouped(read_all([tmp_path]))
     assert list(found.groups[0].variants) == ["air", "peer"]
@@ -52,7 +52,7 @@ def test_where_no_one_is_to_blame_it_is_a_note(tmp_path: Path) -> None:
 
 
 def test_seeds_of_a_variant_share_their_settings(tmp_path: Path) -> None:
-    runs = {"air": {"perplexity": [60.0, 61.0]}, "peer": {"perplexity": [62.0, 63.0]}}
+    runs = {"air": [60.0, 61.0], "peer": [62.0, 63.0]}
     write_suite(tmp_path / "s", "main", runs, seeds=(42, 43))
     change_config(tmp_path / "s" / "air-seed43", "model", num_experts_per_tok=16)
     found = grouped(read_all([tmp_path]))
@@ -95,14 +95,13 @@ def test_the_same_run_in_two_folders_is_no_second_seed(suite: Path, tmp_path: Pa
 
 def test_two_suites_with_other_seeds_are_one_group(tmp_path: Path) -> None:
     for seed in (42, 43):
-        write_suite(tmp_path / str(seed), "main", {"air": {"perplexity": 60.0}}, seeds=(seed,))
+        write_suite(tmp_path / str(seed), "main", {"air": 60.0}, seeds=(seed,))
     (group,) = grouped(read_all([tmp_path])).groups
     assert [run.seed for run in group.variants["air"]] == [42, 43]
 
 
 def test_single_runs_of_one_method_get_their_own_rows(good: Path) -> None:
-    config = override(preset("tiny"), ["training.learning_rate=0.001"])
-    write_run(good / "slow", config, perplexity=70.0)
+    write_run(good / "slow", ["training.learning_rate=0.001"])
     (group,) = grouped(read_all([good])).groups
     assert list(group.variants) == ["air", "air (slow)"]
 
@@ -122,7 +121,7 @@ def test_single_runs_with_equal_settings_are_seeds_of_one_row(good: Path) -> Non
         ("l", 0.004, 44),
     ):
         changes = [f"training.learning_rate={rate}", f"training.seed={seed}"]
-        write_run(good / folder, override(preset("tiny"), changes), perplexity=70.0)
+        write_run(good / folder, override(preset("tiny"), changes))
     assert rows(read_all([good])) == {
         "air": ["runs/good", "runs/k"],
         "air (h/run)": ["runs/h/run", "runs/j/run"],
@@ -132,8 +131,7 @@ def test_single_runs_with_equal_settings_are_seeds_of_one_row(good: Path) -> Non
 
 def test_two_runs_with_one_name_and_other_settings_are_two_rows(tmp_path: Path) -> None:
     for folder, rate in (("a", 0.002), ("b", 0.003)):
-        config = override(preset("tiny"), [f"training.learning_rate={rate}"])
-        write_run(tmp_path / "top" / folder / "run", config, perplexity=70.0)
+        write_run(tmp_path / "top" / folder / "run", [f"training.learning_rate={rate}"])
     assert rows(read_all([tmp_path / "top"])) == {
         "air": ["top/a/run"],
         "air (b/run)": ["top/b/run"],
@@ -143,8 +141,7 @@ def test_two_runs_with_one_name_and_other_settings_are_two_rows(tmp_path: Path) 
 def test_rows_of_runs_with_the_same_name(tmp_path: Path) -> None:
     paths = [tmp_path / folder / "run" for folder in "abc"]
     for path, rate in zip(paths, (0.002, 0.003, 0.004), strict=True):
-        config = override(preset("tiny"), [f"training.learning_rate={rate}"])
-        write_run(path, config, perplexity=70.0)
+        write_run(path, [f"training.learning_rate={rate}"])
         write_usage(path, np.arange(4096) + 1)
     record = read_all(paths)
     assert list(rows(record)) == ["air", "air (run-2)", "air (run-3)"]
@@ -154,8 +151,7 @@ def test_rows_of_runs_with_the_same_name(tmp_path: Path) -> None:
 
 def test_names_of_groups_differ(tmp_path: Path) -> None:
     for index, corpus in enumerate(("text_a", "text-a", "text a", "中", "文")):
-        config = override(preset("tiny"), [f"data.corpus={corpus}"])
-        write_run(tmp_path / str(index), config, perplexity=70.0)
+        write_run(tmp_path / str(index), [f"data.corpus={corpus}"])
     groups = grouped(read_all([tmp_path])).groups
     assert sorted(group.slug for group in groups) == [
         "single-runs-tiny-184320-tokens",
@@ -173,22 +169,6 @@ def test_times_of_two_machines(suite: Path) -> None:
     assert note.endswith("different machines (1 x H200; 2 x x86_64): times do not compare")
 
 
-def test_builds_of_torch(suite: Path) -> None:
-    """Older records name none, which is no difference; two builds are one."""
-
-    def notes(variant: str, version: str) -> list[str]:
-        result = suite / f"{variant}-seed42" / "result.json"
-        values = read_json(result)
-        write_json(result, values | {"versions": values["versions"] | {"torch": version}})
-        return grouped(read_all([suite])).notes
-
-    for variant in ("air", "hierarchical", "coarse"):
-        notes(variant, "2.11.0")
-    assert notes("peer", "2.11.0+cu130") == []
-    (note,) = notes("air", "2.11.0+cpu")
-    assert "versions of torch (2.11.0+cpu; 2.11.0+cu130)" in note
-
-
 def old(perplexity: float) -> dict[str, object]:
     """Of the time before runs noted their balance loss."""
     return {"perplexity": perplexity, "about": {"balance": None}}
@@ -196,7 +176,7 @@ def old(perplexity: float) -> dict[str, object]:
 
 def test_balance_losses_of_two_conventions_are_never_mixed(tmp_path: Path) -> None:
     """One expert per token is the same in both."""
-    runs = {"air": old(61.0), "peer": {"perplexity": 64.0}, "coarse": old(66.0)}
+    runs = {"air": old(61.0), "peer": 64.0, "coarse": old(66.0)}
     write_suite(tmp_path / "mixed", "main", runs)
     found = grouped(read_all([tmp_path / "mixed"]))
     assert list(found.groups[0].variants) == ["peer", "coarse"]
@@ -214,6 +194,6 @@ def test_balance_losses_of_two_conventions_are_never_mixed(tmp_path: Path) -> No
 
 def test_without_a_balance_loss_there_is_no_weaker_one(tmp_path: Path) -> None:
     none = override(preset("tiny"), ["model.load_balance_weight=0"])
-    write_run(tmp_path / "run", none, perplexity=60.0, about={"balance": None})
+    write_run(tmp_path / "run", none, about={"balance": None})
     found = grouped(read_all([tmp_path]))
     assert found.notes == found.left_out == []

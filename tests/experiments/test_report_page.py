@@ -29,9 +29,9 @@ pytestmark = [
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     runs = {
-        "air": {"perplexity": [61.0, 63.0]},
+        "air": [61.0, 63.0],
         "peer": {"perplexity": [64.0, 65.0], "overlap": None},
-        "exact": {"perplexity": [60.0, 60.5]},
+        "exact": [60.0, 60.5],
     }
     write_suite(folder / "main", "main", runs, seeds=(42, 43))
     for variant in runs:

@@ -13,7 +13,7 @@ from airmoe.experiments.report.reading import read_all, read_everything
 from airmoe.experiments.report.record import Record, Run, read_record, write_record
 from airmoe.experiments.report.writing import default_folder, file_of, plan_records
 from airmoe.files import read_json, write_json
-from airmoe.training import override, preset
+from airmoe.training import preset
 from tests.experiments.report_toys import change_config, write_run, write_suite, write_usage
 from tests.training.command import airmoe, assert_one_line
 
@@ -35,8 +35,8 @@ def runs(tmp_path: Path) -> Path:
     """Two suites that share AIR, two seeds of it, and a single run."""
     folder = tmp_path / "runs"
     shared = {"air": {"perplexity": [61.0, 62.0], "test": 70.0}}
-    write_suite(folder / "a", "main", shared | {"peer": {"perplexity": [64.0, 65.0]}}, seeds=(1, 2))
-    write_suite(folder / "b", "ablations", shared | {"static": {"perplexity": 70.0}}, seeds=(1,))
+    write_suite(folder / "a", "main", shared | {"peer": [64.0, 65.0]}, seeds=(1, 2))
+    write_suite(folder / "b", "ablations", shared | {"static": 70.0}, seeds=(1,))
     write_run(folder / "mine", preset("tiny", "coarse"), perplexity=66.0)
     for seed in (1, 2):
         write_usage(folder / "a" / f"air-seed{seed}", np.arange(4096) + seed)
@@ -119,8 +119,7 @@ def test_a_file_that_is_no_record_is_not_overwritten(runs: Path, tmp_path: Path)
 
 def test_two_runs_of_one_name_are_refused(tmp_path: Path) -> None:
     for folder, rate in (("x", 0.002), ("y", 0.003)):
-        config = override(preset("tiny"), [f"training.learning_rate={rate}"])
-        write_run(tmp_path / "runs" / folder / "air", config, perplexity=60.0)
+        write_run(tmp_path / "runs" / folder / "air", [f"training.learning_rate={rate}"])
     with pytest.raises(ConfigError, match=r"cannot take runs/y/air: runs/x/air has that name too"):
         write_all(tmp_path / "runs", tmp_path / "records")
     assert not (tmp_path / "records").exists()

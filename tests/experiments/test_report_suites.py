@@ -92,7 +92,7 @@ def test_another_length_or_corpus_in_a_suite_is_left_out(
 
 def test_suites_of_other_lengths_are_other_groups(suite: Path, tmp_path: Path) -> None:
     shorter = ["training.steps=200"]
-    write_suite(tmp_path / "main", "main", {"air": {"perplexity": 60.0}}, overrides=shorter)
+    write_suite(tmp_path / "main", "main", {"air": 60.0}, overrides=shorter)
     record = read_all([suite, tmp_path / "main"])  # both are called main
     assert record.problems == []
     assert [len(group.runs) for group in grouped(record).groups] == [1, 4]

@@ -157,15 +157,15 @@ def test_the_convention_matters_for_several_experts_or_lists(
 ) -> None:
     changes = [f"model.{option}" for option in ("load_balance_weight=0", *options)]
     config = override(preset("tiny"), changes)
-    write_run(tmp_path / "run", config, perplexity=60.0, about={"balance": None})
+    write_run(tmp_path / "run", config, about={"balance": None})
     (run,) = read_all([tmp_path]).runs
     assert (run.convention is not None) == matters
 
 
 def test_seeds_of_the_reference_do_not_matter(tmp_path: Path) -> None:
-    two = {"air": {"perplexity": [61.0, 62.0]}, "peer": {"perplexity": [64.0, 65.0]}}
+    two = {"air": [61.0, 62.0], "peer": [64.0, 65.0]}
     write_suite(tmp_path / "two", "main", two, seeds=(42, 43))
-    write_suite(tmp_path / "one", "main", {"exact": {"perplexity": 60.0}})
+    write_suite(tmp_path / "one", "main", {"exact": 60.0})
     assert bold(group_table(only_group(tmp_path)), "perplexity") == ["AIR"]
 
 
@@ -214,15 +214,15 @@ def test_test_text_and_memory_where_a_run_has_them(tmp_path: Path, suite: str) -
 
 
 def test_no_column_for_what_no_run_has(tmp_path: Path) -> None:
-    write_suite(tmp_path / "s", "main", {"air": {"perplexity": 61.0}}, overrides=WIKIPEDIA)
+    write_suite(tmp_path / "s", "main", {"air": 61.0}, overrides=WIKIPEDIA)
     table = group_table(only_group(tmp_path))
     assert "perplexity" in table.columns and table.notes == []
     assert not {"perplexity, test text", "peak memory (GiB)"} & set(table.columns)
 
 
 def test_a_row_with_one_seed_has_no_spread(tmp_path: Path) -> None:
-    write_suite(tmp_path / "s", "main", {"air": {"perplexity": [61.0, 63.0]}}, seeds=(42, 43))
-    write_suite(tmp_path / "t", "main", {"peer": {"perplexity": 65.0}})
+    write_suite(tmp_path / "s", "main", {"air": [61.0, 63.0]}, seeds=(42, 43))
+    write_suite(tmp_path / "t", "main", {"peer": 65.0})
     table = group_table(only_group(tmp_path))
     assert column(table, "perplexity")["PEER"].text == "65.00"
     (spread,) = table.notes
@@ -237,7 +237,7 @@ def test_the_reference_is_known_by_its_method(tmp_path: Path) -> None:
         write_run(tmp_path / f"c-{name}", config, perplexity=70.0 + rate)
         for run in (tmp_path / name, tmp_path / f"c-{name}"):
             write_usage(run, np.arange(256) + 1)
-    write_run(tmp_path / "air", preset("tiny"), perplexity=60.0)
+    write_run(tmp_path / "air")
     group = only_group(tmp_path)
     table = group_table(group)
     assert bold(table, "perplexity") == ["AIR"]
@@ -248,8 +248,8 @@ def test_the_reference_is_known_by_its_method(tmp_path: Path) -> None:
 
 
 def test_equal_texts_are_equally_best(tmp_path: Path) -> None:
-    runs = {"air": {"perplexity": 61.001}, "euclidean": {"perplexity": 61.002}}
-    write_suite(tmp_path / "s", "ablations", runs | {"static": {"perplexity": 63.0}})
+    runs = {"air": 61.001, "euclidean": 61.002}
+    write_suite(tmp_path / "s", "ablations", runs | {"static": 63.0})
     table = group_table(only_group(tmp_path))
     assert bold(table, "perplexity") == ["AIR", "Euclidean"]
     assert bold(table, "overlap") == []  # all the same
@@ -257,8 +257,8 @@ def test_equal_texts_are_equally_best(tmp_path: Path) -> None:
 
 def test_expert_choice_is_out_of_the_contest_for_perplexity(tmp_path: Path) -> None:
     runs = {
-        "air": {"perplexity": 61.0},
-        "static": {"perplexity": 66.0},
+        "air": 61.0,
+        "static": 66.0,
         "expert_choice": {"perplexity": 50.0, "overlap": 0.9},
     }
     write_suite(tmp_path / "s", "ablations", runs)
@@ -271,7 +271,7 @@ def test_expert_choice_is_out_of_the_contest_for_perplexity(tmp_path: Path) -> N
 
 
 def test_missing_fields_are_dashes(tmp_path: Path) -> None:
-    write_run(tmp_path / "old", preset("tiny"), perplexity=60.0, flops=None)
+    write_run(tmp_path / "old", flops=None)
     table = group_table(only_group(tmp_path))
     assert column(table, "FLOPs, algorithmic")["AIR"].text == "–"
     assert column(table, "FLOPs, algorithmic")["AIR"].value is None
@@ -280,7 +280,7 @@ def test_missing_fields_are_dashes(tmp_path: Path) -> None:
 
 
 def test_time_is_that_of_the_steps_where_it_is_logged(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", preset("tiny"), perplexity=60.0, training_seconds=12.5)
+    write_run(tmp_path / "run", training_seconds=12.5)
     group = only_group(tmp_path)
     assert column(group_table(group), "time (s)")["AIR"].text == "12.5"
     assert set(group.runs[0].evaluations["seconds"]) == {12.5}
@@ -288,7 +288,7 @@ def test_time_is_that_of_the_steps_where_it_is_logged(tmp_path: Path) -> None:
 
 def test_time_is_without_the_first_step(tmp_path: Path) -> None:
     """There compilers work: 40 s in one run and 5 in another that finds their work done."""
-    write_run(tmp_path / "run", preset("tiny"), perplexity=60.0)
+    write_run(tmp_path / "run")
     result = read_json(tmp_path / "run" / "result.json")
     lines = [line | {"training_seconds": 40.0 + line["step"]} for line in result["log"]]
     begin = {"kind": "train", "step": 1, "tokens": 512, "loss": 7.0, "training_seconds": 41.0}
@@ -313,7 +313,7 @@ def test_time_is_without_the_first_step(tmp_path: Path) -> None:
 def test_rows_of_sweeps_are_in_the_order_of_their_numbers(
     tmp_path: Path, suite: str, variants: list[str], shown: list[str]
 ) -> None:
-    write_suite(tmp_path / "s", suite, {name: {"perplexity": 60.0} for name in variants})
+    write_suite(tmp_path / "s", suite, {name: 60.0 for name in variants})
     table = group_table(only_group(tmp_path))
     assert [row[0].text for row in table.rows] == shown
     title, text = {
@@ -357,7 +357,7 @@ def test_summary_over_seeds() -> None:
 
 
 def test_settings_shared_and_differing(tmp_path: Path) -> None:
-    runs = {"air": {"perplexity": 60.0}, "peer": {"perplexity": 61.0}}
+    runs = {"air": 60.0, "peer": 61.0}
     write_suite(tmp_path / "s", "main", runs, seeds=(42, 43))
     table = settings_table(only_group(tmp_path))
     values = {row[0].text: row[1].text for row in table.rows}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.paper import beside_paper
 from airmoe.experiments.report.reading import read_all
-from airmoe.experiments.report.record import read_record, write_record
 from airmoe.experiments.report.tables import settings_table
 from airmoe.training import override, preset
 from tests.experiments.report_toys import grouped, write_run, write_suite
@@ -30,7 +28,7 @@ FOLDER = ["data.folder=data/texts"]
 
 def write(folder: Path, changes: list[str], recipe: dict[str, Any] | None = RECIPE) -> None:
     about = {} if recipe is None else {"data_recipe": recipe}
-    write_run(folder, override(preset("tiny"), changes), perplexity=60.0, about=about)
+    write_run(folder, override(preset("tiny"), changes), about=about)
 
 
 def only_group(*folders: Path) -> Group:
@@ -53,8 +51,6 @@ def shown_settings(group: Group) -> dict[str, str]:
         (FOLDER, RECIPE, "novels from texts"),
         ([*FOLDER, "data.corpus=poems/"], RECIPE, "novels from texts"),
         (["data.folder=data/novels"], RECIPE, "novels"),
-        (FOLDER, None, "texts"),  # the preset's corpus was not asked for
-        ([*FOLDER, "data.corpus=data/poems"], None, "poems from texts"),
         ([], RECIPE | {"corpus": "python-docs"}, "python-docs"),
         ([], None, "python-docs"),
     ],
@@ -64,12 +60,6 @@ def test_the_name_of_a_text(
 ) -> None:
     write(tmp_path / "run", changes, recipe)
     assert only_group(tmp_path).title == f"Single runs: tiny, {title}, 184,320 tokens"
-
-
-def test_a_preset_of_another_name_has_no_corpus_of_its_own(tmp_path: Path) -> None:
-    config = replace(override(preset("tiny"), FOLDER), preset="mine")
-    write_run(tmp_path / "run", config, perplexity=60.0)
-    assert only_group(tmp_path).key.corpus == "python-docs from texts"
 
 
 def test_settings_are_those_the_text_was_prepared_with(tmp_path: Path) -> None:
@@ -116,14 +106,6 @@ def test_a_corpus_that_had_no_say_is_not_unfair(tmp_path: Path) -> None:
     assert list(only_group(tmp_path).variants) == ["air", "peer", "coarse"]
 
 
-def test_a_record_keeps_what_the_text_said(tmp_path: Path) -> None:
-    write(tmp_path / "runs" / "a", FOLDER)
-    record = read_all([tmp_path / "runs"])
-    write_record(record, tmp_path / "report.json")
-    assert record.runs[0].recipe == RECIPE
-    assert read_record(tmp_path / "report.json") == record
-
-
 def test_beside_the_paper_too(tmp_path: Path) -> None:
     about = {"about": {"data_recipe": RECIPE}}
     write_suite(
@@ -140,14 +122,3 @@ def test_beside_the_paper_too(tmp_path: Path) -> None:
         "the paper's is wikitext103"
     )
     assert not any("validation_fraction" in item for item in found.differences)
-
-
-@pytest.mark.parametrize(
-    "recipe", [[], {"corpus": "a"}, RECIPE | {"corpus": 3}, RECIPE | {"max_tokens": "all"}]
-)
-def test_a_garbled_recipe_is_named(good: Path, recipe: Any) -> None:
-    write(good / "odd", FOLDER, recipe)
-    record = read_all([good])
-    assert [run.name for run in record.runs] == ["runs/good"]
-    (line,) = record.problems
-    assert line.startswith("runs/odd: ") and "recipe" in line

@@ -34,7 +34,6 @@ EVALUATION_FIELDS = (
 # The loss is drawn nowhere: it is for readers who ask of a record whether training was smooth.
 TRAINING_FIELDS = ("step", "tokens", "tokens_per_second", "loss", *ROUTING_FIELDS, "staleness")
 PATHS = ("corpus", "folder", "validation", "tokenizer")  # options of data that may be paths
-TRACKING = ("tensorboard", "track")  # options of training
 
 
 @dataclass(frozen=True)
@@ -79,13 +78,15 @@ def finished_run(member: Member, about: dict[str, Any], result: dict[str, Any]) 
 
 
 def _portable(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings without the folders of one machine (of an absolute path only the name stays) and
-    without those that say where log lines go."""
+    """Settings without the folders of one machine, and without where log lines go.
+
+    Of an absolute path only the name stays.
+    """
     data = {
         key: Path(value).name if key in PATHS and str(value).startswith("/") else value
         for key, value in config["data"].items()
     }
-    training = {key: value for key, value in config["training"].items() if key not in TRACKING}
+    training = {key: value for key, value in config["training"].items() if key != "track"}
     return config | {"data": data, "training": training}
 
 

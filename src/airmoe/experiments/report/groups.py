@@ -246,9 +246,7 @@ def machines(runs: Sequence[Run]) -> list[str]:
 
 
 def torch_versions(runs: Sequence[Run]) -> list[str]:
-    """In order. Older records name no build, so 2.11.0 is the same as 2.11.0+cu130 beside it."""
-    found = {run.versions.get("torch", "?") for run in runs}
-    return sorted(one for one in found if not any(two.startswith(f"{one}+") for two in found))
+    return sorted({run.versions.get("torch", "?") for run in runs})
 
 
 def _without_offenders(group: Group, grouped: Grouped) -> Group:

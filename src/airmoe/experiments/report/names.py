@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from airmoe.experiments.report.record import Run
-from airmoe.training import PRESETS, preset
 
 TITLES = {
     "air": "AIR",
@@ -80,24 +79,19 @@ def corpus_title(run: Run) -> str:
     if (text := known_text(run)) is not None:
         return text.title
     folder = run.config["data"].get("folder")
-    names = [corpus_of(run), None if folder is None else Path(folder).name]
-    return " from ".join(dict.fromkeys(name for name in names if name is not None))
+    names = [corpus_of(run), *([] if folder is None else [Path(folder).name])]
+    return " from ".join(dict.fromkeys(names))
 
 
-def corpus_of(run: Run) -> str | None:
-    """What the text was prepared from; None where nobody says."""
-    data, name = run.config["data"], run.config["preset"]
-    if (recipe := own_recipe(run)) is not None:
-        return recipe["corpus"]
-    ready_made = data.get("folder") is not None and name in PRESETS
-    if ready_made and data["corpus"] == preset(name).data.corpus:
-        return None  # nobody asked for it: a folder that is there is taken for what it is
-    return Path(data["corpus"]).name
+def corpus_of(run: Run) -> str:
+    """What the text was prepared from."""
+    recipe = own_recipe(run) or {"corpus": Path(run.config["data"]["corpus"]).name}
+    return recipe["corpus"]
 
 
 def own_recipe(run: Run) -> dict[str, Any] | None:
-    """How the folder that a run was given had been prepared, where that was noted.
+    """How the folder that a run was given had been prepared.
 
-    Without such a folder the run's own settings are the recipe.
+    None without such a folder: then the run's own settings are the recipe.
     """
     return None if run.config["data"].get("folder") is None else run.recipe

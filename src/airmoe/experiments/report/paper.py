@@ -193,8 +193,7 @@ def _text_difference(run: Run, corpus: str) -> str:
     changed = [f"{key}={options[key]}" for key in keys if options.get(key)]
     if known is None and options.get("data.corpus") == corpus and not changed:
         return ""
-    names = [known.title if known else corpus_of(run), *changed]
-    named = ", ".join(name for name in names if name is not None)
+    named = ", ".join([known.title if known else corpus_of(run), *changed])
     digest = (run.data_sha256 or "unknown")[:12]
     return f"text: {named} (data hash {digest}); the paper's is {corpus}"
 
