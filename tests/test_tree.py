@@ -29,6 +29,7 @@ ORDER = (
     "config",
     "files",
     "distributed",
+    "flops",
     "kernels",
     "routers",
     "moe",

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from airmoe.config import check_choice, check_count, check_number, config
+from airmoe.flops import RouterCount, RouterLosses, Workload
 from airmoe.kernels.backend import use_triton
 from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import ReverseIndex, make_cells, make_reverse
 from airmoe.kernels.noise import Stage, combine, make_noise
 from airmoe.kernels.norms import unit_rows
+from airmoe.routers.air_costs import count_air
 from airmoe.routers.base import (
     KEPT_PLANS,
     Amount,
@@ -105,6 +107,9 @@ class AirRouter(CentroidRouter):
                 structure=Amount(self.num_codewords, f"{self.num_codewords} codewords"),
                 candidates=Amount(self.shortlist_size, str(self.shortlist_size)),
             )
+
+        def count_flops(self, workload: Workload, losses: RouterLosses) -> RouterCount:
+            return count_air(self, workload, losses)
 
         def build(self) -> AirRouter:
             return AirRouter(self)

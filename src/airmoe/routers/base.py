@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from airmoe.config import check_choice, check_count, check_flag, check_number, config
 from airmoe.distributed import full_tensor, is_distributed, rank
 from airmoe.errors import ConfigError
+from airmoe.flops import RouterCount, RouterLosses, Workload
 from airmoe.kernels.backend import own_precision, use_triton
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
 from airmoe.kernels.norms import unit_rows
@@ -115,6 +116,15 @@ class RouterConfig:
                     f"{cls.__qualname__}.for_budget derive it.",
                 )
         return cls(**budget, **options)
+
+    def count_flops(self, workload: Workload, losses: RouterLosses) -> RouterCount:
+        """Terms of the FLOP ledger for one layer, per token."""
+        raise ConfigError(
+            "flops.router",
+            type(self).__qualname__,
+            "must be a router the ledger can count",
+            "Give its Config a method `count_flops` (airmoe.flops).",
+        )
 
     def build(self) -> Router:
         raise TypeError(f"{type(self).__qualname__} belongs to no router")

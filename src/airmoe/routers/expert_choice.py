@@ -9,12 +9,31 @@ import torch
 from torch import Tensor
 
 from airmoe.config import check_number, config
+from airmoe.flops import (
+    FINE,
+    RouterCount,
+    RouterLosses,
+    Term,
+    Workload,
+    both,
+    product,
+    softmax,
+    top_k,
+)
 from airmoe.kernels.best_experts import best_tokens
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.norms import unit_rows
 from airmoe.kernels.rows import gather_dot
 from airmoe.kernels.softmax_summary import softmax_summary
 from airmoe.routers.base import CentroidConfig, CentroidRouter, Plan
+from airmoe.routers.costs import (
+    jitter,
+    no_gradient,
+    router_losses,
+    slots_of,
+    summary,
+    unit_centroids,
+)
 from airmoe.routers.routing import ExpertRouting, Lazy, ScoredCells, Tokens, by_token
 
 
@@ -28,6 +47,24 @@ class ExpertChoiceRouter(CentroidRouter):
         def check(self) -> None:
             super().check()
             check_number(f"{self.label}.capacity_factor", self.capacity_factor, strict=True)
+
+        def count_flops(self, workload: Workload, losses: RouterLosses) -> RouterCount:
+            experts, dim, slots = self.num_experts, self.dim, slots_of(self, workload)
+            active = experts * slots / workload.tokens_per_micro_batch
+            chosen = product(active, dim, operator="airmoe::gather_dot")
+            terms = (
+                *unit_centroids(self, workload),
+                Term(FINE, "scores", product(experts, dim), None),
+                Term(FINE, "softmax over all experts", None, summary(experts, dim)),
+                Term(FINE, "best tokens", None, no_gradient(experts, dim, "aten.mm")),
+                Term(FINE, "their logits", None, chosen),
+                *jitter(self, FINE, experts),
+                both(FINE, "probabilities", softmax(experts)),
+                both(FINE, "selection", top_k(experts, slots)),
+                *router_losses(self, workload, losses, experts, counted=True),
+            )
+            operators = "airmoe::gather_dot, airmoe::scatter_total"
+            return RouterCount(terms, active, active, operators)
 
         def build(self) -> ExpertChoiceRouter:
             return ExpertChoiceRouter(self)

@@ -8,6 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from airmoe.config import check_count, config
+from airmoe.flops import (
+    COARSE,
+    FINE,
+    RouterCount,
+    RouterLosses,
+    Workload,
+    add,
+    both,
+    product,
+    softmax,
+    top_k,
+)
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import ReverseIndex, make_cells
 from airmoe.kernels.noise import Stage
@@ -21,6 +33,13 @@ from airmoe.routers.base import (
     Plan,
     exact_logits,
     init_centroids,
+)
+from airmoe.routers.costs import (
+    balance_of_cells,
+    candidate_scores,
+    jitter,
+    router_losses,
+    unit_centroids,
 )
 from airmoe.routers.routing import CellRouting, ScoredCells, Tokens, token_choice
 
@@ -70,6 +89,23 @@ class HierarchicalRouter(CentroidRouter):
                 structure=Amount(self.num_clusters, f"{self.num_clusters} clusters"),
                 candidates=Amount(selected * size, f"{selected} x {size} = {selected * size}"),
             )
+
+        def count_flops(self, workload: Workload, losses: RouterLosses) -> RouterCount:
+            clusters, selected, active = self.num_clusters, self.num_selected_clusters, self.top_k
+            candidates = selected * self.num_experts // clusters
+            terms = (
+                *unit_centroids(self, workload, self.num_experts + clusters),
+                both(COARSE, "scores of clusters", product(clusters, self.dim)),
+                *jitter(self, COARSE, clusters),
+                both(COARSE, "best clusters", top_k(clusters, selected, gradient=True)),
+                *candidate_scores(self, candidates, "airmoe::cell_scores"),
+                both(FINE, "cluster scores added", add(candidates)),
+                both(FINE, "selection", top_k(candidates, active, gradient=True)),
+                both(FINE, "weights", softmax(candidates if active == 1 else active)),
+                *router_losses(self, workload, losses, candidates, counted=active == 1),
+                *balance_of_cells(losses, "clusters", clusters),
+            )
+            return RouterCount(terms, active, candidates, "airmoe::cell_experts")
 
         def build(self) -> HierarchicalRouter:
             return HierarchicalRouter(self)

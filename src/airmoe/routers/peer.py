@@ -8,11 +8,25 @@ import torch
 from torch import Tensor, nn
 
 from airmoe.config import check_count, config
+from airmoe.flops import (
+    BALANCE,
+    COARSE,
+    FINE,
+    RouterCount,
+    RouterLosses,
+    Workload,
+    add,
+    both,
+    product,
+    softmax,
+    top_k,
+)
 from airmoe.kernels.backend import own_precision
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.product_keys import best_pairs
 from airmoe.kernels.top_k import softmax_weights
 from airmoe.routers.base import Amount, Fairness, Plan, Router, RouterConfig, init_centroids
+from airmoe.routers.costs import balance_of_means, jitter, router_z
 from airmoe.routers.routing import Lazy, TokenRouting, Tokens
 
 
@@ -64,6 +78,34 @@ class PeerRouter(Router):
         def fairness(self) -> Fairness:
             each = self.top_k // self.num_heads
             return Fairness(active=Amount(self.top_k, f"{self.num_heads} heads x {each}"))
+
+        def count_flops(self, workload: Workload, losses: RouterLosses) -> RouterCount:
+            heads, dim, side = self.num_heads, self.dim, math.isqrt(self.num_experts)
+            each = self.top_k // heads
+            per_side = min(each, side)  # sub-keys of each half that a head's best pairs can have
+            sub_keys = 2 * heads * side
+            scores = product(sub_keys, dim // 2, operator="aten.bmm")
+            best = top_k(side, per_side, lists=2 * heads, gradient=True)
+            # With one per head the weight is the probability among all pairs.
+            weights = softmax(side, 2 * heads) if each == 1 else softmax(each, heads)
+            terms = [
+                both(COARSE, "queries", product(heads * dim, dim)),
+                both(COARSE, "scores of sub-keys", scores),
+                *jitter(self, COARSE, sub_keys),
+                both(COARSE, "best sub-keys", best),
+                both(FINE, "sums of pairs", add(heads * per_side**2)),
+                both(FINE, "selection", top_k(per_side**2, each, lists=heads, gradient=True)),
+                both(FINE, "weights", weights),
+                *router_z(losses, side, 2 * heads),
+            ]
+            if losses.load_balance:
+                pairs = product(self.num_experts, heads, operator="aten.bmm")
+                terms += [
+                    both(BALANCE, "softmax over sub-keys", softmax(side, 2 * heads)),
+                    both(BALANCE, "probabilities of pairs", pairs),
+                    *balance_of_means(self, workload),
+                ]
+            return RouterCount(tuple(terms), self.top_k, self.top_k, "airmoe::token_experts")
 
         def build(self) -> PeerRouter:
             return PeerRouter(self)

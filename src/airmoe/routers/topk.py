@@ -6,12 +6,25 @@ import torch
 from torch import Tensor
 
 from airmoe.config import config
+from airmoe.flops import (
+    BALANCE,
+    FINE,
+    RouterCount,
+    RouterLosses,
+    Term,
+    Workload,
+    both,
+    product,
+    softmax,
+    top_k,
+)
 from airmoe.kernels.best_experts import best_experts
 from airmoe.kernels.noise import Noise, Stage
 from airmoe.kernels.rows import chosen_logits
 from airmoe.kernels.softmax_summary import Summary, softmax_summary
 from airmoe.kernels.top_k import softmax_weights
 from airmoe.routers.base import CentroidConfig, CentroidRouter, Plan
+from airmoe.routers.costs import jitter, no_gradient, router_losses, summary, unit_centroids
 from airmoe.routers.routing import Lazy, TokenRouting, Tokens
 
 
@@ -21,6 +34,27 @@ class TopKRouter(CentroidRouter):
     @config
     class Config(CentroidConfig):
         """Settings of exact top-K."""
+
+        def count_flops(self, workload: Workload, losses: RouterLosses) -> RouterCount:
+            """The gradient reaches the scores of all experts in a dense [T, E], in ours those of
+            the chosen."""
+            experts, active, dim = self.num_experts, self.top_k, self.dim
+            switch = active == 1  # its weight is the probability among all experts
+            chosen = product(active, dim, operator="airmoe::chosen_logits")
+            terms = [
+                *unit_centroids(self, workload),
+                Term(FINE, "scores", product(experts, dim), None),
+                Term(FINE, "best experts", None, no_gradient(experts, dim, "airmoe::best_experts")),
+                Term(FINE, "their logits", None, chosen),
+                *jitter(self, FINE, experts),
+                both(FINE, "selection", top_k(experts, active, gradient=True)),
+                both(FINE, "weights", softmax(experts if switch else active)),
+                *router_losses(self, workload, losses, experts, counted=switch),
+            ]
+            if switch or losses.load_balance or losses.router_z:
+                part = FINE if switch else BALANCE
+                terms.append(Term(part, "softmax over all experts", None, summary(experts, dim)))
+            return RouterCount(tuple(terms), active, active, "airmoe::token_experts")
 
         def build(self) -> TopKRouter:
             return TopKRouter(self)
