@@ -99,6 +99,21 @@ class Case:
         return fixed
 
 
+def all_logits(case: Case, hidden: Tensor, params: dict[str, Tensor]) -> Tensor:
+    """Jitter-free logits over all experts by broadcasting: [T, E], for PEER [T, P, E]."""
+    if case.name == "peer":
+        num_heads, _, _, half = params["keys"].shape
+        queries = (hidden @ params["query.weight"].T).view(-1, num_heads, 2, half)
+        scores = torch.einsum("tphd,phsd->tphs", queries, params["keys"])
+        return (scores[:, :, 0, :, None] + scores[:, :, 1, None, :]).flatten(2)
+    normalize = case.config.get("normalize_centroids", True)
+    logits = hidden @ oracles.project(params["centroids"], normalize).T
+    if case.name == "hierarchical":
+        clusters = hidden @ oracles.project(params["cluster_centroids"], normalize).T
+        logits = logits + clusters.repeat_interleave(logits.shape[1] // clusters.shape[1], dim=1)
+    return logits
+
+
 def granular(**options: Any) -> Any:
     return airmoe.GranularExperts(**options)
 

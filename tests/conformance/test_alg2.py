@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests import oracles
 from tests.conformance.common import Case, set_codebook, tokens
-from tests.conformance.training_oracles import Codebook, alg2_update, first_codebook
+from tests.conformance.training_oracles import (
+    Codebook,
+    alg2_update,
+    assert_state,
+    first_codebook,
+    replacement,
+    states_of,
+)
 from tests.oracles import Kind
-from tests.tolerance import assert_close
 
 DIM, CODEWORDS = 10, 6
 
@@ -31,34 +35,26 @@ def router_with(
     return Case("air", options).build(seed)
 
 
-def state_of(codebook: Any, dtype: torch.dtype = torch.float64) -> Codebook:
-    parts = (codebook.codewords, codebook.counts, codebook.sums)
-    return Codebook(*(part.detach().to(dtype, copy=True) for part in parts))
-
-
-def assert_state(codebook: Any, exact: Codebook, plain: Codebook, what: str) -> None:
-    assert_close(codebook.counts, exact.counts, plain.counts, f"{what}: counts")
-    assert_close(codebook.sums, exact.sums, plain.sums, f"{what}: sums")
-    assert_close(codebook.codewords, exact.codewords, plain.codewords, f"{what}: codewords")
+def assert_unchanged(codebook: Any, before: tuple[Codebook, Codebook]) -> None:
+    for mine, expected in zip(states_of(codebook), before, strict=True):
+        assert all(map(torch.equal, vars(mine).values(), vars(expected).values()))
 
 
 @pytest.mark.parametrize("decay", [0.3, 0.5, 0.95])
 @pytest.mark.parametrize("kind", ["spherical", "euclidean"])
-def test_updates_follow_alg2(kind: str, decay: float):
+def test_updates_follow_alg2(kind: Kind, decay: float):
     """Five micro-batches of different sizes, tokens of very different length."""
     start = 0.5 * tokens(CODEWORDS, DIM, 1)
     router = router_with(kind, decay)
     set_codebook(router, oracles.project(start) if kind == "spherical" else start)
     codebook = router.codebook
-    states = {t: state_of(codebook, t) for t in (torch.float64, torch.float32)}
+    exact, plain = states_of(codebook)
     for step, count in enumerate((61, 7, 128, 40, 53)):
         lengths = torch.linspace(0.2, 3.0, count)[:, None]
         hidden = lengths * tokens(count, DIM, 10 + step)
         codebook.update(hidden)
-        for dtype, state in states.items():
-            args = (hidden.to(dtype), state, decay, 0.0)
-            states[dtype] = alg2_update(*args, kind=cast(Kind, kind))
-        exact, plain = states.values()
+        exact = alg2_update(hidden.double(), exact, decay, 0.0, kind=kind)
+        plain = alg2_update(hidden, plain, decay, 0.0, kind=kind)
         assert_state(codebook, exact, plain, f"{kind}, micro-batch {step}")
 
 
@@ -72,25 +68,14 @@ def test_the_two_kinds_differ():
     assert spherical.counts.tolist() != euclidean.counts.tolist()
 
 
-def replacement(codebook: Any, points: Tensor) -> Callable[[int], int]:
-    """The token the library took for a dead code: the one its new sum equals."""
-
-    def pick(g: int) -> int:
-        gaps = (points - codebook.sums[g].double()).norm(dim=1)
-        assert gaps.min() < 1e-6, f"the sum of dead code {g} is no token of the batch"
-        return int(gaps.argmin())
-
-    return pick
-
-
 @pytest.mark.parametrize("kind", ["spherical", "euclidean"])
-def test_dead_codes_become_tokens_of_the_batch(kind: str):
+def test_dead_codes_become_tokens_of_the_batch(kind: Kind):
     """Alg. 2, lines 11-14: n < tau after the EMA step; m = h'_u, n = 1, c = that token."""
     router = router_with(kind, decay=0.5, dead_below=1.0)
     codewords = torch.cat([torch.eye(DIM)[:4], -torch.eye(DIM)[:2]])
     set_codebook(router, codewords, torch.tensor([4.0, 2.0, 1.99, 0.5, 2.0, 0.0]))
     codebook = router.codebook
-    states = [state_of(codebook, t) for t in (torch.float64, torch.float32)]
+    states = states_of(codebook)
     hidden = tokens(9, DIM, 3).abs() + torch.eye(DIM)[0]  # everything sits near the first codeword
     codebook.update(hidden)
     points = oracles.project(hidden.double(), kind == "spherical")
@@ -101,8 +86,8 @@ def test_dead_codes_become_tokens_of_the_batch(kind: str):
         died.append(g)
         return pick(g)
 
-    exact = alg2_update(hidden.double(), states[0], 0.5, 1.0, recorded, cast(Kind, kind))
-    plain = alg2_update(hidden, states[1], 0.5, 1.0, pick, cast(Kind, kind))
+    exact = alg2_update(hidden.double(), states[0], 0.5, 1.0, recorded, kind)
+    plain = alg2_update(hidden, states[1], 0.5, 1.0, pick, kind)
     assert_state(codebook, exact, plain, kind)
     assert {2, 3, 5} <= set(died) and not {0} & set(died)
     assert 4 not in died  # 0.5 x 2 = 1 is not below 1
@@ -141,7 +126,7 @@ def test_dead_codes_are_replaced_each_by_a_draw_of_its_own():
 
 
 @pytest.mark.parametrize("kind", ["spherical", "euclidean"])
-def test_the_first_update_starts_from_distinct_tokens(kind: str):
+def test_the_first_update_starts_from_distinct_tokens(kind: Kind):
     """c = distinct tokens, n = T/G, m = token x T/G, then the ordinary EMA step."""
     router = router_with(kind, decay=0.99, dead_below=0.0)
     codebook = router.codebook
@@ -158,14 +143,14 @@ def test_the_first_update_starts_from_distinct_tokens(kind: str):
     ]
     assert len(set(drawn)) == CODEWORDS
     exact, plain = (
-        alg2_update(h, first_codebook(h, drawn, cast(Kind, kind)), 0.99, 0.0, kind=cast(Kind, kind))
+        alg2_update(h, first_codebook(h, drawn, kind), 0.99, 0.0, kind=kind)
         for h in (valid.double(), valid)
     )
     assert_state(codebook, exact, plain, kind)
 
 
 @pytest.mark.parametrize("kind", ["spherical", "euclidean"])
-def test_codes_without_tokens_keep_their_place_when_nothing_dies(kind: str):
+def test_codes_without_tokens_keep_their_place_when_nothing_dies(kind: Kind):
     """dead_below = 0: a code nobody used keeps its direction (its mean), however long ago that was.
 
     Pi(m) does not depend on the length of m, nor m / n on a common factor, so neither may fade out.
@@ -183,20 +168,17 @@ def test_a_static_codebook_learns_once():
     router = router_with("static")
     before = router.codebook.codewords.clone()
     router.codebook.update(tokens(40, DIM, 6))
-    first = state_of(router.codebook)
+    first = states_of(router.codebook)
     assert not torch.equal(router.codebook.codewords, before)
     router.codebook.update(tokens(40, DIM, 7))
-    for mine, expected in zip(
-        vars(state_of(router.codebook)).values(), vars(first).values(), strict=True
-    ):
-        assert torch.equal(mine, expected)
+    assert_unchanged(router.codebook, first)
 
 
 def test_masked_and_non_finite_tokens_do_not_count():
     """The update equals Alg. 2 over the remaining tokens only."""
     router = router_with(decay=0.7)
     set_codebook(router, oracles.project(tokens(CODEWORDS, DIM, 1)))
-    states = [state_of(router.codebook, t) for t in (torch.float64, torch.float32)]
+    states = states_of(router.codebook)
     hidden = tokens(41, DIM, 8)
     mask = torch.rand(41, generator=torch.Generator().manual_seed(0)) < 0.7
     hidden[3], hidden[11, 2] = float("nan"), float("inf")
@@ -211,13 +193,10 @@ def test_masked_and_non_finite_tokens_do_not_count():
 def test_an_empty_batch_changes_nothing():
     router = router_with(decay=0.7, dead_below=1.0)
     set_codebook(router, oracles.project(tokens(CODEWORDS, DIM, 1)), torch.full((CODEWORDS,), 1.1))
-    before = state_of(router.codebook)
+    before = states_of(router.codebook)
     router.codebook.update(torch.empty(0, DIM))
     router.codebook.update(tokens(5, DIM, 2), torch.zeros(5, dtype=torch.bool))
-    for mine, expected in zip(
-        vars(state_of(router.codebook)).values(), vars(before).values(), strict=True
-    ):
-        assert torch.equal(mine, expected)
+    assert_unchanged(router.codebook, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -227,7 +206,7 @@ def test_the_state_is_float32_whatever_the_model(dtype: torch.dtype):
     set_codebook(router, oracles.project(tokens(CODEWORDS, DIM, 1)))
     codebook = router.codebook
     assert {codebook.codewords.dtype, codebook.counts.dtype, codebook.sums.dtype} == {torch.float32}
-    states = [state_of(codebook, t) for t in (torch.float64, torch.float32)]
+    states = states_of(codebook)
     hidden = tokens(97, DIM, 9).to(dtype)
     codebook.update(hidden)
     exact = alg2_update(hidden.double(), states[0], 0.95, 0.0)

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 import airmoe
 from tests import oracles
 from tests.conformance.common import Case, granular, set_codebook, tokens
-from tests.conformance.training_oracles import Codebook, MicroBatch, Plan, Run, Tiny, alg3_train
+from tests.conformance.training_oracles import (
+    Codebook,
+    MicroBatch,
+    Plan,
+    Run,
+    Tiny,
+    alg3_train,
+    assert_state,
+)
 from tests.tolerance import assert_close
 
 DIM, EXPERTS, CODEWORDS, STEPS, ACCUMULATION = 8, 20, 4, 4, 3
@@ -134,9 +142,7 @@ def assert_same_run(mine: Run, exact: Run, plain: Run) -> None:
         assert a.shortlists == b.shortlists, what
         assert a.fresh_shortlists == b.fresh_shortlists, what
         assert a.expert_ids == b.expert_ids == c.expert_ids, what
-        for part in ("codewords", "counts", "sums"):
-            values = (getattr(run.codebook, part) for run in (a, b, c))
-            assert_close(*values, what=f"{what}: {part}")
+        assert_state(a.codebook, b.codebook, c.codebook, what)
         assert_close(a.output, b.output, c.output, f"{what}: output")
         assert_close(a.loss, b.loss, c.loss, f"{what}: loss")
     for step, values in enumerate(

@@ -14,6 +14,7 @@ from tests import oracles
 from tests.conformance.common import (
     Case,
     Mode,
+    all_logits,
     coarse,
     dense_weights,
     granular,
@@ -119,21 +120,9 @@ def test_list_form_and_full_logits_keep_the_gradient(case: Case):
     results = []
     for dtype in (torch.float64, torch.float32):
         h, params = hidden.detach().to(dtype).requires_grad_(), leaves(router, dtype)
-        plain_logits = every_logit(case, h, params)
+        plain_logits = all_logits(case, h, params)
         results.append(gradients((direction * plain_logits).sum(), {"hidden": h, **params}))
     assert_gradients(mine, *results)
-
-
-def every_logit(case: Case, hidden: Tensor, params: dict[str, Tensor]) -> Tensor:
-    """The jitter-free logits over all experts, whatever the router would consider."""
-    if case.name == "peer":
-        return oracles.peer_logits(hidden, params["query.weight"], params["keys"])
-    normalize = case.config.get("normalize_centroids", True)
-    logits = hidden @ oracles.project(params["centroids"], normalize).T
-    if case.name == "hierarchical":
-        clusters = hidden @ oracles.project(params["cluster_centroids"], normalize).T
-        logits = logits + clusters.repeat_interleave(EXPERTS // clusters.shape[1], dim=1)
-    return logits
 
 
 # ---------------------------------------------------------------- experts and the whole layer

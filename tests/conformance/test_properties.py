@@ -24,7 +24,12 @@ from tests.conformance.common import (
     row_cells,
     set_codebook,
 )
-from tests.conformance.training_oracles import Codebook, alg2_update
+from tests.conformance.training_oracles import (
+    alg2_update,
+    assert_state,
+    replacement,
+    states_of,
+)
 from tests.tolerance import assert_close, assert_top_k, score_slack
 
 COUNTS = [1, 2, 3, 5, 7, 13, 17]
@@ -270,10 +275,7 @@ def test_any_batch_updates_the_codebook_by_alg2(data: st.DataObject):
     start = oracles.project(torch.randn(codes, dim, generator=generator))
     set_codebook(router, start, 3 * torch.rand(codes, generator=generator))
     book = router.codebook
-    before = [
-        Codebook(*(p.to(t, copy=True) for p in (book.codewords, book.counts, book.sums)))
-        for t in DTYPES
-    ]
+    before = states_of(book)
     valid = hidden[mask & hidden.isfinite().all(dim=1)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -282,19 +284,12 @@ def test_any_batch_updates_the_codebook_by_alg2(data: st.DataObject):
         assert torch.equal(book.counts, before[1].counts)
         assert torch.equal(book.codewords, before[1].codewords)
         return
-    points = oracles.project(valid.double())
-
-    def pick(g: int) -> int:
-        gaps = (points - book.sums[g].double()).norm(dim=1)
-        assert gaps.min() < 1e-6, f"dead code {g} became no token of the batch"
-        return int(gaps.argmin())
-
+    pick = replacement(book, oracles.project(valid.double()))
     exact, plain = (
         alg2_update(valid.to(t), state, decay, dead_below, pick)
         for t, state in zip(DTYPES, before, strict=True)
     )
-    for name in ("counts", "sums", "codewords"):
-        assert_close(getattr(book, name), getattr(exact, name), getattr(plain, name), name)
+    assert_state(book, exact, plain, "update")
 
 
 @settings(max_examples=40, deadline=None)

@@ -12,6 +12,7 @@ from airmoe import CellRouting
 from tests import oracles
 from tests.conformance.common import (
     Case,
+    all_logits,
     dense_weights,
     granular,
     leaves,
@@ -33,20 +34,6 @@ CASES = [
 ]
 COUNTS = {1089: 1201, 2025: 2105}  # tokens
 DTYPES = (torch.float64, torch.float32)
-
-
-def all_logits(case: Case, hidden: Tensor, named: dict[str, Tensor]) -> Tensor:
-    """[T, E] by broadcasting."""
-    if case.name == "peer":
-        queries = hidden @ named["query.weight"].T
-        first = queries[:, : DIM // 2] @ named["keys"][0, 0].T
-        second = queries[:, DIM // 2 :] @ named["keys"][0, 1].T
-        return (first[:, :, None] + second[:, None, :]).flatten(1)
-    logits = hidden @ unit(named["centroids"]).T
-    if case.name == "hierarchical":
-        clusters = hidden @ unit(named["cluster_centroids"]).T
-        logits = logits + clusters.repeat_interleave(33, dim=1)
-    return logits
 
 
 def unit(rows: Tensor) -> Tensor:
@@ -89,8 +76,7 @@ def test_large_batches_equal_the_plain_formula(case: Case):
     h64 = hidden.detach().double()
     allowed = candidates(case, router, h64)
     exact_logits, plain_logits = (
-        all_logits(case, h64.to(t), {k: v.detach() for k, v in leaves(router, t).items()})
-        for t in DTYPES
+        all_logits(case, h64.to(t), leaves(router, t)).detach().view(count, experts) for t in DTYPES
     )
     slack = score_slack(exact_logits, plain_logits)
     assert not (chosen & ~allowed).any()
@@ -113,7 +99,7 @@ def test_large_batches_equal_the_plain_formula(case: Case):
     results = []
     for dtype in DTYPES:
         h, named = hidden.detach().to(dtype).requires_grad_(), leaves(router, dtype)
-        logits = all_logits(case, h, named)
+        logits = all_logits(case, h, named).view(count, experts)
         weights = plain_weights(case, logits, allowed, chosen)
         probs = logits.masked_fill(~allowed, -torch.inf).softmax(dim=1).mean(dim=0)
         loss = (weights * direction).sum() + count * (probs * mean).sum()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests import oracles
 from tests.oracles import Kind, nearest_codeword
+from tests.tolerance import assert_close
 
 # ---------------------------------------------------------------- codebook (Alg. 2)
 
@@ -54,6 +56,33 @@ def alg2_update(
         counts.append(n)
         sums.append(m)
     return Codebook(torch.stack(codewords), torch.stack(counts), torch.stack(sums))
+
+
+def states_of(codebook: Any) -> tuple[Codebook, Codebook]:
+    """The library's codebook in float64 and in float32."""
+    parts = (codebook.codewords, codebook.counts, codebook.sums)
+    exact, plain = (
+        Codebook(*(part.detach().to(dtype, copy=True) for part in parts))
+        for dtype in (torch.float64, torch.float32)
+    )
+    return exact, plain
+
+
+def assert_state(codebook: Any, exact: Codebook, plain: Codebook, what: str) -> None:
+    for name in ("counts", "sums", "codewords"):
+        values = (getattr(of, name) for of in (codebook, exact, plain))
+        assert_close(*values, what=f"{what}: {name}")
+
+
+def replacement(codebook: Any, points: Tensor) -> Callable[[int], int]:
+    """The token that the library took for a dead code: the one its new sum equals."""
+
+    def pick(g: int) -> int:
+        gaps = (points - codebook.sums[g].double()).norm(dim=1)
+        assert gaps.min() < 1e-6, f"the sum of dead code {g} is no token of the batch"
+        return int(gaps.argmin())
+
+    return pick
 
 
 def first_codebook(hidden: Tensor, drawn: list[int], kind: Kind = "spherical") -> Codebook:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import airmoe
 from airmoe import AirRouter, Codebook, GranularExperts, MoELayer
+from airmoe.distributed import full_tensor
 from tests.state.common import plain_shortlists
 
 Join = Callable[[], None]
@@ -48,13 +50,13 @@ def air(seed: int, **options: Any) -> AirRouter:
 # -- codebooks ----------------------------------------------------------------------------------
 
 
-def learn(rank: int | None, join: Join, *, kind: str, dead_below: float) -> list[dict[str, Tensor]]:
+def learn(rank: int | None, join: Join, *, kind: str) -> list[dict[str, Tensor]]:
     """Ranks of different seeds, group created after the router, 20 uneven batches."""
     router = air(
         seed=rank or 0,
         codebook=kind,
         num_codewords=CODEWORDS,
-        dead_below=dead_below,
+        dead_below=3.0,
         codebook_decay=0.8,
         jitter_std=0.0,
     )
@@ -64,18 +66,6 @@ def learn(rank: int | None, join: Join, *, kind: str, dead_below: float) -> list
         router.observe(share(tokens(step, 41), rank, (24, 17)))
         states.append(state_of(router.codebook))
     return states
-
-
-def learn_spherical(rank: int | None, join: Join) -> list[dict[str, Tensor]]:
-    return learn(rank, join, kind="spherical", dead_below=3.0)
-
-
-def learn_euclidean(rank: int | None, join: Join) -> list[dict[str, Tensor]]:
-    return learn(rank, join, kind="euclidean", dead_below=3.0)
-
-
-def learn_static(rank: int | None, join: Join) -> list[dict[str, Tensor]]:
-    return learn(rank, join, kind="static", dead_below=3.0)
 
 
 def learn_with_empty_ranks(rank: int | None, join: Join) -> list[dict[str, Tensor]]:
@@ -159,8 +149,7 @@ def train_fsdp(rank: int | None, join: Join) -> list[dict[str, Tensor]]:
         hidden = share(tokens(step, 32, clusters=9), rank, (16, 16)).unsqueeze(0)
         output = net(hidden)
         lists = {"lists": router.training_lists.experts.clone()}
-        full = whole(router.centroids)
-        lists["expected"] = plain_lists(full, router)
+        lists["expected"] = plain_shortlists(router)
         loss_of(output, 32, 1 if rank is None else 2).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -169,23 +158,12 @@ def train_fsdp(rank: int | None, join: Join) -> list[dict[str, Tensor]]:
         with torch.no_grad():
             evaluated = net(tokens(90, 8).unsqueeze(0))
         lists["evaluation"] = router.evaluation_lists.experts.clone()
-        lists["expected_evaluation"] = plain_lists(whole(router.centroids), router)
-        parameters = {n: whole(p) for n, p in net.named_parameters()}
+        lists["expected_evaluation"] = plain_shortlists(router)
+        parameters = {n: full_tensor(p).detach().clone() for n, p in net.named_parameters()}
         states.append(
             parameters | lists | state_of(router.codebook) | {"evaluated": evaluated.clone()}
         )
     return states
-
-
-def whole(parameter: Tensor) -> Tensor:
-    full = getattr(parameter, "full_tensor", None)
-    return (parameter if full is None else full()).detach().clone()
-
-
-def plain_lists(centroids: Tensor, router: AirRouter) -> Tensor:
-    units = centroids / centroids.norm(dim=-1, keepdim=True)
-    best = (router.codebook.codewords @ units.T).topk(router.config.shortlist_size).indices
-    return best.sort(-1).values
 
 
 # -- noise --------------------------------------------------------------------------------------
@@ -212,14 +190,6 @@ def draw_noise(rank: int | None, join: Join, *, seed_offset: int) -> dict[str, T
     }
 
 
-def noise_same_seed(rank: int | None, join: Join) -> dict[str, Tensor]:
-    return draw_noise(rank, join, seed_offset=0)
-
-
-def noise_other_seed(rank: int | None, join: Join) -> dict[str, Tensor]:
-    return draw_noise(rank, join, seed_offset=1)
-
-
 def frozen_noise(rank: int | None, join: Join) -> dict[str, Tensor]:
     """A codebook loaded equally and frozen, in routers built with different seeds."""
     router = air(seed=7, jitter_std=1.0)
@@ -238,13 +208,13 @@ def frozen_noise(rank: int | None, join: Join) -> dict[str, Tensor]:
 
 
 SCENARIOS = {
-    "learn_spherical": learn_spherical,
-    "learn_euclidean": learn_euclidean,
-    "learn_static": learn_static,
+    "learn_spherical": partial(learn, kind="spherical"),
+    "learn_euclidean": partial(learn, kind="euclidean"),
+    "learn_static": partial(learn, kind="static"),
     "learn_with_empty_ranks": learn_with_empty_ranks,
     "train_ddp": train_ddp,
     "train_fsdp": train_fsdp,
-    "noise_same_seed": noise_same_seed,
-    "noise_other_seed": noise_other_seed,
+    "noise_same_seed": partial(draw_noise, seed_offset=0),
+    "noise_other_seed": partial(draw_noise, seed_offset=1),
     "frozen_noise": frozen_noise,
 }

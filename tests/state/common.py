@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import airmoe
 from airmoe import ROUTERS, AirRouter, GranularExperts, MoELayer
+from airmoe.distributed import full_tensor
 
 DIM, EXPERTS, TOP_K = 8, 36, 4
 SIZES: dict[str, Any] = {"dim": DIM, "num_experts": EXPERTS, "top_k": TOP_K, "jitter_std": 0.3}
@@ -108,7 +109,7 @@ def dense(routing: airmoe.Routing) -> Tensor:
 
 def plain_shortlists(router: AirRouter, codewords: Tensor | None = None) -> Tensor:
     """[G, M] jitter-free, from the definition (Alg. 1, lines 1 and 4-7)."""
-    centroids = router.centroids.detach()
+    centroids = full_tensor(router.centroids).detach()
     if router.config.normalize_centroids:
         centroids = centroids / centroids.norm(dim=-1, keepdim=True)
     codewords = router.codebook.codewords if codewords is None else codewords

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -14,20 +15,14 @@ from torch.utils.checkpoint import checkpoint
 import airmoe
 from airmoe import AirRouter, ConfigError, GranularExperts, MoELayer, shortlist_balance_loss
 from airmoe.routers.routing import read_tokens
+from tests.state import common
 
 DIM, EXPERTS = 8, 64
 
 
-def build_router(jitter_std: float = 0.01, **options: object) -> AirRouter:
-    return AirRouter.Config(
-        dim=DIM,
-        num_experts=EXPERTS,
-        top_k=4,
-        num_codewords=4,
-        shortlist_size=16,
-        jitter_std=jitter_std,
-        **options,  # type: ignore[arg-type]
-    ).build()
+def build_router(**options: Any) -> AirRouter:
+    sizes = {"num_experts": EXPERTS, "num_codewords": 4, "shortlist_size": 16}
+    return common.build_router("air", **{**sizes, "jitter_std": 0.01, **options})
 
 
 def build_layer() -> MoELayer:

@@ -66,33 +66,9 @@ def test_forwards_do_not_move_later_micro_batches(case: str) -> None:
         assert torch.equal(run(0), run(2))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_noise_is_a_function_of_seed_and_counter(case: str) -> None:
-    """Global random numbers drawn elsewhere, and other tokens observed, move no jitter."""
-    hidden = batch(0, 22)
-    router, twin = build_router(case), build_router(case)
-    if "air" in case:  # the codebook learns from what it sees, which is not the point here
-        router.freeze_codebook()
-        twin.freeze_codebook()
-    for index in range(3):
-        torch.randn(17)
-        router.observe(batch(10 + index, 5 + index))
-        twin.observe(batch(50 + index, 22))
-    torch.manual_seed(99)
-    assert torch.equal(dense(router(hidden)), dense(twin(hidden)))
-    twin.observe(hidden)
-    assert not torch.equal(dense(router(hidden)), dense(twin(hidden))), "the counter does nothing"
-    twin.micro_batches.fill_(3)
-    assert torch.equal(dense(router(hidden)), dense(twin(hidden)))
-    twin.noise_seed.add_(1)
-    assert not torch.equal(dense(router(hidden)), dense(twin(hidden))), "the seed does nothing"
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if "air" in case])
 def test_learning_does_not_shift_the_jitter(case: str) -> None:
     """The codebook draws replacements and first tokens, and must not use up token noise."""
-    if "air" not in case:
-        pytest.skip("learns nothing without gradients")
     learning, frozen = build_router(case, dead_below=50.0), build_router(case)
     frozen.freeze_codebook()
     with warnings.catch_warnings():

@@ -120,7 +120,11 @@ class MoELayer(nn.Module):
         compiling, router, plan = torch.compiler.is_compiling(), self.router, None
         if compiling and not self.compiles(x):
             return self._forward_eagerly(x, mask, learn=learn)
-        hidden, mask = _flatten(x, mask)
+        if x.ndim < 2:
+            rule = "must have shape [batch, length, dim]"
+            raise ConfigError("MoELayer.x", tuple(x.shape), rule, "Add a batch.")
+        hidden = x.reshape(-1, x.shape[-1])  # [T, D]
+        mask = None if mask is None else _flat_mask(mask, x.shape[:-1])
         # A forward of training may be recomputed, and the router learns from its tokens.
         training = self.training and router.training
         if compiling:
@@ -172,15 +176,8 @@ class MoELayer(nn.Module):
             warnings.warn(FROZEN, stacklevel=3)
 
 
-def _flatten(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """x [B, L, D], mask [B, L] -> [T, D], [T] bool."""
-    if x.ndim < 2:
-        raise ConfigError(
-            "MoELayer.x", tuple(x.shape), "must have shape [batch, length, dim]", "Add a batch."
-        )
-    hidden = x.reshape(-1, x.shape[-1])
-    if mask is None:
-        return hidden, None
+def _flat_mask(mask: Tensor, shape: torch.Size) -> Tensor:
+    """[B, L] bool or 0/1 integers -> [T] bool."""
     if not isinstance(mask, Tensor):
         raise ConfigError(
             "MoELayer.mask",
@@ -188,11 +185,11 @@ def _flatten(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
             "must be a tensor",
             "Pass torch.tensor(mask), on the device of x.",
         )
-    if mask.shape != x.shape[:-1]:
+    if mask.shape != shape:
         raise ConfigError(
             "MoELayer.mask",
             tuple(mask.shape),
-            f"must have shape {tuple(x.shape[:-1])}, one entry per token",
+            f"must have shape {tuple(shape)}, one entry per token",
             "Pass the attention mask of this batch.",
         )
     if mask.is_floating_point() or mask.is_complex():
@@ -202,4 +199,4 @@ def _flatten(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
             "must be bool or 0/1 integers; an additive mask means the opposite",
             "Pass the mask in which 1 stands for a real token.",
         )
-    return hidden, mask.reshape(-1) != 0
+    return mask.reshape(-1) != 0

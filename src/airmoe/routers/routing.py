@@ -93,25 +93,23 @@ def read_tokens(
     return Tokens(torch.where(valid.unsqueeze(-1), hidden, 0), valid, mask)
 
 
+@dataclass(eq=False)
 class Lazy(Generic[Value]):
     """A value that is computed when it is first read, but under the gradient mode of its making and
     without autocast: who reads it first, and where, makes no difference."""
 
-    def __init__(self, device: torch.device, compute: Callable[[], Value]) -> None:
-        self._device_type = device.type
-        self._gradients = torch.is_grad_enabled()
-        self._compute: Callable[[], Value] | None = compute
-        self._value: Value | None = None
+    device: torch.device
+    compute: Callable[[], Value] | None
+    value: Value | None = None
+    gradients: bool = field(default_factory=torch.is_grad_enabled)
 
     def __call__(self) -> Value:
-        if self._compute is not None:
-            with (
-                torch.set_grad_enabled(self._gradients),
-                torch.autocast(self._device_type, enabled=False),
-            ):
-                self._value = self._compute()
-            self._compute = None  # lets go of what the computation needed
-        return cast(Value, self._value)
+        if self.compute is not None:
+            full_precision = torch.autocast(self.device.type, enabled=False)
+            with torch.set_grad_enabled(self.gradients), full_precision:
+                self.value = self.compute()
+            self.compute = None  # lets go of what the computation needed
+        return cast(Value, self.value)
 
 
 @dataclass(eq=False, kw_only=True)
