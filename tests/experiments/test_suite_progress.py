@@ -30,17 +30,30 @@ def test_times() -> None:
     # 90 to go, then one run of the mean of 100 and 120, then three quarters of one.
     assert suite_left([100.0], pace, [None, pace]) == 90.0 + 110.0 + 0.75 * 110.0
     assert duration(None) == "?" and duration(3725.4) == "1:02:05"
+    assert {duration(float(damaged)) for damaged in ("nan", "inf", "1e300", "-1")} == {"?"}
 
 
 def test_a_growing_log_is_read(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     assert last_lines(log) == [] and pace_of([], 9) is None
-    log.write_text('{"step": 1, "seconds": 2.0}\n{"step": 2, "sec')
-    assert last_lines(log) == [{"step": 1, "seconds": 2.0}]
+    line = {"kind": "train", "step": 1, "tokens": 9, "loss": 5.5, "seconds": 2.0}
+    log.write_text(json.dumps(line) + '\n{"kind": "train", "step": 2, "sec')
+    assert last_lines(log) == [line]
     assert pace_of(last_lines(log), 9) == Pace(1, 9, 2.0)
-    long = [json.dumps({"step": step, "seconds": 1.0, "text": "x" * 1000}) for step in range(100)]
+    long = [json.dumps({**line, "step": step, "x" * 947: 0}) for step in range(100, 200)]
     log.write_text("\n".join(long) + "\n")
-    assert [line["step"] for line in last_lines(log)] == list(range(38, 100))  # 64 KiB
+    assert [line["step"] for line in last_lines(log)] == list(range(137, 200))  # 64 KiB
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"step": "x"}, {"step": 0}, {"seconds": None}, {"loss": "x"}, {"tokens_per_second": []}],
+    ids=str,
+)
+def test_damaged_lines_of_a_log_are_passed_over(tmp_path: Path, damage: dict[str, Any]) -> None:
+    line = {"kind": "train", "step": 1, "tokens": 9, "loss": 5.5, "seconds": 2.0}
+    write_log(tmp_path, line, {**line, "step": 2, **damage})
+    assert last_lines(tmp_path / "log.jsonl") == [line]
 
 
 def write_log(path: Path, *lines: dict[str, Any]) -> None:
@@ -70,7 +83,7 @@ def test_the_line_of_a_run(board: Board, tmp_path: Path) -> None:
     assert board.line(peer) == "peer-seed42  step 0/360  ? left  suite 0:06:40 left"
     evaluation = {"kind": "eval", "step": 60, "loss": 4.0, "perplexity": 54.6, "seconds": 50.0}
     train = {"kind": "train", "step": 90, "loss": 3.9, "tokens_per_second": 1234, "seconds": 60.0}
-    write_log(tmp_path / "peer-seed42", evaluation, train)
+    write_log(tmp_path / "peer-seed42", *({**line, "tokens": 9} for line in (evaluation, train)))
     # 240 seconds in all: 180 left, and three runs of (100 + 240) / 2.
     assert board.line(peer) == (
         "peer-seed42  step 90/360  loss 3.900  ppl 54.60  tok/s 1,234  0:03:00 left  "

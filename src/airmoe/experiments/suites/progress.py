@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,9 +20,11 @@ from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.experiments.suites.plan import PlannedRun
 from airmoe.training.display import summary
 from airmoe.training.run_folder import read_result
+from airmoe.training.run_log import parsed
 
 SHOWN = ("loss", "perplexity", "tokens_per_second")
 TAIL_BYTES = 2**16  # some hundred lines
+LONGEST = 1e10  # seconds, 300 years: more is a damaged log or no number
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,8 @@ def last_lines(log: Path) -> list[dict[str, Any]]:
     found = []
     # The first may have been cut by us, and the last is still being written.
     for text in texts[1 if start else 0 : -1]:
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict) and "step" in line:
+        line = parsed(text)
+        if line is not None and line["step"] > 0:
             found.append(line)
     return found
 
@@ -87,7 +85,8 @@ def suite_left(
 
 def duration(seconds: float | None) -> str:
     """h:mm:ss, or a question mark."""
-    return "?" if seconds is None else str(timedelta(seconds=round(seconds)))
+    known = seconds is not None and 0 <= seconds < LONGEST
+    return str(timedelta(seconds=round(seconds))) if known else "?"
 
 
 class Board:
