@@ -19,7 +19,7 @@ import pytest
 from airmoe.experiments.report import write_report
 from airmoe.experiments.report.contents import NO_FIGURES, Figures, Report, Section
 from airmoe.experiments.report.reading import read_all
-from airmoe.experiments.report.rendering import TEX_LETTERS, render, tex
+from airmoe.experiments.report.rendering import TEX_LETTERS, markdown, render, tex
 from airmoe.experiments.report.tables import Cell, Table
 from airmoe.files import read_json
 from airmoe.training import override, preset
@@ -250,6 +250,10 @@ def test_everything_is_escaped_in_markdown(nasty: Report) -> None:
     assert text.count(r"\| \`c\` \*d\* \[e\](f)") == text.count("(f)")
     (row,) = [line for line in text.splitlines() if line.endswith("| **1 ± 2**† |")]
     assert len(re.findall(r"(?<!\\)\|", row)) == 3
+
+
+def test_markdown_shows_escape_codes() -> None:
+    assert markdown("a\x1b[31m\nred\x07") == r"a\\x1b\[31m red\\x07"
 
 
 def test_latex_names_what_it_cannot_set() -> None:

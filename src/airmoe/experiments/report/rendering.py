@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from airmoe.errors import ConfigError
+from airmoe.errors import ConfigError, visible
 from airmoe.experiments.report.contents import Report
 from airmoe.experiments.report.tables import Cell
 
@@ -88,8 +88,9 @@ def environment(folder: Path) -> Environment:
 
 
 def markdown(text: str) -> str:
-    """Text that means itself in Markdown, in a table too."""
-    return MARKDOWN_SPECIAL.sub(r"\\\1", " ".join(text.split())).replace("&", "&amp;")
+    """Text that means itself in Markdown, in a table too, and on a terminal."""
+    words = visible(" ".join(text.split()))
+    return MARKDOWN_SPECIAL.sub(r"\\\1", words).replace("&", "&amp;")
 
 
 def markdown_cell(cell: Cell) -> str:
