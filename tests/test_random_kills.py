@@ -49,7 +49,7 @@ def killed(
     job: Callable[[], object], folder: Path, check: Callable[[], object], share: int
 ) -> None:
     """As many as this part of the work gets, and no fewer than asked for."""
-    wanted = max(1, KILLS * share // 8)
+    wanted = -(-KILLS * share // 8)  # rounded up: the shares add up to KILLS or more
     assert kill_at_random(job, folder, check, wanted, seed=share) >= wanted
 
 
