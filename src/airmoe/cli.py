@@ -78,7 +78,7 @@ app.command()(doctor)
 def main() -> None:
     """Run a command; mistakes of the user end with code 2, failed runs with 1, one line each."""
     _let_waiting_threads_sleep()
-    _keep_streams()
+    keep_streams()
     try:
         _check_arguments(sys.argv[1:])
         app(prog_name="airmoe")
@@ -98,7 +98,7 @@ def main() -> None:
         _leave_process_group()
 
 
-def _keep_streams() -> None:
+def keep_streams() -> None:
     """Let no stream that is lost, or was closed from the start, end this process."""
     for number in range(3):
         try:
