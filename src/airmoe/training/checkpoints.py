@@ -33,7 +33,7 @@ STATE, LOG, MANIFEST = "training.json", "log.jsonl", "manifest.json"
 # Of run folders and of checkpoints; LAST_READERS names the last airmoe that can read older ones.
 FORMAT, LAST_READERS = 2, {1: "0.1.0"}
 ONLY_TO_RESUME = re.compile(rf"{OPTIMIZER}|random-\d+\.safetensors|{STATE}|{LOG}")
-USE_THE_ONE_BEFORE = "Remove this checkpoint folder and resume from the one before."
+USE_THE_ONE_BEFORE = "Move this checkpoint folder elsewhere and resume from the one before."
 
 
 def checkpoints(run_folder: Path) -> list[Path]:
