@@ -85,8 +85,9 @@ def suite_left(
 
 def duration(seconds: float | None) -> str:
     """h:mm:ss, or a question mark."""
-    known = seconds is not None and 0 <= seconds < LONGEST
-    return str(timedelta(seconds=round(seconds))) if known else "?"
+    if seconds is None or not 0 <= seconds < LONGEST:
+        return "?"
+    return str(timedelta(seconds=round(seconds)))
 
 
 class Board:
