@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from airmoe import cli
-from tests.training.runs import in_process
+from airmoe.training import RunConfig
+from tests.training.runs import assignments, in_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,6 +58,11 @@ def airmoe(
         out.seek(0)
         err.seek(0)
         return Outcome(code, out.read(), err.read())
+
+
+def airmoe_train(config: RunConfig, run: Path, *overrides: str, **options: Any) -> Outcome:
+    """`airmoe train` with these settings."""
+    return airmoe("train", "tiny", *assignments(config), *overrides, "--run", run, **options)
 
 
 def print_warnings() -> None:

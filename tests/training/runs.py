@@ -81,7 +81,7 @@ def small_run(
             )
         )
     return RunConfig(
-        preset="test",
+        preset="tiny",
         model=small_model() if model is None else model,
         data=DataOptions(
             corpus=str(text),
@@ -140,6 +140,35 @@ def in_process(job: Callable[[], Any]) -> int:
             os._exit(code)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status)
+
+
+def trained(config: RunConfig, folder: Path) -> Path:
+    """A finished run, made in a process of its own."""
+    assert in_process(lambda: train_here(config, folder)) == 0
+    return folder
+
+
+def killed(config: RunConfig, folder: Path, kill: Callable[[], None]) -> Path:
+    """A run that did not survive: `kill` comes from kills.py."""
+
+    def job() -> None:
+        kill()
+        train_here(config, folder)
+
+    assert in_process(job) == -signal.SIGKILL
+    return folder
+
+
+def resumed(folder: Path, kill: Callable[[], None] | None = None) -> Path:
+    """The run after a resume, which `kill` may have ended early."""
+
+    def job() -> None:
+        if kill is not None:
+            kill()
+        resume_here(folder)
+
+    assert in_process(job) == (0 if kill is None else -signal.SIGKILL)
+    return folder
 
 
 def kill_self() -> None:

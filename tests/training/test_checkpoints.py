@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from airmoe.errors import ConfigError, RunError
 from airmoe.training import best_checkpoint, loop
@@ -194,9 +195,9 @@ def test_a_model_is_loaded_whole_or_refused(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
-def trained_with(losses: dict[int, float], folder: Path, **options: Any) -> Path:
+def with_losses(losses: dict[int, float], text: Path, folder: Path, **options: Any) -> Path:
     """A run whose validation losses are given by step; everything else is real."""
-    config = small_run(folder, steps=max(losses), **options)
+    config = small_run(text, steps=max(losses), **options)
 
     def job() -> None:
         given = iter(losses.values())
@@ -207,9 +208,9 @@ def trained_with(losses: dict[int, float], folder: Path, **options: Any) -> Path
     return folder / "run"
 
 
-def test_the_best_is_chosen_by_validation_loss(tmp_path: Path) -> None:
+def test_the_best_is_chosen_by_validation_loss(text: Path, tmp_path: Path) -> None:
     """Of a run that overfits."""
-    run = trained_with({2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5}, tmp_path, eval_every=2)
+    run = with_losses({2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5}, text, tmp_path, eval_every=2)
     assert steps(run) == [4, 8]
     assert step_of(best_checkpoint(run)) == 4
     assert step_of(load_trained(run, "best").checkpoint) == 4
@@ -220,20 +221,19 @@ def test_the_best_is_chosen_by_validation_loss(tmp_path: Path) -> None:
     assert (result["last"]["step"], result["last"]["loss"]) == (8, 2.5)
 
 
-def test_checkpoints_between_evaluations_do_not_push_the_best_out(tmp_path: Path) -> None:
-    run = trained_with({4: 4.0, 7: 7.0}, tmp_path, eval_every=4, save_every=1, keep_checkpoints=3)
+def test_checkpoints_between_evaluations_do_not_push_the_best_out(
+    text: Path, tmp_path: Path
+) -> None:
+    options = {"eval_every": 4, "save_every": 1, "keep_checkpoints": 3}
+    run = with_losses({4: 4.0, 7: 7.0}, text, tmp_path, **options)
     assert steps(run) == [4, 6, 7]
     assert step_of(best_checkpoint(run)) == 4
 
 
-def test_a_checkpoint_is_an_ordinary_hugging_face_model(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    config = small_run(tmp_path, steps=2, eval_every=2)
-    assert in_process(lambda: train_here(config, tmp_path / "run")) == 0
-    folder = tmp_path / "run" / "checkpoint-2"
+def test_a_checkpoint_is_an_ordinary_hugging_face_model(finished: Path) -> None:
+    folder = load_trained(finished).checkpoint
     model = AutoModelForCausalLM.from_pretrained(folder)
-    ours = load_trained(tmp_path / "run").model
+    ours = load_trained(finished).model
     ids = torch.tensor([list(b"the router learns")])
     with torch.no_grad():
         assert torch.equal(model.eval()(ids).logits, ours(ids).logits)

@@ -36,7 +36,7 @@ def test_settings_survive_json(name: str, method: str) -> None:
 def test_overrides_can_make_any_run_out_of_any_other(tmp_path: Path) -> None:
     wanted = small_run(tmp_path, small_model(router="peer", router_options={"num_heads": 2}))
     made = override(preset("medium-c5", "hierarchical"), assignments(wanted))
-    assert dataclasses.replace(made, preset="test") == wanted
+    assert dataclasses.replace(made, preset="tiny") == wanted
 
 
 def test_an_override_changes_one_thing_and_not_the_original() -> None:

@@ -26,7 +26,7 @@ from airmoe.training.run_folder import open_run, read_result
 from airmoe.training.run_log import read_log
 from tests.training import kills
 from tests.training.command import airmoe, assert_one_line
-from tests.training.runs import in_process, small_model, small_run, timeless_log, train_here
+from tests.training.runs import killed, small_model, small_run, timeless_log, trained
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +40,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model["router_options"] = {**model["router_options"], "refresh_every": 3}
     config = small_run(folder, model, documents=60, steps=6, eval_every=2, log_every=1)
 
-    def killed() -> None:
-        kills.before_step(6)()
-        train_here(config, folder / "killed")
-
-    assert in_process(lambda: train_here(config, folder / "whole")) == 0
-    assert in_process(killed) < 0
+    trained(config, folder / "whole")
+    killed(config, folder / "killed", kills.before_step(6))
     return folder
 
 

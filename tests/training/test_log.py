@@ -29,26 +29,25 @@ from airmoe.training.run_folder import git_state
 from airmoe.training.run_log import STARTING_STEPS, TIME_FIELDS, Clock, read_log
 from airmoe.training.trained import load_trained
 from tests.training import kills
-from tests.training.command import airmoe as command
+from tests.training.command import airmoe_train
 from tests.training.runs import (
-    assignments,
     in_process,
+    killed,
     loss_of_a_new_model,
-    resume_here,
+    resumed,
     small_model,
     small_run,
     train_here,
+    trained,
 )
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
-    folder = tmp_path_factory.mktemp("log")
-    config = small_run(folder, track="tensorboard")
-    assert in_process(lambda: train_here(config, folder / "run")) == 0
-    return config, folder / "run"
+def tracked(text: Path) -> tuple[RunConfig, Path]:
+    config = small_run(text, track="tensorboard")
+    return config, trained(config, text / "tracked")
 
 
 def lines_of(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -68,8 +67,8 @@ EVAL_FIELDS = {
 }
 
 
-def test_lines_and_their_fields(finished: tuple[RunConfig, Path]) -> None:
-    config, run = finished
+def test_lines_and_their_fields(tracked: tuple[RunConfig, Path]) -> None:
+    config, run = tracked
     train, evaluations = lines_of(run, "train"), lines_of(run, "eval")
     assert [line["step"] for line in train] == [1, 3, 6, 9, 12]
     assert [line["step"] for line in evaluations] == [4, 8, 12]
@@ -89,25 +88,24 @@ def test_lines_and_their_fields(finished: tuple[RunConfig, Path]) -> None:
     assert seconds == sorted(seconds) and seconds[0] > 0
 
 
-def test_the_schedule_is_a_line_up_and_a_line_down(tmp_path: Path) -> None:
+def test_the_schedule_is_a_line_up_and_a_line_down(text: Path, tmp_path: Path) -> None:
     """Of 20 steps 5 % are one: it warms up from 0, then falls to nearly 0 at the last."""
-    config = small_run(
-        tmp_path, small_model(moe_layers=[]), steps=20, log_every=1, eval_every=20, eval_blocks=1
-    )
-    assert in_process(lambda: train_here(config, tmp_path / "run")) == 0
-    rates = [line["learning_rate"] for line in lines_of(tmp_path / "run", "train")]
+    options: dict[str, Any] = {"steps": 20, "log_every": 1, "eval_every": 20, "eval_blocks": 1}
+    config = small_run(text, small_model(moe_layers=[]), **options)
+    run = trained(config, tmp_path / "run")
+    rates = [line["learning_rate"] for line in lines_of(run, "train")]
     peak = config.training.learning_rate
     assert rates == pytest.approx([0.0] + [peak * (20 - step) / 19 for step in range(1, 20)])
 
 
-def test_a_train_line_is_the_mean_since_the_line_before(tmp_path: Path) -> None:
+def test_a_train_line_is_the_mean_since_the_line_before(text: Path, tmp_path: Path) -> None:
     """And counts each token once, whatever the micro-batches."""
-    each = small_run(tmp_path, steps=6, log_every=1, eval_every=6)
-    rare = small_run(tmp_path, steps=6, log_every=3, eval_every=6)
-    for name, config in (("each", each), ("rare", rare)):
-        assert in_process(lambda config=config, name=name: train_here(config, tmp_path / name)) == 0
-    losses = [line["loss"] for line in lines_of(tmp_path / "each", "train")]
-    found = {line["step"]: line["loss"] for line in lines_of(tmp_path / "rare", "train")}
+    each, rare = (
+        trained(small_run(text, steps=6, log_every=every, eval_every=6), tmp_path / str(every))
+        for every in (1, 3)
+    )
+    losses = [line["loss"] for line in lines_of(each, "train")]
+    found = {line["step"]: line["loss"] for line in lines_of(rare, "train")}
     assert found.keys() == {1, 3, 6}
     # Three float32 additions of losses near 6, each rounded to 2^-24 of the sum.
     assert found[1] == losses[0]
@@ -115,15 +113,15 @@ def test_a_train_line_is_the_mean_since_the_line_before(tmp_path: Path) -> None:
     assert found[6] == pytest.approx(sum(losses[3:6]) / 3, rel=4 * 2**-24)
 
 
-def test_the_first_line_is_the_loss_of_a_new_model(finished: tuple[RunConfig, Path]) -> None:
+def test_the_first_line_is_the_loss_of_a_new_model(tracked: tuple[RunConfig, Path]) -> None:
     """The model its seed draws, on the first blocks of its order, micro-batch by micro-batch."""
-    config, run = finished
+    config, run = tracked
     assert lines_of(run, "train")[0]["loss"] == pytest.approx(loss_of_a_new_model(config), rel=1e-5)
 
 
-def test_a_new_model_has_learned_nothing_yet(finished: tuple[RunConfig, Path]) -> None:
+def test_a_new_model_has_learned_nothing_yet(tracked: tuple[RunConfig, Path]) -> None:
     """But it leans to repeat its input: 0.9 above log 257, give or take 0.2 with a seed."""
-    config, _ = finished
+    config, _ = tracked
     seeds = [
         dataclasses.replace(config, training=dataclasses.replace(config.training, seed=seed))
         for seed in range(8)
@@ -132,11 +130,9 @@ def test_a_new_model_has_learned_nothing_yet(finished: tuple[RunConfig, Path]) -
     assert 0.65 < sum(losses) / len(losses) - math.log(257) < 1.15
 
 
-def test_methods_of_one_seed_start_from_one_body(tmp_path: Path) -> None:
-    air, exact = (
-        small_run(tmp_path),
-        small_run(tmp_path, small_model(router="topk", router_options={})),
-    )
+def test_methods_of_one_seed_start_from_the_same_weights(text: Path) -> None:
+    air = small_run(text)
+    exact = small_run(text, small_model(router="topk", router_options={}))
     assert air.data.folder is not None
     prepared = open_prepared(Path(air.data.folder))
     one, other = (dict(build_model(run, prepared).named_parameters()) for run in (air, exact))
@@ -145,9 +141,9 @@ def test_methods_of_one_seed_start_from_one_body(tmp_path: Path) -> None:
         assert torch.equal(weight, other[name]), name
 
 
-def test_other_models_log_what_they_have(tmp_path: Path) -> None:
-    dense = small_run(tmp_path, small_model(moe_layers=[]), steps=1, eval_every=1)
-    assert in_process(lambda: train_here(dense, tmp_path / "dense")) == 0
+def test_other_models_log_what_they_have(text: Path, tmp_path: Path) -> None:
+    dense = small_run(text, small_model(moe_layers=[]), steps=1, eval_every=1)
+    trained(dense, tmp_path / "dense")
     routing = {
         *("load_balance_loss", "entropy", "dead_experts", "load_imbalance", "overlap"),
         *("mass_recall", "mass_recall_bound", "codeword_perplexity", "staleness"),
@@ -159,8 +155,8 @@ def test_other_models_log_what_they_have(tmp_path: Path) -> None:
     assert not (tmp_path / "dense" / "usage.safetensors").exists()
 
 
-def test_flops_run_on_with_the_tokens(finished: tuple[RunConfig, Path]) -> None:
-    config, run = finished
+def test_flops_run_on_with_the_tokens(tracked: tuple[RunConfig, Path]) -> None:
+    config, run = tracked
     options, block = config.training, config.data.block_size
     ledger = count_flops(
         load_trained(run).model.config,
@@ -177,9 +173,9 @@ def test_flops_run_on_with_the_tokens(finished: tuple[RunConfig, Path]) -> None:
 
 
 def test_a_router_the_ledger_does_not_know_is_trained_without(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, text: Path
 ) -> None:
-    config = small_run(tmp_path)
+    config = small_run(text)
     model = config.model_config(257, 256)
     assert flops_per_token(config, model, 1).keys() == {"flops", "executed_flops"}
 
@@ -190,8 +186,8 @@ def test_a_router_the_ledger_does_not_know_is_trained_without(
     assert flops_per_token(config, model, 1) == {}
 
 
-def test_usage_of_the_best_checkpoint(finished: tuple[RunConfig, Path]) -> None:
-    config, run = finished
+def test_usage_of_the_best_checkpoint(tracked: tuple[RunConfig, Path]) -> None:
+    config, run = tracked
     usage = load_file(run / "usage.safetensors")
     assert usage.keys() == {"experts.1", "cells.1"}
     best = json.loads((run / "result.json").read_text())["best"]
@@ -205,20 +201,14 @@ def test_usage_of_the_best_checkpoint(finished: tuple[RunConfig, Path]) -> None:
     assert airmoe.metrics.dead_experts(experts).item() == pytest.approx(best["dead_experts"])
 
 
-def test_the_log_of_a_killed_run_is_whole_lines(tmp_path: Path) -> None:
-    config = small_run(tmp_path, log_every=1)
-
-    def job() -> None:
-        kills.after_log_line(6)()
-        train_here(config, tmp_path / "run")
-
-    assert in_process(job) < 0
-    text = (tmp_path / "run" / "log.jsonl").read_text()
-    assert text.endswith("\n") and len([json.loads(line) for line in text.splitlines()]) == 6
+def test_the_log_of_a_killed_run_is_whole_lines(text: Path, tmp_path: Path) -> None:
+    run = killed(small_run(text, log_every=1), tmp_path / "run", kills.after_log_line(6))
+    log = (run / "log.jsonl").read_text()
+    assert log.endswith("\n") and len([json.loads(line) for line in log.splitlines()]) == 6
 
 
-def test_run_json(finished: tuple[RunConfig, Path]) -> None:
-    config, run = finished
+def test_run_json(tracked: tuple[RunConfig, Path]) -> None:
+    config, run = tracked
     values = json.loads((run / "run.json").read_text())
     assert values["format"] == 2
     assert RunConfig.from_json(values["config"]) == config
@@ -237,8 +227,8 @@ def test_run_json(finished: tuple[RunConfig, Path]) -> None:
     assert values["machine"].keys() == {"device", "count"}
 
 
-def test_result_json(finished: tuple[RunConfig, Path]) -> None:
-    config, run = finished
+def test_result_json(tracked: tuple[RunConfig, Path]) -> None:
+    config, run = tracked
     result = json.loads((run / "result.json").read_text())
     log = read_log(run / "log.jsonl")
     evaluations = [line for line in log if line["kind"] == "eval"]
@@ -273,8 +263,8 @@ def events(run: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_tensorboard_has_the_same_numbers(finished: tuple[RunConfig, Path]) -> None:
-    _, run = finished
+def test_tensorboard_has_the_same_numbers(tracked: tuple[RunConfig, Path]) -> None:
+    _, run = tracked
     found = events(run)
     for kind in ("train", "eval"):
         lines = lines_of(run, kind)
@@ -283,31 +273,25 @@ def test_tensorboard_has_the_same_numbers(finished: tuple[RunConfig, Path]) -> N
             assert found[f"{kind}/{name}"] == expected, name
 
 
-def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path: Path) -> None:
+def test_tensorboard_forgets_what_a_resumed_run_does_again(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    config = small_run(tmp_path, track="tensorboard", log_every=1, steps=8)
-
-    def killed() -> None:
-        kills.before_step(8)()
-        train_here(config, tmp_path / "run")
-
-    assert in_process(killed) < 0
-    assert [step for step, _ in events(tmp_path / "run")["train/loss"]] == list(range(1, 8))
-    assert in_process(lambda: resume_here(tmp_path / "run")) == 0
-    found = events(tmp_path / "run")
+    config = small_run(text, track="tensorboard", log_every=1, steps=8)
+    run = killed(config, tmp_path / "run", kills.before_step(8))
+    assert [step for step, _ in events(run)["train/loss"]] == list(range(1, 8))
+    found = events(resumed(run))
     assert [step for step, _ in found["train/loss"]] == list(range(1, 9))
     assert [step for step, _ in found["eval/loss"]] == [4, 8]
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
 def test_a_tracker_that_is_not_installed_is_left_out_in_one_line(
-    tracker: Any, tmp_path: Path
+    tracker: Any, text: Path, tmp_path: Path
 ) -> None:
     def patch() -> None:
         display.get_available_trackers = lambda: []
 
-    config, folder = small_run(tmp_path, track=tracker, steps=4), tmp_path / "run"
-    outcome = command("train", "tiny", *assignments(config), "--run", folder, patch=patch)
+    config, folder = small_run(text, track=tracker, steps=4), tmp_path / "run"
+    outcome = airmoe_train(config, folder, patch=patch)
     assert outcome.code == 0, outcome.err
     said = not_installed(tracker)
     assert [line for line in outcome.out.splitlines() if "training.track" in line] == [said]
@@ -320,9 +304,9 @@ def test_trackers_are_those_of_accelerate() -> None:
     assert {*get_args(Tracker)} - {"none"} == {*LoggerType.list()} - {"all"}
 
 
-def test_times_leave_out_what_is_not_training(tmp_path: Path) -> None:
+def test_times_leave_out_what_is_not_training(text: Path, tmp_path: Path) -> None:
     """A slow evaluation must not make training look slow."""
-    config = small_run(tmp_path, steps=4, eval_every=2, log_every=1)
+    config = small_run(text, steps=4, eval_every=2, log_every=1)
 
     def job() -> None:
         original = loop.evaluate

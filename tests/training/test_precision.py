@@ -12,16 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from airmoe.errors import ConfigError
-from airmoe.training import RunConfig
 from airmoe.training.devices import check_device
-from tests.training.runs import in_process, small_model, small_run, timeless_log, train_here
+from tests.training.runs import small_model, small_run, timeless_log, train_here, trained
 
 
-def run_of(folder: Path, name: str, **options: Any) -> tuple[RunConfig, Path]:
+def run_of(folder: Path, name: str, **options: Any) -> Path:
     given: dict[str, Any] = {"steps": 4, "eval_every": 4, "log_every": 1, **options}
-    config = small_run(folder, **given)
-    assert in_process(lambda: train_here(config, folder / name)) == 0
-    return config, folder / name
+    return trained(small_run(folder, **given), folder / name)
 
 
 def one_layer() -> dict[str, Any]:
@@ -33,8 +30,8 @@ def losses(run: Path) -> list[float]:
 
 
 def test_bf16_computes_in_bf16_and_keeps_its_state_in_float32(tmp_path: Path) -> None:
-    _, single = run_of(tmp_path, "fp32")
-    _, half = run_of(tmp_path, "bf16", precision="bf16")
+    single = run_of(tmp_path, "fp32")
+    half = run_of(tmp_path, "bf16", precision="bf16")
     assert all(math.isfinite(loss) for loss in losses(half))
     assert losses(half) != losses(single)  # it really computes otherwise
     # A product rounded to 8 bits is off by 2^-9; a loss of 5.5 nats is the mean of 248 of them.
@@ -49,8 +46,8 @@ def test_bf16_computes_in_bf16_and_keeps_its_state_in_float32(tmp_path: Path) ->
 
 
 def test_gradient_checkpointing_changes_no_bit(tmp_path: Path) -> None:
-    _, plain = run_of(tmp_path, "plain")
-    _, saving = run_of(tmp_path, "saving", gradient_checkpointing=True)
+    plain = run_of(tmp_path, "plain")
+    saving = run_of(tmp_path, "saving", gradient_checkpointing=True)
     assert timeless_log(saving) == timeless_log(plain)
     one, other = (load_file(run / "checkpoint-4" / "model.safetensors") for run in (plain, saving))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -61,8 +58,8 @@ def test_gradient_checkpointing_changes_no_bit(tmp_path: Path) -> None:
 def test_compiled_layers_train_the_same(tmp_path: Path) -> None:
     # Steps 1 and 4 are watched, hence not compiled; the loss of the last line is that of 2 to 4.
     options = {"steps": 4, "log_every": 4, "eval_blocks": 4, "model": one_layer()}
-    _, eager = run_of(tmp_path, "eager", **options)
-    _, compiled = run_of(tmp_path, "compiled", **options, compile=True)
+    eager = run_of(tmp_path, "eager", **options)
+    compiled = run_of(tmp_path, "compiled", **options, compile=True)
     one, other = (
         load_file(run / "checkpoint-4" / "model.safetensors") for run in (eager, compiled)
     )

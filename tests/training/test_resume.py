@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,47 +19,14 @@ from tests.training import kills
 from tests.training.runs import (
     assert_same_run,
     differing,
-    in_process,
-    resume_here,
+    killed,
+    resumed,
     small_model,
     small_run,
     tensors_of,
     timeless_log,
-    train_here,
+    trained,
 )
-
-
-def killed(config: RunConfig, folder: Path, kill: kills.Kill) -> None:
-    """Start a run that does not survive."""
-
-    def job() -> None:
-        kill()
-        train_here(config, folder)
-
-    assert in_process(job) == -signal.SIGKILL
-
-
-def resumed(folder: Path, kill: kills.Kill | None = None) -> None:
-    def job() -> None:
-        if kill is not None:
-            kill()
-        resume_here(folder)
-
-    assert in_process(job) == (0 if kill is None else -signal.SIGKILL)
-
-
-def uninterrupted(config: RunConfig, folder: Path) -> Path:
-    assert in_process(lambda: train_here(config, folder)) == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
-    """The settings of most tests here, and the run that was never killed."""
-    folder = tmp_path_factory.mktemp("plain")
-    config = small_run(folder)
-    return config, uninterrupted(config, folder / "reference")
-
 
 # 12 steps of 2 micro-batches, evaluated and saved at 4, 8 and 12, logged at 1, 3, 6, 9 and 12;
 # an evaluation has 3 batches; a checkpoint's tensor files are optimizer and random states.
@@ -92,8 +59,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(
         files = {file.name for file in (reference / "checkpoint-12").iterdir()}
         assert {file.name for file in checkpoint.iterdir()} == files
         assert tensors_of(checkpoint)
-    resumed(tmp_path / "run")
-    assert_same_run(tmp_path / "run", reference)
+    assert_same_run(resumed(tmp_path / "run"), reference)
 
 
 def test_killed_twice_and_with_a_torn_log_line(
@@ -111,24 +77,21 @@ def test_killed_twice_and_with_a_torn_log_line(
 
 
 @pytest.mark.parametrize("moment", ["between windows", "in the second micro-batch"])
-def test_lists_that_live_several_steps(moment: str, tmp_path: Path) -> None:
+def test_lists_that_live_several_steps(
+    moment: str, lasting: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
     """Steps 4 and 8 are saved; lists are built in 1, 4, 7 and 10."""
-    model = small_model()
-    model["router_options"] = {**model["router_options"], "refresh_every": 3}
-    config = small_run(tmp_path, model)
-    reference = uninterrupted(config, tmp_path / "reference")
+    config, reference = lasting
     killed(config, tmp_path / "run", KILLS[moment])
-    resumed(tmp_path / "run")
-    assert_same_run(tmp_path / "run", reference)
+    assert_same_run(resumed(tmp_path / "run"), reference)
 
 
 def test_resuming_a_finished_run_changes_nothing(
     plain: tuple[RunConfig, Path], tmp_path: Path
 ) -> None:
-    config, reference = plain
-    run = uninterrupted(config, tmp_path / "run")
-    resumed(run)
-    assert_same_run(run, reference)
+    _, reference = plain
+    run = Path(shutil.copytree(reference, tmp_path / "run"))
+    assert_same_run(resumed(run), reference)
 
 
 def test_a_result_names_the_machine_that_trained(
@@ -151,9 +114,8 @@ def test_a_result_names_the_machine_that_trained(
 
 def test_the_comparison_can_fail(plain: tuple[RunConfig, Path], tmp_path: Path) -> None:
     """Another seed must show in every kind of state, or the tests above would prove nothing."""
-    config, reference = plain
-    other = small_run(Path(config.data.corpus).parent, seed=43)
-    run = uninterrupted(other, tmp_path / "run")
+    _, reference = plain
+    run = trained(small_run(reference.parent, seed=43), tmp_path / "run")
     found = " ".join(
         differing(tensors_of(run / "checkpoint-12"), tensors_of(reference / "checkpoint-12"))
     )
@@ -200,11 +162,10 @@ def test_every_router_resumes_exactly(name: str, tmp_path: Path) -> None:
     config = small_run(
         tmp_path, small_model(**MODELS[name]), documents=60, steps=5, eval_every=2, log_every=2
     )
-    reference = uninterrupted(config, tmp_path / "reference")
+    reference = trained(config, tmp_path / "reference")
     killed(config, tmp_path / "run", kills.at_micro_batch(2 * 2 + 2))
     assert [step_of(path) for path in checkpoints(tmp_path / "run")] == [2]
-    resumed(tmp_path / "run")
-    assert_same_run(tmp_path / "run", reference)
+    assert_same_run(resumed(tmp_path / "run"), reference)
 
 
 @pytest.mark.parametrize(
@@ -220,11 +181,10 @@ def test_every_router_resumes_exactly(name: str, tmp_path: Path) -> None:
 def test_recipes_resume_exactly(options: dict[str, Any], tmp_path: Path) -> None:
     given: dict[str, Any] = {"steps": 8, **options}
     config = small_run(tmp_path, **given)
-    reference = uninterrupted(config, tmp_path / "reference")
+    reference = trained(config, tmp_path / "reference")
     killed(config, tmp_path / "run", kills.before_step(8))
     assert checkpoints(tmp_path / "run")
-    resumed(tmp_path / "run")
-    assert_same_run(tmp_path / "run", reference)
+    assert_same_run(resumed(tmp_path / "run"), reference)
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +192,7 @@ def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Pat
     """12 steps each, evaluated and saved at their ends, and saved every 5 steps."""
     folder = tmp_path_factory.mktemp("epochs")
     config = small_run(folder, documents=14, steps=None, epochs=2, eval_every="epoch", save_every=5)
-    return config, uninterrupted(config, folder / "reference")
+    return config, trained(config, folder / "reference")
 
 
 @pytest.mark.parametrize(
@@ -245,8 +205,7 @@ def test_epochs_resume_exactly(
     assert [line["step"] for line in timeless_log(reference) if line["kind"] == "eval"] == [12, 24]
     killed(config, tmp_path / "run", kills.before_step(step))
     assert step_of(checkpoints(tmp_path / "run")[-1]) == newest
-    resumed(tmp_path / "run")
-    assert_same_run(tmp_path / "run", reference)
+    assert_same_run(resumed(tmp_path / "run"), reference)
 
 
 def test_epochs_see_every_block_once_in_a_new_order() -> None:

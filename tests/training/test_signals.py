@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -18,35 +17,17 @@ from airmoe.training import RunConfig, evaluation, loop
 from airmoe.training.checkpoints import checkpoints, step_of
 from airmoe.training.loop import TrainingLoop
 from tests.training import kills
-from tests.training.command import airmoe, started
+from tests.training.command import airmoe, airmoe_train, started
 from tests.training.runs import (
     assert_same_run,
     assignments,
     in_process,
-    resume_here,
-    small_model,
+    resumed,
     small_run,
     train_here,
 )
 
 INTERRUPTED, TERMINATED = 130, 143
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
-    folder = tmp_path_factory.mktemp("signals")
-    config = small_run(folder)
-    assert in_process(lambda: train_here(config, folder / "reference")) == 0
-    renamed(folder / "reference")
-    return config, folder / "reference"
-
-
-def renamed(run: Path) -> None:
-    """The command starts from another preset's name; everything else must be equal."""
-    for file in ("run.json", "result.json"):
-        values = json.loads((run / file).read_text())
-        values["config"]["preset"] = "tiny"
-        (run / file).write_text(json.dumps(values))
 
 
 def send(
@@ -110,7 +91,7 @@ def test_the_step_is_finished_and_saved(
 ) -> None:
     config, reference = plain
     run = tmp_path / "run"
-    outcome = airmoe("train", "tiny", *assignments(config), "--run", run, patch=patch)
+    outcome = airmoe_train(config, run, patch=patch)
     assert outcome.code == code
     assert outcome.out.splitlines()[-1] == (
         f"Stopped after step {step}. Go on: airmoe train --resume {run}"
@@ -123,23 +104,17 @@ def test_the_step_is_finished_and_saved(
 
 
 @pytest.mark.parametrize("step", [5, 6])  # one and two steps after lists were built
-def test_shortlists_that_live_several_steps(step: int, tmp_path: Path) -> None:
-    model = small_model()
-    model["router_options"] = {**model["router_options"], "refresh_every": 3}
-    config = small_run(tmp_path, model)
-    assert in_process(lambda: train_here(config, tmp_path / "reference")) == 0
-
-    def stopped() -> None:
-        before_step(signal.SIGTERM, step)()
-        train_here(config, tmp_path / "run")
-
-    assert in_process(stopped) == 0
-    last = checkpoints(tmp_path / "run")[-1]
+def test_lists_that_live_several_steps(
+    step: int, lasting: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
+    config, reference = lasting
+    run = tmp_path / "run"
+    assert airmoe_train(config, run, patch=before_step(signal.SIGTERM, step)).code == TERMINATED
+    last = checkpoints(run)[-1]
     saved = load_file(last / "model.safetensors")
-    (age,) = (tensor for name, tensor in saved.items() if name.endswith("training_lists.age"))
+    (age,) = (tensor for name, tensor in saved.items() if name.endswith("lists.age"))
     assert (step_of(last), int(age)) == (step, step - 3)
-    assert in_process(lambda: resume_here(tmp_path / "run")) == 0
-    assert_same_run(tmp_path / "run", tmp_path / "reference")
+    assert_same_run(resumed(run), reference)
 
 
 def test_a_signal_in_the_last_step_comes_too_late(
@@ -148,7 +123,7 @@ def test_a_signal_in_the_last_step_comes_too_late(
     config, reference = plain
     run = tmp_path / "run"
     patch = before_step(signal.SIGTERM, 12)
-    outcome = airmoe("train", "tiny", *assignments(config), "--run", run, patch=patch)
+    outcome = airmoe_train(config, run, patch=patch)
     assert outcome.code == 0 and "Finished" in outcome.out
     assert_same_run(run, reference)
 
@@ -159,14 +134,14 @@ def test_the_second_signal_does_not_wait(plain: tuple[RunConfig, Path], tmp_path
         run = tmp_path / f"run-{number}"
         pause = 1.2 * loop.ECHO_SECONDS
         patch = send(number, TrainingLoop, "_forward_backward", kills.nth(3), times=2, pause=pause)
-        outcome = airmoe("train", "tiny", *assignments(config), "--run", run, patch=patch)
+        outcome = airmoe_train(config, run, patch=patch)
         assert outcome.code == code
         assert checkpoints(run) == []
         assert outcome.err in ("", "airmoe: interrupted\n")
 
 
-def test_signals_are_given_back(tmp_path: Path) -> None:
-    config = small_run(tmp_path, steps=1, eval_every=1)
+def test_signals_are_given_back(text: Path, tmp_path: Path) -> None:
+    config = small_run(text, steps=1, eval_every=1)
 
     def job() -> None:
         def mine(*_: Any) -> None: ...
