@@ -127,7 +127,7 @@ def test_tiles_cover_every_row_once(case: Case) -> None:
     tiles = row_tiles(cells.offsets, cells.token_ids.shape[0])
     rows = tiles.rows.view(-1, tiles.block)
     assert sorted(rows[rows >= 0].tolist()) == list(range(sum(case.sizes)))
-    cell_of_row = cells.cell_of_row().tolist()
+    cell_of_row = cells.cell_of_row.tolist()
     for cell, first, own in zip(
         tiles.cells.tolist(), tiles.first_rows.tolist(), rows.tolist(), strict=True
     ):
@@ -314,7 +314,7 @@ def plain_gates(case: Case, cells: Cells, noise: Noise | None, valid: Tensor, ma
         base = log_z if case.top_k == 1 else chosen.logsumexp(-1)
         found = (chosen - base.unsqueeze(-1)).exp() * row_valid.unsqueeze(-1)
         probs = (scores - log_z.unsqueeze(-1)).exp() * weights[cells.token_ids].unsqueeze(-1)
-        owners = cells.pools[cells.cell_of_row()].flatten()
+        owners = cells.pools[cells.cell_of_row].flatten()
         per_expert = probs.new_zeros(case.experts).index_add(0, owners, probs.flatten())
         return {
             "gates": found.to(hidden.dtype),

@@ -147,7 +147,7 @@ def assert_best_are_taken(
         probs = scored.probs(scored.log_z())
     usable = valid[cells.token_ids].unsqueeze(-1).expand_as(taken)
     assert not (taken & ~usable).any(), "tokens that do not count are not taken"
-    owners = cells.pools[cells.cell_of_row()]
+    owners = cells.pools[cells.cell_of_row]
     for expert in range(case.experts):
         own = (owners == expert) & usable
         assert (own & taken).sum() == min(case.capacity, int(own.sum())), expert

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def check_cells(cell_ids: Tensor, num_cells: int) -> Cells:
         assert_same_tiles(tiles, row_tiles(wanted.offsets, cell_ids.numel()))
     flat = cell_ids.flatten()
     assert torch.equal(found.offsets.diff(), flat.bincount(minlength=num_cells))
-    assert_equal(found.cell_of_row(), flat[found.order], "cell of each row")
+    assert_equal(found.cell_of_row, flat[found.order], "cell of each row")
     assert torch.equal(found.token_ids, found.order // cell_ids.shape[1])
     return found
 
@@ -148,15 +148,6 @@ def test_one_row_per_token_needs_no_division() -> None:
     assert cells.token_ids is cells.order
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_the_cell_of_each_row_is_kept_and_can_be_found(backend: str) -> None:
-    with use_backend(backend):  # pyright: ignore[reportArgumentType]
-        cells = layout(random_ids(100, 30, 2), 30)
-        assert cells.cell_of_row() is cells.row_cells
-        made_elsewhere = replace(cells, row_cells=None)
-        assert_equal(made_elsewhere.cell_of_row(), cells.row_cells, "cell of each row")
-
-
 def test_tiles_are_made_once() -> None:
     with use_backend("triton"):
         cells = layout(random_ids(9, 4), 4)
@@ -167,7 +158,7 @@ def everything(cell_ids: Tensor, pools: Tensor) -> list[Tensor]:
     cells = make_cells(cell_ids, pools)
     tiles = cells.layout().tiles
     of_tiles = [getattr(tiles, field.name) for field in fields(tiles)]
-    return [cells.offsets, cells.token_ids, cells.order, cells.cell_of_row(), *of_tiles]
+    return [cells.offsets, cells.token_ids, cells.order, cells.cell_of_row, *of_tiles]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

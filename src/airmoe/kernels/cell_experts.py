@@ -30,10 +30,10 @@ def cell_experts(
     experts, Triton's backward passes over those without.
     """
     gate, up, down = tables.gate, tables.up, tables.down
-    keep = backward_follows(hidden, gate, up, down, gates)
     if not use_triton(hidden, gate, up, down):
-        form = (tables.activation, tables.size, keep)
+        form = (tables.activation, tables.size, torch.is_grad_enabled())
         return _CellExperts.apply(hidden, gate, up, down, gates, cells, *form)  # type: ignore[no-any-return]
+    keep = backward_follows(hidden, gate, up, down, gates)
     tables = tables.contiguous()
     layout = cells.layout(up.shape[0] if keep and tables.size == 1 else None)
     if tables.size > 1:
@@ -64,6 +64,7 @@ class _CellExperts(torch.autograd.Function):
         size: int,
         keep: bool,
     ) -> Tensor:
+        keep = keep and any(ctx.needs_input_grad)
         work, tables = hidden.dtype, ExpertTables(gate, up, down, activation, size)
         # A token may have many rows: their sum is kept in float32 whatever the products are in.
         wide = torch.promote_types(work, torch.float32)

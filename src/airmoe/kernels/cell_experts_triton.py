@@ -26,8 +26,7 @@ from airmoe.kernels.device_triton import (
     activation_grads,
     dot_precision,
     load_rows,
-    part_of_pool,
-    rows_of_tile,
+    operands_of_tile,
     store_rows,
 )
 from airmoe.kernels.token_experts import ExpertTables
@@ -59,9 +58,9 @@ def _activations_kernel(
     tile = tl.program_id(1)
     cell = tl.load(tile_cells + tile)
     if cell >= 0:
-        rows, row_mask, tokens = rows_of_tile(tile_first, offsets, token_ids, tile, cell, BLOCK_T)
-        first = tl.program_id(0) * BLOCK_P
-        places, place_mask, ids = part_of_pool(neurons, cell, first, NEURONS, BLOCK_P)
+        rows, row_mask, tokens, places, place_mask, ids = operands_of_tile(
+            tile_first, offsets, token_ids, neurons, tile, cell, NEURONS, BLOCK_T, BLOCK_P
+        )
         up = tl.zeros((BLOCK_P, BLOCK_T), tl.float32)
         gate = up
         for start in range(0, DIM, BLOCK_D):
@@ -102,9 +101,9 @@ def _activation_grads_kernel(
     tile = tl.program_id(1)
     cell = tl.load(tile_cells + tile)
     if cell >= 0:
-        rows, row_mask, tokens = rows_of_tile(tile_first, offsets, token_ids, tile, cell, BLOCK_T)
-        first = tl.program_id(0) * BLOCK_P
-        places, place_mask, ids = part_of_pool(neurons, cell, first, NEURONS, BLOCK_P)
+        rows, row_mask, tokens, places, place_mask, ids = operands_of_tile(
+            tile_first, offsets, token_ids, neurons, tile, cell, NEURONS, BLOCK_T, BLOCK_P
+        )
         grad = products_tile(
             down_table, grad_output, ids, place_mask, tokens, row_mask,
             DIM, BLOCK_T, BLOCK_P, BLOCK_D, PRECISION,

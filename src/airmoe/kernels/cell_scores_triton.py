@@ -15,8 +15,8 @@ from airmoe.kernels.cells import CellLayout, RowTiles
 from airmoe.kernels.device_triton import (
     dot_precision,
     load_rows,
+    operands_of_tile,
     part_of_pool,
-    rows_of_tile,
     store_rows,
 )
 from airmoe.kernels.noise_triton import normal
@@ -73,9 +73,9 @@ def _scores_kernel(
     cell = tl.load(tile_cells + first_tile + place_in_buffer)
     if cell >= 0:
         tile = first_tile + place_in_buffer
-        rows, row_mask, tokens = rows_of_tile(tile_first, offsets, token_ids, tile, cell, BLOCK_T)
-        first = tl.program_id(0) * BLOCK_P
-        places, place_mask, ids = part_of_pool(pools, cell, first, POOL, BLOCK_P)
+        rows, row_mask, tokens, places, place_mask, ids = operands_of_tile(
+            tile_first, offsets, token_ids, pools, tile, cell, POOL, BLOCK_T, BLOCK_P
+        )
         found = score_tile(
             hidden, centroids, inverse_norms, row_keys, noise_std,
             tokens, row_mask, ids, place_mask,

@@ -207,7 +207,7 @@ class Cells:
     order: Tensor  # [N] row -> its place in the unsorted [T * rows_per_token] list
     rows_per_token: int
     pools_version: int | None  # of the pools when the rows were sorted; None: not known
-    row_cells: Tensor | None = None  # [N] cell of each row, where sorting gave it
+    cell_of_row: Tensor  # [N]
     # Made once, when a kernel asks for them.
     _tiles: list[RowTiles] = field(default_factory=list, repr=False, compare=False)
     _reverse: list[ReverseIndex] = field(default_factory=list, repr=False, compare=False)
@@ -239,13 +239,6 @@ class Cells:
                 "This routing is of an earlier moment: its router has rebuilt the shortlists. "
                 "Read ids, counts and probabilities before the next step, or route again."
             )
-
-    def cell_of_row(self) -> Tensor:
-        """[N] the cell each row belongs to."""
-        if self.row_cells is not None:
-            return self.row_cells
-        rows = torch.arange(self.token_ids.shape[0], device=self.offsets.device)
-        return torch.searchsorted(self.offsets, rows, right=True) - 1
 
 
 def make_cells(cell_ids: Tensor, pools: Tensor, reverse: ReverseIndex | None = None) -> Cells:

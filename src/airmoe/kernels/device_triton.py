@@ -163,6 +163,18 @@ def part_of_pool(pools, cell, first, POOL: tl.constexpr, BLOCK_P: tl.constexpr):
     return places, mask, tl.load(pools + cell.to(tl.int64) * POOL + places, mask=mask, other=0)
 
 
+@triton.jit
+def operands_of_tile(
+    tile_first, offsets, token_ids, pools, tile, cell,
+    POOL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Both, for the part of the pool that is this program's."""
+    rows, row_mask, tokens = rows_of_tile(tile_first, offsets, token_ids, tile, cell, BLOCK_T)
+    first = tl.program_id(0) * BLOCK_P
+    places, place_mask, ids = part_of_pool(pools, cell, first, POOL, BLOCK_P)
+    return rows, row_mask, tokens, places, place_mask, ids
+
+
 # Searching and selecting
 
 

@@ -10,7 +10,7 @@ all scores [N, M] and as many 64-bit keys exist at a time: 1.5 GiB for 65,536 to
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
-# pyright: reportReturnType=none
+# pyright: reportReturnType=none, reportGeneralTypeIssues=none
 from __future__ import annotations
 
 import torch
@@ -40,6 +40,13 @@ def _key(prob, token, num_tokens, token_bits):
 
 
 @triton.jit
+def _owners(tile_cells, token_ids, row, BLOCK_T: tl.constexpr):
+    """(cell, token) of this program's row."""
+    cell = tl.load(tile_cells + tl.program_id(0) // BLOCK_T).to(tl.int64)
+    return cell, tl.load(token_ids + row)
+
+
+@triton.jit
 def _log_z(scores, POOL: tl.constexpr, BLOCK: tl.constexpr):
     """logsumexp of a row that may be longer than a block: every lane keeps its own maximum."""
     peaks = tl.full((BLOCK,), -INFINITY, tl.float32)
@@ -64,8 +71,7 @@ def _keys_kernel(
 ):  # fmt: skip
     row = tl.load(rows + tl.program_id(0)).to(tl.int64)
     if row >= 0:
-        cell = tl.load(tile_cells + tl.program_id(0) // BLOCK_T).to(tl.int64)
-        token = tl.load(token_ids + row)
+        cell, token = _owners(tile_cells, token_ids, row, BLOCK_T)
         counts = tl.load(valid + token) != 0
         total = tl.where(counts, _log_z(scores + row * POOL, POOL, BLOCK), 0.0)
         tl.store(log_z + row, total)
@@ -107,8 +113,7 @@ def _gates_kernel(
 ):  # fmt: skip
     row = tl.load(rows + tl.program_id(0)).to(tl.int64)
     if row >= 0:
-        cell = tl.load(tile_cells + tl.program_id(0) // BLOCK_T).to(tl.int64)
-        token = tl.load(token_ids + row)
+        cell, token = _owners(tile_cells, token_ids, row, BLOCK_T)
         for start in range(0, POOL, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < POOL

@@ -47,6 +47,22 @@ def tile_shape(num_ids: int, dim: int) -> tuple[int, int]:
 
 
 @triton.jit
+def add_products(
+    query, table_1, table_2, rows, mask, columns, total_1, total_2,
+    DIM: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """(rows of table_1, totals of each table): a query times rows, elementwise, added up."""
+    query_values = tl.load(query + columns, mask=columns < DIM, other=0.0)
+    query_values = query_values.to(tl.float32)[None, :]
+    values_1 = load_rows(table_1, rows, mask, columns, DIM)
+    if TWO:
+        values_2 = load_rows(table_2, rows, mask, columns, DIM)
+        total_2 += values_2.to(tl.float32) * query_values
+    values_1 = values_1.to(tl.float32)
+    return values_1, total_1 + values_1 * query_values, total_2
+
+
+@triton.jit
 def _dots_kernel(
     queries, table_1, table_2, ids, dots_1, dots_2,
     num_ids, tiles_per_program,
@@ -70,15 +86,10 @@ def _dots_kernel(
         squares = tl.zeros((BLOCK_J, BLOCK_D), tl.float32)
         for column in range(0, DIM, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
-            inside = columns < DIM
-            query_values = tl.load(queries + query * DIM + columns, mask=inside, other=0.0)
-            query_values = query_values.to(tl.float32)[None, :]
-            values_1 = load_rows(table_1, rows, mask, columns, DIM)
-            if TWO:
-                values_2 = load_rows(table_2, rows, mask, columns, DIM)
-                total_2 += values_2.to(tl.float32) * query_values
-            values_1 = values_1.to(tl.float32)
-            total_1 += values_1 * query_values
+            values_1, total_1, total_2 = add_products(
+                queries + query * DIM, table_1, table_2, rows, mask, columns, total_1, total_2,
+                DIM, TWO,
+            )  # fmt: skip
             if NORMALIZE:
                 squares += values_1 * values_1
         sum_1 = tl.sum(total_1, axis=1)

@@ -73,11 +73,7 @@ def activate(activation: Activation, up: Tensor, gate: Tensor | None) -> Tensor:
 
 def backward_follows(*tensors: Tensor | None) -> bool:
     """Whether what the backward needs must be kept."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 @own_precision

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.device_triton import ACTIVATION_CODES, activate, activation_grads, load_rows
-from airmoe.kernels.rows_triton import row_dots, row_sums, row_totals, sort_entries
+from airmoe.kernels.rows_triton import add_products, row_dots, row_sums, row_totals, sort_entries
 from airmoe.kernels.token_experts import ExpertTables
 
 ELEMENTS_BLOCK = 1024  # of the elementwise kernels
@@ -173,14 +173,9 @@ def _small_batch_kernel(
     gate_total = tl.zeros((BLOCK_J, BLOCK_D), tl.float32)
     for column in range(0, DIM, BLOCK_D):
         columns = column + tl.arange(0, BLOCK_D)
-        inside = columns < DIM
-        values = tl.load(hidden + token * DIM + columns, mask=inside, other=0.0)
-        values = values.to(tl.float32)[None, :]
-        up_values = load_rows(up, rows, mask, columns, DIM)
-        if GATED:
-            gate_values = load_rows(gate, rows, mask, columns, DIM)
-            gate_total += gate_values.to(tl.float32) * values
-        up_total += up_values.to(tl.float32) * values
+        _, up_total, gate_total = add_products(
+            hidden + token * DIM, up, gate, rows, mask, columns, up_total, gate_total, DIM, GATED
+        )
     up_dots = tl.sum(up_total, axis=1)
     gate_dots = up_dots
     if GATED:

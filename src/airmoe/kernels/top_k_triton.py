@@ -55,14 +55,21 @@ def _write_gates(
 
 
 @triton.jit
+def _row_at(place, row_ids_ptr, HAS_ROW_IDS: tl.constexpr):
+    """The row that a place of the buffer belongs to, negative where to none."""
+    row = place
+    if HAS_ROW_IDS:
+        row = tl.load(row_ids_ptr + place).to(tl.int64)
+    return row
+
+
+@triton.jit
 def _gates_kernel(
     scores_ptr, row_ids_ptr, valid_ptr, gates_ptr, log_z_ptr, columns, count, least,
     HAS_ROW_IDS: tl.constexpr, FULL_SOFTMAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
-    row = place
-    if HAS_ROW_IDS:
-        row = tl.load(row_ids_ptr + place).to(tl.int64)
+    row = _row_at(place, row_ids_ptr, HAS_ROW_IDS)
     if row >= 0:
         if tl.load(valid_ptr + row):
             _write_gates(
@@ -108,9 +115,7 @@ def _scatter_kernel(
 ):  # fmt: skip
     """Chosen gates [rows, count] to their rows of [N, columns], which must be zero before."""
     place = tl.program_id(0).to(tl.int64)
-    row = place
-    if HAS_ROW_IDS:
-        row = tl.load(row_ids_ptr + place).to(tl.int64)
+    row = _row_at(place, row_ids_ptr, HAS_ROW_IDS)
     if row >= 0:
         valid = tl.load(valid_ptr + row)
         tl.store(out_log_z_ptr + row, tl.where(valid, tl.load(log_z_ptr + place), 0.0))

@@ -102,7 +102,7 @@ class _Experts(nn.Module):
         if triton and few and not training and top_k is not None:
             # Decoding: fetching the K chosen experts beats products over all M.
             expert_ids, weights = compact_gates(
-                routing.gates, cells.pools, cells.cell_of_row(), cells.token_ids, top_k
+                routing.gates, cells.pools, cells.cell_of_row, cells.token_ids, top_k
             )
             return token_experts(hidden, tables, weights, expert_ids)
         if triton and training and cells.small and self.expert_size == 1:

@@ -122,7 +122,7 @@ def expert_choice_gates(scored: ScoredCells, capacity: Tensor) -> Tensor:
     """
     cells = scored.cells
     probs = scored.probs(scored.log_z())  # [N, M]
-    owners = cells.pools[cells.cell_of_row()]  # [N, M]
+    owners = cells.pools[cells.cell_of_row]  # [N, M]
     with torch.no_grad():
         usable = (probs > 0) & scored.tokens.valid[cells.token_ids].unsqueeze(-1)
         ranked = by_token(torch.where(usable, probs, -1.0), cells).flatten()

@@ -220,7 +220,7 @@ class CellRouting(Routing):
     def cell_counts(self) -> Tensor:
         """[G] int64: valid tokens in each cell."""
         counts = torch.zeros(self.pools.shape[0], dtype=torch.int64, device=self.valid.device)
-        return counts.scatter_add_(0, self.cells.cell_of_row(), self.valid[self.token_ids].long())
+        return counts.scatter_add_(0, self.cells.cell_of_row, self.valid[self.token_ids].long())
 
     def entry_counts(self) -> Tensor:
         """[G, M] int32: how many rows of each cell chose each of its experts. Triton's only."""
@@ -247,7 +247,7 @@ class CellRouting(Routing):
             used = (flat_gates.detach() > 0).sum(-1)
             width = max(1, int(used.max())) if used.numel() else 1
         places = top_positions(flat_gates.detach(), width)
-        experts = self.pools[self.cells.cell_of_row()]  # [N, M]
+        experts = self.pools[self.cells.cell_of_row]  # [N, M]
         expert_ids = by_token(experts, self.cells).gather(1, places)
         return self._listed(expert_ids, flat_gates.gather(1, places))
 
@@ -296,7 +296,7 @@ def by_token(rows: Tensor, cells: Cells) -> Tensor:
 def sum_over_cells(values: Tensor, cells: Cells, num_experts: int) -> Tensor:
     """Add up per-row values [N, M] for each expert: -> [E]."""
     cells.check_current()
-    per_cell = values.new_zeros(cells.pools.shape).index_add(0, cells.cell_of_row(), values)
+    per_cell = values.new_zeros(cells.pools.shape).index_add(0, cells.cell_of_row, values)
     per_expert = values.new_zeros(num_experts)
     return per_expert.scatter_add(0, cells.pools.flatten(), per_cell.flatten())
 

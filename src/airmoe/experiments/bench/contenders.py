@@ -230,7 +230,7 @@ def _cells_of(routing: Routing) -> Tensor | None:
     if not isinstance(routing, CellRouting):
         return None
     cells = routing.cells
-    return by_token(cells.cell_of_row().unsqueeze(-1), cells)
+    return by_token(cells.cell_of_row.unsqueeze(-1), cells)
 
 
 class Air(OwnLayer):
