@@ -77,6 +77,29 @@ def check(
     return ids
 
 
+def unit_rows(*shape: int) -> Tensor:
+    return torch.nn.functional.normalize(torch.randn(*shape, device=DEVICE), dim=-1)
+
+
+def check_shortlists(
+    codewords: Tensor, centroids: Tensor, size: int, noise: Noise | None = None
+) -> Tensor:
+    """Ascending, distinct, and the best ones; of unit-norm centroids where there is noise."""
+    scale = None if noise is None else 1 / centroids.float().norm(dim=-1)
+    out = torch.full((codewords.shape[0], size), -1, dtype=torch.int64, device=DEVICE)
+    with use_backend("triton"):
+        returned = top_m(codewords, centroids, size, inverse_norms=scale, noise=noise, out=out)
+    assert returned is out  # the address is fixed
+    assert (out.diff(dim=-1) > 0).all() and out.min() >= 0 and out.max() < centroids.shape[0]
+    unit = noise is not None
+    exact = logits_of(codewords.double(), centroids.double(), noise, unit)
+    plain = logits_of(codewords, centroids.float(), noise, unit)
+    best = exact.topk(size, dim=-1).values
+    found = exact.gather(-1, out).sort(-1, descending=True).values
+    assert ((found - best).abs() <= score_slack(exact, plain)).all()
+    return out
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     ("tokens", "experts", "dim", "count"), [(1, 16, 16, 16), (6, 150, 24, 20), (17, 70, 33, 1)]
@@ -86,11 +109,6 @@ def test_one_segment(dtype: torch.dtype, tokens: int, experts: int, dim: int, co
     table = torch.randn(experts, dim, device=DEVICE).to(dtype)
     check(hidden, table, count)
     check(hidden, table, count, any_noise(tokens))
-
-
-def test_float32_tokens_and_bfloat16_experts() -> None:
-    hidden, table = torch.randn(6, 24, device=DEVICE), torch.randn(150, 24, device=DEVICE)
-    check(hidden, table.bfloat16(), 20)
 
 
 @pytest.mark.usefixtures("small_segments")
@@ -109,19 +127,16 @@ def test_both_tables_in_three_parts(dim: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_ties_go_to_the_lowest_id() -> None:
-    hidden = torch.eye(8, device=DEVICE)[:3]
-    hidden[2] = 0
+@pytest.mark.parametrize("count", [1, 25])
+def test_ties_go_to_the_lowest_id(count: int) -> None:
+    rows = torch.eye(8, device=DEVICE)[:3]
     table = torch.randint(-1, 2, (200, 8), device=DEVICE).float()
-    ids = check(hidden, table, 30)
+    table[:, 2] = 0  # all alike
+    ids, shortlists = check(rows, table, count), check_shortlists(rows, table, count)
     with use_backend("reference"):
-        assert torch.equal(ids, best_experts(hidden, table, 30))
-    assert ids[2].tolist() == list(range(30))
-
-
-@pytest.mark.usefixtures("small_segments")
-def test_a_list_too_long_for_the_kernel_is_the_references() -> None:
-    check(torch.randn(3, 16, device=DEVICE), torch.randn(200, 16, device=DEVICE), 50)
+        assert torch.equal(ids, best_experts(rows, table, count))
+        assert torch.equal(shortlists, top_m(rows, table, count))
+    assert ids[2].tolist() == shortlists[2].tolist() == list(range(count))
 
 
 MIXED = [
@@ -248,29 +263,6 @@ def test_no_tokens() -> None:
     assert ids.shape == (0, 4)
 
 
-def unit_rows(*shape: int) -> Tensor:
-    return torch.nn.functional.normalize(torch.randn(*shape, device=DEVICE), dim=-1)
-
-
-def check_shortlists(
-    codewords: Tensor, centroids: Tensor, size: int, noise: Noise | None = None
-) -> Tensor:
-    """Ascending, distinct, and the best ones; of unit-norm centroids where there is noise."""
-    scale = None if noise is None else 1 / centroids.float().norm(dim=-1)
-    out = torch.full((codewords.shape[0], size), -1, dtype=torch.int64, device=DEVICE)
-    with use_backend("triton"):
-        returned = top_m(codewords, centroids, size, inverse_norms=scale, noise=noise, out=out)
-    assert returned is out  # the address is fixed
-    assert (out.diff(dim=-1) > 0).all() and out.min() >= 0 and out.max() < centroids.shape[0]
-    unit = noise is not None
-    exact = logits_of(codewords.double(), centroids.double(), noise, unit)
-    plain = logits_of(codewords, centroids.float(), noise, unit)
-    best = exact.topk(size, dim=-1).values
-    found = exact.gather(-1, out).sort(-1, descending=True).values
-    assert ((found - best).abs() <= score_slack(exact, plain)).all()
-    return out
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     ("codewords", "experts", "dim", "size"), [(1, 16, 16, 16), (5, 200, 24, 30), (20, 70, 33, 1)]
@@ -293,18 +285,6 @@ def test_shortlists_of_many_segments(size: int) -> None:
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_ties_of_shortlists_go_to_the_lowest_id() -> None:
-    codewords = torch.eye(8, device=DEVICE)[:3]
-    centroids = torch.randint(-1, 2, (200, 8), device=DEVICE).float()
-    centroids[:, 2] = 0  # all alike
-    for size in (1, 25):
-        out = check_shortlists(codewords, centroids, size)
-        with use_backend("reference"):
-            assert torch.equal(out, top_m(codewords, centroids, size))
-        assert out[2].tolist() == list(range(size))
-
-
-@pytest.mark.usefixtures("small_segments")
 @pytest.mark.parametrize("row", [0, 5])
 def test_a_codeword_that_is_not_finite_leaves_the_others_alone(row: int) -> None:
     codewords, centroids = unit_rows(6, 16), torch.randn(150, 16, device=DEVICE)
@@ -319,10 +299,11 @@ def test_a_codeword_that_is_not_finite_leaves_the_others_alone(row: int) -> None
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_a_shortlist_too_long_for_the_kernel_is_the_references() -> None:
+def test_a_list_too_long_for_the_kernel_is_the_references() -> None:
     codewords, centroids = unit_rows(3, 16), torch.randn(200, 16, device=DEVICE)
     assert plan_cuts(200, 50) is None
     check_shortlists(codewords, centroids, 50)
+    check(codewords, centroids, 50)
 
 
 def test_the_plan_of_large_tables() -> None:

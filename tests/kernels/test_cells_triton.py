@@ -30,7 +30,7 @@ from airmoe.kernels.cells import (
 from airmoe.kernels.cells_triton import used_entries
 from airmoe.kernels.noise import Noise, Stage, make_noise
 from airmoe.kernels.token_experts import Activation, ExpertTables, is_gated
-from airmoe.kernels.top_k import chosen_mask, top_k_gates
+from airmoe.kernels.top_k import chosen_mask
 from tests.interpreter import exact_products
 from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_no_worse, results_and_grads
 
@@ -534,13 +534,3 @@ def test_what_is_frozen_gets_no_gradient() -> None:
         cell_experts(inputs["hidden"], tables, inputs["scores"], cells).sum().backward()
     assert inputs["up"].grad is None and inputs["scores"].grad is None
     assert inputs["hidden"].grad is not None and inputs["down"].grad is not None
-
-
-def test_the_fused_gates_are_those_of_the_two_steps() -> None:
-    case = CASES["wide"]
-    cells, inputs = case.cells(), score_inputs(case, torch.float32)
-    valid = torch.ones(case.num_tokens, dtype=torch.bool, device=DEVICE)
-    with use_backend("triton"):
-        fused = cell_gates(inputs["hidden"], inputs["centroids"], cells, valid, case.top_k)
-    scores = cell_scores(inputs["hidden"], inputs["centroids"], cells)
-    torch.testing.assert_close(fused.gates, top_k_gates(scores, valid, case.top_k))

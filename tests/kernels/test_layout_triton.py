@@ -143,17 +143,6 @@ def strided(values: Tensor) -> Tensor:
     return torch.stack([values, -values], dim=-1)[:, 0]
 
 
-def test_one_row_per_token_needs_no_division() -> None:
-    cells = layout(random_ids(9, 4), 4)
-    assert cells.token_ids is cells.order
-
-
-def test_tiles_are_made_once() -> None:
-    with use_backend("triton"):
-        cells = layout(random_ids(9, 4), 4)
-        assert cells.layout().tiles is cells.layout().tiles
-
-
 def everything(cell_ids: Tensor, pools: Tensor) -> list[Tensor]:
     cells = make_cells(cell_ids, pools)
     tiles = cells.layout().tiles

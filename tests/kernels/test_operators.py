@@ -214,7 +214,8 @@ def test_every_operator_has_an_example() -> None:
     names = (name.removeprefix("airmoe::") for name in torch._C._dispatch_get_all_op_names())
     operators = {name for name in names if hasattr(torch.ops.airmoe, name)}
     forward = {name for name in operators if not name.endswith("_backward")}
-    assert forward - {"plan"} == {name.partition(",")[0] for name in EXAMPLES}
+    planning = {"plan", "draw_ticket"}  # of routers
+    assert forward - planning == {name.partition(",")[0] for name in EXAMPLES}
 
 
 @every_example

@@ -19,8 +19,6 @@ from airmoe.kernels.token_experts import (
     token_experts,
     token_experts_op,
 )
-from airmoe.moe import GranularExperts
-from airmoe.routers.routing import TokenRouting
 from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good
 
 pytest.importorskip("triton")
@@ -255,34 +253,6 @@ def test_gradients_are_the_same_every_time() -> None:
             torch.autograd.grad(case.run(leaves)["output"].sin().sum(), floats) for _ in range(2)
         )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("expert_size", [1, 2])
-def test_experts_with_token_lists_use_it(expert_size: int) -> None:
-    experts = GranularExperts(9, 16, expert_size=expert_size).to(DEVICE)
-    names = [name for name, _ in experts.named_parameters()]
-
-    def run(given: Found) -> Found:
-        routing = TokenRouting(
-            num_tokens=6,
-            num_experts=9,
-            valid=torch.ones(6, dtype=torch.bool, device=DEVICE),
-            lazy_expert_probs=lambda: torch.zeros(9),
-            lazy_log_z=lambda: torch.zeros(6),
-            expert_ids=given["expert_ids"],
-            weights=given["weights"],
-        )
-        parameters = {name: given[name] for name in names}
-        output = torch.func.functional_call(experts, parameters, (given["hidden"], routing))
-        return {"output": output}
-
-    inputs = {
-        **{name: parameter.detach() for name, parameter in experts.named_parameters()},
-        "hidden": torch.randn(6, 16, device=DEVICE),
-        "weights": torch.rand(6, 5, device=DEVICE),
-        "expert_ids": torch.randint(9, (6, 5), device=DEVICE),
-    }
-    assert_as_good(run, inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -25,6 +25,7 @@ Backend = Literal["reference", "triton"]
 Choice = Literal["auto", "reference", "triton"]
 CHOICES = get_args(Choice)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TENSOR_KINDS = ("Tensor", "Optional[Tensor]")  # as schemas name them
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -204,57 +205,60 @@ class _Gradient:
         function: Backward,
     ) -> None:
         schema = op._opoverload._schema
-        self.of, self.outputs, self.saved, self.function = of, outputs, saved, function
-        self.inputs = [argument.name for argument in schema.arguments]
-        kinds = {argument.name: str(argument.type) for argument in schema.arguments}
-        single = [name for name in self.inputs if kinds[name] in ("Tensor", "Optional[Tensor]")]
-        self.lists = [name for name in self.inputs if kinds[name] == "List[Tensor]"]
-        self.constants = [name for name in self.inputs if name not in (*single, *self.lists)]
-        self.tensors = [*single, *saved]
-        self.names = [*(f"grad_{name}" for name in outputs), *self.inputs, *saved]
-        parts = [
-            *(f"Tensor? grad_{name}" for name in outputs),
-            str(schema).partition("(")[2].rpartition(") ->")[0],  # as declared
-            *(f"Tensor {name}" for name in saved),
-            "bool[] wanted",
-        ]
-        declared = f"({', '.join(parts)}) -> Tensor[]"
-        name = f"{op._qualname}_backward"
-        self.operator = operator(name, schema=declared, fake=self.fake)(self.run)
+        inputs = [argument.name for argument in schema.arguments]
+        kinds = [str(argument.type) for argument in schema.arguments]
+        grads = [f"grad_{name}" for name in outputs]
+        self.function, self.of, self.num_inputs = function, of, len(inputs)
+        self.names = [*grads, *inputs, *saved]  # what the backward's operator takes
+        self.first_input = len(grads)
+        # Places among the inputs and, after them, the saved outputs.
+        self.of_places = [inputs.index(name) for name in of]
+        self.saved_places = [outputs.index(name) for name in saved]  # among the outputs
+        self.lists = [place for place, kind in enumerate(kinds) if kind == "List[Tensor]"]
+        single = [place for place, kind in enumerate(kinds) if kind in TENSOR_KINDS]
+        self.tensors = [*single, *range(len(inputs), len(inputs) + len(saved))]
+        self.constants = [n for n in range(len(inputs)) if n not in (*single, *self.lists)]
+        declared = str(schema).partition("(")[2].rpartition(") ->")[0]
+        parts = [*(f"Tensor? {grad}" for grad in grads), declared]
+        parts += [*(f"Tensor {name}" for name in saved), "bool[] wanted"]
+        name, schema = f"{op._qualname}_backward", f"({', '.join(parts)}) -> Tensor[]"
+        self.operator = operator(name, schema=schema, fake=self.fake)(self.run)
         op.register_autograd(self.backward, setup_context=self.save)
 
     def run(self, *args: Any) -> list[Tensor]:
         call = SimpleNamespace(**dict(zip(self.names, args, strict=False)))
-        first = len(self.outputs)
-        call.inputs = args[first : first + len(self.inputs)]
+        call.inputs = args[self.first_input : self.first_input + self.num_inputs]
         wanted = [name for name, want in zip(self.of, args[-1], strict=True) if want]
         found = self.function(call, set(wanted))
         return [found[name] for name in wanted]
 
     def fake(self, *args: Any) -> list[Tensor]:
-        given = dict(zip(self.names, args, strict=False))
-        wanted = [given[name] for name, want in zip(self.of, args[-1], strict=True) if want]
+        operands = [args[self.first_input + place] for place in self.of_places]
+        wanted = [tensor for tensor, want in zip(operands, args[-1], strict=True) if want]
         return [tensor.new_empty(tensor.shape) for tensor in wanted]
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         output = output if isinstance(output, tuple) else (output,)
-        given = dict(zip([*self.inputs, *self.outputs], [*inputs, *output], strict=True))
+        values = [*inputs, *(output[place] for place in self.saved_places)]
         ctx.set_materialize_grads(False)
-        ctx.constants = {name: given[name] for name in self.constants}
-        members = [member for name in self.lists for member in given[name]]
-        ctx.save_for_backward(*(given[name] for name in self.tensors), *members)
+        ctx.constants = [values[place] for place in self.constants]
+        members = [member for place in self.lists for member in values[place]]
+        ctx.save_for_backward(*(values[place] for place in self.tensors), *members)
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors
-        given = ctx.constants | dict(zip(self.tensors, tensors, strict=False))
-        for name in self.lists:
-            given[name] = list(tensors[len(self.tensors) :])
-        found: dict[str, Any] = {name: [None] * len(given[name]) for name in self.lists}
+        found: list[Any] = [None] * self.num_inputs
+        values: list[Any] = [None] * (self.num_inputs + len(self.saved_places))
+        for place, tensor in zip(self.tensors, ctx.saved_tensors, strict=False):
+            values[place] = tensor
+        for place, constant in zip(self.constants, ctx.constants, strict=True):
+            values[place] = constant
+        for place in self.lists:
+            values[place] = list(ctx.saved_tensors[len(self.tensors) :])
+            found[place] = [None] * len(values[place])
         if any(grad is not None for grad in grads):
             upstream = [None if grad is None else grad.contiguous() for grad in grads]
-            wanted = [ctx.needs_input_grad[self.inputs.index(name)] for name in self.of]
-            rest = [given[name] for name in (*self.inputs, *self.saved)]
-            results = iter(self.operator(*upstream, *rest, wanted))
-            for name, want in zip(self.of, wanted, strict=True):
-                found[name] = next(results) if want else None
-        return tuple(found.get(name) for name in self.inputs)
+            wanted = [ctx.needs_input_grad[place] for place in self.of_places]
+            results = iter(self.operator(*upstream, *values, wanted))
+            for place, want in zip(self.of_places, wanted, strict=True):
+                found[place] = next(results) if want else None
+        return tuple(found)
