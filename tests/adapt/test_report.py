@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 from airmoe.adapt import CalibrationReport, LayerReport, Trial
+from airmoe.adapt.calibration import cheapest
 
 OWN = (8, 16)
 
@@ -11,13 +15,18 @@ def trial(sizes: tuple[int, int], overlap: float, mass_recall: float = 0.5) -> T
     return Trial(*sizes, overlap, mass_recall, bound=0.1, scored=sum(sizes))
 
 
-def report(*trials: tuple[Trial, ...], criterion: str = "overlap") -> CalibrationReport:
-    wanted = 0.9, criterion
+def report(*trials: tuple[Trial, ...], criterion: Any = "overlap") -> CalibrationReport:
     layers = [
-        LayerReport(f"layer {number}", 64, *OWN, (*tried, trial(OWN, 0.8)), *wanted)  # pyright: ignore
+        LayerReport(
+            **asdict(trial(OWN, 0.8)),
+            name=f"layer {number}",
+            num_experts=64,
+            trials=(*tried, trial(OWN, 0.8)),
+            suggestion=cheapest(tried, 0.9, criterion),
+        )
         for number, tried in enumerate(trials)
     ]
-    return CalibrationReport(tuple(layers), 30, 10, *wanted)  # pyright: ignore
+    return CalibrationReport(tuple(layers), 30, 10, 0.9, criterion)
 
 
 FIRST = (trial((4, 8), 0.95), trial((4, 16), 0.97, 0.92), trial((8, 32), 1.0, 0.99))

@@ -74,12 +74,9 @@ def _checked(batches: Any) -> list[Batch]:
     # One batch is easily taken for many: a dict would give its keys.
     iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     if isinstance(batches, Mapping | str) or not iterable:
-        raise ConfigError(
-            "calibrate.batches",
-            type(batches).__name__,
-            "must be a list (or other iterable) of batches",
-            "For a single batch pass [batch].",
-        )
+        rule = "must be a list (or other iterable) of batches"
+        remedy = "For a single batch pass [batch]."
+        raise ConfigError("calibrate.batches", type(batches).__name__, rule, remedy)
     given = list(batches)
     for batch in given:
         if isinstance(batch, Tensor):
@@ -91,12 +88,9 @@ def _checked(batches: Any) -> list[Batch]:
                     "Add a batch dimension, or pass a dict of the model's inputs.",
                 )
         elif not isinstance(batch, Mapping):
-            raise ConfigError(
-                "calibrate.batches",
-                type(batch).__name__,
-                "must hold id tensors or dicts of the model's inputs",
-                "Pass, for example, what the tokenizer returns with return_tensors='pt'.",
-            )
+            rule = "must hold id tensors or dicts of the model's inputs"
+            remedy = "Pass, for example, what the tokenizer returns with return_tensors='pt'."
+            raise ConfigError("calibrate.batches", type(batch).__name__, rule, remedy)
     return given
 
 
@@ -111,12 +105,9 @@ def _sequences(batch: Batch) -> list[Batch]:
     if count < 2:
         if is_distributed():  # the other ranks would wait for one that raised; they may have more
             return [batch]
-        raise ConfigError(
-            "calibrate.batches",
-            "a single sequence",
-            "must hold two sequences or more, because whole ones are held out for measuring",
-            "Pass more text, or the same in shorter sequences.",
-        )
+        rule = "must hold two sequences or more, because whole ones are held out for measuring"
+        remedy = "Pass more text, or the same in shorter sequences."
+        raise ConfigError("calibrate.batches", "a single sequence", rule, remedy)
 
     def row_of(value: Any, row: int) -> Any:
         has_rows = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[0] == count

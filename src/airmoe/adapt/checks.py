@@ -24,12 +24,9 @@ def check_model(field: str, model: object) -> None:
 def check_weights(field: str, model: nn.Module) -> None:
     """Refuse weights that are offloaded, not loaded yet, or quantised."""
     if any(weight.is_meta for weight in model.parameters()):
-        raise ConfigError(
-            field,
-            "weights on the meta device",
-            "must have its weights in memory",
-            "Load the model first (without offloading), then swap.",
-        )
+        rule = "must have its weights in memory"
+        remedy = "Load the model first (without offloading), then swap."
+        raise ConfigError(field, "weights on the meta device", rule, remedy)
     parts: list[Any] = [part for part in model.modules() if hasattr(part, "config")]
     quantized = any(
         getattr(part, "is_quantized", False)
@@ -38,12 +35,9 @@ def check_weights(field: str, model: nn.Module) -> None:
         for part in parts
     ) or any(not weight.is_floating_point() for weight in model.parameters())
     if quantized:
-        raise ConfigError(
-            field,
-            "a quantised model",
-            "must have floating-point weights",
-            "Load it without quantisation (or call model.dequantize()), then swap.",
-        )
+        rule = "must have floating-point weights"
+        remedy = "Load it without quantisation (or call model.dequantize()), then swap."
+        raise ConfigError(field, "a quantised model", rule, remedy)
 
 
 def layer_numbers(field: str, layers: object) -> list[int]:
@@ -51,19 +45,12 @@ def layer_numbers(field: str, layers: object) -> list[int]:
     numbers: list[Any] = [*layers] if isinstance(layers, Iterable) else [layers]
     wrong = [number for number in numbers if type(number) is not int]
     if wrong or not isinstance(layers, Iterable):
-        raise ConfigError(
-            field,
-            wrong[0] if wrong else layers,
-            "must be a list of whole numbers",
-            "Give ints, for example layers=[3, 4].",
-        )
+        rule = "must be a list of whole numbers"
+        remedy = "Give ints, for example layers=[3, 4]."
+        raise ConfigError(field, wrong[0] if wrong else layers, rule, remedy)
     if not numbers or len(set(numbers)) != len(numbers):
-        raise ConfigError(
-            field,
-            numbers,
-            "must name each layer once, and at least one",
-            "Remove repetitions and give one number or more.",
-        )
+        rule = "must name each layer once, and at least one"
+        raise ConfigError(field, numbers, rule, "Remove repetitions and give one number or more.")
     return numbers
 
 
@@ -71,9 +58,6 @@ def check_available(field: str, layers: Sequence[int], kind: str, available: Seq
     """Every number must be that of a decoder layer of this kind."""
     for layer in layers:
         if layer not in available:
-            raise ConfigError(
-                field,
-                layer,
-                f"must be the number of a {kind}: {', '.join(map(str, available))}",
-                "Choose among these; the first decoder layer is 0.",
-            )
+            rule = f"must be the number of a {kind}: {', '.join(map(str, available))}"
+            remedy = "Choose among these; the first decoder layer is 0."
+            raise ConfigError(field, layer, rule, remedy)

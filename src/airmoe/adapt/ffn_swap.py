@@ -47,12 +47,8 @@ class FfnSettings:
 
     def check(self) -> None:
         if not isinstance(self.experts, FfnExperts):
-            raise ConfigError(
-                "swap_ffn.experts",
-                self.experts,
-                "must be an airmoe.FfnExperts",
-                "Give FfnExperts(...).",
-            )
+            rule = "must be an airmoe.FfnExperts"
+            raise ConfigError("swap_ffn.experts", self.experts, rule, "Give FfnExperts(...).")
         check_choice("swap_ffn.post_norm", self.post_norm, PostNorm)
         _router_name(self.router)
 
@@ -196,20 +192,12 @@ def _router_name(router: object) -> str:
 
 def _check_router(dim: int, router: RouterConfig) -> None:
     if router.dim != dim:
-        raise ConfigError(
-            "swap_ffn.router.dim",
-            router.dim,
-            f"must be {dim}, the width of the model",
-            f"Give dim={dim}.",
-        )
+        rule = f"must be {dim}, the width of the model"
+        raise ConfigError("swap_ffn.router.dim", router.dim, rule, f"Give dim={dim}.")
     chooses = isinstance(router, ExpertChoiceRouter.Config)
     if chooses or getattr(router, "gate", None) == "expert_choice":
-        raise ConfigError(
-            "swap_ffn.router",
-            "expert_choice",
-            "must let tokens choose, because experts that choose see future tokens",
-            "Take another router or gate.",
-        )
+        rule = "must let tokens choose, because experts that choose see future tokens"
+        raise ConfigError("swap_ffn.router", "expert_choice", rule, "Take another router or gate.")
 
 
 def _check_network(number: int, layer: nn.Module) -> Any:

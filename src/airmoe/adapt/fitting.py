@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from airmoe.adapt.report import Trial, products
 from airmoe.adapt.shortlist_router import ScaledCodebook, ShortlistRouter
 from airmoe.distributed import all_reduce_sum, full_tensor
 from airmoe.errors import ConfigError
@@ -18,6 +18,18 @@ from airmoe.routers.topk import TopKRouter
 
 CHUNK_ELEMENTS = 1 << 23  # of the exact logits held at a time
 FEW_EXPERTS = 64  # up to here every size of shortlist is tried
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One pair of sizes: means over activations that the codebook had not seen."""
+
+    num_codewords: int
+    shortlist_size: int
+    overlap: float  # share of the exact top-K that is still chosen
+    mass_recall: float  # share of the exact distribution on the candidates
+    bound: float  # what Prop. 1 guarantees of the mass recall
+    scored: int  # products per token: with the codewords, then with the candidates
 
 
 # -- routers with a codebook ----------------------------------------------------------------------
@@ -49,12 +61,11 @@ class CalibratedLayer:
     def install(self, fitted: Codebook) -> None:
         """Take over what a codebook of the same size has learned."""
         codebook = self.router.codebook
-        state = fitted.state_dict()
-        state["seed"] = codebook.seed.clone()  # of the noise, which is not learned
-        codebook.load_state_dict(state)
+        # The seed is that of the noise, which is not learned.
+        codebook.load_state_dict({**fitted.state_dict(), "seed": codebook.seed.clone()})
 
     def route_exactly(self, exactly: bool) -> None:
-        """Score every expert until told otherwise: codebooks are fitted to what that shows."""
+        """Score every expert until told otherwise: codebooks are fitted to exact routing."""
         self.router.scores_everything = exactly
 
     def largest_norm(self) -> float:
@@ -130,28 +141,19 @@ def find_layers(model: nn.Module) -> list[CalibratedLayer]:
         elif isinstance(module, AirRouter):
             found.append(AirLayer(name, module))
     if not found:
-        raise ConfigError(
-            "calibrate.model",
-            type(model).__name__,
-            "must have routers with a codebook",
-            "Call airmoe.swap_routers or airmoe.swap_ffn first.",
-        )
+        rule = "must have routers with a codebook"
+        remedy = "Call airmoe.swap_routers or airmoe.swap_ffn first."
+        raise ConfigError("calibrate.model", type(model).__name__, rule, remedy)
     for layer in found:
         if any(tensor.is_meta for tensor in layer.router.state_dict().values()):
-            raise ConfigError(
-                "calibrate.model",
-                f"{layer.name!r} on the meta device",
-                "must have the weights of its routers in memory",
-                "Load the model without offloading it to CPU or disk, then calibrate.",
-            )
+            rule = "must have the weights of its routers in memory"
+            remedy = "Load the model without offloading it to CPU or disk, then calibrate."
+            raise ConfigError("calibrate.model", f"{layer.name!r} on the meta device", rule, remedy)
     return found
 
 
-def _exact_routing(
-    router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any
-) -> Any:
+def _exact_routing(router: Any, args: tuple[Any, ...], kwargs: Any, _output: Any) -> Any:
     """A hook that replaces what an untrained AirRouter returns by the routing over all experts."""
-    assert isinstance(router, AirRouter)
     config = router.config
     with torch.device("meta"):  # it borrows the centroids
         exact = TopKRouter.Config(
@@ -233,7 +235,8 @@ def measure(
             overlap=overlap,
             mass_recall=float(kept[0][size - 1]),
             bound=float(kept[1][size - 1]),
-            scored=products(codebook.num_codewords, size, experts),
+            # Where the shortlist holds every expert, no codeword is compared.
+            scored=experts if size == experts else codebook.num_codewords + size,
         )
         for size, overlap in zip(sizes, (all_reduce_sum(overlaps) / total).tolist(), strict=True)
     ]

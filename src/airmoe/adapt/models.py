@@ -141,12 +141,9 @@ def owner_of(model: nn.Module, parts: Iterable[nn.Module], field: str) -> Any:
             seen |= inside
             owners += [module] if inside & wanted else []
     if len(owners) > 1:
-        raise ConfigError(
-            field,
-            ", ".join(type(owner).__name__ for owner in owners),
-            "must hold one Hugging Face model with experts, whose config says what was swapped",
-            "Swap them one by one.",
-        )
+        rule = "must hold one Hugging Face model with experts, whose config says what was swapped"
+        remedy = "Swap them one by one."
+        raise ConfigError(field, ", ".join(type(owner).__name__ for owner in owners), rule, remedy)
     if owners:
         _check_own_config(field, owners[0])
     return owners[0] if owners else None

@@ -63,12 +63,9 @@ def swap_routers(
     routers = find_routers(model)
     whole = owner_of(model, routers.values(), "swap_routers.model")
     if not routers or (whole is not None and family_of(whole.config) is None):
-        raise ConfigError(
-            "swap_routers.model",
-            type(model).__name__,
-            f"must be one of {', '.join(FAMILIES.values())}, with at least one MoE layer",
-            "For dense models there is airmoe.swap_ffn; for your own layers airmoe.MoELayer.",
-        )
+        rule = f"must be one of {', '.join(FAMILIES.values())}, with at least one MoE layer"
+        remedy = "For dense models there is airmoe.swap_ffn; for your own layers airmoe.MoELayer."
+        raise ConfigError("swap_routers.model", type(model).__name__, rule, remedy)
     check_weights("swap_routers.model", model)
     _check_forwards(model, routers)
     change = plan_swap(model, whole, routers=settings)
@@ -86,12 +83,9 @@ def restore_routers(model: Model) -> Model:
     check_model("restore_routers.model", model)
     swapped = [module for module in model.modules() if isinstance(module, ShortlistRouter)]
     if not swapped and not has_leftovers(model):
-        raise ConfigError(
-            "restore_routers.model",
-            type(model).__name__,
-            "must have swapped routers",
-            "Only what airmoe.swap_routers has changed can be restored.",
-        )
+        rule = "must have swapped routers"
+        remedy = "Only what airmoe.swap_routers has changed can be restored."
+        raise ConfigError("restore_routers.model", type(model).__name__, rule, remedy)
     change = plan_restore(model)
     for router in swapped:
         router.give_back(stock_router_of(type(router)))
@@ -135,12 +129,9 @@ def _choose(routers: Mapping[str, nn.Module], layers: list[int] | None) -> list[
 def _check_not_swapped(model: nn.Module) -> None:
     for name, part in model.named_modules():
         if isinstance(part, ShortlistRouter):
-            raise ConfigError(
-                "swap_routers.model",
-                type(model).__name__,
-                f"must have its stock routers, but {name!r} is swapped already",
-                "Call airmoe.restore_routers(model) first, or keep the swap.",
-            )
+            rule = f"must have its stock routers, but {name!r} is swapped already"
+            remedy = "Call airmoe.restore_routers(model) first, or keep the swap."
+            raise ConfigError("swap_routers.model", type(model).__name__, rule, remedy)
 
 
 def _check_forwards(model: nn.Module, routers: Iterable[str]) -> None:
@@ -152,12 +143,9 @@ def _check_forwards(model: nn.Module, routers: Iterable[str]) -> None:
     for name in (*routers, *blocks):
         attributes = vars(model.get_submodule(name))
         if "forward" in attributes and "_old_forward" not in attributes:
-            raise ConfigError(
-                "swap_routers.model",
-                name,
-                "must run the forward of its class, but another one was put in its place",
-                "Undo that first (for kernels from the hub: load with use_kernels=False).",
-            )
+            rule = "must run the forward of its class, but another one was put in its place"
+            remedy = "Undo that first (for kernels from the hub: load with use_kernels=False)."
+            raise ConfigError("swap_routers.model", name, rule, remedy)
 
 
 def _check_size(router: Any, shortlist_size: int) -> None:
@@ -169,12 +157,8 @@ def _check_size(router: Any, shortlist_size: int) -> None:
             field, shortlist_size, f"must be <= {experts}, the number of experts", "Lower it."
         )
     if shortlist_size < top_k:
-        raise ConfigError(
-            field,
-            shortlist_size,
-            f"must be >= {top_k}, the experts a token uses, which come from one shortlist",
-            "Raise it.",
-        )
+        rule = f"must be >= {top_k}, the experts a token uses, which come from one shortlist"
+        raise ConfigError(field, shortlist_size, rule, "Raise it.")
     least = ROUTER_CLASSES[type(router)].least_shortlist(router)
     if shortlist_size < min(least, experts):
         raise ConfigError(

@@ -121,12 +121,8 @@ def _with_validation(corpus: Corpus, config: PrepareConfig) -> Corpus:
     if config.validation is None:
         return corpus
     if "validation" in corpus.splits:
-        raise ConfigError(
-            "prepare.validation",
-            config.validation,
-            f"cannot be used, because the corpus {corpus.name} has its own validation split",
-            "Leave it out.",
-        )
+        rule = f"cannot be used, because the corpus {corpus.name} has its own validation split"
+        raise ConfigError("prepare.validation", config.validation, rule, "Leave it out.")
     given = open_corpus(config.validation, config.text_field)
     text = given.splits.get("validation", given.splits["train"])
     return Corpus(

@@ -75,12 +75,9 @@ class Prepared:
         check_count("data.block_size", block_size)
         info = self._split(split)
         if info.tokens < block_size:
-            raise ConfigError(
-                "data.block_size",
-                block_size,
-                f"must be <= {info.tokens}, the tokens of split '{split}'",
-                "Use a smaller block_size or prepare more text.",
-            )
+            rule = f"must be <= {info.tokens}, the tokens of split '{split}'"
+            remedy = "Use a smaller block_size or prepare more text."
+            raise ConfigError("data.block_size", block_size, rule, remedy)
         return BlockDataset(self.folder, info, block_size, self.manifest.tokenizer.vocab_size)
 
     def _split(self, name: str) -> SplitInfo:

@@ -121,12 +121,9 @@ def _reopen(file: Path, tokens: int) -> tuple[IO[bytes], Any]:
     """An unfinished shard, cut after `tokens`, with the hash of what stays."""
     size = tokens * TOKEN_TYPE.itemsize
     if not file.is_file() or file.stat().st_size < size:
-        raise ConfigError(
-            "prepare.out",
-            str(file),
-            f"should hold at least {size} bytes of unfinished work but does not",
-            f"Delete {file.parent} and run prepare again.",
-        )
+        rule = f"should hold at least {size} bytes of unfinished work but does not"
+        remedy = f"Delete {file.parent} and run prepare again."
+        raise ConfigError("prepare.out", str(file), rule, remedy)
     os.truncate(file, size)
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256")
