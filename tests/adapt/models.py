@@ -12,18 +12,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 import airmoe
 from airmoe import AirRouter
@@ -45,22 +33,20 @@ SIZES: dict[str, Any] = {
 }
 
 
-def mixtral(**changes: Any) -> Any:
-    return MixtralForCausalLM(MixtralConfig(**{**SIZES, "num_local_experts": EXPERTS, **changes}))
-
-
-def qwen3_moe(**changes: Any) -> Any:
-    extra = {"num_experts": EXPERTS, "moe_intermediate_size": 16, "head_dim": 8}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SIZES, **extra, **changes}))
-
-
-def olmoe(**changes: Any) -> Any:
-    return OlmoeForCausalLM(OlmoeConfig(**{**SIZES, "num_experts": EXPERTS, **changes}))
-
-
-def deepseek_v3(**changes: Any) -> Any:
-    """The second and third layer have experts: four groups, of which a token uses two."""
-    extra = {
+# Names in transformers, and what each family's config calls the rest of its sizes.
+BUILD = {
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
+    "olmoe": "Olmoe",
+    "deepseek_v3": "DeepseekV3",
+    "gpt_oss": "GptOss",
+}
+EXTRA: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": EXPERTS},
+    "qwen3_moe": {"num_experts": EXPERTS, "moe_intermediate_size": 16, "head_dim": 8},
+    "olmoe": {"num_experts": EXPERTS},
+    # The second and third layer have experts: four groups, of which a token uses two.
+    "deepseek_v3": {
         "num_hidden_layers": 3,
         "num_key_value_heads": 4,
         "n_routed_experts": EXPERTS,
@@ -74,31 +60,25 @@ def deepseek_v3(**changes: Any) -> Any:
         "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 8,
         "v_head_dim": 8,
-    }
-    model: Any = DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZES, **extra, **changes}))
-    for router in stock_routers(model):
-        router.e_score_correction_bias.normal_(std=0.1)
-    return model
-
-
-def gpt_oss(**changes: Any) -> Any:
-    extra = {"num_local_experts": EXPERTS, "head_dim": 8, "sliding_window": 8}
-    model: Any = GptOssForCausalLM(GptOssConfig(**{**SIZES, **extra, **changes}))
-    with torch.no_grad():
-        for router in stock_routers(model):
-            router.bias.normal_()
-    return model
-
-
-BUILD = {
-    "mixtral": mixtral,
-    "qwen3_moe": qwen3_moe,
-    "olmoe": olmoe,
-    "deepseek_v3": deepseek_v3,
-    "gpt_oss": gpt_oss,
+    },
+    "gpt_oss": {"num_local_experts": EXPERTS, "head_dim": 8, "sliding_window": 8},
 }
 NORMALISABLE = ("qwen3_moe", "olmoe", "deepseek_v3")
 DENSE = ("Llama", "Mistral", "Qwen2", "Qwen3", "Olmo2", "Gemma", "Gemma2", "Gemma3")
+
+
+def fresh(family: str, **changes: Any) -> Any:
+    """As transformers starts it, but with biases of its routers that are not 0."""
+    config = getattr(transformers, f"{BUILD[family]}Config")
+    model = getattr(transformers, f"{BUILD[family]}ForCausalLM")
+    model = model(config(**{**SIZES, **EXTRA[family], **changes}))
+    with torch.no_grad():
+        for router in stock_routers(model):
+            if family == "deepseek_v3":
+                router.e_score_correction_bias.normal_(std=0.1)
+            if family == "gpt_oss":
+                router.bias.normal_()
+    return model
 
 
 def build(family: str, **changes: Any) -> Any:
@@ -109,11 +89,15 @@ def build(family: str, **changes: Any) -> Any:
 @functools.cache
 def _built(family: str, changes: tuple[tuple[str, Any], ...]) -> Any:
     torch.manual_seed(0)
-    model = BUILD[family](**dict(changes))
+    model = fresh(family, **dict(changes))
     with torch.no_grad():
         for router in stock_routers(model):
             router.weight.normal_(std=0.5)
     return model
+
+
+def swap(model: Any, **settings: Any) -> Any:
+    return airmoe.swap_routers(model, **{"num_codewords": 4, "shortlist_size": 8, **settings})
 
 
 def calibrated(family: str, size: int = 8, **changes: Any) -> Any:
@@ -123,9 +107,7 @@ def calibrated(family: str, size: int = 8, **changes: Any) -> Any:
 
 @functools.cache
 def _calibrated(family: str, size: int, changes: tuple[tuple[str, Any], ...]) -> Any:
-    model = airmoe.swap_routers(
-        build(family, **dict(changes)), num_codewords=4, shortlist_size=size
-    )
+    model = swap(build(family, **dict(changes)), shortlist_size=size)
     airmoe.calibrate(model, BATCHES, passes=3)
     return model.eval()
 
@@ -167,7 +149,7 @@ def both(order: str = "ffn+routers") -> Any:
     torch.manual_seed(3)
     for step in order.split("+"):
         if step == "routers":
-            airmoe.swap_routers(model, num_codewords=4, shortlist_size=8)
+            swap(model)
         elif step == "back":
             airmoe.restore_routers(model)
         else:

@@ -9,7 +9,7 @@ import torch
 
 import airmoe
 from airmoe.adapt.activations import next_token_loss
-from tests.adapt.models import build, ids, swapped_routers
+from tests.adapt.models import build, ids, swap, swapped_routers
 
 BATCHES = [ids(seed) for seed in range(10, 22)]
 
@@ -17,7 +17,7 @@ BATCHES = [ids(seed) for seed in range(10, 22)]
 def calibrate_a_part(rank: int | None, join: Callable[[], None]) -> dict[str, Any]:
     join()
     torch.set_num_threads(1)
-    model = airmoe.swap_routers(build("gpt_oss"), num_codewords=4, shortlist_size=8)
+    model = swap(build("gpt_oss"))
     # Unequal parts: what is decided by counting tokens must still be decided alike. Cut where
     # every fourth batch is held out, so that the same ones are.
     batches = BATCHES if rank is None else (BATCHES[:4], BATCHES[4:])[rank]
@@ -35,7 +35,7 @@ def calibrate_one_sequence(rank: int, join: Callable[[], None]) -> dict[str, Any
     """One rank has a single sequence, which cannot be split, and the other one has many."""
     join()
     torch.set_num_threads(1)
-    model = airmoe.swap_routers(build("gpt_oss"), num_codewords=4, shortlist_size=8)
+    model = swap(build("gpt_oss"))
     report = airmoe.calibrate(model, [BATCHES[0][:1]] if rank == 0 else BATCHES[1:9], passes=2)
     return {"report": str(report), "tokens": [report.num_fitted, report.num_measured]}
 

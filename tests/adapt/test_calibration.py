@@ -21,9 +21,10 @@ from tests.adapt.models import (
     VOCAB,
     build,
     calibrated,
+    fresh,
     ids,
     logits_of,
-    qwen3_moe,
+    swap,
     swapped_routers,
 )
 
@@ -45,7 +46,8 @@ def sentences(seed: int, batch: int = 16, length: int = 24) -> Tensor:
 def trained() -> Any:
     """A Qwen3-MoE of 64 experts that has read some of that text."""
     torch.manual_seed(0)
-    model = qwen3_moe(num_experts=EXPERTS, num_experts_per_tok=TOP_K, output_router_logits=True)
+    sizes = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+    model = fresh("qwen3_moe", **sizes, output_router_logits=True)
     model.set_experts_implementation("batched_mm")
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     losses = []
@@ -115,7 +117,7 @@ def test_with_all_experts_nothing_is_lost() -> None:
 
 @pytest.mark.parametrize("family", BUILD)
 def test_weights_and_modes_stay(family: str) -> None:
-    model = airmoe.swap_routers(build(family), num_codewords=4, shortlist_size=8).train()
+    model = swap(build(family)).train()
     model.model.layers[0].eval()
     flags = [module.training for module in model.modules()]
     before = {k: v.clone() for k, v in model.state_dict().items() if "codebook" not in k}
@@ -230,7 +232,7 @@ def test_padding_teaches_nothing() -> None:
         (model, {"input_ids": plain}),
         (other, {"input_ids": padded, "attention_mask": mask, "labels": padded}),
     ):
-        airmoe.swap_routers(one, num_codewords=4, shortlist_size=8)
+        swap(one)
         airmoe.calibrate(one, [batch], passes=2)
     for ours, theirs in zip(swapped_routers(model), swapped_routers(other), strict=True):
         for name in ("codewords", "scales", "counts"):
@@ -257,7 +259,7 @@ def test_padding_teaches_nothing() -> None:
     ],
 )
 def test_bad_input_changes_nothing(batches: Any, options: Any, match: str) -> None:
-    model = airmoe.swap_routers(build("mixtral"), num_codewords=16, shortlist_size=8)
+    model = swap(build("mixtral"), num_codewords=16)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ConfigError, match=match):
         airmoe.calibrate(model, batches, **options)
@@ -273,7 +275,7 @@ def test_a_model_without_codebooks() -> None:
 
 
 def test_few_tokens_give_a_warning() -> None:
-    model = airmoe.swap_routers(build("mixtral"), num_codewords=16, shortlist_size=8)
+    model = swap(build("mixtral"), num_codewords=16)
     with pytest.warns(UserWarning, match=r"1\.5 tokens per codeword"):
         airmoe.calibrate(model, [ids(1)], passes=1)
 

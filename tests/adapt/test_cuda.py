@@ -19,6 +19,7 @@ from tests.adapt.models import (
     calibrated,
     dense,
     ids,
+    swap,
     swapped_routers,
 )
 
@@ -55,7 +56,7 @@ def test_shortlists_route_as_on_the_cpu(family: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_calibrate_train_and_generate(family: str, dtype: torch.dtype) -> None:
     model = build(family).to(GPU, dtype)
-    airmoe.swap_routers(model, num_codewords=4, shortlist_size=8)
+    swap(model)
     batches = [batch.to(GPU) for batch in BATCHES]
     report = airmoe.calibrate(model, batches, passes=3)
     assert all(layer.overlap > 0.5 for layer in report.layers)  # 8 of 16 experts

@@ -24,6 +24,7 @@ from tests.adapt.models import (
     logits_of,
     routed,
     stock_routers,
+    swap,
     swapped_routers,
 )
 
@@ -157,7 +158,7 @@ def test_shortlists_follow_the_bias_that_balances_experts() -> None:
 @pytest.mark.parametrize("family", BUILD)
 def test_an_uncalibrated_model_routes_exactly_and_says_so_once(family: str) -> None:
     stock = build(family)
-    swapped = airmoe.swap_routers(copy.deepcopy(stock), num_codewords=4, shortlist_size=8)
+    swapped = swap(copy.deepcopy(stock))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert torch.equal(logits_of(swapped), logits_of(stock))
@@ -177,7 +178,7 @@ def test_router_logits_and_auxiliary_loss(family: str) -> None:
     expected, found = stock(tokens, **options), swapped(tokens, **options)
     assert torch.equal(found.aux_loss, expected.aux_loss) and expected.aux_loss > 0
     assert torch.equal(found.loss, expected.loss)
-    airmoe.swap_routers(stock, num_codewords=4, shortlist_size=8)
+    swap(stock)
     airmoe.calibrate(stock, BATCHES)
     short = stock(tokens, **options)
     assert len(short.router_logits) == 2
@@ -195,7 +196,7 @@ def test_hooks_and_holders_of_the_router_stay() -> None:
     calls = []
     handle = router.register_forward_hook(lambda *_: calls.append(1))
     stock_class = type(router)
-    airmoe.swap_routers(model, num_codewords=4, shortlist_size=8)
+    swap(model)
     assert isinstance(router, stock_class) and stock_routers(model)[0] is router
     assert router.weight is weight
     logits_of(model)
@@ -210,7 +211,7 @@ def test_hooks_and_holders_of_the_router_stay() -> None:
 
 def test_only_the_layers_asked_for() -> None:
     stock = build("deepseek_v3")
-    model = airmoe.swap_routers(copy.deepcopy(stock), num_codewords=4, shortlist_size=8, layers=[2])
+    model = swap(copy.deepcopy(stock), layers=[2])
     (router,) = swapped_routers(model)
     assert router is model.model.layers[2].mlp.gate
     report = airmoe.calibrate(model, BATCHES)
@@ -266,7 +267,7 @@ def test_generate(family: str) -> None:
 def test_hidden_states_are_recorded(family: str) -> None:
     """The class of a swapped model is new to transformers, which records outputs by class."""
     expected = build(family).eval()(ids(3), output_hidden_states=True).hidden_states
-    swapped = airmoe.swap_routers(build(family).eval(), num_codewords=4, shortlist_size=EXPERTS)
+    swapped = swap(build(family).eval(), shortlist_size=EXPERTS)
     found = swapped(ids(3), output_hidden_states=True).hidden_states
     assert len(found) == len(expected) == swapped.config.num_hidden_layers + 1
     for one, other in zip(found, expected, strict=True):

@@ -76,14 +76,6 @@ def test_torch_s_default_device_does_not_matter() -> None:
     assert torch.isfinite(logits_of(model)).all()
 
 
-def test_calibration_fits_the_codebook() -> None:
-    model = dense()
-    (layer,) = swap_ffn(model, layers=[1], router=air(top_k=8, shortlist_size=12))
-    report = airmoe.calibrate(model, [ids(seed, batch=8) for seed in range(8)])
-    assert 0 < report.layers[0].overlap < 1
-    assert bool(layer.router.codebook.initialized)  # type: ignore[union-attr]
-
-
 def test_generate_with_cache_is_generate_without() -> None:
     """A token's experts depend on that token only."""
     model = granular()

@@ -45,6 +45,7 @@ from tests.adapt.models import (
     logits_of,
     run,
     stock_routers,
+    swap,
     swapped_routers,
 )
 from tests.model.test_saving import transformers_log
@@ -109,7 +110,7 @@ def test_restored_models_are_stock_again(family: str, tmp_path: Path) -> None:
     plain = type(stock).from_pretrained(tmp_path / "stock")
     assert_same_state(plain, stock)
     for one in (loaded, plain):
-        airmoe.swap_routers(one, num_codewords=4, shortlist_size=8)
+        swap(one)
         assert_uncalibrated(one)
         one.save_pretrained(tmp_path / "again")
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
@@ -121,7 +122,7 @@ def test_the_config_says_what_was_swapped_and_others_keep_theirs(tmp_path: Path)
     stock = build("qwen3_moe")
     config = stock.config
     other = type(stock)(config)
-    airmoe.swap_routers(stock, num_codewords=4, shortlist_size=8, layers=[1])
+    swap(stock, layers=[1])
     assert other.config is config and config.model_type == "qwen3_moe"
     assert stock.config.model_type == "airmoe_qwen3_moe"
     assert stock.config.hidden_size == config.hidden_size
@@ -199,51 +200,44 @@ def test_bfloat16_keeps_exact_codebooks(kind: str, tmp_path: Path) -> None:
 STOCK_PROBE = """
 import sys
 import transformers
-folder, stock = sys.argv[1:]
-try:
-    transformers.AutoModelForCausalLM.from_pretrained(folder)
-except ValueError as error:
-    print(error)
-getattr(transformers, stock).from_pretrained(folder)
+for folder, stock in zip(sys.argv[1::2], sys.argv[2::2]):
+    try:
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+    except ValueError as error:
+        print(error)
+    getattr(transformers, stock).from_pretrained(folder)
 assert "airmoe" not in sys.modules
 """
 OUR_PROBE = """
 import sys
 import airmoe.adapt.models
 from transformers import AutoModelForCausalLM
-print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__)
+for folder in sys.argv[1::2]:
+    print(type(AutoModelForCausalLM.from_pretrained(folder)).__name__)
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "stock", "model_type", "unused"),
-    [
-        ("mixtral", "MixtralForCausalLM", "airmoe_mixtral", "codebook"),
-        ("llama", "LlamaForCausalLM", "airmoe_llama", "MISSING"),
-    ],
-)
-def test_who_can_open_a_swapped_checkpoint(
-    kind: str, stock: str, model_type: str, unused: str, tmp_path: Path
-) -> None:
+def test_who_can_open_a_swapped_checkpoint(tmp_path: Path) -> None:
     """Auto classes refuse a type they do not know; the stock class says what it leaves out."""
-    SWAPPED[kind]().save_pretrained(tmp_path)
+    stock = {"mixtral": "MixtralForCausalLM", "llama": "LlamaForCausalLM"}
+    arguments = []
+    for kind, name in stock.items():
+        SWAPPED[kind]().save_pretrained(tmp_path / kind)
+        arguments += [str(tmp_path / kind), name]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     theirs, ours = (
-        subprocess.Popen(
-            [sys.executable, "-c", probe, str(tmp_path), stock],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen([sys.executable, "-c", probe, *arguments], env=env, **pipes)
         for probe in (STOCK_PROBE, OUR_PROBE)
     )
     output, messages = theirs.communicate()
     assert theirs.returncode == 0, messages
-    assert f"`{model_type}`" in output and "does not recognize" in output
-    assert model_type in messages and unused in messages
+    assert output.count("does not recognize") == 2
+    for kind, unused in (("mixtral", "codebook"), ("llama", "MISSING")):
+        assert f"`airmoe_{kind}`" in output
+        assert f"airmoe_{kind}" in messages and unused in messages
     output, messages = ours.communicate()
-    assert output.split() == [f"Air{stock}"], messages
+    assert output.split() == [f"Air{name}" for name in stock.values()], messages
 
 
 def test_body_and_other_heads(tmp_path: Path) -> None:
@@ -256,9 +250,7 @@ def test_body_and_other_heads(tmp_path: Path) -> None:
     recorded = body(ids(1), output_router_logits=True).router_logits
     assert len(recorded) == 2 and not recorded[0].isfinite().all()
     config = type(build("mixtral").config)(**{**SIZES, "pad_token_id": 0})
-    head: Any = airmoe.swap_routers(
-        MixtralForSequenceClassification(config), num_codewords=4, shortlist_size=4, layers=[1]
-    )
+    head = swap(MixtralForSequenceClassification(config), shortlist_size=4, layers=[1])
     airmoe.calibrate(head, BATCHES, passes=2)
     head.save_pretrained(tmp_path / "head")
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "head")

@@ -17,8 +17,16 @@ from tests.distributed.launch import run_all
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_ranks_agree(tmp_path: Path) -> None:
-    first, second = run_all({"calibrate": calibrate_a_part}, tmp_path)["calibrate"]
+def test_ranks_agree_and_none_waits_for_one_with_little_text(tmp_path: Path) -> None:
+    parts, single, no_logits = run_all(
+        {
+            "parts": calibrate_a_part,
+            "one sequence": calibrate_one_sequence,
+            "no logits": loss_without_logits,
+        },
+        tmp_path,
+    ).values()
+    first, second = parts
     assert not isinstance(first, str), first
     assert not isinstance(second, str), second
     for name in ("codewords", "scales"):
@@ -30,14 +38,9 @@ def test_ranks_agree(tmp_path: Path) -> None:
     assert first["tokens"] == alone["tokens"]
     assert first["overlap"] == pytest.approx(alone["overlap"], abs=0.1)
 
-
-@pytest.mark.filterwarnings("ignore")
-def test_no_rank_waits_for_one_with_little_text(tmp_path: Path) -> None:
-    scenarios = {"one sequence": calibrate_one_sequence, "no logits": loss_without_logits}
-    found = run_all(scenarios, tmp_path)
-    first, second = found["one sequence"]
+    first, second = single
     assert not isinstance(first, str), first
     assert first == second
     rows, length = BATCHES[0].shape
     assert first["tokens"] == [6 * rows * length, (2 * rows + 1) * length]
-    assert found["no logits"] == [[None], [None]]
+    assert no_logits == [[None], [None]]

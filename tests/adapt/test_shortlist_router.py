@@ -18,6 +18,7 @@ from tests.adapt.models import (
     gradients,
     logits_of,
     stock_routers,
+    swap,
     swapped_routers,
 )
 
@@ -45,7 +46,7 @@ def test_bfloat16_routes_in_float32(family: str) -> None:
 
 def test_a_bfloat16_model_can_be_calibrated() -> None:
     model = build("deepseek_v3").to(torch.bfloat16)
-    airmoe.swap_routers(model, num_codewords=4, shortlist_size=8)
+    swap(model)
     report = airmoe.calibrate(model, BATCHES, passes=3)
     assert swapped_routers(model)[0].codebook.codewords.dtype == torch.float32
     expected = airmoe.calibrate(calibrated("deepseek_v3"), BATCHES, passes=3)
@@ -57,7 +58,7 @@ def test_a_bfloat16_model_can_be_calibrated() -> None:
 def test_a_float64_model(family: str) -> None:
     model = build(family).double()
     model.set_experts_implementation("eager")  # grouped products know no float64
-    airmoe.swap_routers(model, num_codewords=4, shortlist_size=8)
+    swap(model)
     airmoe.calibrate(model, BATCHES, passes=3)
     found, expected = logits_of(model), logits_of(calibrated(family))
     assert found.dtype == torch.float64

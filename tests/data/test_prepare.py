@@ -56,6 +56,10 @@ def settings(folder: Path, **options: Any) -> PrepareConfig:
     return PrepareConfig(**(values | options))
 
 
+def made(folder: Path, *, shard_tokens: int = SHARD_TOKENS, **options: Any) -> Prepared:
+    return prepare(settings(folder, **options), _shard_tokens=shard_tokens)
+
+
 @pytest.fixture
 def texts(tmp_path: Path) -> list[str]:
     texts = make_texts(400)
@@ -67,8 +71,7 @@ def texts(tmp_path: Path) -> list[str]:
 def test_every_document_is_in_the_split_its_hash_says(
     tmp_path: Path, texts: list[str], tokenizer: str
 ) -> None:
-    config = settings(tmp_path, tokenizer=tokenizer, validation_fraction=0.3)
-    prepared = prepare(config, _shard_tokens=SHARD_TOKENS)
+    prepared = made(tmp_path, tokenizer=tokenizer, validation_fraction=0.3)
     expected = by_hash(texts, 0.3)
     assert {split: documents_of(prepared, split) for split in expected} == expected
     assert len(prepared.manifest.splits["train"].shards) > 1
@@ -87,8 +90,7 @@ def test_every_document_is_in_the_split_its_hash_says(
 def test_shards_are_full_except_the_last(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "corpus.jsonl", ["x" * 9] * 25)
     write_jsonl(tmp_path / "valid.jsonl", ["held out"])
-    config = settings(tmp_path, validation=str(tmp_path / "valid.jsonl"))
-    prepared = prepare(config, _shard_tokens=35)
+    prepared = made(tmp_path, validation=str(tmp_path / "valid.jsonl"), shard_tokens=35)
     sizes = [shard.tokens for shard in prepared.manifest.splits["train"].shards]
     assert sizes == [40, 40, 40, 40, 40, 40, 10]
 
@@ -96,40 +98,34 @@ def test_shards_are_full_except_the_last(tmp_path: Path) -> None:
 def test_bpe_learns_from_the_train_split_only(tmp_path: Path, texts: list[str]) -> None:
     train = by_hash(texts, 0.3)["train"]
     write_jsonl(tmp_path / "only-train.jsonl", train)
-    prepared = prepare(settings(tmp_path, tokenizer="bpe:400", validation_fraction=0.3))
+    prepared = made(tmp_path, tokenizer="bpe:400", validation_fraction=0.3)
     assert prepared.manifest.tokenizer == make_tokenizer("bpe:400", train).identity
 
 
-def test_a_validation_file_replaces_the_hash_rule(tmp_path: Path, texts: list[str]) -> None:
+def test_given_validation_text_replaces_the_hash_rule(tmp_path: Path, texts: list[str]) -> None:
+    """A file, or the validation split of a folder that has one."""
+    (tmp_path / "other").mkdir()
     write_jsonl(tmp_path / "valid.jsonl", ["held out", "and more"])
-    prepared = prepare(settings(tmp_path, validation=str(tmp_path / "valid.jsonl")))
-    assert documents_of(prepared, "train") == texts
-    assert documents_of(prepared, "validation") == ["held out", "and more"]
-    assert prepared.manifest.split_rule == "validation is valid.jsonl"
+    for split in ("train", "valid"):
+        write_jsonl(tmp_path / "other" / f"{split}.jsonl", [split])
+    for name, expected in (("valid.jsonl", ["held out", "and more"]), ("other", ["valid"])):
+        out, validation = str(tmp_path / f"for {name}"), str(tmp_path / name)
+        prepared = made(tmp_path, out=out, validation=validation)
+        assert documents_of(prepared, "train") == texts
+        assert documents_of(prepared, "validation") == expected
+        assert prepared.manifest.split_rule == f"validation is {name}"
 
 
 def test_official_splits_are_kept(tmp_path: Path) -> None:
     for split in ("train", "valid", "test"):
         (tmp_path / "corpus").mkdir(exist_ok=True)
         write_jsonl(tmp_path / "corpus" / f"{split}.jsonl", [f"{split} {n}" for n in range(30)])
-    config = settings(tmp_path, corpus=str(tmp_path / "corpus"))
-    prepared = prepare(config, _shard_tokens=50)
+    prepared = made(tmp_path, corpus=str(tmp_path / "corpus"), shard_tokens=50)
     assert list(prepared.manifest.splits) == ["train", "validation", "test"]
     assert documents_of(prepared, "validation") == [f"valid {n}" for n in range(30)]
     assert documents_of(prepared, "test") == [f"test {n}" for n in range(30)]
     with refused("prepare.validation", "its own validation split"):
-        prepare(settings(tmp_path, corpus=str(tmp_path / "corpus"), validation="x"))
-
-
-def test_validation_text_with_splits_of_its_own_lends_its_validation_split(
-    tmp_path: Path, texts: list[str]
-) -> None:
-    (tmp_path / "other").mkdir()
-    for split in ("train", "valid"):
-        write_jsonl(tmp_path / "other" / f"{split}.jsonl", [split])
-    prepared = prepare(settings(tmp_path, validation=str(tmp_path / "other")))
-    assert documents_of(prepared, "train") == texts
-    assert documents_of(prepared, "validation") == ["valid"]
+        made(tmp_path, corpus=str(tmp_path / "corpus"), validation="x")
 
 
 def test_a_hub_corpus_goes_all_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +133,7 @@ def test_a_hub_corpus_goes_all_the_way(tmp_path: Path, monkeypatch: pytest.Monke
         return [{"text": row} for row in (f" = {split} = \n", "", " text \n")]
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    prepared = prepare(settings(tmp_path, corpus="wikitext103"))
+    prepared = made(tmp_path, corpus="wikitext103")
     assert documents_of(prepared, "test") == [" = test = \n \n text "]
 
 
@@ -176,15 +172,8 @@ def test_max_tokens_ends_train_with_the_document_that_reaches_it(
     write_jsonl(tmp_path / "valid.jsonl", ["held out"])
     lengths = np.cumsum([len(text.encode()) + 1 for text in texts])
     for limit in (int(lengths[50]), int(lengths[50]) + 1):
-        out = str(tmp_path / f"out{limit}")
-        config = settings(
-            tmp_path,
-            out=out,
-            validation=str(tmp_path / "valid.jsonl"),
-            max_tokens=limit,
-            workers=workers,
-        )
-        prepared = prepare(config, _shard_tokens=SHARD_TOKENS)
+        options: dict[str, Any] = {"validation": str(tmp_path / "valid.jsonl"), "max_tokens": limit}
+        prepared = made(tmp_path, out=str(tmp_path / f"out{limit}"), workers=workers, **options)
         count = int(np.searchsorted(lengths, limit)) + 1
         assert documents_of(prepared, "train") == texts[:count]
         assert documents_of(prepared, "validation") == ["held out"]
@@ -196,10 +185,9 @@ def test_the_number_of_workers_changes_no_byte(
     monkeypatch.setattr(MODULE, "_BATCH_CHARACTERS", 2000)  # many batches
     folders = []
     for workers in (1, 3):
-        config = settings(
-            tmp_path, out=str(tmp_path / f"out{workers}"), tokenizer="bpe:300", workers=workers
-        )
-        folders.append(folder_bytes(prepare(config, _shard_tokens=SHARD_TOKENS).folder))
+        out = str(tmp_path / f"out{workers}")
+        prepared = made(tmp_path, out=out, tokenizer="bpe:300", workers=workers)
+        folders.append(folder_bytes(prepared.folder))
     assert folders[0] == folders[1]
 
 
@@ -219,9 +207,9 @@ def test_progress_is_reported(
 
 
 def test_a_finished_folder_is_returned_untouched(tmp_path: Path, texts: list[str]) -> None:
-    first = prepare(settings(tmp_path))
+    first = made(tmp_path)
     times = {file: file.stat().st_mtime_ns for file in first.folder.rglob("*")}
-    again = prepare(settings(tmp_path, workers=2))  # how it is made is no setting of the result
+    again = made(tmp_path, workers=2)  # how it is made is no setting of the result
     assert again.manifest == first.manifest
     assert {file: file.stat().st_mtime_ns for file in again.folder.rglob("*")} == times
 
@@ -238,9 +226,9 @@ def test_a_finished_folder_is_returned_untouched(tmp_path: Path, texts: list[str
 def test_a_folder_made_with_other_settings_is_refused(
     tmp_path: Path, texts: list[str], change: dict[str, Any]
 ) -> None:
-    prepare(settings(tmp_path))
+    made(tmp_path)
     with refused("prepare.out", "other settings", "Delete it or use another out."):
-        prepare(settings(tmp_path, **change))
+        made(tmp_path, **change)
 
 
 def test_other_text_or_another_tokenizer_of_the_same_name_is_refused(
@@ -266,21 +254,21 @@ def test_text_that_only_looks_the_same_is_refused(tmp_path: Path) -> None:
         write_jsonl(tmp_path / folder / "text.jsonl", [text])
         write_jsonl(tmp_path / folder / "valid.jsonl", [text])
     file, valid = tmp_path / "a" / "text.jsonl", str(tmp_path / "a" / "valid.jsonl")
-    first = prepare(settings(tmp_path, corpus=str(file), validation=valid))
+    first = made(tmp_path, corpus=str(file), validation=valid)
     assert documents_of(first, "train") == ["first"]
     moment = file.stat().st_mtime_ns
     file.rename(tmp_path / "text.jsonl")
-    assert prepare(settings(tmp_path, corpus=str(tmp_path / "text.jsonl"), validation=valid))
+    assert made(tmp_path, corpus=str(tmp_path / "text.jsonl"), validation=valid)
     for corpus, validation in (
         ("b/text.jsonl", valid),
         ("text.jsonl", f"{tmp_path}/b/valid.jsonl"),
     ):
         with refused("prepare.out", "other text", "use another out", "data.folder"):
-            prepare(settings(tmp_path, corpus=str(tmp_path / corpus), validation=validation))
+            made(tmp_path, corpus=str(tmp_path / corpus), validation=validation)
     write_jsonl(tmp_path / "text.jsonl", ["third"])
     os.utime(tmp_path / "text.jsonl", ns=(moment, moment))
     with pytest.raises(ConfigError, match="other text"):
-        prepare(settings(tmp_path, corpus=str(tmp_path / "text.jsonl"), validation=valid))
+        made(tmp_path, corpus=str(tmp_path / "text.jsonl"), validation=valid)
     assert documents_of(first, "train") == ["first"]
 
 
@@ -311,7 +299,7 @@ def test_a_foreign_folder_is_left_alone(tmp_path: Path, texts: list[str]) -> Non
         (tmp_path / name / "thesis.txt").write_text("years of work")
     for out, rule in (("out", "not made by prepare"), ("other", "did not make there")):
         with refused("prepare.out", rule, "se another out"):
-            prepare(settings(tmp_path, out=str(tmp_path / out)))
+            made(tmp_path, out=str(tmp_path / out))
     assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
     assert (tmp_path / "other.partial" / "thesis.txt").read_text() == "years of work"
 
@@ -321,20 +309,20 @@ def test_two_prepares_into_one_folder_are_refused(tmp_path: Path, texts: list[st
     with (tmp_path / "out.partial" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with refused("prepare.out", "by another process", "stop it first"):
-            prepare(settings(tmp_path))
-    assert documents_of(prepare(settings(tmp_path)), "train")
+            made(tmp_path)
+    assert documents_of(made(tmp_path), "train")
 
 
 def test_an_empty_split_is_refused_and_leaves_nothing_behind(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "corpus.jsonl", ["one"])
     with refused("prepare.validation_fraction", "Raise validation_fraction", "validation="):
-        prepare(settings(tmp_path, validation_fraction=1e-9))
+        made(tmp_path, validation_fraction=1e-9)
     with refused("prepare.corpus", "no text for its train split"):
-        prepare(settings(tmp_path, validation_fraction=0.999999))
+        made(tmp_path, validation_fraction=0.999999)
     empty = write_jsonl(tmp_path / "valid.jsonl", ["  "])
     parts, without = ("has no text", "leave it out"), ("corpus", "validation_fraction")
     with refused(f"prepare.validation: got '{empty}'", *parts, without=without):
-        prepare(settings(tmp_path, validation=str(empty)))
+        made(tmp_path, validation=str(empty))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["corpus.jsonl", "valid.jsonl"]
 
 
@@ -364,9 +352,7 @@ def test_bad_settings_are_refused(field: str, value: object) -> None:
 def test_a_full_disk_keeps_what_is_done(
     tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = folder_bytes(
-        prepare(settings(tmp_path, out=str(tmp_path / "whole")), _shard_tokens=SHARD_TOKENS).folder
-    )
+    whole = folder_bytes(made(tmp_path, out=str(tmp_path / "whole")).folder)
     add, calls = SplitWriter.add, []
 
     def add_until_full(self: SplitWriter, tokens: Any) -> bool:
@@ -377,9 +363,9 @@ def test_a_full_disk_keeps_what_is_done(
 
     monkeypatch.setattr(SplitWriter, "add", add_until_full)
     with pytest.raises(OSError, match="No space left") as raised:
-        prepare(settings(tmp_path), _shard_tokens=SHARD_TOKENS)
+        made(tmp_path)
     assert raised.value.errno == errno.ENOSPC
-    resumed = prepare(settings(tmp_path), _shard_tokens=SHARD_TOKENS)
+    resumed = made(tmp_path)
     assert folder_bytes(resumed.folder) == whole
     assert len(calls) < 200 + len(texts) - 100, "documents that were on disk are not done again"
 
@@ -396,7 +382,7 @@ def test_every_file_is_forced_to_disk_before_the_folder_gets_its_name(
         forced[file.name.removesuffix(".draft")] = file.read_bytes() if file.is_file() else b""
 
     monkeypatch.setattr(os, "fsync", record)
-    prepared = prepare(settings(tmp_path), _shard_tokens=SHARD_TOKENS)
+    prepared = made(tmp_path)
     for name, content in folder_bytes(prepared.folder).items():
         assert forced[Path(name).name] == content, name
     assert {"out.partial", "tokenizer", tmp_path.name} <= forced.keys()

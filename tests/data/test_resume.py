@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from airmoe import ConfigError
-from airmoe.data import PrepareConfig, prepare
+from airmoe.data import PrepareConfig, Prepared, prepare
 from airmoe.data.workspace import PROGRESS_FILE
 from tests.data.common import folder_bytes, make_texts, refused, write_jsonl
 
@@ -34,9 +35,10 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
 
 
-def settings(folder: Path, **options: str) -> PrepareConfig:
-    values = {"corpus": str(folder / "corpus.jsonl"), "tokenizer": "bytes"}
-    return PrepareConfig(**(values | {"out": str(folder / "out")} | options), workers=1)  # type: ignore[arg-type]
+def made(folder: Path, *, shard_tokens: int = 3000, **options: Any) -> Prepared:
+    values: dict[str, Any] = {"corpus": str(folder / "corpus.jsonl"), "out": str(folder / "out")}
+    config = PrepareConfig(**(values | {"tokenizer": "bytes", "workers": 1} | options))
+    return prepare(config, _shard_tokens=shard_tokens)
 
 
 def start_slow_prepare(folder: Path) -> subprocess.Popen[bytes]:
@@ -91,7 +93,7 @@ def test_killed_and_interrupted_prepares_with_workers_go_on(
 ) -> None:
     process = start_slow_prepare(tmp_path)
     with pytest.raises(ConfigError, match="is being prepared by process "):
-        prepare(settings(tmp_path), _shard_tokens=5000)
+        made(tmp_path, shard_tokens=5000)
     if ending is signal.SIGINT:
         os.killpg(process.pid, ending)  # Ctrl-C reaches every process of a terminal
     else:
@@ -99,9 +101,9 @@ def test_killed_and_interrupted_prepares_with_workers_go_on(
     assert process.wait(20) != 0
     wait_for_empty_session(process.pid)
     assert not (tmp_path / "out").exists()
-    resumed = prepare(settings(tmp_path), _shard_tokens=5000)
+    resumed = made(tmp_path, shard_tokens=5000)
     (tmp_path / "whole").mkdir()
-    whole = prepare(settings(tmp_path, out=str(tmp_path / "whole" / "out")), _shard_tokens=5000)
+    whole = made(tmp_path, out=str(tmp_path / "whole" / "out"), shard_tokens=5000)
     assert folder_bytes(resumed.folder) == folder_bytes(whole.folder)
 
 
@@ -110,7 +112,7 @@ def stop_in_the_middle(folder: Path) -> None:
     write_jsonl(folder / "corpus.jsonl", make_texts(100))
     (folder / "corpus.jsonl").open("a").write("{broken")
     with pytest.raises(ConfigError, match="line 101"):
-        prepare(settings(folder), _shard_tokens=3000)
+        made(folder)
 
 
 def test_unfinished_work_with_other_settings_is_refused(
@@ -120,17 +122,17 @@ def test_unfinished_work_with_other_settings_is_refused(
     stop_in_the_middle(tmp_path)
     before = folder_bytes(tmp_path)
     with refused("prepare.out", "other settings", "Delete", "out.partial"):
-        prepare(settings(tmp_path, tokenizer="bpe:300"), _shard_tokens=3000)
+        made(tmp_path, tokenizer="bpe:300")
     assert folder_bytes(tmp_path) == before
     with pytest.raises(ConfigError, match="line 101"):
-        prepare(settings(tmp_path), _shard_tokens=3000)
+        made(tmp_path)
 
 
 def test_settings_may_change_while_nothing_is_done(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "corpus.jsonl", make_texts(1000))
     with pytest.raises(ConfigError, match="more than the training text yields"):
-        prepare(settings(tmp_path, tokenizer="bpe:9000"))
-    assert prepare(settings(tmp_path, tokenizer="bpe:300")).manifest.tokenizer.vocab_size == 300
+        made(tmp_path, tokenizer="bpe:9000")
+    assert made(tmp_path, tokenizer="bpe:300").manifest.tokenizer.vocab_size == 300
 
 
 def test_damaged_progress_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,9 +144,9 @@ def test_damaged_progress_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         progress.write_text(bad)
         # It may not be ours, so it is never advised to be deleted.
         with refused("out.partial/progress.json", "Use another out.", without=("elete",)):
-            prepare(settings(tmp_path), _shard_tokens=3000)
+            made(tmp_path)
     progress.write_text(content)
     for shard in (tmp_path / "out.partial").glob("validation-*.bin"):
         shard.write_bytes(b"")
         with pytest.raises(ConfigError, match="of unfinished work but does not"):
-            prepare(settings(tmp_path), _shard_tokens=3000)
+            made(tmp_path)
