@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 import airmoe
 from airmoe import AirRouter
@@ -225,6 +225,24 @@ def assert_same(
     for name, value in expected.items():
         assert found[name].dtype == value.dtype, name
         torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Nothing that a half-done swap would have changed is another after the block."""
+
+    def picture() -> list[Any]:
+        config = getattr(model, "config", None)
+        return [
+            [(name, type(part), sorted(vars(part))) for name, part in model.named_modules()],
+            [id(getattr(part, "config", None)) for part in model.modules()],
+            [(name, id(x), x._version) for name, x in model.state_dict(keep_vars=True).items()],
+            None if config is None else (type(config), repr(vars(config))),
+        ]
+
+    before = picture()
+    yield
+    assert picture() == before
 
 
 # Swapped in every way.

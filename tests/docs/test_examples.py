@@ -68,6 +68,15 @@ def test_demo_trains_four_models_and_the_tour_opens_one(tmp_path: Path) -> None:
     shutil.rmtree(out)  # some hundred megabytes of checkpoints
 
 
+def test_the_drop_in_example_swaps_compares_and_undoes() -> None:
+    output = run("drop_in.py", "--quick")
+    assert "Routers swapped: AirMixtralRouter" in output
+    assert re.search(r"model\.layers\.1\.mlp\.gate +64 +16 +16 +50%", output)
+    difference = re.search(r"Logits differ by ([\d.e-]+) on average", output)
+    assert difference and float(difference[1]) > 0
+    assert "Restored: logits differ by 0. Done in" in output.splitlines()[-1]
+
+
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
 def test_examples_import_little(file: Path) -> None:
     tree = ast.parse(file.read_text(encoding="utf-8"))
