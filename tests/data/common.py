@@ -67,19 +67,22 @@ def save_own(folder: Path, single: str | None, **options: Any) -> Path:
     return folder / "own"
 
 
-def prepare_texts(
-    folder: Path, texts: list[str], *, shard_tokens: int = 3000, validation_fraction: float = 0.2
-) -> Prepared:
-    """The texts as bytes in `folder / out`, in many small shards."""
-    corpus = write_jsonl(folder / "corpus.jsonl", texts)
-    config = PrepareConfig(
-        corpus=str(corpus),
-        tokenizer="bytes",
-        out=str(folder / "out"),
-        validation_fraction=validation_fraction,
-        workers=1,
-    )
-    return prepare(config, _shard_tokens=shard_tokens)
+SHARD_TOKENS = 3000
+
+
+def settings(folder: Path, **options: Any) -> PrepareConfig:
+    values: dict[str, Any] = {"corpus": str(folder / "corpus.jsonl"), "out": str(folder / "out")}
+    return PrepareConfig(**(values | {"tokenizer": "bytes", "workers": 1} | options))
+
+
+def made(folder: Path, *, shard_tokens: int = SHARD_TOKENS, **options: Any) -> Prepared:
+    """`folder / corpus.jsonl` as bytes in `folder / out`, in many small shards."""
+    return prepare(settings(folder, **options), _shard_tokens=shard_tokens)
+
+
+def prepare_texts(folder: Path, texts: list[str]) -> Prepared:
+    write_jsonl(folder / "corpus.jsonl", texts)
+    return made(folder, validation_fraction=0.2)
 
 
 @contextmanager

@@ -19,9 +19,16 @@ from transformers import AutoTokenizer
 from airmoe import ConfigError
 from airmoe.data import PrepareConfig, Prepared, PrepareProgress, make_tokenizer, prepare
 from airmoe.data.shards import TOKEN_TYPE, SplitWriter
-from tests.data.common import folder_bytes, make_texts, refused, save_own, write_jsonl
+from tests.data.common import (
+    folder_bytes,
+    made,
+    make_texts,
+    refused,
+    save_own,
+    settings,
+    write_jsonl,
+)
 
-SHARD_TOKENS = 5000
 MODULE = sys.modules[PrepareConfig.__module__]  # the package's `prepare` is the function
 
 
@@ -44,20 +51,6 @@ def by_hash(texts: list[str], fraction: float) -> dict[str, list[str]]:
         number = int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) / 2**64
         splits["validation" if number < fraction else "train"].append(text)
     return splits
-
-
-def settings(folder: Path, **options: Any) -> PrepareConfig:
-    values: dict[str, Any] = {
-        "corpus": str(folder / "corpus.jsonl"),
-        "tokenizer": "bytes",
-        "out": str(folder / "out"),
-        "workers": 1,
-    }
-    return PrepareConfig(**(values | options))
-
-
-def made(folder: Path, *, shard_tokens: int = SHARD_TOKENS, **options: Any) -> Prepared:
-    return prepare(settings(folder, **options), _shard_tokens=shard_tokens)
 
 
 @pytest.fixture

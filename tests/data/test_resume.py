@@ -8,14 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from airmoe import ConfigError
-from airmoe.data import PrepareConfig, Prepared, prepare
+from airmoe.data import PrepareConfig
 from airmoe.data.workspace import PROGRESS_FILE
-from tests.data.common import folder_bytes, make_texts, refused, write_jsonl
+from tests.data.common import folder_bytes, made, make_texts, refused, write_jsonl
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,18 +26,12 @@ sys.modules[PrepareConfig.__module__]._BATCH_CHARACTERS = 3000
 parallel.BATCHES_ALONE = 2  # some by itself, then by workers
 corpus, out = sys.argv[1:]
 config = PrepareConfig(corpus=corpus, tokenizer="bytes", out=out, workers=2)
-prepare(config, lambda _: time.sleep(0.05), _shard_tokens=5000)
+prepare(config, lambda _: time.sleep(0.05), _shard_tokens=3000)
 """
 
 
 def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
-
-
-def made(folder: Path, *, shard_tokens: int = 3000, **options: Any) -> Prepared:
-    values: dict[str, Any] = {"corpus": str(folder / "corpus.jsonl"), "out": str(folder / "out")}
-    config = PrepareConfig(**(values | {"tokenizer": "bytes", "workers": 1} | options))
-    return prepare(config, _shard_tokens=shard_tokens)
 
 
 def start_slow_prepare(folder: Path) -> subprocess.Popen[bytes]:
@@ -93,7 +86,7 @@ def test_killed_and_interrupted_prepares_with_workers_go_on(
 ) -> None:
     process = start_slow_prepare(tmp_path)
     with pytest.raises(ConfigError, match="is being prepared by process "):
-        made(tmp_path, shard_tokens=5000)
+        made(tmp_path)
     if ending is signal.SIGINT:
         os.killpg(process.pid, ending)  # Ctrl-C reaches every process of a terminal
     else:
@@ -101,9 +94,9 @@ def test_killed_and_interrupted_prepares_with_workers_go_on(
     assert process.wait(20) != 0
     wait_for_empty_session(process.pid)
     assert not (tmp_path / "out").exists()
-    resumed = made(tmp_path, shard_tokens=5000)
+    resumed = made(tmp_path)
     (tmp_path / "whole").mkdir()
-    whole = made(tmp_path, out=str(tmp_path / "whole" / "out"), shard_tokens=5000)
+    whole = made(tmp_path, out=str(tmp_path / "whole" / "out"))
     assert folder_bytes(resumed.folder) == folder_bytes(whole.folder)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -19,15 +20,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from airmoe import ConfigError
 from airmoe.data import (
-    PrepareConfig,
     Tokenizer,
     load_tokenizer,
     make_tokenizer,
-    prepare,
     tokenizer_choice,
 )
 from airmoe.data.tokenizers import safe_pieces
-from tests.data.common import folder_bytes, make_texts, refused, save_own
+from tests.data.common import folder_bytes, made, make_texts, refused, save_own
 
 NAMES = ["bytes", "bpe:400", "llama-3"]
 SPECIALS = "<|endoftext|> <|end_of_text|> <|begin_of_text|>"
@@ -168,33 +167,24 @@ def test_training_text_is_what_the_saved_tokenizer_gives(
     tmp_path: Path, single: str | None, options: dict[str, Any]
 ) -> None:
     own = save_own(tmp_path, single, **options)
-    for path in (own, own / "tokenizer.json"):
+    bare = shutil.copytree(own, tmp_path / "bare")
+    (bare / "tokenizer_config.json").unlink()
+    (bare / "special_tokens_map.json").unlink(missing_ok=True)
+    for path in (own, own / "tokenizer.json", *([bare] if single == "<s> $A" else [])):
         tokenizer = make_tokenizer(str(path))
-        tokenizer.save(tmp_path / "saved")
-        saved = load_tokenizer(tmp_path / "saved")
+        tokenizer.save(tmp_path / "saved" / path.name)
+        saved = load_tokenizer(tmp_path / "saved" / path.name)
         assert saved.identity == tokenizer.identity
-        saved.save(tmp_path / "checkpoint")
-        opened = AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
+        saved.save(tmp_path / "checkpoint" / path.name)
+        opened = AutoTokenizer.from_pretrained(tmp_path / "checkpoint" / path.name)
         for text in make_texts(5):
             used = opened(text)["input_ids"]
             ended = used if used[-1] == opened.eos_token_id else [*used, opened.eos_token_id]
             assert pickle.loads(pickle.dumps(saved)).encode_document(text) == ended
             assert tokenizer.encode_start(text) == ended[:-1]
         has_bos = "<s>" in (single or "") or bool(options)
-        assert tokenizer.identity.bos_id == (opened.bos_token_id if has_bos else None)
-
-
-def test_a_bare_tokenizer_json_keeps_its_begin_of_text(tmp_path: Path) -> None:
-    own = save_own(tmp_path, "<s> $A")
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        (own / name).unlink(missing_ok=True)
-    tokenizer = make_tokenizer(str(own))
-    tokenizer.save(tmp_path / "saved")
-    opened = AutoTokenizer.from_pretrained(tmp_path / "saved")
-    (text,) = make_texts(1)
-    used = opened(text)["input_ids"]
-    assert used[0] == tokenizer.identity.bos_id is not None
-    assert tokenizer.encode_document(text) == [*used, opened.eos_token_id]
+        bos_id = opened.convert_tokens_to_ids("<s>")
+        assert tokenizer.identity.bos_id == (bos_id if has_bos else None)
 
 
 def test_the_users_tokenizer_is_saved_whole(tmp_path: Path) -> None:
@@ -211,37 +201,39 @@ def test_the_users_tokenizer_is_saved_whole(tmp_path: Path) -> None:
     assert opened.apply_chat_template(messages, tokenize=False) == "<s>hi"
 
 
-def test_every_file_of_a_tokenizer_is_its_identity(tmp_path: Path) -> None:
-    """Also those that change no id of training text: they are copied into every checkpoint."""
-    own = save_own(tmp_path, "<s> $A")
-    saved = tmp_path / "saved"
+def test_a_changed_or_incomplete_tokenizer_folder_is_refused(tmp_path: Path) -> None:
+    """Also for files that change no id of training text: they are copied into every checkpoint."""
+    own, saved = save_own(tmp_path, "<s> $A"), tmp_path / "saved"
     make_tokenizer(str(own)).save(saved)
     for name, content in folder_bytes(own).items():
         (saved / name).write_bytes(content + b" ")
-        with pytest.raises(ConfigError, match="has changed since it was saved"):
+        with refused("has changed since it was saved"):
             load_tokenizer(saved)
         (saved / name).write_bytes(content)
     (saved / "vocab.txt").write_text("one more")
-    with pytest.raises(ConfigError, match="has changed since it was saved"):
+    with refused("has changed since it was saved"):
         load_tokenizer(saved)
+    definition = (saved / "tokenizer.json").read_text()
+    (saved / "tokenizer.json").write_text(definition[:-9])
+    with refused("not a whole tokenizer folder"):
+        load_tokenizer(saved)
+    (saved / "tokenizer.json").unlink()
+    for folder in (saved, tmp_path / "nowhere"):
+        with refused("not a whole tokenizer folder"):
+            load_tokenizer(folder)
 
 
 def test_prepared_text_knows_the_files_of_its_tokenizer(tmp_path: Path) -> None:
     own = save_own(tmp_path, "<s> $A")
     (tmp_path / "text.txt").write_text("a\n\nb\n\nc")
-    config = PrepareConfig(
-        corpus=str(tmp_path / "text.txt"),
-        tokenizer=str(own),
-        out=str(tmp_path / "out"),
-        validation_fraction=0.5,
-        workers=1,
-    )
-    prepared = prepare(config)
-    assert prepare(config).manifest == prepared.manifest
+    options: dict[str, Any] = {"corpus": str(tmp_path / "text.txt"), "tokenizer": str(own)}
+    options["validation_fraction"] = 0.5
+    prepared = made(tmp_path, **options)
+    assert made(tmp_path, **options).manifest == prepared.manifest
     template = own / "chat_template.jinja"
     template.write_text(template.read_text() + "!")
-    with pytest.raises(ConfigError, match="another tokenizer"):
-        prepare(config)
+    with refused("another tokenizer"):
+        made(tmp_path, **options)
     identity = make_tokenizer(str(own)).identity
     assert identity == prepared.tokenizer().identity  # of ids it is the same one
     assert identity.files_sha256 != prepared.tokenizer().identity.files_sha256
@@ -390,22 +382,6 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "x"}')
     with pytest.raises(ConfigError, match="could not be opened"):
         make_tokenizer(str(tmp_path))
-
-
-def test_a_changed_or_incomplete_tokenizer_folder_is_refused(tmp_path: Path) -> None:
-    build("bpe:400").save(tmp_path)
-    definition = (tmp_path / "tokenizer.json").read_text()
-    (tmp_path / "tokenizer.json").write_text(definition + " ")
-    with pytest.raises(ConfigError, match="has changed since it was saved"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text(definition[:-9])
-    with pytest.raises(ConfigError, match="not a whole tokenizer folder"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match="not a whole tokenizer folder"):
-        load_tokenizer(tmp_path)
-    with pytest.raises(ConfigError, match="not a whole tokenizer folder"):
-        load_tokenizer(tmp_path / "nowhere")
 
 
 def test_missing_packages_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
