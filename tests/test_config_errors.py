@@ -244,8 +244,8 @@ def test_settings_are_frozen_and_checked_again_by_replace(name: str) -> None:
 
 def test_errors_survive_a_process_boundary() -> None:
     error = ConfigError("air.top_k", 0, "must be >= 1", "Give 1 or more.")
-    twin = pickle.loads(pickle.dumps(error))
-    assert_explains(twin, "air.top_k", 0, "must be >= 1", "Give 1 or more.")
+    copied = pickle.loads(pickle.dumps(error))
+    assert_explains(copied, "air.top_k", 0, "must be >= 1", "Give 1 or more.")
 
 
 # -- the same for codebook, experts and layer --------------------------------------------------

@@ -99,8 +99,8 @@ def test_state_travels(name: str) -> None:
     other.load_state_dict(router.state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for twin in (other, copy.deepcopy(router)):
-            mine, theirs = router(hidden).to_token_routing(), twin(hidden).to_token_routing()
+        for copied in (other, copy.deepcopy(router)):
+            mine, theirs = router(hidden).to_token_routing(), copied(hidden).to_token_routing()
             assert torch.equal(mine.expert_ids, theirs.expert_ids)
             assert torch.equal(mine.weights, theirs.weights)
 

@@ -16,7 +16,7 @@ from tests.tolerance import assert_close
 TOKENS, SIZES = 31, {"dim": 12, "num_experts": 25, "top_k": 6}
 
 
-def twins(jitter_std: float, normalize: bool, top_k: int = 6) -> tuple[Any, Any]:
+def air_and_exact(jitter_std: float, normalize: bool, top_k: int = 6) -> tuple[Any, Any]:
     """AIR with lists of all experts, and the exact router, with equal centroids and seed."""
     shared = {**SIZES, "top_k": top_k, "jitter_std": jitter_std, "normalize_centroids": normalize}
     air = Case("air", {**shared, "num_codewords": 4, "shortlist_size": 25}).build(1)
@@ -35,7 +35,7 @@ def twins(jitter_std: float, normalize: bool, top_k: int = 6) -> tuple[Any, Any]
 def test_full_shortlists_are_exact_routing(
     mode: Mode, jitter_std: float, top_k: int, normalize: bool
 ):
-    air, exact = twins(jitter_std, normalize, top_k)
+    air, exact = air_and_exact(jitter_std, normalize, top_k)
     results = []
     for router in (air, exact):
         hidden = tokens(TOKENS, 12, 3).requires_grad_()
@@ -83,11 +83,13 @@ def assert_agree(mine: Tensor, theirs: Tensor, truth: Tensor, plain: Tensor, wha
 
 def test_jitter_moves_the_selection_here():
     """With jitter the ids differ from those without: equality above is not for lack of noise."""
-    air, _ = twins(0.3, True)
-    quiet, _ = twins(0.0, True)
+    air, _ = air_and_exact(0.3, True)
+    noiseless, _ = air_and_exact(0.0, True)
     hidden = tokens(TOKENS, 12, 3)
     noisy_ids = route(air, hidden, "train").to_token_routing().expert_ids
-    assert not torch.equal(noisy_ids, route(quiet, hidden, "train").to_token_routing().expert_ids)
+    assert not torch.equal(
+        noisy_ids, route(noiseless, hidden, "train").to_token_routing().expert_ids
+    )
 
 
 def test_one_codeword_with_all_experts_per_token_count():
@@ -103,7 +105,7 @@ def test_one_codeword_with_all_experts_per_token_count():
 
 def test_metrics_call_it_exact():
     """Overlap and mass recall of AIR with M = E are 1; with a shorter list they are below."""
-    air, _ = twins(0.0, True)
+    air, _ = air_and_exact(0.0, True)
     hidden = tokens(TOKENS, 12, 3)
     route(air, hidden, "train")
     eps = torch.finfo(torch.float32).eps

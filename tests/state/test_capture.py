@@ -186,33 +186,33 @@ def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
 def test_replayed_steps_equal_eager_ones(name: str) -> None:
     """Weights, codebook, counters and shortlists, which are rebuilt inside of the graph."""
     layer = build(name)
-    twin, x = copy.deepcopy(layer), torch.empty(*SHAPE, DIM, device="cuda")
-    step, eager = training(layer, adamw(layer), x), training(twin, adamw(twin), x)
+    same, x = copy.deepcopy(layer), torch.empty(*SHAPE, DIM, device="cuda")
+    step, eager = training(layer, adamw(layer), x), training(same, adamw(same), x)
     aside(lambda: run(step, x, 0, 3))
     graph = captured(step)
     run(graph.replay, x, 3, STEPS)
     run(eager, x, 0, 3 + STEPS)
     assert int(layer.router.micro_batches) == 3 + STEPS
     layer.zero_grad(set_to_none=True)
-    assert_same(snapshot(layer), snapshot(twin), name)
+    assert_same(snapshot(layer), snapshot(same), name)
     with torch.no_grad():  # the lists of evaluation have followed as well
-        assert torch.equal(layer.eval()(x), twin.eval()(x))
-    for module in (layer, twin):
+        assert torch.equal(layer.eval()(x), same.eval()(x))
+    for module in (layer, same):
         module.train()
     run(step, x, 10, 1)  # and what comes after the graph goes on from there
     run(eager, x, 10, 1)
-    assert_same(snapshot(layer), snapshot(twin), f"{name}, one step later")
+    assert_same(snapshot(layer), snapshot(same), f"{name}, one step later")
 
 
 @pytest.mark.gpu
 def test_a_graph_of_the_first_step_starts_the_codebook() -> None:
     layer = build("air")
-    twin, warm, x = copy.deepcopy(layer), copy.deepcopy(layer), inputs(0)
-    steps = [training(m, torch.optim.SGD(m.parameters(), lr=1e-2), x) for m in (layer, twin, warm)]
+    same, warm, x = copy.deepcopy(layer), copy.deepcopy(layer), inputs(0)
+    steps = [training(m, torch.optim.SGD(m.parameters(), lr=1e-2), x) for m in (layer, same, warm)]
     aside(lambda: run(steps[2], x, 0, 3))  # compiles the kernels
     graph = captured(steps[0])
     run(graph.replay, x, 0, STEPS)
     run(steps[1], x, 0, STEPS)
     layer.zero_grad(set_to_none=True)
     assert bool(layer.router.codebook.initialized)
-    assert_same(snapshot(layer), snapshot(twin))
+    assert_same(snapshot(layer), snapshot(same))

@@ -306,7 +306,7 @@ def test_many_forwards_may_wait_for_one_backward(mode: str) -> None:
 @pytest.mark.parametrize("tracked", [True, False])
 @pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
 def test_forwards_from_one_random_state_are_told_apart(mode: str, tracked: bool) -> None:
-    """Twin views of a batch (same dropout on purpose) start from the same generator state."""
+    """Two views of a batch (with the same dropout) start from the same generator state."""
 
     def run(how: Run) -> dict[str, Tensor]:
         block = build_block("air")

@@ -160,14 +160,14 @@ def test_bad_tokens_spoil_only_their_own_row(case: str, training: bool) -> None:
     spoilt[0, 3, 1], spoilt[1, 2, 5] = torch.nan, torch.inf
     mask = torch.ones(2, 11, dtype=torch.bool)
     mask[0, 3] = mask[1, 2] = False
-    layer, twin = build_layer(case).train(training), build_layer(case).train(training)
+    layer, same = build_layer(case).train(training), build_layer(case).train(training)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = layer.forward_with_routing(spoilt.requires_grad_())
-    output, expected = result.hidden, twin.forward_with_routing(batch(0), mask)
+    output, expected = result.hidden, same.forward_with_routing(batch(0), mask)
     assert output[~mask].isnan().all(), "a bad token must not look like a good one"
     assert torch.equal(output[mask], expected.hidden[mask])
-    assert_same(snapshot(layer, derived=False), snapshot(twin, derived=False))
+    assert_same(snapshot(layer, derived=False), snapshot(same, derived=False))
     # Nor do they spoil a gradient, even where that of their own row is NaN.
     for loss, routing in (
         (output.square().sum(), result.routing),
@@ -176,7 +176,7 @@ def test_bad_tokens_spoil_only_their_own_row(case: str, training: bool) -> None:
         (loss + airmoe.load_balance_loss(routing) + airmoe.router_z_loss(routing)).backward()
     assert spoilt.grad is not None and (spoilt.grad[~mask] == 0).all()
     assert spoilt.grad.isfinite().all() and (spoilt.grad[mask] != 0).any()
-    for (name, weight), other in zip(layer.named_parameters(), twin.parameters(), strict=True):
+    for (name, weight), other in zip(layer.named_parameters(), same.parameters(), strict=True):
         assert torch.equal(weight.grad, other.grad), name
 
 
@@ -185,14 +185,14 @@ def test_padding_may_hold_anything(case: str) -> None:
     mask = torch.ones(2, 11, dtype=torch.bool)
     mask[0, 4:] = False
     rubbish = batch(0).masked_fill(~mask.unsqueeze(-1), torch.nan)
-    layer, twin = build_layer(case), build_layer(case)
+    layer, same = build_layer(case), build_layer(case)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # padding is nobody's fault
-        output, expected = layer(rubbish, mask), twin(batch(0), mask)
+        output, expected = layer(rubbish, mask), same(batch(0), mask)
     assert torch.equal(output, expected)
     output[mask].square().sum().backward()
     expected[mask].square().sum().backward()
-    assert_same(snapshot(layer), snapshot(twin))
+    assert_same(snapshot(layer), snapshot(same))
 
 
 @pytest.mark.parametrize("case", CASES)
