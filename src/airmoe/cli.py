@@ -48,12 +48,12 @@ def before(
     context: typer.Context,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="say it and stop"),
+        typer.Option("--version", callback=_show_version, is_eager=True, help="show the version"),
     ] = False,
     modules: Annotated[
         list[str] | None,
         typer.Option(
-            "--import", metavar="MODULE", help="yours, with routers of your own; may be repeated"
+            "--import", metavar="MODULE", help="a module with your own routers; may be repeated"
         ),
     ] = None,
 ) -> None:

@@ -53,7 +53,7 @@ def _triton_and_no_old_graphs() -> Iterator[None]:
 
 
 def whole(function: Any) -> Any:
-    """Compiled without a break, by what runs the traced operators one by one."""
+    """Compiled without a graph break, with a backend that runs the traced operators in turn."""
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 

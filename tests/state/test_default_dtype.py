@@ -1,4 +1,4 @@
-"""What is float32 stays so, bit for bit, whatever torch's default dtype is at the time.
+"""Float32 state and results do not depend on torch's default dtype, bit for bit.
 
 Besides factories, a quotient of whole numbers and a bool times a float take that default.
 """

@@ -1,4 +1,4 @@
-"""Lists and norms belong to the centroids they were made of, whoever puts others in their place."""
+"""Lists and norms belong to the centroids they were made of, however those are replaced."""
 
 from __future__ import annotations
 

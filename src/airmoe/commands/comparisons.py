@@ -27,7 +27,7 @@ def suite(
         list[str] | None, typer.Option(help="one more method, as train's; may be repeated")
     ] = None,
 ) -> None:
-    """Train what is to be compared, at equal budgets. Stopped, it goes on where it was."""
+    """Train runs to compare, at equal budgets. Run it again after a stop to continue."""
     from airmoe.experiments.suites import Budget, make_plan, run_suite
 
     budget = Budget(tokens=tokens, epochs=epochs)

@@ -36,7 +36,7 @@ def bench(
     only: Annotated[
         list[str] | None, typer.Option(help="air-triton, exact, listing, ...; may be repeated")
     ] = None,
-    repeats: Annotated[int, typer.Option(help="samples; fewer where they take too long")] = 20,
+    repeats: Annotated[int, typer.Option(help="samples; fewer if they take too long")] = 20,
     out: Annotated[Path, typer.Option(help="folder of the JSON files")] = Path(
         "benchmarks/results"
     ),
@@ -53,7 +53,7 @@ def bench(
         Path | None, typer.Option(help="draw here; without anything to measure: stored results")
     ] = None,
 ) -> None:
-    """Time AIR beside its alternatives, on a GPU or a CPU; no time for a wrong answer."""
+    """Time AIR and its alternatives on a GPU or a CPU, after checking their results."""
     from airmoe.experiments.bench.run import Bench, Options
 
     options = Options(
@@ -89,7 +89,7 @@ def flops(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="every term with its formula")] = False,
 ) -> None:
-    """FLOPs of training, part by part: in the paper's convention, and as our kernels compute."""
+    """FLOPs of training by part, in the paper's convention and as our kernels compute."""
     import json
 
     from airmoe.experiments.flop_count import count_preset
@@ -106,7 +106,7 @@ def flops(
 
 
 def doctor() -> None:
-    """Versions, devices, kernels in use, and what is missing with the command that adds it."""
+    """Show versions, devices and kernels in use, and how to install what is missing."""
     from airmoe.experiments.doctor import examine
 
     examine().show(Console())

@@ -35,7 +35,7 @@ def prepare(
     max_tokens: Annotated[int | None, typer.Option(help="stop training text there")] = None,
     workers: Annotated[int | None, typer.Option(help="processes; default: all cores")] = None,
 ) -> None:
-    """Turn text into token shards. Killed, it goes on where it stopped."""
+    """Turn text into token shards. Run it again after a stop to continue."""
     from airmoe.data import PrepareConfig
     from airmoe.data import prepare as prepare_data
     from airmoe.training.display import PrepareDisplay
@@ -71,7 +71,7 @@ def train(
             help="folder of the run; default runs/PRESET-METHOD (under torchrun: --folder)",
         ),
     ] = None,
-    resume: Annotated[Path | None, typer.Option(help="go on with the run in this folder")] = None,
+    resume: Annotated[Path | None, typer.Option(help="continue the run in this folder")] = None,
 ) -> None:
     """Train a language model. Under torchrun on several devices: torchrun ... -m airmoe train."""
     from airmoe import training
