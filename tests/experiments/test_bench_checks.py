@@ -21,7 +21,6 @@ from airmoe.experiments.bench.contenders import (
     Hierarchical,
     Listing,
     PeerPackage,
-    Values,
 )
 from airmoe.experiments.bench.entries import ENTRIES, Entry, backend
 from airmoe.experiments.bench.inputs import Inputs, make_inputs
@@ -80,114 +79,94 @@ def test_triton_passes(cells: Any) -> None:
     assert not found.problems
 
 
-class TooLarge(Listing):
-    """Output wrong by a hundredth of a per cent."""
-
-    def answer(self, hidden: Tensor) -> Answer:
-        answer = super().answer(hidden)
-        return replace(answer, output=answer.output * 1.0001)
-
-
-class NotANumber(Listing):
-    """In one token that is not among those looked at closely."""
-
-    def answer(self, hidden: Tensor) -> Answer:
-        answer = super().answer(hidden)
-        spoilt = torch.zeros_like(answer.output)
-        spoilt[1] = torch.nan
-        return replace(answer, output=answer.output + spoilt)
-
-
-class NoRouterGradient(Listing):
+def no_router_gradient(layer: Listing, hidden: Tensor, answer: Answer) -> Answer:
     """Right output, but weights cut off from the centroids."""
-
-    def answer(self, hidden: Tensor) -> Answer:
-        answer, routing = super().answer(hidden), self.layer.route(hidden)
-        routing = replace(routing, weights=routing.weights.detach())
-        return replace(answer, output=self.layer.run_experts(hidden, routing))
+    lists = layer.layer.route(hidden)
+    lists = replace(lists, weights=lists.weights.detach())
+    return replace(answer, output=layer.layer.run_experts(hidden, lists))
 
 
-class LeakingGradient(Listing):
-    """Right output, but the gradient of each token also reaches the one before it."""
-
-    def answer(self, hidden: Tensor) -> Answer:
-        neighbours = hidden.roll(-1, 0)
-        return super().answer(hidden + neighbours - neighbours.detach())
-
-
-class WorseExpert(Listing):
+def worse_expert(layer: Listing, hidden: Tensor, answer: Answer) -> Answer:
     """Takes the candidate after the K-th instead of the K-th."""
-
-    def answer(self, hidden: Tensor) -> Answer:
-        answer = super().answer(hidden)
-        values: Values = dict(self.module.named_parameters())  # type: ignore[assignment]
-        order = self.scores(hidden, values, answer.cells).argsort(dim=-1, descending=True)
-        ids = torch.cat([order[..., : self.top_k - 1], order[..., [self.top_k]]], dim=-1)
-        return replace(answer, expert_ids=ids)
+    values = {name: value.detach() for name, value in layer.module.named_parameters()}
+    order = layer.scores(hidden, values, answer.cells).argsort(dim=-1, descending=True)
+    ids = torch.cat([order[..., : layer.top_k - 1], order[..., [layer.top_k]]], dim=-1)
+    return replace(answer, expert_ids=ids)
 
 
-class FewerExperts(Listing):
-    def answer(self, hidden: Tensor) -> Answer:
-        answer = super().answer(hidden)
-        return replace(answer, expert_ids=answer.expert_ids[..., :-1])
+def nan_in_one_token(_layer: Listing, _hidden: Tensor, answer: Answer) -> Answer:
+    """Not among those looked at closely."""
+    spoilt = torch.zeros_like(answer.output)
+    spoilt[1] = torch.nan
+    return replace(answer, output=answer.output + spoilt)
 
 
-class SameExpertTwice(Listing):
-    def answer(self, hidden: Tensor) -> Answer:
-        answer = super().answer(hidden)
-        ids = answer.expert_ids.clone()
-        ids[..., -1] = ids[..., 0]
-        return replace(answer, expert_ids=ids)
+def leaking_gradient(layer: Listing, hidden: Tensor, answer: Answer) -> Answer:
+    """Right output, but the gradient of each token also reaches the one before it."""
+    neighbours = hidden.roll(-1, 0)
+    return Listing.answer(layer, hidden + neighbours - neighbours.detach())
 
 
-class OtherCell(Air):
-    """Says that its tokens come from the next cell."""
-
-    def answer(self, hidden: Tensor) -> Answer:
-        answer = super().answer(hidden)
-        assert answer.cells is not None
-        return replace(answer, cells=(answer.cells + 1) % INPUTS.shape.num_codewords)
-
-
-class StaleShortlists(Listing):
-    """Centroids moved, shortlists did not."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        super().__init__(inputs)
-        with torch.no_grad():
-            self.layer.centroids.copy_(self.layer.centroids.roll(1, 0))
-
-
-class LessJitterThanSaid(Air):
-    def __init__(self, inputs: Inputs) -> None:
-        super().__init__(inputs)
-        self.jitter_std *= 2
+def same_expert_twice(_layer: Listing, _hidden: Tensor, answer: Answer) -> Answer:
+    ids = answer.expert_ids.clone()
+    ids[..., -1] = ids[..., 0]
+    return replace(answer, expert_ids=ids)
 
 
 @pytest.mark.parametrize(
-    ("build", "complaint"),
+    ("spoil", "complaint"),
     [
-        (TooLarge, "output: error"),
-        (NotANumber, "output: not finite"),
-        (NoRouterGradient, "gradient of centroids: error"),
-        (LeakingGradient, "gradient of hidden: error"),
-        (WorseExpert, "below the last of the best 32"),
-        (FewerExperts, "31 experts per token, expected 32"),
-        (SameExpertTwice, "experts: chosen twice"),
-        (OtherCell, "cells: one is"),
-        (StaleShortlists, "shortlist: one is"),
-        (LessJitterThanSaid, "expected 2.00e-02"),
+        (lambda _, __, a: replace(a, output=a.output * 1.0001), "output: error"),
+        (nan_in_one_token, "output: not finite"),
+        (no_router_gradient, "gradient of centroids: error"),
+        (leaking_gradient, "gradient of hidden: error"),
+        (worse_expert, "below the last of the best 32"),
+        (lambda _, __, a: replace(a, expert_ids=a.expert_ids[..., :-1]), "31 experts per token"),
+        (same_expert_twice, "experts: chosen twice"),
+        (lambda _, __, a: replace(a, cells=(a.cells + 1) % SMALL.num_codewords), "cells: one is"),
     ],
 )
 def test_a_wrong_contender_gets_no_time_but_its_error(
-    build: type[Listing | Air], complaint: str
+    spoil: Callable[[Listing, Tensor, Answer], Answer], complaint: str
 ) -> None:
-    result = measured(build, "reference" if issubclass(build, Air) else None)
+    class Wrong(Listing):
+        def answer(self, hidden: Tensor) -> Answer:
+            return spoil(self, hidden, super().answer(hidden))
+
+    result = measured(Wrong)
     assert result.status == "wrong", result.reason
     assert complaint in result.reason
     content = result.as_json()
     assert content["check"]["problems"]
     assert not content["forward_ms"] and not content["total_ms"] and "median" not in content
+
+
+def stale_shortlists(inputs: Inputs) -> Listing:
+    """Centroids moved, shortlists did not."""
+    built = Listing(inputs)
+    with torch.no_grad():
+        built.layer.centroids.copy_(built.layer.centroids.roll(1, 0))
+    return built
+
+
+def less_jitter_than_said(inputs: Inputs) -> Air:
+    built = Air(inputs)
+    built.jitter_std *= 2
+    return built
+
+
+@pytest.mark.parametrize(
+    ("build", "backend", "complaint"),
+    [
+        (stale_shortlists, None, "shortlist: one is"),
+        (less_jitter_than_said, "reference", "expected 2.00e-02"),
+    ],
+)
+def test_wrong_state_is_found(
+    build: Callable[[Inputs], Contender], backend: Any, complaint: str
+) -> None:
+    result = measured(build, backend)
+    assert result.status == "wrong" and complaint in result.reason
 
 
 def test_a_right_one_gets_its_times() -> None:

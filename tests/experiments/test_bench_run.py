@@ -213,7 +213,7 @@ def test_a_step_learns_and_one_that_does_not_gets_no_time(monkeypatch: pytest.Mo
 
 def test_the_dense_step_has_no_experts_and_promises_nothing() -> None:
     timer = Timer(best_device())
-    eager = replace(step.WAYS["dense"], prepare=lambda model: model, captured=False)
+    eager = replace(step.WAYS["dense"], compiled=False, captured=False)
     training = step.TrainingStep(step.TOY, eager, timer, seed=0)
     assert not any(isinstance(part, MoELayer) for part in training.model.modules())
     for number in range(12):

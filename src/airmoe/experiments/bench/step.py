@@ -58,8 +58,6 @@ class StepShape:
 FULL = StepShape()
 TOY = StepShape(size="tiny", vocab_size=512, num_sequences=4, block_size=64)
 
-Model = Callable[..., Any]  # what is called with a batch
-
 
 @dataclass(frozen=True)
 class Way:
@@ -67,41 +65,27 @@ class Way:
 
     key: str
     name: str
-    prepare: Callable[[AirMoeForCausalLM], Model]
-    gpu_only: bool = False
+    compiled: bool = False  # layer by layer, as `airmoe train training.compile=true` does
     captured: bool = False  # in one CUDA graph
     dense: bool = False  # the same model with a plain layer: what is left is the mixture's time
+
+    @property
+    def gpu_only(self) -> bool:
+        return self.compiled or self.captured
 
     @property
     def role(self) -> str:
         return "dense" if self.dense else "air"
 
 
-def _as_it_is(model: AirMoeForCausalLM) -> Model:
-    return model
-
-
-def _compiled(model: AirMoeForCausalLM) -> Model:
-    for layer in model.model.layers:  # as `airmoe train training.compile=true` does
-        layer.compile()
-    return model
-
-
 WAYS = {
     way.key: way
     for way in (
-        Way("eager", "eager", _as_it_is),
-        Way("compiled", "layers compiled", _compiled, gpu_only=True),
-        Way("graph", "one CUDA graph", _as_it_is, gpu_only=True, captured=True),
-        Way("compiled-graph", "compiled, one CUDA graph", _compiled, gpu_only=True, captured=True),
-        Way(
-            "dense",
-            "the same without experts",
-            _compiled,
-            gpu_only=True,
-            captured=True,
-            dense=True,
-        ),
+        Way("eager", "eager"),
+        Way("compiled", "layers compiled", compiled=True),
+        Way("graph", "one CUDA graph", captured=True),
+        Way("compiled-graph", "compiled, one CUDA graph", compiled=True, captured=True),
+        Way("dense", "the same without experts", compiled=True, captured=True, dense=True),
     )
 }
 
@@ -119,7 +103,10 @@ class TrainingStep:
             config.moe_layers = []
         model = AirMoeForCausalLM(config).train()
         self.model = model.to(timer.device)  # pyright: ignore[reportArgumentType]
-        self.timer, self.call, self.most = timer, way.prepare(self.model), recipe.max_grad_norm
+        if way.compiled:
+            for layer in self.model.model.layers:
+                layer.compile()
+        self.timer, self.most = timer, recipe.max_grad_norm
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=recipe.learning_rate,
@@ -169,7 +156,7 @@ class TrainingStep:
     def _run(self, ids: Tensor, mark: Callable[[], Any] = lambda: None) -> Sequence[Any]:
         marks = [mark()]
         with torch.autocast(self.timer.device.type, dtype=torch.bfloat16):
-            loss = self.call(input_ids=ids, labels=ids).loss
+            loss = self.model(input_ids=ids, labels=ids).loss
         marks.append(mark())
         loss.backward()
         marks.append(mark())
