@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,7 @@ from airmoe.experiments.bench.page import draw
 from airmoe.experiments.bench.report import closing_lines, print_case, print_step, remarks
 from airmoe.experiments.bench.swapped import compare_swapped
 from airmoe.experiments.bench.timing import Ceilings, Limits, Timer, measure_ceilings
-from airmoe.experiments.bench.turns import measure_in_turns
+from airmoe.experiments.bench.turns import LIMITS, measure_in_turns
 from airmoe.files import read_json, write_json
 from airmoe.training.run_folder import git_state, versions
 
@@ -152,7 +152,8 @@ class Bench:
             "ceilings": asdict(ceilings),
         }
         if case.device == "cpu" and not self.options.quick:
-            results = measure_in_turns(keys, shape, SEED, ceilings)
+            limits = replace(LIMITS, repeats=self.options.repeats)
+            results = measure_in_turns(keys, shape, SEED, ceilings, limits)
             self._measure(content, {result.name: lambda r=result: r for result in results})
         else:
             setting = Setting(inputs, case.phase, timer, ceilings, self.limits)

@@ -42,7 +42,7 @@ from airmoe.experiments.bench.measure import (
 from airmoe.experiments.bench.timing import Ceilings, Limits, Step, Timer
 
 SPIN_SETTING, SPIN_COUNT = "GOMP_SPINCOUNT", "20000"
-LIMITS = Limits(repeats=12, seconds=10.0, least=3, most_seconds=40.0)
+LIMITS = Limits(seconds=10.0, least=3, most_seconds=40.0)
 
 
 Ask = Callable[..., Any]  # name of a method and its arguments -> what it returns
@@ -123,7 +123,7 @@ class Place:
 
 
 def measure_in_turns(
-    keys: Sequence[str], shape: Shape, seed: int, ceilings: Ceilings, limits: Limits = LIMITS
+    keys: Sequence[str], shape: Shape, seed: int, ceilings: Ceilings, limits: Limits
 ) -> list[Result]:
     """Build, check and time contenders side by side."""
     with ExitStack() as stack:
