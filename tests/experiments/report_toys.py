@@ -97,7 +97,7 @@ def _lines(perplexity: float, numbers: dict[str, Any]) -> list[dict[str, Any]]:
             tokens = step * TOKENS_PER_STEP
             loss = float(np.log(perplexity)) + 2.5 * (1 - index / count)
             line: dict[str, Any] = {"kind": kind, "step": step, "tokens": tokens, "loss": loss}
-            line |= {"seconds": tokens / speed} | fields
+            line |= {"seconds": tokens / speed, "training_seconds": tokens / speed} | fields
             if per_token is not None:
                 line |= {"flops": tokens * per_token, "executed_flops": 1.5 * tokens * per_token}
             if kind == "eval":

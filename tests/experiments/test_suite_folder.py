@@ -111,41 +111,28 @@ def test_a_single_run_is_no_suite(tmp_path: Path) -> None:
         open_suite(tmp_path, make_plan("main", "tiny"))
 
 
+def plan_with(**fields: Any) -> str:
+    return json.dumps({"format": 1, "suite": "main", "preset": "tiny", "budget": {}, **fields})
+
+
 @pytest.mark.parametrize(
-    ("text", "part"), [("{", "must be the plan"), ("[]", "must be"), ('{"format": 1}', "'suite'")]
+    ("text", "part"),
+    [
+        ("{", "must be the plan of a suite"),
+        ("[]", "must be the plan of a suite"),
+        ('{"format": 1}', "must be the plan of a suite .'suite'"),
+        (plan_with(seeds=[[]], runs=[]), "must be the plan of a suite"),
+        (plan_with(seeds=7, runs=[]), "must be the plan of a suite"),
+        (plan_with(seeds=[], runs=[{}]), "must be the plan of a suite"),
+        (plan_with(seeds=[], runs=[7]), "must be the plan of a suite"),
+        (plan_with(seeds=[], runs=[{"folder": [], "config": {}}]), "must be the plan of a suite"),
+        (plan_with(format=2, seeds=[], runs=[]), r"suite\.format: got 2, must be 1"),
+    ],
 )
 def test_a_damaged_plan(text: str, part: str, tmp_path: Path) -> None:
     (tmp_path / "suite.json").write_text(text)
     with pytest.raises(ConfigError, match=part):
         open_suite(tmp_path, make_plan("main", "tiny"))
-
-
-PLAN = {"format": 1, "suite": "main", "preset": "tiny", "budget": {}}
-
-
-@pytest.mark.parametrize(
-    "rest",
-    [
-        {"seeds": [[]], "runs": []},
-        {"seeds": 7, "runs": []},
-        {"seeds": [], "runs": [{}]},
-        {"seeds": [], "runs": [7]},
-        {"seeds": [], "runs": [{"folder": [], "config": {}}]},
-    ],
-    ids=str,
-)
-def test_a_plan_with_other_fields(rest: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "suite.json").write_text(json.dumps(PLAN | rest))
-    with pytest.raises(ConfigError, match="must be the plan of a suite"):
-        open_suite(tmp_path, make_plan("main", "tiny"))
-
-
-def test_a_plan_of_another_format(tmp_path: Path) -> None:
-    plan = make_plan("main", "tiny")
-    values = json.loads(open_suite(tmp_path, plan).file.read_text())
-    (tmp_path / "suite.json").write_text(json.dumps(values | {"format": 2}))
-    with pytest.raises(ConfigError, match=r"suite\.format: got 2, must be 1"):
-        open_suite(tmp_path, plan)
 
 
 def test_two_suites_do_not_share_a_folder(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ EVALUATION_FIELDS = (
     *("step", "tokens", "seconds", "flops", "executed_flops", "loss", "perplexity"),
     *ROUTING_FIELDS,
 )
-# The loss is drawn nowhere: it is for readers who ask of a record whether training was smooth.
+# No figure shows the loss: it is for readers who want to know whether training was smooth.
 TRAINING_FIELDS = ("step", "tokens", "tokens_per_second", "loss", *ROUTING_FIELDS, "staleness")
 PATHS = ("corpus", "folder", "validation", "tokenizer")  # options of data that may be paths
 
@@ -47,7 +47,7 @@ class Member:
 
 
 def finished_run(member: Member, about: dict[str, Any], result: dict[str, Any]) -> Run:
-    """From run.json (`about`) and result.json; raises where they lack or garble something."""
+    """From run.json (`about`) and result.json; raises where something is missing or wrong."""
     start = _start(result["log"])
     lines = [_timed(line, start) for line in result["log"]]
     best, test = _timed(result["best"], start), result.get("test")
@@ -95,17 +95,15 @@ def _numbers(line: dict[str, Any]) -> Numbers:
 
 
 def _start(log: list[dict[str, Any]]) -> float:
-    """Time of the first step, where it is logged: what a compiler takes, not the method."""
+    """Time of the first step, where it is logged: it goes into compiling, not into the method."""
     first = next((line for line in log if line["kind"] == "train"), {"step": None})
     return number(first.get("training_seconds")) or 0.0 if first["step"] == 1 else 0.0
 
 
 def _timed(line: dict[str, Any], start: float) -> dict[str, Any]:
-    """Time without the start and without evaluations, which cost one method as much as another;
-    older logs lack it."""
-    if (seconds := number(line.get("training_seconds"))) is not None:
-        return line | {"seconds": seconds - start}
-    return line | {"seconds": line.get("seconds")}
+    """Time of the steps after the first, without evaluations, which cost all methods alike."""
+    seconds = number(line.get("training_seconds"))
+    return line | {"seconds": None if seconds is None else seconds - start}
 
 
 def curve(lines: Sequence[dict[str, Any]], names: Sequence[str]) -> Curve:

@@ -1,4 +1,4 @@
-"""Runs that may stand in one table: same suite, preset, corpus and budget; the rest is named."""
+"""Runs that may share a table: same suite, preset, corpus and budget. The rest is named."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Group:
 
     key: Key
     runs: list[Run]
-    slug: str  # its name in files and anchors, unique in a report
-    changes: str = ""  # what is set otherwise than in the table before it
+    slug: str  # its name in files and anchors; unique in a report
+    changes: str = ""  # settings that differ from those of the first table
 
     @cached_property
     def variants(self) -> dict[str, list[Run]]:
@@ -66,7 +66,7 @@ def _title(key: Key, changes: str) -> str:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Groups; what was left out of them; what to keep in mind about the rest."""
+    """Groups, a line for each run that was left out, and notes about the others."""
 
     groups: list[Group]
     left_out: list[str]
@@ -74,7 +74,7 @@ class Grouped:
 
 
 def group_runs(runs: Iterable[Run]) -> Grouped:
-    """Groups with one text, one balance loss and, for each variant, the same settings."""
+    """Sort runs into groups that share a text, a balance loss and each variant's settings."""
     by_key: dict[Key, list[Run]] = {}
     for run in runs:
         by_key.setdefault(key_of(run), []).append(run)
@@ -90,7 +90,7 @@ def group_runs(runs: Iterable[Run]) -> Grouped:
 
 
 def _slug(title: str, taken: Collection[str]) -> str:
-    """Only letters and digits that every file system takes; so two titles may need a number."""
+    """A title in letters and digits for any file system; a number tells equal ones apart."""
     plain = re.sub(r"[^a-z0-9]+", "-", title.lower().replace(",", ""))[:LONGEST_SLUG]
     return plain if plain not in taken else _numbered(plain, taken)
 
@@ -126,7 +126,7 @@ def _without_repeats(runs: list[Run], left_out: list[str]) -> list[Run]:
 
 
 def _of_one_text(runs: list[Run], left_out: list[str]) -> list[Run]:
-    """Perplexities on different text do not compare: the text of most runs stays."""
+    """Perplexities on different texts do not compare: keep the text of most runs."""
     common = Counter(run.data_sha256 for run in runs).most_common(1)[0][0]
     for run in runs:
         if run.data_sha256 != common:
@@ -139,7 +139,7 @@ def _of_one_text(runs: list[Run], left_out: list[str]) -> list[Run]:
 
 
 def _of_one_balance(runs: list[Run], grouped: Grouped) -> list[Run]:
-    """Balance losses of two conventions are K times apart: today's stays, and is never mixed."""
+    """Balance losses of the two conventions differ by a factor K, so keep today's and never mix."""
     old = [run for run in runs if not run.is_current]
     if old and not any(run.convention is not None for run in runs if run not in old):
         about = f"{OLD_BALANCE}, K times weaker than today's: compares with no run of today"
@@ -154,7 +154,7 @@ def _of_one_balance(runs: list[Run], grouped: Grouped) -> list[Run]:
 
 
 def _by_settings(runs: list[Run]) -> dict[str, list[Run]]:
-    """What is set otherwise than in the first run of a variant ("": nothing) -> runs.
+    """Settings that differ from the first run of a variant ("": none) -> runs.
 
     The seeds of a variant share its settings. A suite that was run again with others is a table of
     its own; a single run gets a row of its own.
@@ -185,7 +185,7 @@ def settings_of(run: Run) -> str:
 
 
 def _row_names(rows: list[list[Run]]) -> list[str]:
-    """The folders of rows: their last parts, as many of them as make them differ."""
+    """Names of rows: the last parts of their folders, as many as it takes to tell them apart."""
     folders = [row[0].name.split("/") for row in rows]
     names: list[str] = []
     for length in range(1, max(map(len, folders)) + 1):
@@ -199,7 +199,7 @@ def _row_names(rows: list[list[Run]]) -> list[str]:
 
 
 def _changes(one: Run, other: Run) -> str:
-    """What `other` has set otherwise: `training.warmup = 0.1`."""
+    """The settings of `other` that differ: `training.warmup = 0.1`."""
     mine, theirs = options_of(one), options_of(other)
     found = [
         f"{key} = {json.dumps(theirs.get(key))}"
@@ -211,13 +211,13 @@ def _changes(one: Run, other: Run) -> str:
 
 
 def options_of(run: Run) -> dict[str, Any]:
-    """Settings as `section.option` -> value; of a text that was prepared before, its own."""
+    """Settings as `section.option` -> value; for a ready-made text, how it was prepared."""
     options, recipe = flat(run.config), own_recipe(run)
     if recipe is None:
         return options
-    with_a_say = {key: value for key, value in options.items() if key not in PREPARING}
-    told = ("corpus", "split_rule", "max_tokens")
-    return with_a_say | {f"text.{name}": recipe.get(name) for name in told}
+    used = {key: value for key, value in options.items() if key not in PREPARING}
+    names = ("corpus", "split_rule", "max_tokens")
+    return used | {f"text.{name}": recipe.get(name) for name in names}
 
 
 def _differences(group: Group) -> list[str]:
@@ -226,7 +226,7 @@ def _differences(group: Group) -> list[str]:
     for variant, runs in group.variants.items():
         seeds.setdefault(", ".join(str(run.seed) for run in runs), []).append(variant)
     notes = []
-    if len(seeds) > 1:  # means over other seeds are means over other luck
+    if len(seeds) > 1:  # means over different seeds do not compare
         listed = "; ".join(f"{which} of {', '.join(names)}" for which, names in seeds.items())
         notes.append(f"{group.title}: not every variant has every seed ({listed})")
     values = {
@@ -250,7 +250,7 @@ def torch_versions(runs: Sequence[Run]) -> list[str]:
 
 
 def _without_offenders(group: Group, grouped: Grouped) -> Group:
-    """Without the variants that alone break a rule of their suite; every violation has its line."""
+    """Drop variants that alone break a rule of their suite; every violation gets a line."""
     suite = SUITES.get(group.key.suite or "")
     rules = ALL_RULES if suite is None else suite.rules
     while found := _violations(group, rules):
@@ -265,7 +265,7 @@ def _without_offenders(group: Group, grouped: Grouped) -> Group:
 
 
 def _offender(violation: Violation, group: Group) -> str | None:
-    """The variant whose absence mends it; None where several would."""
+    """The one variant without which the rule would hold; None where there are several."""
     if len(group.variants) < 3:
         return None
     mending = [
@@ -289,6 +289,6 @@ def _violations(group: Group, rules: Sequence[Rule]) -> list[Violation]:
     A group has one text, so what a run would have prepared does not matter where it was not asked.
     """
     firsts = {variant: seeds[0] for variant, seeds in group.variants.items()}
-    without_a_say = PREPARING if all(map(own_recipe, firsts.values())) else ()
+    ignored = PREPARING if all(map(own_recipe, firsts.values())) else ()
     found = violations({variant: run.settings for variant, run in firsts.items()}, rules)
-    return [one for one in found if one.what not in (SEEDS, *without_a_say)]
+    return [one for one in found if one.what not in (SEEDS, *ignored)]

@@ -51,13 +51,13 @@ def place_of(variant: str) -> tuple[int, tuple[int, ...], str]:
 
 @dataclass(frozen=True)
 class Text:
-    """A prepared text that is known by more than its folder."""
+    """A prepared text with a proper name."""
 
     title: str
-    test: str | None = None  # what its test split is, where it has one of another text
+    test: str | None = None  # what its test split is, if that comes from elsewhere
 
 
-# By data_sha256, which is of the tokens: folders and files may be called anything.
+# By data_sha256, the hash of the tokens: folders and files may have any name.
 KNOWN = {
     "08f75da0b97d11669f691c5e267dbcffe0ac262e8f77ab8bc0d6396b97ae6866": Text(
         "English Wikipedia 2015 extract",
@@ -65,12 +65,12 @@ KNOWN = {
         "are plain",
     ),
 }
-# Options of a run that decide what is prepared, and nothing where that was done before.
+# Options that decide how a text is prepared; for a ready-made text they mean nothing.
 PREPARING = ("data.corpus", "data.validation", "data.validation_fraction", "data.max_tokens")
 
 
 def known_text(run: Run) -> Text | None:
-    """What is known of the text of a run."""
+    """The text of a run, if it is one of those."""
     return KNOWN.get(run.data_sha256 or "")
 
 

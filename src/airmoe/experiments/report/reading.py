@@ -25,7 +25,7 @@ from airmoe.training.config import RunConfig
 from airmoe.training.run_folder import open_run
 
 RUN_FILES = ("run.json", "result.json", "log.jsonl")
-# What a run that was killed, or copied in part, may leave without any of these.
+# What may be left, without any of these, of a run that was killed or copied in part.
 REMAINS = ("run.json.draft", "result.json.draft", "suite.json.draft", "checkpoint-*", USAGE)
 HALF_WRITTEN = "is half written: no run.json"
 NEVER_RUNS = ("tensorboard", "report", "figures")
@@ -38,7 +38,7 @@ def read_all(paths: Sequence[Path]) -> Record:
 
 
 def read_everything(paths: Sequence[Path], ignored: Path | None = None) -> Record:
-    """Everything under `paths` but one file; without any run at all there is nothing to report."""
+    """Everything under `paths` except one file; raises where there is no run at all."""
     reader = Reader(seen=set() if ignored is None else {ignored.resolve()})
     for path in paths:
         with reader.unreadable(str(path)):
@@ -55,7 +55,7 @@ def read_everything(paths: Sequence[Path], ignored: Path | None = None) -> Recor
 
 
 def one_map_each(record: Record) -> Record:
-    """Maps are most of a report.json, and one seed of a row is drawn: keep the first."""
+    """Keep one map per row: only one is drawn, and maps are most of a report.json."""
     drawn: set[tuple[Key, str, str]] = set()
     kept = []
     for run in record.runs:
@@ -77,12 +77,12 @@ class Reader:
     seen: set[Path] = field(default_factory=set)
 
     def problem(self, name: str, text: str) -> None:
-        """One line, whatever the message was."""
+        """Add a problem, as one line."""
         self.problems.append(f"{name}: {' '.join(text.split())}")
 
     @contextmanager
     def unreadable(self, name: str) -> Iterator[None]:
-        """What the system refuses to show becomes a problem."""
+        """Turn an error of the file system into a problem."""
         try:
             yield
         except OSError as error:
@@ -143,7 +143,7 @@ class Reader:
         except WRONG_JSON as error:
             self.problem(f"{name}/suite.json", f"cannot be read ({_short(error)}): left out")
             return
-        own = replace(self, runs=[])  # to compare them before they count
+        own = replace(self, runs=[])  # compared with each other before they count
         listed: set[str] = set()
         for index, plan in enumerate(planned):
             folder = plan.get("folder") if isinstance(plan, dict) else None
@@ -161,7 +161,7 @@ class Reader:
                 self.problem(f"{name}/{child.name}", "is not in suite.json: left out")
 
     def _of_one_length_and_corpus(self, runs: list[Run]) -> list[Run]:
-        """A suite has one of each (rule E): what most of its runs have stays."""
+        """A suite has one length and one corpus (rule E): keep what most of its runs have."""
         keys = [key_of(run) for run in runs]
         common = Counter(keys).most_common(1)[0][0] if keys else None
         for run, key in zip(runs, keys, strict=True):
@@ -214,7 +214,7 @@ class Reader:
         self.runs.append(replace(run, usage=self._usage(path / USAGE, run)))
 
     def _usage(self, path: Path, run: Run) -> ExpertMap | None:
-        """Of runs that wrote it; one that cannot be read costs the map, not the run."""
+        """The map of a run that wrote one; an unreadable file costs the map, not the run."""
         if not path.is_file():
             return None
         try:
@@ -225,7 +225,7 @@ class Reader:
 
 
 def is_name(text: object) -> TypeGuard[str]:
-    """Whether a folder can be called so: what a file from elsewhere says may lead anywhere."""
+    """Whether it is a plain name for a folder; a path from a file could lead anywhere."""
     return isinstance(text, str) and text not in ("", "..") and text == PurePosixPath(text).name
 
 
@@ -246,7 +246,7 @@ def _folders(path: Path) -> Iterator[Path]:
 
 
 def _is_finished(member: Member) -> bool:
-    """Whether it has a result of the planned settings: no failure, before or after, undoes that."""
+    """Whether it has a result with the planned settings; then no recorded failure matters."""
     try:
         return read_json(member.path / "result.json")["config"] == member.plan.get("config")
     except (OSError, *WRONG_JSON):

@@ -70,7 +70,7 @@ class Run:
     balance: str  # what the choice frequencies of its balance loss sum to
 
     def check(self, path: str) -> None:
-        """What types do not say."""
+        """Rules beyond the types."""
         _check_config(f"{path}.config", self.config)
         _require(self.best.get("perplexity") is not None, f"{path}.best.perplexity", None, NUMBER)
         _check_positive(f"{path}.best.perplexity", self.best["perplexity"])
@@ -84,12 +84,12 @@ class Run:
 
     @property
     def method(self) -> str:
-        """The variant that its settings make, however a table names it."""
+        """The variant that its settings make, whatever a table calls it."""
         return method_of(self.config["model"])
 
     @property
     def perplexity(self) -> float:
-        """The lowest; `check` saw that it is there."""
+        """The lowest; `check` makes sure that there is one."""
         found = self.best["perplexity"]
         assert found is not None
         return found
@@ -100,9 +100,9 @@ class Run:
 
     @property
     def convention(self) -> str | None:
-        """Of its balance losses; None where it makes no difference.
+        """The convention of its balance losses; None where it makes no difference.
 
-        That is without such a loss, and where a token has one expert or one list only.
+        That is without such a loss, and where a token has only one expert or one list.
         """
         model = self.settings.model_config(vocab_size=2, eos_id=1)  # any vocabulary will do
         lists = getattr(model.router_config(), "num_selected_clusters", 1)
@@ -119,7 +119,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """All that was found: runs, and a line for everything that is not among them."""
+    """All runs that were found, and a line for everything that was left out."""
 
     runs: list[Run]
     problems: list[str]
@@ -155,7 +155,8 @@ def read_record(path: Path, name: str | None = None) -> Record:
     for place, one in enumerate(values["runs"]):
         try:
             runs.append(from_json(Run, one, f"runs[{place}]"))
-        except ConfigError as error:  # nobody should mend numbers by hand, whatever the rule was
+        except ConfigError as error:
+            # Not the rule's own remedy: nobody should repair numbers by hand.
             remedy = "The run is left out: write its record again."
             told = ConfigError(error.field, _brief(error.value), error.rule, remedy)
             problems.append(f"{name or path.name}: {told}")
@@ -163,7 +164,7 @@ def read_record(path: Path, name: str | None = None) -> Record:
 
 
 def _json_of(path: Path) -> dict[str, Any]:
-    """Of this format, with its lists."""
+    """The JSON of a file of this format."""
     again = "Write it again from its runs."
     try:
         values = read_json(path)
@@ -182,12 +183,12 @@ def _json_of(path: Path) -> dict[str, Any]:
 
 
 def _one_line(problem: object) -> str:
-    """JSON can name halves of characters, which no file takes."""
+    """JSON can hold surrogates (halves of characters), which no file takes."""
     return " ".join(str(problem).encode(errors="backslashreplace").decode().split())
 
 
 def _brief(value: object) -> object:
-    """For a message: a whole list, or a thousand characters, would bury its line."""
+    """A value short enough for a message."""
     if isinstance(value, list | dict):
         return type(value).__name__
     text = value if isinstance(value, str) else str(value)

@@ -46,7 +46,7 @@ TEX_LETTERS = frozenset(
     "ÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÐÑÒÓÔÕÖØÙÚÛÜÝÞßàáâãäåæçèéêëìíîïðñòóôõöøùúûüýþÿ"
     "ĂăĄąĆćČčĎďĐđĘęĚěĞğİıĹĺĽľŁłŃńŇňŊŋŐőŒœŔŕŘřŚśŞşŠšŢţŤťŮůŰűŸŹźŻżŽž‘’“”—"
 )
-LONGEST_WORD = 32  # hashes have no place where a line could end
+LONGEST_WORD = 32  # a hash has no place to break a line
 
 
 def render(report: Report, ending: str) -> str:
@@ -88,7 +88,7 @@ def environment(folder: Path) -> Environment:
 
 
 def markdown(text: str) -> str:
-    """Text that means itself in Markdown, in a table too, and on a terminal."""
+    """Text escaped for Markdown, in tables and on a terminal too."""
     words = visible(" ".join(text.split()))
     return MARKDOWN_SPECIAL.sub(r"\\\1", words).replace("&", "&amp;")
 
@@ -101,7 +101,7 @@ def markdown_cell(cell: Cell) -> str:
 
 
 def tex(text: str) -> str:
-    """Text that means itself in LaTeX; a character without a glyph as its number."""
+    """Text escaped for LaTeX; a character without a glyph becomes its number."""
     words = unicodedata.normalize("NFC", " ".join(text.split()))
     return "".join(map(_settable, words)).translate(TEX)
 
@@ -114,7 +114,7 @@ def _settable(character: str) -> str:
 
 
 def breakable(text: str) -> str:
-    """LaTeX that may end its line inside long words."""
+    """LaTeX that may break long words."""
     words = []
     for word in text.split():
         pieces = [word[at : at + LONGEST_WORD] for at in range(0, len(word), LONGEST_WORD)]

@@ -175,7 +175,7 @@ def _competes(metric: Metric, runs: Sequence[Run]) -> bool:
 
 
 def is_collapsed(runs: Sequence[Run]) -> bool:
-    """Whether more experts are dead than an overlap can be judged beside; of any seed."""
+    """Whether, for any seed, too many experts are dead for the overlap to mean something."""
     return any((metrics.DEAD.read(run) or 0.0) > MOST_DEAD for run in runs)
 
 

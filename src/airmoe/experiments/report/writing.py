@@ -56,7 +56,7 @@ def write_report(
 
 
 def _own_report(paths: Sequence[Path], out: Path | None) -> Path | None:
-    """The report.json that will be replaced, unless it was asked for: its runs are not new ones."""
+    """The report.json that will be replaced: not to be read, unless it was asked for."""
     if out is None:
         return None
     asked_for = {path.resolve() for path in paths} & {out.resolve(), (out / REPORT).resolve()}
@@ -64,9 +64,9 @@ def _own_report(paths: Sequence[Path], out: Path | None) -> Path | None:
 
 
 def default_folder(paths: Sequence[Path]) -> Path:
-    """Of the first path with something in it: one that is not there, or empty, was a mistake.
+    """`report/` in the first path with something in it.
 
-    Beside a report.json, which it replaces; beside other records it would be one more of them.
+    A report.json is replaced where it is; beside other records it would pass for one of them.
     """
     for path in paths:
         if path.is_file():
@@ -84,7 +84,7 @@ def _holds_something(path: Path) -> bool:
 
 
 def plan_records(runs: Sequence[Run], folder: Path) -> dict[Path, Run]:
-    """Where each run goes; raises where a file would hold another run than before, or two.
+    """The file of each run; raises where one would hold two runs, or another run than before.
 
     A run that was found twice goes there once, as it was found first.
     """
@@ -109,7 +109,7 @@ def file_of(run: Run) -> PurePosixPath:
 
 
 def _is_same(run: Run, other: Run) -> bool:
-    """Whether they are one run, or the same run made again."""
+    """Whether they are one run, or the same run repeated."""
     one, two = ((it.suite, it.variant, it.settings, it.data_sha256) for it in (run, other))
     return one == two
 
