@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -100,22 +102,33 @@ def check_shortlists(
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+either = pytest.mark.parametrize("find", [check, check_shortlists])
+dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+
+
+@either
+@dtypes
 @pytest.mark.parametrize(
-    ("tokens", "experts", "dim", "count"), [(1, 16, 16, 16), (6, 150, 24, 20), (17, 70, 33, 1)]
+    ("rows", "experts", "dim", "count"),
+    [(1, 16, 16, 16), (6, 150, 24, 20), (5, 200, 24, 30), (17, 70, 33, 1)],
 )
-def test_one_segment(dtype: torch.dtype, tokens: int, experts: int, dim: int, count: int) -> None:
-    hidden = torch.randn(tokens, dim, device=DEVICE).to(dtype)
+def test_one_segment(
+    find: Any, dtype: torch.dtype, rows: int, experts: int, dim: int, count: int
+) -> None:
+    hidden = torch.randn(rows, dim, device=DEVICE).to(dtype if find is check else torch.float32)
     table = torch.randn(experts, dim, device=DEVICE).to(dtype)
-    check(hidden, table, count)
-    check(hidden, table, count, any_noise(tokens))
+    find(hidden, table, count)
+    find(hidden, table, count, any_noise(rows))
 
 
+@either
 @pytest.mark.usefixtures("small_segments")
-@pytest.mark.parametrize("count", [1, 16])
-def test_many_segments(count: int) -> None:
+@pytest.mark.parametrize("count", [1, 7, 16])
+def test_many_segments(find: Any, count: int) -> None:
     hidden, table = torch.randn(5, 20, device=DEVICE), torch.randn(400, 20, device=DEVICE)
-    check(hidden, table, count, any_noise(5))
+    cuts = plan_cuts(400, count)
+    assert cuts is not None and len(cuts) == (3 if count == 16 else 2)
+    find(hidden, table, count, any_noise(5))
 
 
 @pytest.mark.usefixtures("small_segments")
@@ -263,27 +276,6 @@ def test_no_tokens() -> None:
     assert ids.shape == (0, 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    ("codewords", "experts", "dim", "size"), [(1, 16, 16, 16), (5, 200, 24, 30), (20, 70, 33, 1)]
-)
-def test_shortlists_of_one_segment(
-    dtype: torch.dtype, codewords: int, experts: int, dim: int, size: int
-) -> None:
-    centroids = torch.randn(experts, dim, device=DEVICE, dtype=dtype)
-    check_shortlists(unit_rows(codewords, dim), centroids, size)
-    check_shortlists(unit_rows(codewords, dim), centroids, size, any_noise(codewords))
-
-
-@pytest.mark.usefixtures("small_segments")
-@pytest.mark.parametrize("size", [1, 7, 16])
-def test_shortlists_of_many_segments(size: int) -> None:
-    centroids = torch.randn(400, 20, device=DEVICE)
-    cuts = plan_cuts(400, size)
-    assert cuts is not None and len(cuts) == (3 if size == 16 else 2)
-    check_shortlists(unit_rows(5, 20), centroids, size, any_noise(5))
-
-
 @pytest.mark.usefixtures("small_segments")
 @pytest.mark.parametrize("row", [0, 5])
 def test_a_codeword_that_is_not_finite_leaves_the_others_alone(row: int) -> None:
@@ -320,25 +312,6 @@ def test_the_plan_of_large_tables() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("codewords", "experts", "dim", "size"),
-    [
-        (1024, 65_536, 256, 2048),
-        (77, 50_001, 100, 1000),
-        (13, 16_385, 1024, 4096),
-        (600, 3000, 65, 2999),
-        (3, 300_000, 64, 512),
-    ],
-)
-def test_large_shortlists(
-    dtype: torch.dtype, codewords: int, experts: int, dim: int, size: int
-) -> None:
-    centroids = torch.randn(experts, dim, device=DEVICE, dtype=dtype)
-    check_shortlists(unit_rows(codewords, dim), centroids, size, any_noise(codewords))
-
-
-@pytest.mark.gpu
 def test_memory_does_not_grow_with_codewords() -> None:
     centroids = torch.randn(65_536, 64, device=DEVICE, dtype=torch.bfloat16)
     codewords = unit_rows(2048, 64)
@@ -352,25 +325,32 @@ def test_memory_does_not_grow_with_codewords() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@either
+@dtypes
 @pytest.mark.parametrize(
-    ("tokens", "experts", "dim", "count"),
+    ("rows", "experts", "dim", "count"),
     [
         (2000, 65_536, 256, 512),
         (777, 20_001, 100, 300),
         (8, 1_000_003, 64, 512),
         (1, 40_000, 1024, 1),
         (33, 5000, 4096, 64),
+        (1024, 65_536, 256, 2048),
+        (77, 50_001, 100, 1000),
+        (13, 16_385, 1024, 4096),
+        (600, 3000, 65, 2999),
+        (3, 300_000, 64, 512),
     ],
 )
 def test_large_odd_shapes(
-    dtype: torch.dtype, tokens: int, experts: int, dim: int, count: int
+    find: Any, dtype: torch.dtype, rows: int, experts: int, dim: int, count: int
 ) -> None:
-    hidden = torch.randn(tokens, dim, device=DEVICE, dtype=dtype)
-    table = torch.nn.functional.normalize(torch.randn(experts, dim, device=DEVICE), dim=-1)
-    check(hidden, table.to(dtype), count, any_noise(tokens))
+    hidden = unit_rows(rows, dim).to(dtype if find is check else torch.float32)
+    table = torch.randn(experts, dim, device=DEVICE)
+    table = torch.nn.functional.normalize(table, dim=-1).to(dtype)
+    find(hidden, table, count, any_noise(rows))
     if dtype == torch.bfloat16:
-        check(hidden.float(), table.to(dtype), count)
+        find(hidden.float(), table, count)
 
 
 @pytest.mark.gpu

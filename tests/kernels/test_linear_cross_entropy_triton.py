@@ -116,38 +116,6 @@ def test_half_precision_holds_what_it_could_not_unscaled() -> None:
     torch.testing.assert_close(found["weight"].double(), exact, rtol=0.01, atol=0)
 
 
-@pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
-def test_any_combination_of_gradients(needs: tuple[bool, bool]) -> None:
-    inputs = make_inputs()
-    expected = value_and_gradients(inputs)
-    hidden, weight = inputs["hidden"], inputs["weight"]
-    leaves = hidden.requires_grad_(needs[0]), weight.requires_grad_(needs[1])
-    with use_backend("triton"):
-        value = linear_cross_entropy(hidden, weight, inputs["labels"])
-    assert value.requires_grad == any(needs)
-    assert torch.equal(value.detach(), expected["loss"])
-    if any(needs):
-        value.backward()
-    for leaf, needed, name in zip(leaves, needs, ("hidden", "weight"), strict=True):
-        assert (leaf.grad is not None) == needed
-        assert leaf.grad is None or torch.equal(leaf.grad, expected[name])
-
-
-@pytest.mark.parametrize("tokens", [0, 6])
-def test_no_target_is_zero_loss_and_zero_gradients(tokens: int) -> None:
-    for value in value_and_gradients(make_inputs(tokens, ignored=1.1)).values():
-        assert (value == 0).all()
-
-
-def test_what_an_ignored_token_holds_does_not_matter() -> None:
-    inputs = make_inputs()
-    clean = value_and_gradients(inputs)
-    inputs["hidden"][inputs["labels"] == -100] = torch.nan
-    spoiled = value_and_gradients(inputs)
-    for name, value in clean.items():
-        assert torch.equal(spoiled[name], value), name
-
-
 def test_a_token_that_is_not_finite_spoils_its_own_row_and_the_sums() -> None:
     inputs = make_inputs(ignored=0.0)
     clean = value_and_gradients(inputs)
@@ -208,27 +176,6 @@ def test_autocast_computes_in_its_dtype_and_scaled_gradients_stay_finite(
             return {name: value * 65_536.0 for name, value in loss(inputs).items()}
 
     assert_as_good(scaled, make_inputs())
-
-
-def test_backward_twice_and_under_a_factor() -> None:
-    inputs = make_inputs()
-    once = value_and_gradients(inputs)
-    hidden, weight = inputs["hidden"].requires_grad_(), inputs["weight"].requires_grad_()
-    with use_backend("triton"):
-        value = linear_cross_entropy(hidden, weight, inputs["labels"]) * 0.25
-    value.backward(retain_graph=True)
-    value.backward()
-    torch.testing.assert_close(hidden.grad, once["hidden"] / 2)
-    torch.testing.assert_close(weight.grad, once["weight"] / 2)
-
-
-def test_second_derivatives_are_refused() -> None:
-    inputs = make_inputs()
-    hidden = inputs["hidden"].requires_grad_()
-    with use_backend("triton"):
-        value = linear_cross_entropy(hidden, inputs["weight"], inputs["labels"])
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(value, hidden, create_graph=True)
 
 
 def test_compiles_into_one_graph() -> None:

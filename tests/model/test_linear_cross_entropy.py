@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from airmoe import ConfigError
 from airmoe.kernels import linear_cross_entropy as reference
+from airmoe.kernels.backend import use_backend
 from airmoe.kernels.linear_cross_entropy import linear_cross_entropy
+from tests.kernels.comparison import DEVICE
 from tests.tolerance import assert_close
 
 TOKENS, DIM, WORDS = 37, 12, 29
@@ -32,6 +35,16 @@ def make_case(tokens: int = TOKENS, ignored: float = 0.3) -> Case:
     labels = torch.randint(WORDS, (tokens,))
     labels[torch.rand(tokens) < ignored] = -100
     return Case(torch.randn(tokens, DIM), torch.randn(WORDS, DIM), labels)
+
+
+@pytest.fixture(params=["reference", "triton"])
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    """For what holds in either implementation."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    made = make_case()
+    with use_backend(request.param):
+        yield Case(made.hidden.to(DEVICE), made.weight.to(DEVICE), made.labels.to(DEVICE))
 
 
 def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -83,8 +96,7 @@ def test_double_precision_passes_gradcheck() -> None:
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
-def test_any_combination_of_gradients(needs: tuple[bool, bool]) -> None:
-    case = make_case()
+def test_any_combination_of_gradients(needs: tuple[bool, bool], case: Case) -> None:
     expected = value_and_gradients(plain, case, torch.float32)
     hidden, weight = case.hidden.requires_grad_(needs[0]), case.weight.requires_grad_(needs[1])
     loss = linear_cross_entropy(hidden, weight, case.labels)
@@ -99,15 +111,13 @@ def test_any_combination_of_gradients(needs: tuple[bool, bool]) -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 6])
-def test_no_target_is_zero_loss_and_zero_gradients(tokens: int) -> None:
-    case = make_case(tokens)
-    case.labels.fill_(-100)
+def test_no_target_is_zero_loss_and_zero_gradients(tokens: int, case: Case) -> None:
+    case = Case(case.hidden[:tokens], case.weight, case.labels[:tokens].fill_(-100))
     for value in value_and_gradients(linear_cross_entropy, case, torch.float32).values():
         assert (value == 0).all()
 
 
-def test_what_an_ignored_token_holds_does_not_matter() -> None:
-    case = make_case()
+def test_what_an_ignored_token_holds_does_not_matter(case: Case) -> None:
     clean = value_and_gradients(linear_cross_entropy, case, torch.float32)
     case.hidden[case.labels == -100] = torch.nan
     spoiled = value_and_gradients(linear_cross_entropy, case, torch.float32)
@@ -115,8 +125,7 @@ def test_what_an_ignored_token_holds_does_not_matter() -> None:
         assert torch.equal(spoiled[name], value), name
 
 
-def test_backward_twice_and_under_a_factor() -> None:
-    case = make_case()
+def test_backward_twice_and_under_a_factor(case: Case) -> None:
     once = value_and_gradients(linear_cross_entropy, case, torch.float32)
     hidden, weight = case.hidden.requires_grad_(), case.weight.requires_grad_()
     loss = linear_cross_entropy(hidden, weight, case.labels) * 0.25
@@ -126,8 +135,7 @@ def test_backward_twice_and_under_a_factor() -> None:
     torch.testing.assert_close(weight.grad, once["weight"] / 2)
 
 
-def test_second_derivatives_are_refused() -> None:
-    case = make_case()
+def test_second_derivatives_are_refused(case: Case) -> None:
     hidden = case.hidden.requires_grad_()
     loss = linear_cross_entropy(hidden, case.weight, case.labels)
     with pytest.raises(RuntimeError, match="no second derivative"):
