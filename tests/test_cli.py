@@ -21,13 +21,13 @@ from airmoe.files import read_json
 from airmoe.training import train
 from airmoe.training.trained import load_trained
 from tests.experiments.forked import fork_runs
-from tests.training.command import airmoe, assert_one_line, pythonpath
+from tests.training.command import airmoe, airmoe_train, assert_one_line, pythonpath
 from tests.training.runs import (
     assignments,
     in_process,
     small_model,
     small_run,
-    train_here,
+    trained,
     write_text,
 )
 
@@ -35,9 +35,7 @@ from tests.training.runs import (
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli")
-    config = small_run(folder, steps=2, eval_every=2, eval_blocks=None)
-    assert in_process(lambda: train_here(config, folder / "run")) == 0
-    return folder / "run"
+    return trained(small_run(folder, steps=2, eval_every=2, eval_blocks=None), folder / "run")
 
 
 def test_prepare(tmp_path: Path) -> None:
@@ -83,10 +81,10 @@ def test_wrong_preparations(arguments: list[str], part: str, tmp_path: Path) -> 
     assert not (tmp_path / "tokens").exists()
 
 
-def test_train_prints_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+def test_train_prints_plain_lines_where_there_is_no_terminal(run: Path, tmp_path: Path) -> None:
     name = "[bold] {run}"
-    config = small_run(tmp_path, steps=2, eval_every=2)
-    outcome = airmoe("train", "tiny", *assignments(config), "--run", tmp_path / name)
+    config = small_run(run.parent, steps=2, eval_every=2)
+    outcome = airmoe_train(config, tmp_path / name)
     assert (outcome.code, outcome.err) == (0, "")
     size, first, *_, validation, last = outcome.out.splitlines()
     assert size == f"{name}: 0.03 M parameters, 0.02 M active per token; 2 steps of 256 tokens"
@@ -113,21 +111,19 @@ def test_train_prepares_its_text_and_names_its_folder(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "tiny-dense" / "result.json").exists()
 
 
-def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
+def on_a_terminal() -> None:
+    os.environ.update({"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "COLUMNS": "400"})
+
+
+def test_a_terminal_gets_a_bar(run: Path, tmp_path: Path) -> None:
     """Names with braces and brackets are text there, too."""
     odd = tmp_path / "{0} [red]" / "[" / "b] x"  # a path with the text "[/b]" in it
     odd.mkdir(parents=True)
     write_text(odd, 60)
-    config = small_run(tmp_path, steps=2, eval_every=2)
-    overrides = [
-        *assignments(config),
-        f"data.corpus={odd}/text.txt",
-        f"data.folder={tmp_path}/new",
-        "data.validation_fraction=0.1",
-    ]
-    outcome = airmoe(
-        *("train", "tiny", *overrides, "--run", odd / "{1} [b]"),
-        patch=lambda: os.environ.update({"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"}),
+    config = small_run(run.parent, steps=2, eval_every=2)
+    new_text = [f"data.corpus={odd}/text.txt", f"data.folder={tmp_path}/new"]
+    outcome = airmoe_train(
+        *(config, odd / "{1} [b]", *new_text, "data.validation_fraction=0.1"), patch=on_a_terminal
     )
     assert outcome.code == 0, outcome.err
     assert "2/2" in outcome.out and "{1} [b]" in outcome.out and "preparing" in outcome.out
@@ -169,9 +165,7 @@ LOST: dict[str, Callable[[], None]] = {
 @pytest.mark.parametrize("how", LOST)
 def test_a_run_whose_reader_is_gone_trains_to_its_end(how: str, run: Path, tmp_path: Path) -> None:
     config = small_run(run.parent, steps=6, eval_every=2, log_every=1)
-    outcome = airmoe(
-        *("train", "tiny", *assignments(config), "--run", tmp_path / "run"), patch=LOST[how]
-    )
+    outcome = airmoe_train(config, tmp_path / "run", patch=LOST[how])
     assert outcome.code == 0, outcome
     assert read_json(tmp_path / "run" / "result.json")["last"]["step"] == 6
 
@@ -342,8 +336,7 @@ print("loaded:", *sorted(heavy & set(sys.modules)))
 """
 
 
-@pytest.fixture(scope="module")
-def loaded_by_help() -> set[str]:
+def test_help_loads_no_large_library() -> None:
     probe = subprocess.run(
         [sys.executable, "-c", PROBE],
         env=os.environ | {"PYTHONPATH": pythonpath()},
@@ -351,15 +344,7 @@ def loaded_by_help() -> set[str]:
         text=True,
     )
     assert probe.returncode == 0, probe.stderr
-    return set(probe.stdout.splitlines()[-1].split()[1:])
-
-
-def test_help_loads_nothing_it_does_not_need(loaded_by_help: set[str]) -> None:
-    assert loaded_by_help - {"torch"} == set()
-
-
-def test_help_does_not_load_torch(loaded_by_help: set[str]) -> None:
-    assert "torch" not in loaded_by_help
+    assert probe.stdout.splitlines()[-1].split()[1:] == []
 
 
 # Colours text, names the window, rings a bell, and is markup to rich.
@@ -371,7 +356,7 @@ def test_names_reach_the_terminal_escaped(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / HOSTILE
     folder.mkdir()
     text = write_text(folder, 60)
-    config = small_run(tmp_path, steps=1, eval_every=1, track="none")
+    config = small_run(run.parent, steps=1, eval_every=1, track="none")
     new_text = (f"data.corpus={text}", f"data.folder={folder}/new", "data.validation_fraction=0.1")
     prepare = ("prepare", text, "--tokenizer", "bytes", "--validation-fraction", 0.1)
     empty = folder / "empty"
@@ -397,17 +382,13 @@ def test_names_reach_the_terminal_escaped(run: Path, tmp_path: Path) -> None:
             assert_one_line(outcome, code)
 
 
-def test_names_reach_a_bar_escaped(tmp_path: Path) -> None:
+def test_names_reach_a_bar_escaped(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / HOSTILE
     folder.mkdir()
-    config = small_run(tmp_path, steps=1, eval_every=1, track="none")
+    config = small_run(run.parent, steps=1, eval_every=1, track="none")
     text = write_text(folder, 60)
     new_text = (f"data.corpus={text}", f"data.folder={folder}/new", "data.validation_fraction=0.1")
-    terminal = {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "COLUMNS": "400"}
-    outcome = airmoe(
-        *("train", "tiny", *assignments(config), *new_text, "--run", folder / HOSTILE),
-        patch=lambda: os.environ.update(terminal),
-    )
+    outcome = airmoe_train(config, folder / HOSTILE, *new_text, patch=on_a_terminal)
     assert outcome.code == 0, outcome
     assert f"preparing {tmp_path}/{SHOWN}/text.txt" in outcome.out
     assert f"{SHOWN}  valid" in outcome.out and "\x07" not in outcome.out + outcome.err

@@ -12,16 +12,10 @@ from airmoe import ConfigError
 from airmoe.data import PrepareConfig, Prepared, prepare
 from airmoe.files import write_json
 from airmoe.training import preset
-from airmoe.training.run_folder import (
-    RunFolder,
-    check_same_data,
-    data_sha256,
-)
+from airmoe.training.run_folder import RunFolder, check_same_data, data_sha256
 
 
-def prepared(
-    folder: Path, text: str, *, packed: bool = False, tokenizer: str = "bytes"
-) -> Prepared:
+def prepared(folder: Path, text: str, *, packed: bool = False) -> Prepared:
     folder.mkdir()
     for split in ("train", "valid"):
         data = f"{split}: {text}".encode()
