@@ -21,7 +21,7 @@ from torch.distributed.run import parse_args
 from airmoe.data import open_prepared
 from airmoe.errors import ConfigError
 from airmoe.model import AirMoeForCausalLM
-from airmoe.training import RunConfig, TrainingOptions, evaluate, run
+from airmoe.training import RunConfig, TrainingOptions, evaluate, override, run
 from airmoe.training.checkpoints import checkpoints, step_of, write_manifest
 from airmoe.training.run_folder import open_run
 from airmoe.training.trained import load_trained
@@ -31,11 +31,13 @@ from tests.training.runs import (
     assert_same_run,
     differing,
     in_process,
-    resume_here,
+    killed,
+    resumed,
     small_model,
     small_run,
     timeless_log,
     train_here,
+    trained,
 )
 
 pytestmark = pytest.mark.slow  # together: the first test waits for the starts of the processes
@@ -92,17 +94,18 @@ def one_process(folder: Path) -> RunConfig:
 
 def start_processes(folder: Path) -> None:
     one = one_process(folder)
-    two = dataclasses.replace(one, training=dataclasses.replace(one.training, micro_batch_size=16))
-    sharded = dataclasses.replace(two, training=dataclasses.replace(two.training, sharding="fsdp2"))
+    two = override(one, ["training.micro_batch_size=16"])
+    sharded = override(two, ["training.sharding=fsdp2"])
     for name in ("ddp", "ddp-killed", "full"):
         (folder / f"{name}.json").write_text(json.dumps(two.to_json()))
     for name in ("fsdp", "fsdp-killed"):
         (folder / f"{name}.json").write_text(json.dumps(sharded.to_json()))
     blocks = open_prepared(folder / "tokens").blocks("train", 32)
     torch.save([blocks[index] for index in range(9)], folder / "blocks.pt")
-    assert in_process(lambda: train_here(one, folder / "one")) == 0
+    trained(one, folder / "one")
+    half_done = killed(two, folder / "one-killed", kills.before_step(6))
+    assert [step_of(path) for path in checkpoints(half_done)] == [4]
     # The last job is the end of the processes; a finished run is resumed to see who writes results.
-    half_done(two, folder / "one-killed")
     jobs = [
         *("train:ddp", "measure:ddp", "train:fsdp", "measure:fsdp", "resume:fsdp"),
         *("evaluate:ddp", "fail:full", "refused:ddp"),
@@ -116,17 +119,6 @@ def start_processes(folder: Path) -> None:
     second = torchrun("airmoe", "train", "--resume", folder / "ddp-killed")
     assert second.returncode == 0, second.stderr[-3000:]
     assert second.stdout.count("Finished: ") == 1
-
-
-def half_done(config: RunConfig, run: Path) -> None:
-    """By one process, with a checkpoint of step 4."""
-
-    def job() -> None:
-        kills.before_step(6)()
-        train_here(config, run)
-
-    assert in_process(job) < 0
-    assert [step_of(path) for path in checkpoints(run)] == [4]
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
@@ -193,7 +185,7 @@ def test_the_curve_is_that_of_one_process(
         (folder / name / "run.json").write_text(json.dumps(config))
         (checkpoint,) = checkpoints(folder / name)
         write_manifest(checkpoint, 4, open_run(folder / name).sha256())
-        assert in_process(lambda: resume_here(folder / name)) == 0
+        resumed(folder / name)
     found, expected = timeless_log(folder / name), timeless_log(runs.folder / "one")
     assert [(line["kind"], line["step"]) for line in found] == [
         (line["kind"], line["step"]) for line in expected
@@ -247,7 +239,7 @@ def test_one_process_takes_up_what_two_made(name: str, runs: Runs, tmp_path: Pat
     assert in_process(job) == 0
     rest = assert_taken_up(tmp_path / "loaded-0.safetensors", tmp_path / name / "checkpoint-4")
     assert not rest["loop/shards"].any()
-    assert in_process(lambda: resume_here(tmp_path / name)) == 0
+    resumed(tmp_path / name)
     steps = [line["step"] for line in timeless_log(tmp_path / name)]
     assert steps == [line["step"] for line in timeless_log(runs.folder / "one")]
 
