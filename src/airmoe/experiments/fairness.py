@@ -12,7 +12,7 @@ from typing import Any
 
 from airmoe.errors import ConfigError
 from airmoe.model import AirMoeConfig
-from airmoe.routers.base import Amount
+from airmoe.routers.settings import Amount
 from airmoe.training import MODEL_OPTIONS, RunConfig
 
 

@@ -15,10 +15,11 @@ from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 from airmoe.moe.experts import CoarseExperts, GranularExperts
 from airmoe.moe.replay import PlanLog, inside_backward, run_once
-from airmoe.routers.base import Plan, Router, RouterConfig, run_eagerly
+from airmoe.routers.base import Plan, Router, run_eagerly
 from airmoe.routers.codebook import Codebook
 from airmoe.routers.planning import draw_ticket, new_handle, traced_plan
 from airmoe.routers.routing import Routing, Tokens
+from airmoe.routers.settings import RouterConfig
 
 PostNorm = Literal["layernorm", "none"]
 FROZEN = (

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 from airmoe.errors import ConfigError
 from airmoe.routers.air import AirRouter
-from airmoe.routers.base import Router, RouterConfig
+from airmoe.routers.base import Router
 from airmoe.routers.codebook import Codebook
 from airmoe.routers.expert_choice import ExpertChoiceRouter
 from airmoe.routers.hierarchical import HierarchicalRouter
 from airmoe.routers.peer import PeerRouter
 from airmoe.routers.routing import CellRouting, ExpertRouting, Routing, TokenRouting
+from airmoe.routers.settings import RouterConfig
 from airmoe.routers.topk import TopKRouter
 from airmoe.routers.tracking import track_optimizer
 

@@ -18,18 +18,12 @@ from airmoe.kernels.cells import ReverseIndex, make_cells, make_reverse
 from airmoe.kernels.noise import Stage, combine, make_noise
 from airmoe.kernels.norms import unit_rows
 from airmoe.routers.air_costs import count_air
-from airmoe.routers.base import (
-    KEPT_PLANS,
-    Amount,
-    CentroidConfig,
-    CentroidRouter,
-    Fairness,
-    Plan,
-)
+from airmoe.routers.base import KEPT_PLANS, CentroidRouter, Plan
 from airmoe.routers.codebook import Codebook, CodebookKind
 from airmoe.routers.expert_choice import capacity_of, expert_choice_gates
 from airmoe.routers.lists import Due, Key, ListCache, Lists, TensorIdentity, build_lists, norms_of
 from airmoe.routers.routing import CellRouting, Lazy, ScoredCells, Tokens, token_choice
+from airmoe.routers.settings import Amount, CentroidConfig, Fairness
 from airmoe.routers.tracking import how_to_track
 
 Gate = Literal["token_choice", "expert_choice"]

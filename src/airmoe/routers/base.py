@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from airmoe.config import check_choice, check_count, check_flag, check_number, config
 from airmoe.distributed import full_tensor, is_distributed, rank
-from airmoe.errors import ConfigError
-from airmoe.flops import RouterCount, RouterLosses, Workload
 from airmoe.kernels.backend import own_precision, use_triton
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
 from airmoe.kernels.norms import unit_rows
 from airmoe.routers.planning import new_handle, traced_plan
 from airmoe.routers.routing import Routing, Tokens, read_tokens
-
-CentroidInit = Literal["unit", "xavier"]
+from airmoe.routers.settings import CentroidConfig, CentroidInit, RouterConfig
 
 KEPT_PLANS = 64  # forwards that may wait for their backward under activation checkpointing
 
@@ -32,102 +26,6 @@ KEPT_PLANS = 64  # forwards that may wait for their backward under activation ch
 # cells, which a compiler would unroll anew for every batch. (torch.compiler.disable does the same
 # but loads the whole compiler when this module is imported.)
 run_eagerly = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
-
-
-@dataclass(frozen=True)
-class Amount:
-    """A number to compare, and how it comes about."""
-
-    number: int
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fairness:
-    """What routers must have in common for a fair comparison (docs/suites.md). None: exempt."""
-
-    active: Amount  # experts per token
-    structure: Amount | None = None  # size of the first of two stages
-    candidates: Amount | None = None  # experts scored per token
-
-
-@config
-class RouterConfig:
-    """What every router needs to know."""
-
-    label: ClassVar[str]  # how errors name it: as it is typed, AirRouter.Config
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "label" not in vars(cls):
-            cls.label = cls.__qualname__.rpartition("<locals>.")[2]
-
-    dim: int
-    num_experts: int
-    top_k: int
-    jitter_std: float = 0.01
-
-    @property
-    def top_k_limit(self) -> int:
-        """The most experts a token can choose."""
-        return self.num_experts
-
-    def fairness(self) -> Fairness:
-        """Amounts that a router to be compared with this one must have too."""
-        return Fairness(active=Amount(self.top_k, str(self.top_k)))
-
-    def check(self) -> None:
-        for name in ("dim", "num_experts", "top_k"):
-            check_count(f"{self.label}.{name}", getattr(self, name))
-        check_number(f"{self.label}.jitter_std", self.jitter_std)
-        if self.top_k > self.top_k_limit:
-            rule = f"must be <= {self.top_k_limit}, the experts a token can choose"
-            raise self.error("top_k", rule, "Lower top_k or raise num_experts.")
-
-    def error(self, name: str, rule: str, remedy: str) -> ConfigError:
-        """What to raise for the setting `name`."""
-        return ConfigError(f"{self.label}.{name}", getattr(self, name), rule, remedy)
-
-    @classmethod
-    def for_budget(cls, *, dim: int, num_experts: int, top_k: int) -> Self:
-        """Settings derived from the three numbers that all routers share."""
-        return cls(dim=dim, num_experts=num_experts, top_k=top_k)
-
-    @classmethod
-    def with_options(
-        cls, options: Mapping[str, Any], *, dim: int, num_experts: int, top_k: int
-    ) -> Self:
-        """The settings of `for_budget`, except for `options`.
-
-        A class without a `for_budget` of its own has nothing to derive settings from: those that
-        have no default must be among the options.
-        """
-        budget = {"dim": dim, "num_experts": num_experts, "top_k": top_k}
-        if cls.for_budget.__func__ is not RouterConfig.for_budget.__func__:
-            return dataclasses.replace(cls.for_budget(**budget), **options)
-        for field in dataclasses.fields(cls):
-            has_default = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
-            if not has_default and field.name not in {**budget, **options}:
-                raise ConfigError(
-                    f"{cls.label}.{field.name}",
-                    None,
-                    "must be given",
-                    "Give it among the router's options (model.router_options), or let "
-                    f"{cls.__qualname__}.for_budget derive it.",
-                )
-        return cls(**budget, **options)
-
-    def count_flops(self, workload: Workload, losses: RouterLosses) -> RouterCount:
-        """Terms of the FLOP ledger for one layer, per token."""
-        raise ConfigError(
-            "flops.router",
-            type(self).__qualname__,
-            "must be a router the ledger can count",
-            "Give its Config a method `count_flops` (airmoe.flops).",
-        )
-
-    def build(self) -> Router:
-        raise TypeError(f"{type(self).__qualname__} belongs to no router")
 
 
 @dataclass(frozen=True)
@@ -349,19 +247,6 @@ class Router(nn.Module, ABC):
 def _after_load(module: nn.Module, _incompatible: object) -> None:
     assert isinstance(module, Router)
     module.on_load()
-
-
-@config
-class CentroidConfig(RouterConfig):
-    """Settings of routers with one centroid w_e per expert."""
-
-    normalize_centroids: bool = True
-    centroid_init: CentroidInit = "unit"
-
-    def check(self) -> None:
-        super().check()
-        check_flag(f"{self.label}.normalize_centroids", self.normalize_centroids)
-        check_choice(f"{self.label}.centroid_init", self.centroid_init, CentroidInit)
 
 
 class CentroidRouter(Router):

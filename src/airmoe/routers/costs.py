@@ -24,7 +24,7 @@ from airmoe.flops import (
     scatter,
     softmax,
 )
-from airmoe.routers.base import CentroidConfig, RouterConfig
+from airmoe.routers.settings import CentroidConfig, RouterConfig
 
 
 def candidate_scores(config: RouterConfig, candidates: int, operator: str) -> Iterator[Term]:

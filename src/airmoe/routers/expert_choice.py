@@ -25,7 +25,7 @@ from airmoe.kernels.noise import Stage
 from airmoe.kernels.norms import unit_rows
 from airmoe.kernels.rows import gather_dot
 from airmoe.kernels.softmax_summary import softmax_summary
-from airmoe.routers.base import CentroidConfig, CentroidRouter, Plan
+from airmoe.routers.base import CentroidRouter, Plan
 from airmoe.routers.costs import (
     jitter,
     no_gradient,
@@ -35,6 +35,7 @@ from airmoe.routers.costs import (
     unit_centroids,
 )
 from airmoe.routers.routing import ExpertRouting, Lazy, ScoredCells, Tokens, by_token
+from airmoe.routers.settings import CentroidConfig
 
 
 class ExpertChoiceRouter(CentroidRouter):

@@ -25,15 +25,7 @@ from airmoe.kernels.cells import ReverseIndex, make_cells
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.norms import inverse_norms
 from airmoe.kernels.top_k import top_positions
-from airmoe.routers.base import (
-    Amount,
-    CentroidConfig,
-    CentroidRouter,
-    Fairness,
-    Plan,
-    exact_logits,
-    init_centroids,
-)
+from airmoe.routers.base import CentroidRouter, Plan, exact_logits, init_centroids
 from airmoe.routers.costs import (
     balance_of_cells,
     candidate_scores,
@@ -42,6 +34,7 @@ from airmoe.routers.costs import (
     unit_centroids,
 )
 from airmoe.routers.routing import CellRouting, ScoredCells, Tokens, token_choice
+from airmoe.routers.settings import Amount, CentroidConfig, Fairness
 
 
 class HierarchicalRouter(CentroidRouter):

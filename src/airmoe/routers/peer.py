@@ -25,9 +25,10 @@ from airmoe.kernels.backend import own_precision
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.product_keys import best_pairs
 from airmoe.kernels.top_k import softmax_weights
-from airmoe.routers.base import Amount, Fairness, Plan, Router, RouterConfig, init_centroids
+from airmoe.routers.base import Plan, Router, init_centroids
 from airmoe.routers.costs import balance_of_means, jitter, router_z
 from airmoe.routers.routing import Lazy, TokenRouting, Tokens
+from airmoe.routers.settings import Amount, Fairness, RouterConfig
 
 
 class Queries(nn.Linear):

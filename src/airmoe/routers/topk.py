@@ -23,9 +23,10 @@ from airmoe.kernels.noise import Noise, Stage
 from airmoe.kernels.rows import chosen_logits
 from airmoe.kernels.softmax_summary import Summary, softmax_summary
 from airmoe.kernels.top_k import softmax_weights
-from airmoe.routers.base import CentroidConfig, CentroidRouter, Plan
+from airmoe.routers.base import CentroidRouter, Plan
 from airmoe.routers.costs import jitter, no_gradient, router_losses, summary, unit_centroids
 from airmoe.routers.routing import Lazy, TokenRouting, Tokens
+from airmoe.routers.settings import CentroidConfig
 
 
 class TopKRouter(CentroidRouter):
