@@ -72,7 +72,14 @@ class _Experts(nn.Module):
         if torch.compiler.is_compiling() and not triton:
             return self._forward_eagerly(hidden, routing)
         self._check(hidden, routing)
-        hidden, tables = self._operands(hidden)
+        gate = None if self.gate is None else self.gate.reshape(-1, self.dim)  # [E * S, D]
+        up, down = self.up.reshape(-1, self.dim), self.down.reshape(-1, self.dim)
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            hidden, up, down = hidden.to(dtype), up.to(dtype), down.to(dtype)
+            gate = None if gate is None else gate.to(dtype)
+        tables = ExpertTables(gate, up, down, self.activation, self.expert_size)
         if isinstance(routing, CellRouting):
             return self._by_cell(hidden, tables, routing, triton)
         if isinstance(routing, ExpertRouting):
@@ -81,17 +88,6 @@ class _Experts(nn.Module):
         return self._by_token(hidden, tables, routing)
 
     _forward_eagerly = run_eagerly(forward)
-
-    def _operands(self, hidden: Tensor) -> tuple[Tensor, ExpertTables]:
-        """Hidden states and the experts' neurons, in autocast's dtype if it is on."""
-        gate = None if self.gate is None else self.gate.reshape(-1, self.dim)
-        up, down = self.up.reshape(-1, self.dim), self.down.reshape(-1, self.dim)
-        device = hidden.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            hidden, up, down = hidden.to(dtype), up.to(dtype), down.to(dtype)
-            gate = None if gate is None else gate.to(dtype)
-        return hidden, ExpertTables(gate, up, down, self.activation, self.expert_size)
 
     def _by_cell(
         self, hidden: Tensor, tables: ExpertTables, routing: CellRouting, triton: bool
