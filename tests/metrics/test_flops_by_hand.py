@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import log2
+from typing import Any
 
 import pytest
 
@@ -112,15 +113,18 @@ def test_air_with_few_parts() -> None:
     check(config, workload, "executed", expected | pools)
 
 
+def small_model(**options: Any) -> AirMoeConfig:
+    """Of which only the mixture is counted."""
+    sizes = {"vocab_size": 300, "intermediate_size": 64}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return AirMoeConfig(**sizes, bos_token_id=None, eos_token_id=1, **options)
+
+
 def test_hierarchical_with_all_losses() -> None:
     """2 layers, the second with SwiGLU experts of 3 neurons; 20 clusters of 12, 5 selected."""
-    config = AirMoeConfig(
-        vocab_size=500,
+    config = small_model(
         hidden_size=64,
-        intermediate_size=80,
         num_hidden_layers=2,
-        num_attention_heads=4,  # of 16
-        num_key_value_heads=4,
         router="hierarchical",
         expert_size=3,
         num_experts=240,
@@ -129,8 +133,6 @@ def test_hierarchical_with_all_losses() -> None:
         load_balance_weight=0.1,
         shortlist_balance_weight=0.1,
         router_z_weight=0.1,
-        bos_token_id=None,
-        eos_token_id=1,
     )
     workload = Workload(sequence_length=25, tokens_per_step=1000, tokens_per_micro_batch=500)
     expected: Count = {
@@ -171,20 +173,14 @@ def test_hierarchical_with_all_losses() -> None:
 
 def test_peer_in_a_single_layer() -> None:
     """144 experts: 12 x 12 sub-keys, 4 heads of 3; two-matrix experts, load balancing."""
-    config = AirMoeConfig(
-        vocab_size=300,
+    config = small_model(
         hidden_size=32,
-        intermediate_size=64,
         num_hidden_layers=1,
-        num_attention_heads=2,  # of 16
-        num_key_value_heads=1,
         router="peer",
         expert_activation="relu",
         num_experts=144,
         num_experts_per_tok=12,
         router_options={"num_heads": 4},
-        bos_token_id=None,
-        eos_token_id=1,
     )
     workload = Workload(sequence_length=10, tokens_per_step=200, tokens_per_micro_batch=100)
     expected: Count = {
