@@ -4,43 +4,21 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from airmoe.data import Tokenizer, TokenizerIdentity
 from airmoe.data.parallel import Encoder, EncoderPool, in_validation
 from tests.data.common import refused
+from tests.data.moody import Moody
 from tests.training.command import pythonpath
 
 WORKERS = 3
-
-
-class Moody(Tokenizer):
-    """Counts letters; some texts are slow, wrong or deadly."""
-
-    identity = TokenizerIdentity("moody", 1000, "", eos_id=0)
-
-    def encode(self, text: str) -> list[int]:
-        if text == "slow":
-            time.sleep(0.3)
-        if text == "wrong":
-            raise ValueError("cannot read this")
-        if text == "deadly":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return [len(text), os.getpid() % 1000]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        raise NotImplementedError
-
-    def _files(self) -> dict[str, bytes]:
-        raise NotImplementedError
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +28,11 @@ def pool() -> Iterator[EncoderPool]:
 
 
 def test_results_come_in_order_and_end_with_the_end_of_text(pool: EncoderPool) -> None:
-    batches = [["slow"] if number == 0 else ["x" * number, "yy"] for number in range(40)]
+    slow = [["slow"]] * WORKERS  # each needs a worker of its own
+    batches = [*slow, *(["x" * number, "yy"] for number in range(1, 40))]
     results = list(pool.encode(batches))
     found = [[int(document.tokens[0]) for document in batch] for batch in results]
-    assert found == [[4], *([number, 2] for number in range(1, 40))]
+    assert found == [*[[4]] * WORKERS, *([number, 2] for number in range(1, 40))]
     assert all(document.tokens[-1] == 0 for batch in results for document in batch)
     assert len(multiprocessing.active_children()) == WORKERS
 
