@@ -52,7 +52,7 @@ def open_bytes(path: Path) -> Iterator[OpenFile]:
                 remedy = "Pack it again with a smaller window, without --long or --ultra."
             else:
                 rule = f"is cut short or damaged near byte {packed.tell()} ({error})"
-                remedy = "Fetch the file again, or unpack what is good of it and use that."
+                remedy = "Fetch the file again, or unpack what can be read and use that."
             raise corpus_error(path, rule, remedy) from error
 
 

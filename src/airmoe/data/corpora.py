@@ -110,7 +110,7 @@ def open_corpus(name: str, text_field: str) -> Corpus:
     if not path.exists():
         known = ", ".join(("python-docs", *_HUB_CORPORA))
         rule = f"must be {known}, or the path of a file or folder that exists"
-        raise corpus_error(name, rule, "Mind the spelling.")
+        raise corpus_error(name, rule, "Check the spelling.")
     files = _files_of(path)
     members = _official_splits(files, path) or {"train": files}
     root = path if path.is_dir() else path.parent

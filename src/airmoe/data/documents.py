@@ -146,7 +146,7 @@ def _parse_jsonl(lines: Iterable[str], path: Path, text_field: str) -> Iterator[
             syntax = isinstance(error, json.JSONDecodeError)
             reason = f"{error.msg}, column {error.colno}" if syntax else str(error)
             rule = f"must be one JSON object ({reason})"
-            raise corpus_error(place, rule, "Mend or remove the line.") from error
+            raise corpus_error(place, rule, "Fix or remove the line.") from error
         yield _text_of(row, text_field, place)
 
 
@@ -204,7 +204,7 @@ def _parquet_text(value: Any, text_field: str, place: str) -> str | None:
         return _text_of({text_field: value.as_py()}, text_field, place)
     except UnicodeDecodeError as error:
         rule = f"must be UTF-8, but byte {error.start} of '{text_field}' is not"
-        raise corpus_error(place, rule, "Mend or remove it.") from error
+        raise corpus_error(place, rule, "Fix or remove it.") from error
 
 
 def _text_of(row: object, text_field: str, place: str) -> str | None:
@@ -220,7 +220,7 @@ def _text_of(row: object, text_field: str, place: str) -> str | None:
         size = len(text.encode())
     except UnicodeEncodeError as error:
         rule = "must be Unicode text, but holds half of a surrogate pair"
-        raise corpus_error(place, rule, "Mend or remove it.") from error
+        raise corpus_error(place, rule, "Fix or remove it.") from error
     if size > MAX_DOCUMENT_BYTES:
         raise _too_long(place, DIVIDE)
     return text
@@ -234,7 +234,7 @@ def _no_such_field(place: str, text_field: str, fields: list[str]) -> ConfigErro
 
 def _not_a_string(place: str, text_field: str, found: str) -> ConfigError:
     rule = f"must hold a string in '{text_field}', but holds {found}"
-    return corpus_error(place, rule, "Mend or remove it, or set text_field to another one.")
+    return corpus_error(place, rule, "Fix or remove it, or set text_field to another one.")
 
 
 def _too_long(place: str, remedy: str) -> ConfigError:

@@ -49,7 +49,7 @@ def make_tokenizer(name: str, corpus: Iterable[str] = ()) -> Tokenizer:
     if not path.exists():
         known = "llama-3, bytes, bpe:<vocabulary size>"
         rule = f"must be {known}, or the path of a tokenizer that exists"
-        raise tokenizer_error(name, rule, "Mind the spelling.")
+        raise tokenizer_error(name, rule, "Check the spelling.")
     return _open_path(path)
 
 
