@@ -20,6 +20,7 @@ from airmoe.files import KeptStream, can_be_written, disk_is_full
 
 # A path that cannot be made or read is the user's to change.
 PATH_ERRORS = (
+    errno.ENOENT,
     errno.ENOTDIR,
     errno.EISDIR,
     errno.EEXIST,

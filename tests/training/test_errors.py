@@ -289,6 +289,9 @@ def test_paths_in_the_place_of_a_file(text: Path, tmp_path: Path) -> None:
     assert_one_line(outcome, 2, str(inside))
     outcome = airmoe("suite", "main", "tiny", "--out", file)
     assert_one_line(outcome, 2, str(file), "File exists", "Choose a path")
+    if Path("/proc/self").exists():  # where nobody can make a folder
+        outcome = airmoe("suite", "main", "tiny", "--out", "/proc/mine")
+        assert_one_line(outcome, 2, "/proc/mine: No such file", "Choose a path")
     assert file.read_text() == "x"
 
 
