@@ -353,6 +353,11 @@ def test_a_figure_of_stored_results_measures_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "speed.svg").exists()
 
 
+def test_a_figure_of_no_known_kind_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    outcome = airmoe("bench", "--figure", "speed.txt", cwd=tmp_path)
+    assert_one_line(outcome, 2, "bench.figure: got 'speed.txt', must end in .svg, .png or .pdf")
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"phase": 7}', "[" * 5000])
 def test_stored_results_that_are_none(content: str, tmp_path: Path) -> None:
     (tmp_path / "paper.json").write_text(content)

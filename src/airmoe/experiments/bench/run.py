@@ -32,6 +32,7 @@ from airmoe.training.run_folder import git_state, versions
 
 FORMAT = 1
 SEED = 0
+FIGURES = (".svg", ".png", ".pdf", "")  # "": PNG
 QUICK_SCALING = (16_384, 65_536, 262_144)  # experts of the full size
 
 
@@ -75,6 +76,10 @@ class Options:
         if self.capture is not None and "eager" not in self.wanted(steps.WAYS):
             rule = "is written by the way `eager`"
             raise ConfigError("bench.capture", str(self.capture), rule, "Add --only eager.")
+        if self.figure is not None and self.figure.suffix not in FIGURES:
+            raise ConfigError(
+                "bench.figure", str(self.figure), "must end in .svg, .png or .pdf", "Rename it."
+            )
         if self.repeats < 1:
             raise ConfigError("bench.repeats", self.repeats, "must be >= 1", "Give 1 or more.")
         needs_gpu = self.step or any(case.device == "gpu" for case in self.all_cases())
