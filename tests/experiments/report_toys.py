@@ -162,6 +162,20 @@ def write_main_suite(folder: Path) -> Path:
     return write_suite(folder, "main", dict.fromkeys(methods, 60.0))
 
 
+def write_drawn_suite(folder: Path) -> Path:
+    """Three methods with two seeds, and maps of the first."""
+    runs = {
+        "air": [61.0, 63.0],
+        "peer": {"perplexity": [64.0, 65.0], "overlap": None},
+        "exact": [60.0, 60.5],
+    }
+    write_suite(folder, "main", runs, seeds=(42, 43))
+    random = np.random.default_rng(0)
+    for variant in runs:
+        write_usage(folder / f"{variant}-seed42", random.poisson(9, 4096))
+    return folder
+
+
 def change_config(run: Path, section: str, **options: object) -> None:
     """Other settings for a run that is written already; suite.json stays as it is."""
     for name in ("run.json", "result.json"):

@@ -142,23 +142,18 @@ def test_reduction_of_pairs(group: Group) -> None:
     assert reduction("air", ours, []) is None
 
 
-def test_a_product_is_all_structure() -> None:
-    rows, columns = np.array([1, 2, 8, 32]), np.array([1, 4, 5, 100, 7])
-    assert structure(np.outer(rows, columns)) == pytest.approx(1.0)
-
-
-def test_rows_alone_are_all_structure() -> None:
-    assert structure(np.repeat([[1], [5], [9]], 7, axis=1)) == pytest.approx(1.0)
-
-
-def test_what_rows_and_columns_cannot_explain_is_none() -> None:
-    board = np.array([[1, 2, 1, 2], [2, 1, 2, 1], [1, 2, 1, 2], [2, 1, 2, 1]])
-    assert structure(board) == pytest.approx(0.0)  # all means are equal
-    assert structure(np.full((4, 4), 3)) is None  # nothing to explain
-
-
-def test_dead_experts_count_as_half_a_token() -> None:
-    assert structure(np.array([[0, 1], [2, 4]])) == pytest.approx(1.0)  # 1/2 1, 2 4: a product
+@pytest.mark.parametrize(
+    ("grid", "share"),
+    [
+        (np.outer([1, 2, 8, 32], [1, 4, 5, 100, 7]), 1.0),  # a product
+        (np.repeat([[1], [5], [9]], 7, axis=1), 1.0),  # rows alone
+        (np.array([[0, 1], [2, 4]]), 1.0),  # none counts as half a token: 1/2 1, 2 4
+        (np.array([[1, 2, 1, 2], [2, 1, 2, 1], [1, 2, 1, 2], [2, 1, 2, 1]]), 0.0),  # equal means
+        (np.full((4, 4), 3), None),  # nothing to explain
+    ],
+)
+def test_structure_is_what_rows_and_columns_explain(grid: np.ndarray, share: float | None) -> None:
+    assert structure(grid) == (None if share is None else pytest.approx(share))
 
 
 def test_shuffled_experts_have_the_expected_structure() -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from airmoe.experiments.report import write_report
@@ -23,7 +22,7 @@ from airmoe.experiments.report.rendering import TEX_LETTERS, markdown, render, t
 from airmoe.experiments.report.tables import Cell, Table
 from airmoe.files import read_json
 from airmoe.training import override, preset
-from tests.experiments.report_toys import write_run, write_suite, write_usage
+from tests.experiments.report_toys import write_drawn_suite, write_run, write_suite
 from tests.training.command import airmoe, assert_one_line
 
 NASTY = "<script>alert('1')</script> & 50% of a_b {x} \\y $z$ #1 ~ ^ | `c` *d* [e](f)"
@@ -63,15 +62,7 @@ class Tags(HTMLParser):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All four suites, a single run, and something that went wrong."""
     folder = tmp_path_factory.mktemp("runs")
-    runs = {
-        "air": [61.0, 63.0],
-        "peer": {"perplexity": [64.0, 65.0], "overlap": None},
-        "exact": [60.0, 60.5],
-    }
-    write_suite(folder / "main", "main", runs, seeds=(42, 43))
-    random = np.random.default_rng(0)
-    for variant in runs:
-        write_usage(folder / "main" / f"{variant}-seed42", random.poisson(9, 4096))
+    write_drawn_suite(folder / "main")
     levels = {f"q{level}": 70 + 20 / level for level in (1, 2, 4, 16)}
     write_suite(folder / "granularity", "granularity", levels)
     books = {f"g{g}-m{m}": 60.0 + g / m for g in (32, 64) for m in (128, 256)}

@@ -100,12 +100,6 @@ def test_two_suites_with_other_seeds_are_one_group(tmp_path: Path) -> None:
     assert [run.seed for run in group.variants["air"]] == [42, 43]
 
 
-def test_single_runs_of_one_method_get_their_own_rows(good: Path) -> None:
-    write_run(good / "slow", ["training.learning_rate=0.001"])
-    (group,) = grouped(read_all([good])).groups
-    assert list(group.variants) == ["air", "air (slow)"]
-
-
 def rows(record: Record) -> dict[str, list[str]]:
     """Variant -> its runs, of the only group."""
     (group,) = grouped(record).groups
@@ -126,15 +120,6 @@ def test_single_runs_with_equal_settings_are_seeds_of_one_row(good: Path) -> Non
         "air": ["runs/good", "runs/k"],
         "air (h/run)": ["runs/h/run", "runs/j/run"],
         "air (i/run)": ["runs/i/run", "runs/l"],
-    }
-
-
-def test_two_runs_with_one_name_and_other_settings_are_two_rows(tmp_path: Path) -> None:
-    for folder, rate in (("a", 0.002), ("b", 0.003)):
-        write_run(tmp_path / "top" / folder / "run", [f"training.learning_rate={rate}"])
-    assert rows(read_all([tmp_path / "top"])) == {
-        "air": ["top/a/run"],
-        "air (b/run)": ["top/b/run"],
     }
 
 

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from airmoe.experiments.report import write_report
-from tests.experiments.report_toys import write_suite, write_usage
+from tests.experiments.report_toys import write_drawn_suite
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PLAYWRIGHT = importlib.util.find_spec("playwright") is not None
@@ -28,15 +27,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
-    runs = {
-        "air": [61.0, 63.0],
-        "peer": {"perplexity": [64.0, 65.0], "overlap": None},
-        "exact": [60.0, 60.5],
-    }
-    write_suite(folder / "main", "main", runs, seeds=(42, 43))
-    for variant in runs:
-        counts = np.random.default_rng(0).poisson(9, 4096)
-        write_usage(folder / "main" / f"{variant}-seed42", counts)
+    write_drawn_suite(folder / "main")
     write_report([folder], folder / "out")
     return folder / "out" / "report.html"
 

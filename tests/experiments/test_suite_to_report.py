@@ -41,11 +41,3 @@ def test_every_run_is_in_the_report(suites: Path, tmp_path: Path) -> None:
             assert result["best"]["flops"] > 0
     assert page.count("<svg") >= 2 * 4 and "http://" not in page.replace("http://www.w3.org", "")
     assert "Nothing." in text.partition("Left out, and why")[2]
-
-
-def test_the_data_of_a_report_make_it_again(suites: Path, tmp_path: Path) -> None:
-    for given, out in ((suites, "one"), (tmp_path / "one" / "report.json", "two")):
-        assert airmoe("report", given, "--out", tmp_path / out).code == 0
-    for name in ("report.md", "report.tex", "report.html", "report.json"):
-        one, two = ((tmp_path / out / name).read_bytes() for out in ("one", "two"))
-        assert one == two, name
