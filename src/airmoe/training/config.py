@@ -99,7 +99,7 @@ class DataOptions:
 
 @config
 class TrainingOptions:
-    """The recipe; defaults are the paper's."""
+    """How to train; the defaults are the paper's."""
 
     label: ClassVar[str] = "training"
 
@@ -169,7 +169,7 @@ class TrainingOptions:
             )
 
     def accumulation_steps(self, num_processes: int) -> int:
-        """Micro-batches per optimizer step on each of so many processes."""
+        """Micro-batches per optimizer step on each of `num_processes`."""
         together = self.micro_batch_size * num_processes
         if self.batch_size % together:
             most = self.batch_size // self.micro_batch_size
@@ -193,7 +193,7 @@ class TrainingOptions:
         return steps_per_epoch if self.eval_every == "epoch" else self.eval_every
 
     def first_checkpoint_step(self, steps_per_epoch: int) -> int:
-        """No later step is reached without a checkpoint; a signal may have made one earlier."""
+        """The step by which a run has a checkpoint; a signal may make one earlier."""
         evaluated = self.steps_between_evaluations(steps_per_epoch)
         last = self.total_steps(steps_per_epoch)
         return min(evaluated, last, self.save_every or last)
@@ -205,7 +205,7 @@ class RunConfig:
 
     label: ClassVar[str] = "run"
 
-    preset: str  # the name it started from, for people
+    preset: str  # the name it started from, for people to read
     model: dict[str, Any]
     data: DataOptions
     training: TrainingOptions
@@ -218,7 +218,7 @@ class RunConfig:
         if unknown:
             raise unknown_option("model", unknown[0], self.model[unknown[0]], MODEL_OPTIONS)
         self._check_numbers()
-        self.model_config(vocab_size=2, eos_id=1)  # the rest is checked now, not after the data
+        self.model_config(vocab_size=2, eos_id=1)  # checks the rest now, not after preparing data
 
     def _check_numbers(self) -> None:
         """Llama's own options, which transformers would refuse in other words or not at all."""
@@ -297,7 +297,7 @@ def _check_text(field: str, value: object) -> None:
 
 
 def workload_of(run: RunConfig, devices: int) -> Workload:
-    """One optimizer step of a run on so many devices, for the FLOP ledger."""
+    """One optimizer step of a run on `devices` devices, for the FLOP ledger."""
     options, block = run.training, run.data.block_size
     options.accumulation_steps(devices)  # refuses what does not divide
     return Workload(
