@@ -172,11 +172,19 @@ class Codebook(Float32State):
         num_tokens = tokens.hidden.shape[0]
         if self.frozen or (num_tokens == 0 and not is_distributed()):
             return
-        started = self._has_started()
+        started = self._seen_first_batch or self._has_started()
         if self.kind == "static" and started:
             return
-        self._warn_if_few_tokens(num_tokens)
-        batch = self._global_batch(tokens)
+        per_code = num_tokens * world_size() / self.num_codewords
+        if 0 < per_code < 4 * self.dead_below and not self._warned_few_tokens:
+            self._warn_of_few_tokens(per_code)
+        # Keys must agree on all ranks, whatever seed each was built with: rank 0's are taken.
+        ranks = all_gather_rows(torch.stack([tokens.valid.sum(), self.seed, self.updates]))
+        counts = ranks[:, 0]  # [world] valid tokens of each rank
+        self.seed.copy_(ranks[0, 1])
+        self.updates.copy_(ranks[0, 2])
+        first = counts[: rank()].sum()
+        batch = GlobalBatch(tokens.hidden, tokens.valid, counts.sum(), first, not self.euclidean)
         updated = batch.total > 0
         if self.kind == "static":
             updated &= ~self.initialized
@@ -186,17 +194,6 @@ class Codebook(Float32State):
             self._step(batch)
         self.updates += updated
         self.version = (self.version[0], self.version[1] + 1)
-
-    def _global_batch(self, tokens: Tokens) -> GlobalBatch:
-        # Keys must agree on all ranks, whatever seed each was built with: rank 0's are taken.
-        mine = torch.stack([tokens.valid.sum(), self.seed, self.updates])
-        ranks = all_gather_rows(mine)  # [world, 3]
-        self.seed.copy_(ranks[0, 1])
-        self.updates.copy_(ranks[0, 2])
-        before = ranks[: rank(), 0].sum()
-        return GlobalBatch(
-            tokens.hidden, tokens.valid, ranks[:, 0].sum(), before, not self.euclidean
-        )
 
     def _start(self, batch: GlobalBatch) -> None:
         """Codewords from distinct tokens, one drawn from each of G equal strata of the batch."""
@@ -251,7 +248,7 @@ class Codebook(Float32State):
         codebook when it is replayed first, and asks the device each time.
         """
         capturing = self.initialized.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not self._seen_first_batch and not capturing:
+        if not capturing:
             self._seen_first_batch = bool(self.initialized)
         return self._seen_first_batch
 
@@ -259,10 +256,8 @@ class Codebook(Float32State):
         self._seen_first_batch = False
         self.version = (self.version[0] + 1, self.version[1])
 
-    def _warn_if_few_tokens(self, num_tokens: int) -> None:
-        per_code = num_tokens * world_size() / self.num_codewords
-        too_few = num_tokens > 0 and per_code < 4 * self.dead_below
-        if self._warned_few_tokens or self.kind == "static" or not too_few:
+    def _warn_of_few_tokens(self, per_code: float) -> None:
+        if self.kind == "static":
             return
         self._warned_few_tokens = True
         warnings.warn(
