@@ -155,7 +155,7 @@ class MoELayer(nn.Module):
         router = self.router
         if ticket is None:
             return router.plan(tokens)
-        if learn and torch.is_grad_enabled():
+        if learn and torch.is_grad_enabled() and not next(self.parameters()).requires_grad:
             self._warn_if_frozen()
         if inside_backward():  # a recomputation
             return self._plans.find(ticket, tokens.hidden) or router.plan(tokens)
