@@ -13,7 +13,8 @@ import pytest
 
 from airmoe import ConfigError
 from airmoe.data import PrepareConfig
-from airmoe.data.workspace import PROGRESS_FILE
+from airmoe.data.workspace import PROGRESS_FILE, Workspace
+from airmoe.files import LOCK
 from tests.data.common import folder_bytes, made, make_texts, refused, write_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +99,31 @@ def test_killed_and_interrupted_prepares_with_workers_go_on(
     (tmp_path / "whole").mkdir()
     whole = made(tmp_path, out=str(tmp_path / "whole" / "out"))
     assert folder_bytes(resumed.folder) == folder_bytes(whole.folder)
+
+
+def test_nobody_comes_in_while_the_folder_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two prepares that had the same lock gave it a name each; the second found no folder."""
+    rename, tried = Path.rename, []
+
+    def try_to_come_in(path: Path, target: Path) -> Path:
+        if path.name == "out.partial":
+            with (
+                pytest.raises(ConfigError, match="is being prepared by process "),
+                Workspace(target).locked(),
+            ):
+                pass
+            tried.append(target)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", try_to_come_in)
+    write_jsonl(tmp_path / "corpus.jsonl", make_texts(60))
+    folder = made(tmp_path, validation_fraction=0.2).folder
+    assert tried == [folder] and not (folder / LOCK).exists()
+    whole = folder_bytes(folder)
+    (folder / LOCK).touch()  # a kill right after the name
+    assert folder_bytes(made(tmp_path, validation_fraction=0.2).folder) == whole
 
 
 def stop_in_the_middle(folder: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -32,6 +32,7 @@ from airmoe.data.tokenizer_choice import bpe_vocab_size, is_trained, make_tokeni
 from airmoe.data.tokenizers import Tokenizer
 from airmoe.data.workspace import Progress, Workspace
 from airmoe.errors import ConfigError
+from airmoe.files import LOCK
 
 _BATCH_CHARACTERS = 1 << 18
 
@@ -168,6 +169,8 @@ def _existing(out: Path, recipes: tuple[Recipe, ...], fixed: Tokenizer | None) -
         rule = "was prepared with other settings, other text or another tokenizer"
         remedy = "Delete it or use another out. For train that is data.folder."
         raise ConfigError("prepare.out", str(out), rule, remedy)
+    with suppress(OSError):  # of a process that was killed when it had given the folder its name
+        (out / LOCK).unlink()
     return open_prepared(out, verify=False)
 
 

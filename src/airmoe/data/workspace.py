@@ -131,9 +131,9 @@ class Workspace:
     def publish(self) -> None:
         """Give the folder its name, the last thing that happens."""
         (self.folder / PROGRESS_FILE).unlink(missing_ok=True)
-        (self.folder / LOCK).unlink()
         sync_folder(self.folder)
-        self.folder.rename(self._out)
+        self.folder.rename(self._out)  # still locked, or another process could come in between
+        (self._out / LOCK).unlink(missing_ok=True)
         sync_folder(self._out.parent)
 
     def discard(self) -> None:
