@@ -137,64 +137,11 @@ class AirRouter(CentroidRouter):
     def cached_parameters(self) -> list[nn.Parameter]:
         return [self.centroids]
 
-    @property
-    def kept_plans(self) -> int:
-        """Fewer where plans are large: each owns its codewords, and its lists when untracked."""
-        owned = self.codebook.codewords.nbytes
-        if not self.tracked:
-            owned += self.training_lists.experts.nbytes
-        return max(4, min(KEPT_PLANS, PLAN_BYTES // owned))
-
     def freeze_codebook(self) -> None:
         """Stop the codebook (fine-tuning); shortlists still follow the centroids."""
         self.codebook.frozen = True
 
-    # -- when lists are built ---------------------------------------------------------------
-
-    def _key(self) -> Key:
-        """What lists depend on. Training keeps its lists while the codebook learns (Alg. 3)."""
-        version, centroids = self.codebook.version, TensorIdentity(self.centroids)
-        if self.training:
-            return Key(self.parameter_changes, version[:1], (centroids,))
-        tensors = (centroids, TensorIdentity(self.codebook.codewords))
-        return Key(self.parameter_changes, version, tensors)
-
-    @property
-    def lists_due(self) -> Due:
-        """Which part of this mode's lists is out of date."""
-        cache = self.training_lists if self.training else self.evaluation_lists
-        return cache.due(self._key())
-
-    def lists_renewed(self, due: Due) -> None:
-        """A CUDA graph has renewed what was due."""
-        cache = self.training_lists if self.training else self.evaluation_lists
-        cache.renewed(due, self._key())
-
-    @property
-    def built_at(self) -> Tensor | None:
-        """The micro-batch in which the training lists were built, None before."""
-        return None if self.training_lists.key is None else self.training_lists.built_at
-
-    def on_parameters_changed(self) -> None:
-        super().on_parameters_changed()
-        self.training_lists.expire()
-        self.evaluation_lists.expire()
-
-    def on_optimizer_step(self) -> None:
-        self.parameter_changes += 1
-        if self.config.refresh_every > 1:
-            self.training_lists.age += 1
-
-    def on_load(self) -> None:
-        self.parameter_changes += 1
-        for cache in (self.training_lists, self.evaluation_lists):
-            cache.loaded(self.parameter_changes, self.codebook)
-
-    def train(self, mode: bool = True) -> AirRouter:
-        if mode != self.training:  # an untracked optimizer may have stepped meanwhile
-            self.evaluation_lists.expire()
-        super().train(mode)
-        return self
+    # -- one micro-batch ------------------------------------------------------------------
 
     def learn(self, tokens: Tokens) -> None:
         """Alg. 3: move the codebook, then rebuild the shortlists if parameters have changed."""
@@ -224,96 +171,12 @@ class AirRouter(CentroidRouter):
             stacklevel=2,
         )
 
-    # -- coarse stage -----------------------------------------------------------------------
-
-    def shortlists(self) -> Tensor:
-        """[G, M] ascending expert ids: the cached training lists, or jitter-free ones in eval."""
-        return self._lists().experts
-
-    def rebuild_shortlists(self) -> Tensor:
-        """[G, M] what a rebuild now would give with the cached lists' jitter."""
-        return self._build_lists(self.built_at).experts
-
-    def _build_lists(self, micro_batch: Tensor | None = None) -> Lists:
-        """New lists, with the jitter of this micro-batch or another."""
-        config, noise = self.config, None
-        if self.training and config.jitter_std > 0:  # Alg. 1, line 6
-            # The codebook's seed is equal on all ranks.
-            micro_batch = self.micro_batches if micro_batch is None else micro_batch
-            key = combine(self.codebook.seed, micro_batch)
-            noise = make_noise(key, Stage.SHORTLIST, config.num_codewords, config.jitter_std)
-        return build_lists(
-            self.codebook.codewords,
-            self.centroids,
-            noise,
-            config.shortlist_size,
-            normalize=config.normalize_centroids,
-        )
-
-    def _lists(self) -> Lists:
-        """The cached lists, or new ones that are not kept.
-
-        Only `learn` fills the cache of training, from the codebook it has just moved (Alg. 3). A
-        forward that nobody observed leaves it alone: earlier ones may want it for their backward.
-        """
-        if self.training:
-            due = self.training_lists.due(self._key()) if self.tracked else "lists"
-            if due in ("lists", "replaced"):
-                return self._build_lists()
-            lists = self.training_lists.view()
-            if due == "norms" and lists.inverse_norms is not None:
-                lists = replace(lists, inverse_norms=norms_of(self.centroids))
-            return lists
-        cache, gradients = self.evaluation_lists, torch.is_grad_enabled()
-        if gradients and self.centroids.requires_grad and not self.tracked:
-            # The model may be trained in evaluation mode, and is if there was a backward.
-            self.on_parameters_changed()
-            if self.centroids.grad is not None:
-                self._warn_untracked()
-            return self._build_lists()
-        with cache.lock:
-            key = self._key()
-            due = cache.due(key)
-            if due == "replaced" and gradients:
-                return self._build_lists()  # a backward may need the cached ones
-            if due != "nothing":
-                cache.store(self._build_lists(), key, self.micro_batches)
-        return cache.view()
-
     def plan(self, tokens: Tokens) -> AirPlan:
         codeword_ids = self.codebook.nearest(tokens.hidden)
         codewords = self.codebook.codewords
         if self.training:  # the next micro-batch moves them, maybe before this plan is used
             codewords = codewords.clone()
         return AirPlan(self.current_noise_key(), codeword_ids, self._lists(), codewords)
-
-    def plan_layout(self) -> str:
-        config = self.config
-        fields = [
-            "int64:T",
-            f"int64:{config.num_codewords},{config.shortlist_size}",
-            f"int32:{config.num_codewords * config.shortlist_size}",
-            f"int32:{config.num_experts + 1}",
-            f"float32:{config.num_codewords},{config.dim}",
-            *([f"float32:{config.num_experts}"] if config.normalize_centroids else []),
-        ]
-        return ";".join([*fields, super().plan_layout()])
-
-    def pack_plan(self, plan: AirPlan) -> list[Tensor]:
-        lists = plan.lists
-        reverse = lists.reverse or make_reverse(lists.experts, self.config.num_experts)
-        index = [plan.codeword_ids, lists.experts, reverse.entries, reverse.starts]
-        norms = [] if lists.inverse_norms is None else [lists.inverse_norms]
-        return [*index, plan.codewords, *norms, *super().pack_plan(plan)]
-
-    def unpack_plan(self, tensors: list[Tensor]) -> AirPlan:
-        codeword_ids, shortlists, entries, starts, codewords = tensors[:5]
-        rest = iter(tensors[5:])  # not every compiler can pop from a part of a list
-        norms = next(rest) if self.config.normalize_centroids else None
-        lists = Lists(shortlists, norms, ReverseIndex(entries, starts))
-        return AirPlan(next(rest, None), codeword_ids, lists, codewords)
-
-    # -- fine stage -------------------------------------------------------------------------
 
     def route(self, tokens: Tokens, plan: AirPlan) -> CellRouting:
         config, lists, device = self.config, plan.lists, tokens.hidden.device
@@ -350,6 +213,145 @@ class AirRouter(CentroidRouter):
             lazy_log_z=Lazy(device, lambda: found.log_z.index_select(0, cells.order.argsort())),
             lazy_cell_probs=Lazy(device, cell_probs),
         )
+
+    # -- shortlists and their cache -------------------------------------------------------
+
+    def shortlists(self) -> Tensor:
+        """[G, M] ascending expert ids: the cached training lists, or jitter-free ones in eval."""
+        return self._lists().experts
+
+    def rebuild_shortlists(self) -> Tensor:
+        """[G, M] what a rebuild now would give with the cached lists' jitter."""
+        return self._build_lists(self.built_at).experts
+
+    def _lists(self) -> Lists:
+        """The cached lists, or new ones that are not kept.
+
+        Only `learn` fills the cache of training, from the codebook it has just moved (Alg. 3). A
+        forward that nobody observed leaves it alone: earlier ones may want it for their backward.
+        """
+        if self.training:
+            due = self.training_lists.due(self._key()) if self.tracked else "lists"
+            if due in ("lists", "replaced"):
+                return self._build_lists()
+            lists = self.training_lists.view()
+            if due == "norms" and lists.inverse_norms is not None:
+                lists = replace(lists, inverse_norms=norms_of(self.centroids))
+            return lists
+        cache, gradients = self.evaluation_lists, torch.is_grad_enabled()
+        if gradients and self.centroids.requires_grad and not self.tracked:
+            # The model may be trained in evaluation mode, and is if there was a backward.
+            self.on_parameters_changed()
+            if self.centroids.grad is not None:
+                self._warn_untracked()
+            return self._build_lists()
+        with cache.lock:
+            key = self._key()
+            due = cache.due(key)
+            if due == "replaced" and gradients:
+                return self._build_lists()  # a backward may need the cached ones
+            if due != "nothing":
+                cache.store(self._build_lists(), key, self.micro_batches)
+        return cache.view()
+
+    def _build_lists(self, micro_batch: Tensor | None = None) -> Lists:
+        """New lists, with the jitter of this micro-batch or another."""
+        config, noise = self.config, None
+        if self.training and config.jitter_std > 0:  # Alg. 1, line 6
+            # The codebook's seed is equal on all ranks.
+            micro_batch = self.micro_batches if micro_batch is None else micro_batch
+            key = combine(self.codebook.seed, micro_batch)
+            noise = make_noise(key, Stage.SHORTLIST, config.num_codewords, config.jitter_std)
+        return build_lists(
+            self.codebook.codewords,
+            self.centroids,
+            noise,
+            config.shortlist_size,
+            normalize=config.normalize_centroids,
+        )
+
+    def _key(self) -> Key:
+        """What lists depend on. Training keeps its lists while the codebook learns (Alg. 3)."""
+        version, centroids = self.codebook.version, TensorIdentity(self.centroids)
+        if self.training:
+            return Key(self.parameter_changes, version[:1], (centroids,))
+        tensors = (centroids, TensorIdentity(self.codebook.codewords))
+        return Key(self.parameter_changes, version, tensors)
+
+    @property
+    def lists_due(self) -> Due:
+        """Which part of this mode's lists is out of date."""
+        cache = self.training_lists if self.training else self.evaluation_lists
+        return cache.due(self._key())
+
+    def lists_renewed(self, due: Due) -> None:
+        """A CUDA graph has renewed what was due."""
+        cache = self.training_lists if self.training else self.evaluation_lists
+        cache.renewed(due, self._key())
+
+    @property
+    def built_at(self) -> Tensor | None:
+        """The micro-batch in which the training lists were built, None before."""
+        return None if self.training_lists.key is None else self.training_lists.built_at
+
+    # -- when parameters change -----------------------------------------------------------
+
+    def on_parameters_changed(self) -> None:
+        super().on_parameters_changed()
+        self.training_lists.expire()
+        self.evaluation_lists.expire()
+
+    def on_optimizer_step(self) -> None:
+        self.parameter_changes += 1
+        if self.config.refresh_every > 1:
+            self.training_lists.age += 1
+
+    def on_load(self) -> None:
+        self.parameter_changes += 1
+        for cache in (self.training_lists, self.evaluation_lists):
+            cache.loaded(self.parameter_changes, self.codebook)
+
+    def train(self, mode: bool = True) -> AirRouter:
+        if mode != self.training:  # an untracked optimizer may have stepped meanwhile
+            self.evaluation_lists.expire()
+        super().train(mode)
+        return self
+
+    # -- plans for recomputation and compiled graphs --------------------------------------
+
+    @property
+    def kept_plans(self) -> int:
+        """Fewer where plans are large: each owns its codewords, and its lists when untracked."""
+        owned = self.codebook.codewords.nbytes
+        if not self.tracked:
+            owned += self.training_lists.experts.nbytes
+        return max(4, min(KEPT_PLANS, PLAN_BYTES // owned))
+
+    def plan_layout(self) -> str:
+        config = self.config
+        fields = [
+            "int64:T",
+            f"int64:{config.num_codewords},{config.shortlist_size}",
+            f"int32:{config.num_codewords * config.shortlist_size}",
+            f"int32:{config.num_experts + 1}",
+            f"float32:{config.num_codewords},{config.dim}",
+            *([f"float32:{config.num_experts}"] if config.normalize_centroids else []),
+        ]
+        return ";".join([*fields, super().plan_layout()])
+
+    def pack_plan(self, plan: AirPlan) -> list[Tensor]:
+        lists = plan.lists
+        reverse = lists.reverse or make_reverse(lists.experts, self.config.num_experts)
+        index = [plan.codeword_ids, lists.experts, reverse.entries, reverse.starts]
+        norms = [] if lists.inverse_norms is None else [lists.inverse_norms]
+        return [*index, plan.codewords, *norms, *super().pack_plan(plan)]
+
+    def unpack_plan(self, tensors: list[Tensor]) -> AirPlan:
+        codeword_ids, shortlists, entries, starts, codewords = tensors[:5]
+        rest = iter(tensors[5:])  # not every compiler can pop from a part of a list
+        norms = next(rest) if self.config.normalize_centroids else None
+        lists = Lists(shortlists, norms, ReverseIndex(entries, starts))
+        return AirPlan(next(rest, None), codeword_ids, lists, codewords)
 
 
 def codeword_probs(tokens: Tokens, codewords: Tensor) -> Tensor:
