@@ -21,7 +21,15 @@ from airmoe.routers.air_costs import count_air
 from airmoe.routers.base import KEPT_PLANS, CentroidRouter, Plan
 from airmoe.routers.codebook import Codebook, CodebookKind
 from airmoe.routers.expert_choice import capacity_of, expert_choice_gates
-from airmoe.routers.lists import Due, Key, ListCache, Lists, TensorIdentity, build_lists, norms_of
+from airmoe.routers.lists import (
+    Due,
+    Key,
+    ListCache,
+    Lists,
+    TensorIdentity,
+    build_lists,
+    inverse_norms_of,
+)
 from airmoe.routers.routing import CellRouting, Lazy, ScoredCells, Tokens, token_choice
 from airmoe.routers.settings import Amount, CentroidConfig, Fairness
 from airmoe.routers.tracking import how_to_track
@@ -146,7 +154,7 @@ class AirRouter(CentroidRouter):
     def learn(self, tokens: Tokens) -> None:
         """Alg. 3: move the codebook, then rebuild the shortlists if parameters have changed."""
         self.codebook.update(tokens)
-        if not self.training:  # calibration leaves the training lists alone
+        if not self.training:  # calibration, which leaves the training lists alone
             return
         if not self.tracked:  # every forward builds its own
             self.training_lists.expire()
@@ -172,6 +180,7 @@ class AirRouter(CentroidRouter):
         )
 
     def plan(self, tokens: Tokens) -> AirPlan:
+        """The coarse stage: nearest codewords and the shortlists as they are now."""
         codeword_ids = self.codebook.nearest(tokens.hidden)
         codewords = self.codebook.codewords
         if self.training:  # the next micro-batch moves them, maybe before this plan is used
@@ -179,6 +188,7 @@ class AirRouter(CentroidRouter):
         return AirPlan(self.current_noise_key(), codeword_ids, self._lists(), codewords)
 
     def route(self, tokens: Tokens, plan: AirPlan) -> CellRouting:
+        """The fine stage: exact scores of every token's shortlist and gates of the best K."""
         config, lists, device = self.config, plan.lists, tokens.hidden.device
         cells = make_cells(plan.codeword_ids.unsqueeze(-1), lists.experts, lists.reverse)
         noise = self.noise(plan, Stage.TOKEN, tokens.hidden.shape[0])
@@ -221,7 +231,7 @@ class AirRouter(CentroidRouter):
         return self._lists().experts
 
     def rebuild_shortlists(self) -> Tensor:
-        """[G, M] what a rebuild now would give with the cached lists' jitter."""
+        """[G, M]: what a rebuild would give now, with the jitter of the cached lists."""
         return self._build_lists(self.built_at).experts
 
     def _lists(self) -> Lists:
@@ -236,7 +246,7 @@ class AirRouter(CentroidRouter):
                 return self._build_lists()
             lists = self.training_lists.view()
             if due == "norms" and lists.inverse_norms is not None:
-                lists = replace(lists, inverse_norms=norms_of(self.centroids))
+                lists = replace(lists, inverse_norms=inverse_norms_of(self.centroids))
             return lists
         cache, gradients = self.evaluation_lists, torch.is_grad_enabled()
         if gradients and self.centroids.requires_grad and not self.tracked:
@@ -271,7 +281,10 @@ class AirRouter(CentroidRouter):
         )
 
     def _key(self) -> Key:
-        """What lists depend on. Training keeps its lists while the codebook learns (Alg. 3)."""
+        """What lists depend on.
+
+        In training only loading the codebook makes them out of date, not its learning (Alg. 3).
+        """
         version, centroids = self.codebook.version, TensorIdentity(self.centroids)
         if self.training:
             return Key(self.parameter_changes, version[:1], (centroids,))
@@ -285,7 +298,7 @@ class AirRouter(CentroidRouter):
         return cache.due(self._key())
 
     def lists_renewed(self, due: Due) -> None:
-        """A CUDA graph has renewed what was due."""
+        """Note that a CUDA graph has renewed what was due."""
         cache = self.training_lists if self.training else self.evaluation_lists
         cache.renewed(due, self._key())
 
@@ -302,6 +315,7 @@ class AirRouter(CentroidRouter):
         self.evaluation_lists.expire()
 
     def on_optimizer_step(self) -> None:
+        # Nothing expires: `ListCache.due` decides, which knows `refresh_every`.
         self.parameter_changes += 1
         if self.config.refresh_every > 1:
             self.training_lists.age += 1

@@ -37,13 +37,13 @@ class Float32State(nn.Module):
         self.register_load_state_dict_post_hook(_widen)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        exact = {
+        buffers = {
             name: buffer
             for name, buffer in self._buffers.items()
             if buffer is not None and buffer.is_floating_point()
         }
         result = super()._apply(fn, recurse)
-        for name, before in exact.items():
+        for name, before in buffers.items():
             after = self._buffers[name]
             if after is not None and after.dtype != torch.float32:
                 self._buffers[name] = before.to(device=after.device, dtype=torch.float32)
@@ -110,17 +110,17 @@ class Codebook(Float32State):
         self.euclidean = kind == "euclidean"
         self.decay, self.dead_below = decay, dead_below
         self.frozen = False
-        # For caches: how often codewords were replaced (loaded), and how often they learned.
+        # For caches: how often codewords were replaced (loaded, reset), and how often they learned.
         self.version = (0, 0)
         self._seen_first_batch = False
         self._warned_few_tokens = False
-        exact, whole = torch.float32, torch.int64
-        self.register_buffer("codewords", torch.empty(num_codewords, dim, dtype=exact))
-        self.register_buffer("counts", torch.empty(num_codewords, dtype=exact))
-        self.register_buffer("sums", torch.empty(num_codewords, dim, dtype=exact))
+        shape = (num_codewords, dim)
+        self.register_buffer("codewords", torch.empty(shape, dtype=torch.float32))
+        self.register_buffer("counts", torch.empty(num_codewords, dtype=torch.float32))
+        self.register_buffer("sums", torch.empty(shape, dtype=torch.float32))
         self.register_buffer("initialized", torch.empty((), dtype=torch.bool))
-        self.register_buffer("seed", torch.empty((), dtype=whole))
-        self.register_buffer("updates", torch.empty((), dtype=whole))
+        self.register_buffer("seed", torch.empty((), dtype=torch.int64))
+        self.register_buffer("updates", torch.empty((), dtype=torch.int64))
         self.register_load_state_dict_post_hook(_after_load)
         self.reset_parameters()
 
@@ -160,7 +160,7 @@ class Codebook(Float32State):
         return self.nearest(read_tokens("codebook", self.dim, hidden, None).hidden)
 
     def nearest(self, hidden: Tensor) -> Tensor:
-        """The same for tokens that were checked."""
+        """`assign` for tokens that were checked before."""
         if self.codewords.is_meta and not hidden.is_meta:
             self.check_in_memory()
         return assign(hidden, self.codewords, euclidean=self.euclidean)
@@ -213,7 +213,7 @@ class Codebook(Float32State):
 
     def _step(self, batch: GlobalBatch) -> None:
         """Alg. 2, lines 3-13: assign, EMA of counts and sums, replace the dead, project."""
-        codeword_ids = self.nearest(batch.hidden)  # the same for a direction
+        codeword_ids = self.nearest(batch.hidden)  # where spherical, norms do not matter
         keys = combine(self.seed, int(Stage.REPLACE), self.updates)
         codes = torch.arange(self.num_codewords, device=self.counts.device)
         spare = uniform_index(combine(keys, codes), batch.total)

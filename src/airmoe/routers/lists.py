@@ -18,9 +18,9 @@ from airmoe.kernels.noise import Noise
 from airmoe.kernels.norms import inverse_norms
 from airmoe.routers.codebook import Codebook, Float32State
 
-# What of the cached lists is out of date: all of them, the norms only, or nothing. "replaced": they
-# are good, but other tensors are in the place of their centroids for a while (`functional_call`, an
-# edit by hand).
+# Which part of the cached lists is out of date: all of it, only the inverse norms, or nothing.
+# "replaced": the cache is good, but other tensors stand in for the centroids it was built from
+# (`functional_call`, an edit by hand), perhaps only for a while.
 Due = Literal["nothing", "replaced", "norms", "lists"]
 
 
@@ -39,14 +39,14 @@ def build_lists(
 ) -> Lists:
     """Alg. 1, lines 1 and 4-7: the `size` best experts of every codeword."""
     centroids = full_tensor(centroids.detach())
-    norms = inverse_norms(centroids) if normalize else None  # [E]
-    experts = top_m(codewords, centroids, size, inverse_norms=norms, noise=noise)  # [G, M]
+    scales = inverse_norms(centroids) if normalize else None  # [E]
+    experts = top_m(codewords, centroids, size, inverse_norms=scales, noise=noise)  # [G, M]
     reverse = make_reverse(experts, centroids.shape[0]) if use_triton(experts) else None
-    return Lists(experts, norms, reverse)
+    return Lists(experts, scales, reverse)
 
 
 @torch.no_grad()
-def norms_of(centroids: Tensor) -> Tensor:
+def inverse_norms_of(centroids: Tensor) -> Tensor:
     """[E] 1/|w_e|."""
     return inverse_norms(full_tensor(centroids.detach()))
 
@@ -79,12 +79,12 @@ class Key:
     """What lists were derived from."""
 
     changes: int  # of the parameters: optimizer steps, loads, edits by hand
-    codebook: tuple[int, ...]  # its version, in training without what it learned
+    codebook: tuple[int, ...]  # `Codebook.version`; in training only its first number
     tensors: tuple[TensorIdentity, ...]
 
 
 class ListCache(Float32State):
-    """The lists of one mode, rewritten in place so that captured CUDA graphs stay true.
+    """The lists of one mode, rewritten in place so that captured CUDA graphs stay valid.
 
     Shortlists live `lifetime` optimizer steps, norms one. Lists that live several steps are part of
     the state dict, because what they were built from is gone when a run is resumed.
@@ -126,7 +126,7 @@ class ListCache(Float32State):
         self.expire()
 
     def expire(self) -> None:
-        """Forget the lists: parameters were loaded, or changed by hand."""
+        """Make the lists out of date: parameters were loaded, or changed by hand."""
         self.key: Key | None = None
         self.changes_when_built = 0  # of the shortlists; norms may be newer
         if self.lifetime > 1:
@@ -173,7 +173,7 @@ class ListCache(Float32State):
     def renew_norms(self, centroids: Tensor, key: Key) -> None:
         """Keep scores exact under older lists, at the cost of one pass over the centroids."""
         if self.normalize:
-            self.inverse_norms.copy_(norms_of(centroids))
+            self.inverse_norms.copy_(inverse_norms_of(centroids))
         if not self._has_reverse and use_triton(self.experts):  # lists of a checkpoint
             reverse = make_reverse(self.experts, self.inverse_norms.shape[0])
             self.entries.copy_(reverse.entries)
@@ -182,7 +182,7 @@ class ListCache(Float32State):
         self.key = key
 
     def renewed(self, due: Due, key: Key) -> None:
-        """A CUDA graph has written what was due into the buffers."""
+        """Note that a CUDA graph has written what was due into the buffers."""
         self.key = key
         if due == "lists":
             self.changes_when_built = key.changes
