@@ -88,10 +88,8 @@ def check_shortlists(
 ) -> Tensor:
     """Ascending, distinct, and the best ones; of unit-norm centroids where there is noise."""
     scale = None if noise is None else 1 / centroids.float().norm(dim=-1)
-    out = torch.full((codewords.shape[0], size), -1, dtype=torch.int64, device=DEVICE)
     with use_backend("triton"):
-        returned = top_m(codewords, centroids, size, inverse_norms=scale, noise=noise, out=out)
-    assert returned is out  # the address is fixed
+        out = top_m(codewords, centroids, size, inverse_norms=scale, noise=noise)
     assert (out.diff(dim=-1) > 0).all() and out.min() >= 0 and out.max() < centroids.shape[0]
     unit = noise is not None
     exact = logits_of(codewords.double(), centroids.double(), noise, unit)
@@ -315,13 +313,12 @@ def test_the_plan_of_large_tables() -> None:
 def test_memory_does_not_grow_with_codewords() -> None:
     centroids = torch.randn(65_536, 64, device=DEVICE, dtype=torch.bfloat16)
     codewords = unit_rows(2048, 64)
-    out = torch.empty(2048, 2048, dtype=torch.int64, device=DEVICE)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with use_backend("triton"):
-        top_m(codewords, centroids, 2048, out=out)
-    assert torch.cuda.max_memory_allocated() - before <= 96 << 20
+        top_m(codewords, centroids, 2048)
+    assert torch.cuda.max_memory_allocated() - before <= (96 + 32) << 20  # 32 are the lists
 
 
 @pytest.mark.gpu

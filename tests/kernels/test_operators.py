@@ -161,7 +161,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "counts_per_entry": counts,
     "top_m": lambda: Example(
         best_experts.top_m_op,
-        (floats(3, 16), floats(30, 16), None, int32(99, 3), 0.1, ids(9, 3, 5)),
+        (floats(3, 16), floats(30, 16), 5, None, int32(99, 3), 0.1),
     ),
     "best_experts": lambda: Example(
         best_experts.best_experts_op, (floats(3, 16), floats(30, 16), 4, None, 0.0, True, True)

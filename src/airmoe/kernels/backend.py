@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
@@ -150,7 +150,6 @@ def own_precision(operation: Callable[Arguments, Result]) -> Callable[Arguments,
 def operator(
     name: str,
     *,
-    mutates_args: Iterable[str] = (),
     schema: str | None = None,
     fake: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], CustomOpDef]:
@@ -166,10 +165,8 @@ def operator(
             with torch.cuda.device_of(first):
                 return function(*args)
 
-        taken = schema or torch.library.infer_schema(function, mutates_args=mutates_args)
-        found = torch.library.custom_op(
-            name, on_its_device, mutates_args=mutates_args, schema=taken
-        )
+        taken = schema or torch.library.infer_schema(function, mutates_args=())
+        found = torch.library.custom_op(name, on_its_device, mutates_args=(), schema=taken)
         if fake is not None:
             found.register_fake(fake)
         return found

@@ -316,24 +316,23 @@ def _thin(
     )  # fmt: skip
 
 
-def write_shortlists(
+def find_shortlists(
     codewords: Tensor,
     centroids: Tensor,
+    size: int,
     inverse_norms: Tensor | None,
     noise: Noise | None,
-    out: Tensor,
-) -> None:
+) -> Tensor:
     """See `best_experts.top_m_op`."""
+    ids = torch.empty(codewords.shape[0], size, dtype=torch.int64, device=codewords.device)
     if codewords.shape[0] == 0:
-        return
-    cuts = plan_cuts(centroids.shape[0], out.shape[1])
+        return ids
+    cuts = plan_cuts(centroids.shape[0], size)
     assert cuts is not None, "the caller checks that lists are short enough"
     in_parts = exact_as_bfloat16(centroids)
     rows = bfloat16_parts(codewords) if in_parts else whole(codewords)
     tables = Tables(rows, whole(centroids), inverse_norms, noise, float32=not in_parts)
-    best = BestColumns(tables, out.shape[1], cuts)
-    ids = out.contiguous()  # the very same tensor, if it is
+    best = BestColumns(tables, size, cuts)
     for chunk in best.chunks():
         best.find(chunk, ids[chunk])
-    if ids is not out:
-        out.copy_(ids)
+    return ids

@@ -27,22 +27,20 @@ def top_m(
     *,
     inverse_norms: Tensor | None = None,
     noise: Noise | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Shortlists (Alg. 1, lines 4-7): the `size` experts with the largest <c_g, w_e> + jitter.
 
-    codewords [G, D], centroids [E, D] -> [G, size] ascending ids, ties to the lowest; written into
-    `out` where given (a fixed address). Memory is bounded whatever E and G: a tile is some
-    codewords times some experts, and the best keys so far compete with those of the next tile.
+    codewords [G, D], centroids [E, D] -> [G, size] ascending ids, ties to the lowest. Memory is
+    bounded whatever E and G: a tile is some codewords times some experts, and the best keys so far
+    compete with those of the next tile.
     """
-    if out is None:
-        out = torch.empty(codewords.shape[0], size, dtype=torch.int64, device=codewords.device)
     if codewords.dtype == torch.float32 and use_triton(codewords, centroids, inverse_norms):
         from airmoe.kernels.best_columns_triton import plan_cuts
 
         if plan_cuts(centroids.shape[0], size) is not None:
-            top_m_op(codewords, centroids, inverse_norms, *noise_operands(noise), out)
-            return out
+            pieces = noise_operands(noise)
+            return top_m_op(codewords, centroids, size, inverse_norms, *pieces)
+    out = torch.empty(codewords.shape[0], size, dtype=torch.int64, device=codewords.device)
     num_experts = centroids.shape[0]
     rows = min(CODEWORDS_PER_TILE, codewords.shape[0])
     # At least a few times the shortlist, or the merging would cost more than the scoring.
@@ -65,23 +63,25 @@ def top_m(
     return out
 
 
-@operator("airmoe::top_m", mutates_args=("out",), fake=lambda *_: None)
+@operator(
+    "airmoe::top_m",
+    fake=lambda codewords, _, size, *rest: codewords.new_empty(
+        codewords.shape[0], size, dtype=torch.int64
+    ),
+)
 def top_m_op(
     codewords: Tensor,
     centroids: Tensor,
+    size: int,
     inverse_norms: Tensor | None,
     row_keys: Tensor | None,
     noise_std: float,
-    out: Tensor,
-) -> None:
-    """Write the best experts, ids ascending, to `out` [G, M].
-
-    Codewords [G, D] are float32, centroids [E, D] of any dtype.
-    """
-    from airmoe.kernels.best_columns_triton import write_shortlists
+) -> Tensor:
+    """Codewords [G, D] float32, centroids [E, D] of any dtype -> [G, size] ids ascending."""
+    from airmoe.kernels.best_columns_triton import find_shortlists
 
     noise = noise_of(row_keys, noise_std)
-    write_shortlists(codewords, centroids, inverse_norms, noise, out)
+    return find_shortlists(codewords, centroids, size, inverse_norms, noise)
 
 
 @torch.no_grad()
