@@ -25,9 +25,9 @@ class CellGates:
 
     gates: Tensor  # [N, M], 0 = not chosen
     log_z: Tensor  # [N] logsumexp over all M candidates, 0 for tokens that do not count
-    _probs: Tensor  # [E] zeros that carry the gradient of `expert_probs`, empty without one
+    _probs: Tensor  # [E] zeros, which take the gradient of `expert_probs`; empty without one
     _scores: Tensor  # [N, M] where they are kept, else empty
-    _scored: Scored  # of what they were made
+    _scored: Scored  # what they were computed from
     _cells: Cells
     _valid: Tensor  # [T]
     _centroids_version: int | None
@@ -44,7 +44,7 @@ class CellGates:
         return sums / self._valid.sum().clamp_min(1)
 
     def _check_current(self) -> None:
-        """Where scores were not kept they are made again, of what they were made of."""
+        """Scores that were not kept are computed again, from operands that must be the same."""
         self._cells.check_current()
         if torch.compiler.is_compiling() or self._scores.numel():
             return
@@ -98,9 +98,9 @@ def cell_gates(
 def cell_gates_op(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gates, log Z, `probs` and the scores where they are kept, else nothing.
 
-    `probs` is zero. It carries a gradient: the sums of the probabilities are computed only when
-    somebody reads them, added to it, and their gradient then arrives here with the others, so that
-    hidden states and centroids are multiplied once for all of them.
+    `probs` is zero, there for its gradient: the mean probabilities are computed only when they are
+    read, and then added to it. So their gradient arrives here with that of the gates, and one
+    backward serves both.
     """
     from airmoe.kernels.cell_gates_triton import make_gates
     from airmoe.kernels.expert_choice_triton import gates_of_experts_choice

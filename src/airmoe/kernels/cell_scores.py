@@ -76,20 +76,21 @@ class _CellScores(torch.autograd.Function):
         want_hidden, want_centroids = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=work)
         read = row_reader(centroids, pools.shape[1])
-        # The gradient of the scaled rows; the norm is dealt with once, at the end.
-        unit = RowAdder(centroids, pools.shape[1], work) if want_centroids else None
+        # The gradient of w / |w|; it goes through the norm once, at the end.
+        grad_unit = RowAdder(centroids, pools.shape[1], work) if want_centroids else None
         for cell, rows in nonempty_cells(offsets):
             pool, tokens = pools[cell], token_ids[rows]
             part = grad_scores[rows]
-            if unit is not None:
-                unit.add(pool, part, hidden.index_select(0, tokens).to(work))
+            if grad_unit is not None:
+                grad_unit.add(pool, part, hidden.index_select(0, tokens).to(work))
             if want_hidden:
                 if inverse_norms is not None:
                     part = part * inverse_norms.index_select(0, pool)
                 grad_hidden.index_add_(0, tokens, part @ read(pool).to(work))
         grad_centroids = None
-        if unit is not None:
-            grad_centroids = _through_norm(unit.total, centroids, inverse_norms).to(centroids.dtype)
+        if grad_unit is not None:
+            total = _through_norm(grad_unit.total, centroids, inverse_norms)
+            grad_centroids = total.to(centroids.dtype)
         return (
             grad_hidden.to(hidden.dtype) if want_hidden else None,
             grad_centroids,
@@ -114,7 +115,7 @@ def _through_norm(grad_unit: Tensor, centroids: Tensor, inverse_norms: Tensor | 
 
 @dataclass(frozen=True)
 class Scored:
-    """What the kernels make scores of."""
+    """The operands of scoring."""
 
     hidden: Tensor  # [T, D]
     centroids: Tensor  # [E, D], of the same dtype

@@ -208,7 +208,7 @@ class Cells:
     rows_per_token: int
     pools_version: int | None  # of the pools when the rows were sorted; None: not known
     cell_of_row: Tensor  # [N]
-    # Made once, when a kernel asks for them.
+    # At most one of each, made when a kernel first asks for it.
     _tiles: list[RowTiles] = field(default_factory=list, repr=False, compare=False)
     _reverse: list[ReverseIndex] = field(default_factory=list, repr=False, compare=False)
 
@@ -244,18 +244,19 @@ class Cells:
 def make_cells(cell_ids: Tensor, pools: Tensor, reverse: ReverseIndex | None = None) -> Cells:
     """cell_ids [T, R] (R cells per token), pools [G, M] -> the sorted layout, N = T * R.
 
-    `reverse` is the pools' own reverse index, where somebody keeps it.
+    `reverse` is the reverse index of these pools, if the caller has it.
     """
     rows_per_token = cell_ids.shape[1]
     row_cells, order, offsets = sort_by_cell(cell_ids.flatten(), pools.shape[0])
+    token_ids = order if rows_per_token == 1 else order.div(rows_per_token, rounding_mode="floor")
     return Cells(
-        order if rows_per_token == 1 else order.div(rows_per_token, rounding_mode="floor"),
-        offsets,
-        pools,
-        order,
-        rows_per_token,
-        version_of(pools),
-        row_cells,
+        token_ids=token_ids,
+        offsets=offsets,
+        pools=pools,
+        order=order,
+        rows_per_token=rows_per_token,
+        pools_version=version_of(pools),
+        cell_of_row=row_cells,
         _reverse=[] if reverse is None else [reverse],
     )
 
@@ -297,19 +298,19 @@ def cell_offsets_op(ordered: Tensor, num_cells: int) -> Tensor:
     fake=lambda gates, offsets, pools: pools.new_empty(pools.shape, dtype=torch.int32),
 )
 def counts_per_entry(gates: Tensor, offsets: Tensor, pools: Tensor) -> Tensor:
-    """How many rows of each cell chose each of its experts: [G, M] int32. On Triton only."""
+    """How many rows of each cell chose each of its experts: [G, M] int32. Only with Triton."""
     from airmoe.kernels.cells_triton import count_entries
 
     return count_entries(gates.contiguous(), offsets, pools)
 
 
-# What the plain-PyTorch kernels walk through cells with. Rows of a big table are read, and products
-# added into it, through reused buffers: fresh memory costs a CPU more than the copy into it. A pool
-# of 1,024 rows is a megabyte, and there are hundreds of pools in one forward.
+# Helpers of the plain-PyTorch kernels. They read rows of a table, and add products to them, through
+# reused buffers, because on a CPU fresh memory costs more than the copy into it: a pool of 1,024
+# rows is a megabyte, and there are hundreds of pools in one forward.
 
 
 def nonempty_cells(offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """(cell, its rows) for each cell that has rows. A loop of the host, on CPUs."""
+    """(cell, its rows) for each cell that has rows. Reads the offsets, so for CPUs only."""
     for cell, (start, stop) in enumerate(pairwise(offsets.tolist())):
         if stop > start:
             yield cell, slice(start, stop)

@@ -1,8 +1,9 @@
-"""Cross-entropy of a linear layer's logits, without the logits: for vocabularies of 128,256 words.
+"""Cross-entropy of a linear layer's logits, without a tensor of all logits.
 
-Logits of 65,536 tokens would take 34 GB in float32. Here a chunk of tokens exists at a time. The
-gradient of a sum of losses does not depend on what comes after it but for one factor, so it is
-computed where the logits are at hand, and backward only multiplies: no second product of T x V.
+With a vocabulary of 128,256 words the logits of 65,536 tokens would take 34 GB in float32. Here
+they are computed for one chunk of tokens at a time. The result is a scalar, so what comes after it
+changes the gradients only by a factor. They are therefore computed in the forward, while the logits
+are there, and the backward multiplies them by that factor: no second product of T x V.
 """
 
 from __future__ import annotations

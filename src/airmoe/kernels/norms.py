@@ -47,8 +47,8 @@ def finite_rows(hidden: Tensor) -> Tensor:
     """
     if use_triton(hidden):
         return finite_rows_op(hidden.detach())
-    # Squares summed without a tensor of them. Of a single entry the norm squares nothing, so it is
-    # squared again: the rule is that of the sum.
+    # `vector_norm` makes no [T, D] tensor of squares. It does not square a single entry either, so
+    # the norm is squared: the sum of squares must be finite, whatever the width.
     return torch.linalg.vector_norm(hidden.detach().float(), dim=-1).square().isfinite()
 
 

@@ -81,7 +81,7 @@ def _total(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
 
 
 def _scatter(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor:
-    """Summed in a fixed order."""
+    """Each row of the result is summed in a fixed order."""
     if ids.numel() == 0:
         return torch.zeros(num_out, rows.shape[1], dtype=rows.dtype, device=rows.device)
     targets, order = ids.flatten().sort(stable=True)
@@ -98,7 +98,7 @@ def _scatter(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor
 def _gradients(
     product: str, by: dict[str, Callable[..., Tensor]], ctx: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Of (factors or queries, rows, ids, ...), by the products of the same backend."""
+    """The gradients of one product, computed with the other two; `by` has those of one backend."""
     left, rows, ids = ctx.saved_tensors
     want_left, want_rows, *others = ctx.needs_input_grad
     grad, grad_left, grad_rows = grad.contiguous(), None, None

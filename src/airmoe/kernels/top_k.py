@@ -64,20 +64,20 @@ class _TopKGates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, valid: Tensor, count: int) -> Tensor:
         gates = torch.empty_like(scores)
-        denominators = scores.new_empty(scores.shape[0], 1)  # log of the softmax denominator
+        log_z = scores.new_empty(scores.shape[0], 1)  # log of the softmax denominators
         rows = max(1, ROW_CHUNK_ELEMENTS // max(1, scores.shape[1]))
         for start in range(0, scores.shape[0], rows):
             part = scores[start : start + rows]
             mask = chosen_mask(part, count)
             kept = part.masked_fill(~mask, -torch.inf)
-            log_z = (part if count == 1 else kept).logsumexp(-1, keepdim=True)
+            part_log_z = (part if count == 1 else kept).logsumexp(-1, keepdim=True)
             # A chosen gate never underflows to 0, because 0 means "not chosen".
             tiny = torch.finfo(torch.float32).tiny
-            part_gates = kept.sub_(log_z).exp_().clamp_min_(tiny)
+            part_gates = kept.sub_(part_log_z).exp_().clamp_min_(tiny)
             unused = ~(mask & valid[start : start + rows].unsqueeze(-1))
             gates[start : start + rows] = part_gates.masked_fill_(unused, 0.0)
-            denominators[start : start + rows] = log_z
-        ctx.save_for_backward(gates, *((scores, denominators) if count == 1 else ()))
+            log_z[start : start + rows] = part_log_z
+        ctx.save_for_backward(gates, *((scores, log_z) if count == 1 else ()))
         return gates
 
     @staticmethod
@@ -87,8 +87,8 @@ class _TopKGates(torch.autograd.Function):
         weighted = grad_gates * gates
         total = weighted.sum(-1, keepdim=True)
         if rest:
-            scores, denominators = rest
-            return weighted.addcmul_((scores - denominators).exp_(), total, value=-1), None, None
+            scores, log_z = rest
+            return weighted.addcmul_((scores - log_z).exp_(), total, value=-1), None, None
         return weighted.addcmul_(gates, total, value=-1), None, None
 
 
