@@ -133,11 +133,11 @@ def test_states_are_copied_unless_somebody_is_done_with_them_at_once() -> None:
     """On a CPU, where a copy of all takes longer than scoring them."""
     hidden, none = torch.randn(5, 3), torch.zeros(3)
     assert read_tokens("router", 3, hidden, None).hidden is not hidden
-    tokens = read_tokens("router", 3, hidden, None, own=False)
+    tokens = read_tokens("router", 3, hidden, None, copy=False)
     assert tokens.hidden is hidden and tokens.valid.all()
-    padded = read_tokens("router", 3, hidden, torch.arange(5) < 4, own=False)
+    padded = read_tokens("router", 3, hidden, torch.arange(5) < 4, copy=False)
     hidden[1, 2] = torch.nan
-    spoiled = read_tokens("router", 3, hidden, None, own=False)
+    spoiled = read_tokens("router", 3, hidden, None, copy=False)
     assert torch.equal(padded.hidden[4], none) and torch.equal(spoiled.hidden[1], none)
     assert torch.equal(spoiled.hidden[2:], hidden[2:])
 

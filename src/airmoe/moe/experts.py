@@ -1,4 +1,4 @@
-"""Experts. They take a routing and know nothing of routers."""
+"""Granular and coarse experts. They take any routing and know nothing about routers."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class GranularExperts(_Experts):
 
 
 class CoarseExperts(_Experts):
-    """A few large experts, dropless: an expert is a cell, its pool are its own neurons."""
+    """A few large experts, dropless: an expert is a cell, and its pool is its own neurons."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class MoELayer(nn.Module):
     """forward(x [B, L, D], mask [B, L] = None) -> [B, L, D].
 
     In training the router observes each micro-batch exactly once, also when activation
-    checkpointing runs the forward again during backward. To know such forwards again the layer
+    checkpointing runs the forward again during backward. To recognise such a forward the layer
     draws one number per training forward from torch's CPU generator.
 
     Where Triton computes, `torch.compile(fullgraph=True)` takes in the whole layer, and a training
@@ -130,12 +130,13 @@ class MoELayer(nn.Module):
         training = self.training and router.training
         if compiling:
             valid, plan = traced_plan(self, router, hidden, mask, training=training, learn=learn)
+            # `valid` is without padding and bad tokens; only the caller's mask tells them apart.
             tokens = replace(router.read(hidden, valid), mask=mask)
         else:
             tokens = router.read(hidden, mask)
             if training:
                 plan = self.make_plan(tokens.detach(), draw_ticket(), learn)
-        routing = router(hidden, mask, plan, tokens)
+        routing = router(hidden, mask, plan, tokens)  # hidden and mask are for forward hooks
         output = self.experts(tokens.hidden, routing)
         if self.post_norm is not None:
             output = self.post_norm(output)
@@ -146,7 +147,7 @@ class MoELayer(nn.Module):
     _forward_eagerly = run_eagerly(forward_with_routing)
 
     def compiles(self, x: Tensor) -> bool:
-        """True if a compiler can include the whole layer, else it is a break in the graph."""
+        """True if a compiler can include the whole layer; if not, the layer is a graph break."""
         return self.router.compiles(x) and use_triton(x, *self.experts._parameters.values())
 
     @run_once()

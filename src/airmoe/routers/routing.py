@@ -1,8 +1,8 @@
-"""What a router reads, `Tokens`, and answers: one of three kinds of `Routing`.
+"""A router's input, `Tokens`, and its output, one of three kinds of `Routing`.
 
 Statistics are lazy, because many forwards need none of them; they are differentiable whenever the
 routing itself is, whoever reads them first. A cell routing refers to the router's shortlists: read
-it before the router rebuilds them (it refuses afterwards).
+it before the router rebuilds them (afterwards it raises an error).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Tokens:
 
     @property
     def shape(self) -> torch.Size:
-        """[T, D]"""
+        """[T, D], as of the hidden states that `observe` may be given instead."""
         return self.hidden.shape
 
     @property
@@ -53,16 +53,16 @@ class Tokens:
 
 
 def read_tokens(
-    label: str, dim: int, hidden: Tensor | Tokens, mask: Tensor | None, *, own: bool = True
+    label: str, dim: int, hidden: Tensor | Tokens, mask: Tensor | None, *, copy: bool = True
 ) -> Tokens:
     """Check hidden [T, dim] and mask [T], and find the tokens that count.
 
-    `Tokens`, which were read before, are given back.
+    `Tokens`, which were read before, are returned as they are.
 
     Masked tokens do not count, nor do those whose squared norm is no finite float32: NaN, infinity
-    and values beyond 1e19 would spoil sums that others share. A caller that is done with the states
-    at once, and records no gradient, needs no copy of its `own`: on a CPU copying takes longer than
-    scoring. (On a GPU the question whether a copy is needed would stall it.)
+    and values beyond 1e19 would spoil sums that others share. Without `copy` a CPU gets `hidden`
+    itself back if all tokens count, because copying takes longer than scoring; that is for callers
+    that use the states at once and record no gradient. (A GPU would stall to find out.)
     """
     if isinstance(hidden, Tokens):
         return hidden
@@ -87,16 +87,16 @@ def read_tokens(
                 "Give True for real tokens and False for padding.",
             )
         valid = valid & mask
-    asks = not own and hidden.device.type == "cpu" and not torch.compiler.is_compiling()
-    if asks and bool(valid.all()):
+    may_share = not copy and hidden.device.type == "cpu" and not torch.compiler.is_compiling()
+    if may_share and bool(valid.all()):
         return Tokens(hidden, valid, mask)
     return Tokens(torch.where(valid.unsqueeze(-1), hidden, 0), valid, mask)
 
 
 @dataclass(eq=False)
 class Lazy(Generic[Value]):
-    """A value that is computed when it is first read, but under the gradient mode of its making and
-    without autocast: who reads it first, and where, makes no difference."""
+    """A value that is computed when it is first read, without autocast and in the gradient mode in
+    which the object was made: it makes no difference who reads it first, or where."""
 
     device: torch.device
     compute: Callable[[], Value] | None
@@ -223,7 +223,7 @@ class CellRouting(Routing):
         return counts.scatter_add_(0, self.cells.cell_of_row, self.valid[self.token_ids].long())
 
     def entry_counts(self) -> Tensor:
-        """[G, M] int32: how many rows of each cell chose each of its experts. Triton's only."""
+        """[G, M] int32: how many rows of each cell chose each of its experts. Only with Triton."""
         counts = self._entry_counts
         if counts is None:
             counts = counts_per_entry(self.gates.detach(), self.offsets, self.pools)
@@ -322,7 +322,7 @@ class ScoredCells:
     def routing(
         self, gates: Tensor, max_per_token: int | None, cell_probs: Callable[[], Tensor]
     ) -> CellRouting:
-        """What these gates [N, M] make of it; `cell_probs` gives [G]."""
+        """The routing with these gates [N, M]; `cell_probs` gives [G]."""
         device = self.scores.device
         log_z = Lazy(device, self.log_z)
 
