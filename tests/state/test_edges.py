@@ -203,3 +203,28 @@ def test_tracking_a_model_without_routers_is_a_mistake() -> None:
 
 def test_configs_show_their_fields() -> None:
     assert "shortlist_size" in inspect.signature(AirRouter.Config).parameters
+
+
+def test_a_replica_of_data_parallel_trains() -> None:
+    """`nn.DataParallel` leaves a replica no parameters, only tensors in their place."""
+    layer = build_layer()
+    replicas = {module: module._replicate_for_data_parallel() for module in layer.modules()}
+    for module, replica in replicas.items():
+        for name, part in module._modules.items():
+            setattr(replica, name, part if part is None else replicas[part])
+        for name, weight in module._parameters.items():
+            setattr(replica, name, weight if weight is None else weight * 1)
+    replica: Any = replicas[layer]
+    assert not list(replica.parameters())
+    replica(torch.randn(1, 40, DIM)).sum().backward()
+    assert all(weight.grad is not None for weight in layer.parameters())
+
+
+def test_a_router_may_have_a_part_named_router() -> None:
+    outer, hidden = build_router(), torch.randn(40, DIM)
+    layout = f"bool:T;{outer.plan_layout()}"
+    arguments = (hidden, None, None, outer._handle, layout, False, False)
+    wanted = torch.ops.airmoe.plan(*arguments)
+    outer.router = airmoe.ROUTERS["topk"].Config(dim=DIM, num_experts=9, top_k=2).build()
+    found = torch.ops.airmoe.plan(*arguments)
+    assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))

@@ -156,7 +156,8 @@ class MoELayer(nn.Module):
         router = self.router
         if ticket is None:
             return router.plan(tokens)
-        if learn and torch.is_grad_enabled() and not next(self.parameters()).requires_grad:
+        first = next(self.parameters(), None)  # None in a replica of `nn.DataParallel`
+        if learn and torch.is_grad_enabled() and first is not None and not first.requires_grad:
             self._warn_if_frozen()
         if inside_backward():  # a recomputation
             return self._plans.find(ticket, tokens.hidden) or router.plan(tokens)
