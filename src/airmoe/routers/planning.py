@@ -112,7 +112,8 @@ def _plan(
     are empty, and a compiler would drop the call.
     """
     planner = _planners[int(handle)]
-    router = getattr(planner, "router", planner)
+    # A router may have a part that it calls `router`.
+    router = planner if hasattr(planner, "pack_plan") else planner.router
     with torch.set_grad_enabled(gradients):
         tokens = router.read(hidden, mask)
         plan = planner.make_plan(tokens, None if ticket is None else int(ticket), learn)
