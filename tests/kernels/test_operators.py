@@ -153,6 +153,9 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "finite_rows": lambda: Example(norms.finite_rows_op, (floats(20, 30),)),
     "noise_rows": lambda: Example(noise.noise_rows, (int32(99, 4), ids(99, 5), 0.1)),
     "noise_pairs": lambda: Example(noise.noise_pairs, (int32(99, 4, 1), ids(99, 5), 0.1)),
+    "noise_pairs, transposed": lambda: Example(
+        noise.noise_pairs, (int32(99, 5, 4).T, ids(99, 5), 0.1)
+    ),
     "combine_keys": lambda: Example(noise.combine_keys, (ids(99), [ids(99, 4)], [3, -1])),
     "cell_offsets": lambda: Example(cells.cell_offsets_op, (ids(7, 100).sort().values, 7)),
     "row_tiles": lambda: tiles(100),

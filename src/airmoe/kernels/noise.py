@@ -62,7 +62,12 @@ def noise_rows(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
     return every_row_at_every_column(row_keys, columns, std)
 
 
-@operator("airmoe::noise_pairs", fake=lambda keys, columns, _: (keys + columns).float())
+@operator(
+    "airmoe::noise_pairs",
+    fake=lambda keys, columns, _: keys.new_empty(
+        torch.broadcast_shapes(keys.shape, columns.shape), dtype=torch.float32
+    ),
+)
 def noise_pairs(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
     from airmoe.kernels.noise_triton import pair_by_pair
 
