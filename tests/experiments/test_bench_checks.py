@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from airmoe.experiments.bench import plain
+from airmoe.experiments.bench import contenders
 from airmoe.experiments.bench.cases import CASES, DTYPES, Dtype, Shape, toy
 from airmoe.experiments.bench.checks import check
 from airmoe.experiments.bench.contenders import (
@@ -81,15 +81,13 @@ def test_triton_passes(cells: Any) -> None:
 
 def no_router_gradient(layer: Listing, hidden: Tensor, answer: Answer) -> Answer:
     """Right output, but weights cut off from the centroids."""
-    lists = layer.layer.route(hidden)
-    lists = replace(lists, weights=lists.weights.detach())
-    return replace(answer, output=layer.layer.run_experts(hidden, lists))
+    ids, weights = layer.module.route(hidden)
+    return replace(answer, output=layer.module.run_experts(hidden, ids, weights.detach()))
 
 
 def worse_expert(layer: Listing, hidden: Tensor, answer: Answer) -> Answer:
     """Takes the candidate after the K-th instead of the K-th."""
-    values = {name: value.detach() for name, value in layer.module.named_parameters()}
-    order = layer.scores(hidden, values, answer.cells).argsort(dim=-1, descending=True)
+    order = layer.scores(hidden, layer.values(), answer.cells).argsort(dim=-1, descending=True)
     ids = torch.cat([order[..., : layer.top_k - 1], order[..., [layer.top_k]]], dim=-1)
     return replace(answer, expert_ids=ids)
 
@@ -145,7 +143,7 @@ def stale_shortlists(inputs: Inputs) -> Listing:
     """Centroids moved, shortlists did not."""
     built = Listing(inputs)
     with torch.no_grad():
-        built.layer.centroids.copy_(built.layer.centroids.roll(1, 0))
+        built.module.centroids.copy_(built.module.centroids.roll(1, 0))
     return built
 
 
@@ -222,7 +220,7 @@ def test_who_cannot_be_built_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None
     result = measured(Hierarchical, "auto", shape=replace(SMALL, num_codewords=2))
     assert result.status == "skipped"
     assert "do not add up" in result.reason
-    monkeypatch.setattr(plain, "find_spec", lambda _name: None)
+    monkeypatch.setattr(contenders, "find_spec", lambda _name: None)
     result = measured(PeerPackage)
     assert result.status == "skipped"
     assert "pip install" in result.reason

@@ -26,10 +26,11 @@ from airmoe.experiments.bench.timing import (
     Ceilings,
     Limits,
     Timer,
-    in_graph,
+    action_in_graph,
     measure_ceilings,
     peak_bytes,
     sample,
+    step_of,
 )
 from airmoe.experiments.bench.turns import Subject, Turn, measure_in_turns, own_process
 
@@ -233,18 +234,13 @@ def test_peak_memory_is_that_of_the_action() -> None:
 
 @pytest.mark.gpu
 def test_a_graph_reads_the_batch_of_its_step() -> None:
-    timer, outputs = Timer(torch.device("cuda")), []
-
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        outputs.append(hidden * 2)
-        return outputs[-1]
-
-    batches = [torch.full((4,), float(value), device="cuda") for value in (1, 2)]
-    step = in_graph(timer, forward, batches)
-    for number in (1, 0):
-        step(number)
+    timer, batch = Timer(torch.device("cuda")), torch.zeros(4, device="cuda")
+    replay, outputs = action_in_graph(timer, lambda: batch * 2), []
+    step = step_of(timer, lambda: outputs.append(replay()), before=batch.fill_)
+    for number in (1, 2):
+        assert len(step(number)) == 2
         timer.wait()
-        assert outputs[-1].tolist() == [2.0 * (number + 1)] * 4
+        assert outputs[-1].tolist() == [2.0 * number] * 4
 
 
 TURNS = replace(

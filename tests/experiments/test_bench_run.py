@@ -19,11 +19,11 @@ from airmoe import ConfigError, MoELayer
 from airmoe.experiments.bench import run as bench
 from airmoe.experiments.bench import step
 from airmoe.experiments.bench.cases import CASES, Shape
-from airmoe.experiments.bench.entries import ENTRIES, best_device
+from airmoe.experiments.bench.entries import ENTRIES
 from airmoe.experiments.bench.measure import Result
 from airmoe.experiments.bench.page import draw
 from airmoe.experiments.bench.report import closing_lines, fastest, print_case
-from airmoe.experiments.bench.timing import Limits, Timer
+from airmoe.experiments.bench.timing import Limits, Timer, best_device
 from tests.training.command import Outcome, airmoe, assert_one_line
 
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from airmoe.experiments.bench.plain import (
     GatheredPeer,
     InvertedIndex,
     ListingLayer,
-    PeerPytorch,
     Tables,
     clustered_scores,
     product_key_scores,
@@ -30,11 +30,14 @@ from airmoe.experiments.bench.plain import (
 )
 from airmoe.losses import load_balance_loss
 from airmoe.moe import CoarseExperts, GranularExperts, MoELayer
-from airmoe.routers import AirRouter, CellRouting, RouterConfig, Routing, track_optimizer
+from airmoe.routers import AirRouter, CellRouting, RouterConfig, track_optimizer
 from airmoe.routers.routing import by_token
 
-Module = TypeVar("Module", bound=nn.Module)
 Values = dict[str, Tensor]  # the module's parameters by name, in any dtype
+
+
+class NotHereError(RuntimeError):
+    """A contender cannot be built here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +51,23 @@ class Answer:
 
     def rows(self, chosen: Tensor) -> Answer:
         """Of some tokens only, and without their graph."""
-        parts = (self.output, self.expert_ids, self.weights, self.cells)
-        return Answer(*(None if part is None else part.detach()[chosen] for part in parts))  # pyright: ignore[reportArgumentType]
+        parts = {name: part for name, part in vars(self).items() if part is not None}
+        return Answer(**{name: part.detach()[chosen] for name, part in parts.items()})
 
 
 class Contender(ABC):
     """One layer, built once and stepped many times."""
 
-    module: nn.Module  # with the parameters that get gradients
-    top_k: int
-    score_dtype: torch.dtype  # in which its logits are meant to be computed
+    module: Any  # a torch module, with the parameters that get gradients
     neurons_per_expert = 1
     jitter_std = 0.0  # of a logit in training mode; 0 where jitter cannot be compared
+
+    def __init__(self, inputs: Inputs, make: Callable[[], nn.Module]) -> None:
+        self.inputs, self.top_k = inputs, inputs.shape.top_k
+        self.score_dtype = inputs.shape.torch_dtype  # in which its logits are meant to be computed
+        torch.manual_seed(inputs.seed)
+        with torch.device(inputs.device):
+            self.module = make().to(inputs.shape.torch_dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, D] -> [T, D]: in training mode all that a micro-batch does before its backward."""
@@ -67,6 +75,9 @@ class Contender(ABC):
 
     def backward(self, output: Tensor, cotangent: Tensor) -> None:
         output.backward(cotangent)
+
+    def values(self) -> Values:
+        return {name: value.detach() for name, value in self.module.named_parameters()}
 
     @abstractmethod
     def answer(self, hidden: Tensor) -> Answer:
@@ -77,26 +88,20 @@ class Contender(ABC):
         """Its logits by definition, in hidden's dtype: [T, heads, E], -inf = no candidate."""
 
     @abstractmethod
-    def tables(self, values: Values) -> Tables: ...
+    def tables(self, values: Values) -> Tables:
+        """The experts, a row per neuron."""
 
     def cell_scores(self, hidden: Tensor, values: Values) -> Tensor:
         """By which cells are chosen: [T, G]."""
         raise NotImplementedError(f"{type(self).__name__} has no cells")
 
-    def inverted_index(self, centroids: Tensor | None = None) -> InvertedIndex | None:
-        """Where candidates come from, if from an index; other centroids have gradients."""
+    def inverted_index(self, values: Values) -> InvertedIndex | None:
+        """Where candidates come from, if from an index."""
         return None
 
     def apart(self) -> dict[str, Callable[[], Any]]:
         """Actions that belong to training but not to every forward: name -> function."""
         return {}
-
-
-def _built(inputs: Inputs, make: Callable[[], Module]) -> Module:
-    """A module with the parameters of the seed, on the device and in the dtype of the inputs."""
-    torch.manual_seed(inputs.seed)
-    with torch.device(inputs.device):
-        return make().to(inputs.shape.torch_dtype)
 
 
 class Gathered(Contender):
@@ -105,15 +110,11 @@ class Gathered(Contender):
     kind: ClassVar[type[GatheredLayer]]
 
     def __init__(self, inputs: Inputs) -> None:
-        self.top_k, self.score_dtype = inputs.shape.top_k, inputs.shape.torch_dtype
-        self.module = self.layer = _built(inputs, lambda: self.make(inputs))
-
-    def make(self, inputs: Inputs) -> GatheredLayer:
-        return self.kind(inputs.shape)
+        super().__init__(inputs, lambda: self.kind(inputs))
 
     def answer(self, hidden: Tensor) -> Answer:
-        lists = self.layer.route(hidden)
-        return Answer(self.layer.run_experts(hidden, lists), lists.expert_ids, lists.weights)
+        lists = self.module.route(hidden)
+        return Answer(self.module.run_experts(hidden, *lists), *lists)
 
     def tables(self, values: Values) -> Tables:
         return Tables(values.get("gate"), values["up"], values["down"])
@@ -136,101 +137,121 @@ class PlainPeer(Gathered):
 class Listing(Gathered):
     """The paper's listing."""
 
-    layer: ListingLayer
+    kind = ListingLayer
+    module: ListingLayer
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__(inputs)
-        self.layer.refresh()  # centroids have another dtype now
-
-    def make(self, inputs: Inputs) -> ListingLayer:
-        return ListingLayer(inputs.shape, inputs.codewords)
+        self.module.refresh()
 
     def answer(self, hidden: Tensor) -> Answer:
-        lists = self.layer.route(hidden)
-        output, cells = self.layer.run_experts(hidden, lists), self.layer.assign(hidden)
-        return Answer(output, lists.expert_ids, lists.weights, cells.unsqueeze(-1))
+        return replace(super().answer(hidden), cells=self.module.assign(hidden).unsqueeze(-1))
 
-    def inverted_index(self, centroids: Tensor | None = None) -> InvertedIndex:
-        layer = self.layer
-        centroids = layer.centroids if centroids is None else centroids
-        return InvertedIndex(layer.codewords, layer.shortlists, centroids, project=False)
+    def inverted_index(self, values: Values) -> InvertedIndex:
+        layer = self.module
+        return InvertedIndex(layer.codewords, layer.shortlists, values["centroids"], project=False)
 
     def cell_scores(self, hidden: Tensor, values: Values) -> Tensor:
-        return hidden @ self.layer.codewords.to(hidden.dtype).T
+        return hidden @ self.module.codewords.to(hidden.dtype).T
 
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
         assert cells is not None
-        return self.inverted_index(values["centroids"]).scores(hidden, cells.squeeze(-1))
+        return self.inverted_index(values).scores(hidden, cells.squeeze(-1))
 
 
 class PeerPackage(Contender):
-    """PyPI's PEER-pytorch."""
+    """PyPI's PEER-pytorch, two matrices with GELU between them.
+
+    `non_competing_scores=False` matters: the package's default takes one expert per head.
+    """
 
     def __init__(self, inputs: Inputs) -> None:
-        self.top_k, self.score_dtype = inputs.shape.top_k, inputs.shape.torch_dtype
-        self.module = self.layer = _built(inputs, lambda: PeerPytorch(inputs.shape))
+        if find_spec("PEER_pytorch") is None:
+            raise NotHereError(
+                "PEER-pytorch is not installed. It is needed for this comparison only: "
+                "pip install -c constraints/cpu.txt 'airmoe[bench]'"
+            )
+        from PEER_pytorch import PEER
+
+        shape = inputs.shape
+        sizes = {
+            "heads": shape.num_heads,
+            "num_experts": shape.num_experts,
+            "num_experts_per_head": shape.top_k // shape.num_heads,
+        }
+        super().__init__(inputs, lambda: PEER(shape.dim, **sizes, non_competing_scores=False))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.module(hidden.unsqueeze(0)).squeeze(0)
 
     def answer(self, hidden: Tensor) -> Answer:
-        return Answer(*self.layer.forward_with_ids(hidden))
+        """With the expert ids as the package itself looks them up."""
+        seen: list[Tensor] = []
+        handle = self.module.weight_down_embed.register_forward_pre_hook(
+            lambda _module, inputs: seen.append(inputs[0])
+        )
+        try:
+            output = self.forward(hidden)
+        finally:
+            handle.remove()
+        (ids,) = seen
+        return Answer(output, ids.squeeze(0))
 
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
-        keys = values["peer.keys"].permute(0, 2, 1, 3)  # [P, 2, sqrt(E), D / 2]
-        query = values["peer.to_queries.0.weight"]  # [2 * P * D / 2, D]: halves come first
+        keys = values["keys"].permute(0, 2, 1, 3)  # [P, 2, sqrt(E), D / 2]
+        query = values["to_queries.0.weight"]  # [2 * P * D / 2, D]: halves come first
         query = query.unflatten(0, (2, len(keys), -1)).transpose(0, 1).flatten(0, 2)
         return product_key_scores(hidden, query, keys)
 
     def tables(self, values: Values) -> Tables:
-        up, down = (values[f"peer.weight_{name}_embed.weight"] for name in ("down", "up"))
+        up, down = (values[f"weight_{name}_embed.weight"] for name in ("down", "up"))
         return Tables(None, up, down)
 
 
 class OwnLayer(Contender):
     """An airmoe layer in training mode, with jitter."""
 
+    module: MoELayer
+
     def __init__(self, inputs: Inputs, config: RouterConfig) -> None:
-        self.inputs = inputs
-        self.top_k, self.jitter_std = config.top_k, config.jitter_std
-        self.score_dtype = torch.promote_types(inputs.shape.torch_dtype, torch.float32)
-        self.module = self.layer = _built(
+        super().__init__(
             inputs,
             lambda: MoELayer(config.build(), self.make_experts(inputs.shape), post_norm="none"),
         )
-        self.router = self.layer.router
+        self.top_k, self.jitter_std = config.top_k, config.jitter_std
+        self.score_dtype = torch.promote_types(inputs.shape.torch_dtype, torch.float32)
+        self.router = self.module.router
         # Never stepped: its hook tells the router that caches last from one step to the next.
-        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.0)
-        track_optimizer(self.layer, self.optimizer)
-        self.layer.train()
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.0)
+        track_optimizer(self.module, self.optimizer)
+        self.module.train()
 
     def make_experts(self, shape: Shape) -> GranularExperts | CoarseExperts:
         return GranularExperts(shape.num_experts, shape.dim, activation=shape.activation)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.layer(hidden.unsqueeze(0)).squeeze(0)
+        return self.module(hidden.unsqueeze(0)).squeeze(0)
 
     def answer(self, hidden: Tensor) -> Answer:
-        if self.layer.training:
+        if self.module.training:
             routing = self.router(hidden)  # without `observe`: the state stays as it is
-            output = self.layer.experts(hidden, routing)
+            output = self.module.experts(hidden, routing)
         else:
-            result = self.layer.forward_with_routing(hidden.unsqueeze(0))
+            result = self.module.forward_with_routing(hidden.unsqueeze(0))
             routing, output = result.routing, result.hidden.squeeze(0)
         listed = routing.to_token_routing()
         heads = (listed.num_tokens, getattr(self.router.config, "num_heads", 1), -1)
-        ids, weights = listed.expert_ids.view(heads), listed.weights.view(heads)
-        return Answer(output, ids, weights, _cells_of(routing))
+        found = Answer(output, listed.expert_ids.view(heads), listed.weights.view(heads))
+        if not isinstance(routing, CellRouting):
+            return found
+        return replace(
+            found, cells=by_token(routing.cells.cell_of_row.unsqueeze(-1), routing.cells)
+        )
 
     def tables(self, values: Values) -> Tables:
-        gate, up, down = (values.get(f"experts.{name}") for name in ("gate", "up", "down"))
-        rows = [None if table is None else table.flatten(0, -2) for table in (gate, up, down)]
-        return Tables(*rows)  # pyright: ignore[reportArgumentType]
-
-
-def _cells_of(routing: Routing) -> Tensor | None:
-    """[T, R] the cells of each token, where there are cells."""
-    if not isinstance(routing, CellRouting):
-        return None
-    cells = routing.cells
-    return by_token(cells.cell_of_row.unsqueeze(-1), cells)
+        gate = values.get("experts.gate")
+        up, down = (values[f"experts.{name}"].flatten(0, -2) for name in ("up", "down"))
+        return Tables(None if gate is None else gate.flatten(0, -2), up, down)
 
 
 class Air(OwnLayer):
@@ -246,22 +267,20 @@ class Air(OwnLayer):
         self.router.codebook.load_state_dict(inputs.codebook_state())
         self.router.observe(inputs.batches[-1])  # which also builds the shortlists
 
-    def inverted_index(self, centroids: Tensor | None = None) -> InvertedIndex:
+    def inverted_index(self, values: Values) -> InvertedIndex:
         codewords, shortlists = self.router.codebook.codewords, self.router.shortlists()
-        centroids = self.router.centroids if centroids is None else centroids
-        return InvertedIndex(codewords, shortlists, centroids, project=True)
+        return InvertedIndex(codewords, shortlists, values["router.centroids"], project=True)
 
     def cell_scores(self, hidden: Tensor, values: Values) -> Tensor:
-        return self.inverted_index().cosines(hidden)
+        return hidden @ unit(self.router.codebook.codewords, hidden.dtype).T
 
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
         assert cells is not None
-        index = self.inverted_index(values["router.centroids"])
-        return index.scores(hidden, cells.squeeze(-1))
+        return self.inverted_index(values).scores(hidden, cells.squeeze(-1))
 
     def apart(self) -> dict[str, Callable[[], Any]]:
         """The codebook update is in every forward too; the others belong to an optimizer step."""
-        batch, parameters = self.inputs.batches[0], list(self.layer.parameters())
+        batch, parameters = self.inputs.batches[0], list(self.module.parameters())
         masters = [parameter.detach().float() for parameter in parameters]
 
         def cast() -> None:
@@ -284,7 +303,7 @@ class BalancedAir(Air):
     """With the load balance loss."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        result = self.layer.forward_with_routing(hidden.unsqueeze(0))
+        result = self.module.forward_with_routing(hidden.unsqueeze(0))
         self.loss = load_balance_loss(result.routing)
         return result.hidden.squeeze(0)
 

@@ -23,8 +23,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-
 from airmoe.experiments.bench.cases import Shape
 from airmoe.experiments.bench.contenders import (
     Air,
@@ -34,13 +32,13 @@ from airmoe.experiments.bench.contenders import (
     Exact,
     Hierarchical,
     Listing,
+    NotHereError,
     Peer,
     PeerPackage,
     PlainExact,
     PlainPeer,
 )
 from airmoe.experiments.bench.inputs import Inputs
-from airmoe.experiments.bench.plain import NotHereError
 from airmoe.experiments.bench.timing import Ceilings
 from airmoe.kernels.backend import Choice, backend_for, use_backend
 from airmoe.metrics.flops import Column, Cost, Workload, count_layer
@@ -58,53 +56,43 @@ class Work:
     moved: Cost  # bytes
 
     def floor_ms(self, ceilings: Ceilings, *, backward: bool) -> float:
-        flops = self.executed.total if backward else self.executed.forward
-        moved = self.moved.total if backward else self.moved.forward
+        flops, moved = (
+            cost.total if backward else cost.forward for cost in (self.executed, self.moved)
+        )
         return 1e3 * max(flops / ceilings.flops, moved / ceilings.bytes)
 
 
-def work_of(shape: Shape, config: RouterConfig, *, plain: bool = False) -> Work:
-    """`plain`: computed by the operators of PyTorch, without our kernels."""
+def _flops(shape: Shape, config: RouterConfig, column: Column) -> Cost:
     tokens = shape.num_tokens
     workload = Workload(
         sequence_length=tokens, tokens_per_step=tokens, tokens_per_micro_batch=tokens
     )
     neurons = shape.top_k // config.top_k  # of a coarse expert K
     ledger = count_layer(config, workload, shape.activation, expert_size=neurons)
-
-    def flops(column: Column) -> Cost:
-        once = ledger.cost(column, "router refresh", kind="product")
-        each = ledger.cost(column, kind="product")
-        return Cost(tokens * (each.forward - once.forward), tokens * each.backward)
-
-    algorithmic = flops("algorithmic")
-    executed = algorithmic if plain else flops("executed")
-    return Work(algorithmic, executed, _moved(shape, config))
+    once = ledger.cost(column, "router refresh", kind="product")
+    each = ledger.cost(column, kind="product")
+    return Cost(tokens * (each.forward - once.forward), tokens * each.backward)
 
 
 def _moved(shape: Shape, config: RouterConfig) -> Cost:
+    tokens, width = shape.num_tokens, shape.dim * shape.torch_dtype.itemsize
     matrices = 3 if shape.activation == "swiglu" else 2
-    router_rows, read = _router_rows(config, shape.num_tokens)
-    read += matrices * min(shape.num_experts, shape.num_tokens * shape.top_k)
-    width = shape.dim * shape.torch_dtype.itemsize
+    router_rows, read = _router_rows(config, tokens)
+    read += matrices * min(shape.num_experts, tokens * shape.top_k)
     written = router_rows + matrices * shape.num_experts
-    return Cost(
-        width * (2 * shape.num_tokens + read), width * (3 * shape.num_tokens + read + written)
-    )
+    return Cost(width * (2 * tokens + read), width * (3 * tokens + read + written))
 
 
 def _router_rows(config: RouterConfig, num_tokens: int) -> tuple[int, int]:
     """Rows of D numbers of the router's parameters, and how many of its tables are read."""
+    rows = config.num_experts
     if isinstance(config, AirRouter.Config):
         cells = min(num_tokens, config.num_codewords)
-        listed = min(config.num_experts, cells * config.shortlist_size)
-        return config.num_experts, listed + config.num_codewords
+        return rows, min(rows, cells * config.shortlist_size) + config.num_codewords
     if isinstance(config, PeerRouter.Config):  # queries, and two halves of every key
         rows = config.num_heads * (config.dim + math.isqrt(config.num_experts))
     elif isinstance(config, HierarchicalRouter.Config):
-        rows = config.num_experts + config.num_clusters
-    else:
-        rows = config.num_experts
+        rows += config.num_clusters
     return rows, rows
 
 
@@ -130,7 +118,10 @@ class Entry:
         return replace(given, shape=replace(given.shape, num_experts=experts))
 
     def work(self, shape: Shape) -> Work:
-        return work_of(shape, self.config(shape), plain=self.backend is None)
+        config = self.config(shape)
+        algorithmic = _flops(shape, config, "algorithmic")
+        executed = algorithmic if self.splits else _flops(shape, config, "executed")
+        return Work(algorithmic, executed, _moved(shape, config))
 
 
 ENTRIES = {
@@ -166,7 +157,3 @@ def backend(entry: Entry, inputs: Inputs) -> Iterator[str]:
         if entry.backend not in ("auto", used):
             raise NotHereError(f"backend {entry.backend} is not available, {used} is")
         yield used
-
-
-def best_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -17,20 +17,19 @@ from torch import Tensor
 from airmoe.errors import ConfigError
 from airmoe.experiments.bench.cases import Phase
 from airmoe.experiments.bench.checks import Check, check
-from airmoe.experiments.bench.contenders import Contender
+from airmoe.experiments.bench.contenders import Contender, NotHereError
 from airmoe.experiments.bench.entries import Entry, backend
 from airmoe.experiments.bench.inputs import Inputs
-from airmoe.experiments.bench.plain import NotHereError
 from airmoe.experiments.bench.timing import (
     Ceilings,
     Limits,
     Step,
     Timer,
     action_in_graph,
-    in_graph,
     in_graphs,
     peak_bytes,
     sample,
+    step_of,
 )
 
 Status = Literal["timed", "wrong", "skipped", "out of memory", "failed"]
@@ -67,8 +66,7 @@ class Result:
         self.total_ms += [sum(lap) for lap in laps]
 
     def as_json(self) -> dict[str, Any]:
-        content = {name: value for name, value in vars(self).items() if name != "check"}
-        content["check"] = None if self.check is None else self.check.as_json()
+        content = vars(self) | {"check": self.check and self.check.as_json()}
         if self.status == "timed":
             measured = {"forward_ms": self.forward_ms, "total_ms": self.total_ms}
             content["median"] = {name: median(laps) for name, laps in measured.items() if laps}
@@ -122,7 +120,7 @@ def guarded(result: Result, attempt: Callable[[], None]) -> Result:
     except (NotHereError, ConfigError) as error:  # a shape that this layer does not take
         result.status, result.reason = "skipped", str(error)
     except torch.OutOfMemoryError as error:
-        result.status, result.reason = "out of memory", _needs(str(error), _most_allocated())
+        result.status, result.reason = "out of memory", _needs(str(error))
     except Exception as error:  # a kernel that does not compile must not end the others' run
         LOG.exception("%s failed", result.name)
         result.status, result.reason = "failed", f"{type(error).__name__}: {_first_line(error)}"
@@ -133,17 +131,14 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _needs(message: str, allocated: int) -> str:
+def _needs(message: str) -> str:
     """From what was allocated, and what was asked for in vain."""
     asked = ASKED.search(message)
     if asked is None:
         return "out of memory"
-    wanted = float(asked[1]) * (GIB if asked[2] == "GiB" else 2**20)
-    return f"out of memory, needs about {(allocated + wanted) / GIB:.0f} GiB"
-
-
-def _most_allocated() -> int:
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    allocated = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    wanted = allocated / GIB + float(asked[1]) / (1 if asked[2] == "GiB" else 1024)
+    return f"out of memory, needs about {wanted:.0f} GiB"
 
 
 def free_memory() -> None:
@@ -192,7 +187,7 @@ def time_apart(contender: Contender, setting: Setting, result: Result) -> None:
     for name, action in contender.apart().items():
         if result.captured:
             action = action_in_graph(timer, action)
-        laps = sample(timer, _plain_step(timer, action), SHORT)
+        laps = sample(timer, step_of(timer, action), SHORT)
         result.apart_ms[name] = [sum(lap) for lap in laps]
 
 
@@ -201,12 +196,10 @@ def _captured(contender: Contender, setting: Setting, eager: Step, result: Resul
 
     The same step launched one by one is measured too, and kept apart.
     """
-    timer, inputs = setting.timer, setting.inputs
+    timer, inputs, module = setting.timer, setting.inputs, contender.module
     laps = sample(timer, eager, SHORT)
     try:
-        step = in_graphs(
-            timer, contender.forward, contender.module, inputs.batches, inputs.cotangent
-        )
+        step = in_graphs(timer, contender.forward, module, inputs.batches, inputs.cotangent)
     except RuntimeError as error:
         result.reason = f"no CUDA graph: {_first_line(error)}"
         return eager
@@ -234,36 +227,23 @@ def training_step(contender: Contender, setting: Setting, parts: int) -> Step:
     return step
 
 
-def _plain_step(timer: Timer, action: Callable[[], Any]) -> Step:
-    def step(_: int) -> Sequence[Any]:
-        first = timer.mark()
-        action()
-        return [first, timer.mark()]
-
-    return step
-
-
+@torch.no_grad()
 def _decode(contender: Contender, setting: Setting, result: Result) -> None:
     """Forwards without gradients, from a CUDA graph where there is a GPU."""
     timer, batches = setting.timer, setting.inputs.batches
+    static = batches[0].clone()  # [T, D]
     contender.module.eval()
 
-    def forward(hidden: Tensor) -> Tensor:
-        with torch.no_grad():
-            return contender.forward(hidden)
+    def forward() -> Tensor:
+        return contender.forward(static)
 
-    forward(batches[0])  # what is made once and kept, such as shortlists, is not decoding
-    result.peak_bytes = peak_bytes(timer, lambda: forward(batches[0]))
-
-    def eager(number: int) -> Sequence[Any]:
-        first = timer.mark()
-        forward(batches[number % len(batches)])
-        return [first, timer.mark()]
-
-    step: Step = eager
+    forward()  # what is made once and kept, such as shortlists, is not decoding
+    result.peak_bytes = peak_bytes(timer, forward)
+    action = forward
     if timer.on_gpu:
         try:
-            step, result.captured = in_graph(timer, forward, batches), True
+            action, result.captured = action_in_graph(timer, forward), True
         except RuntimeError as error:
             result.reason = f"no CUDA graph: {_first_line(error)}"
+    step = step_of(timer, action, before=lambda n: static.copy_(batches[n % len(batches)]))
     result.forward_ms = [sum(lap) for lap in sample(timer, step, setting.limits)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,19 +31,83 @@ def gpu_block(results: Path) -> str:
     paper = _read(results, "paper")
     if paper is None or not timed(paper, AIR) or fastest(paper, "baseline") is None:
         return NOT_YET.format("airmoe bench")
-    parts = [_heading(paper), _table(paper), _against_fastest(paper)]
-    lines = [line for name, what in OTHERS.items() if (line := _line(results, name, what))]
+    parts = list(_paper(paper))
+    read = ((what, _read(results, name)) for name, what in OTHERS.items())
+    lines = [_line(what, content) for what, content in read if content and timed(content, AIR)]
     if lines:
-        head = [
-            "| otherwise | AIR, ms | one by one | refresh | fastest granular baseline | ms "
-            "| one by one | times AIR |",
-            "|---|---:|---:|---:|---|---:|---:|---:|",
-        ]
-        parts.append("\n".join([*head, *lines]))
-    step = _read(results, "step-text")
-    if step is not None:
+        head = "otherwise|AIR, ms|one by one|refresh"
+        head += "|fastest granular baseline|ms|one by one|times AIR"
+        parts.append(_table(head, "---|---:|---:|---:|---|---:|---:|---:", lines))
+    if step := _read(results, "step-text"):
         parts.append(_step(step))
     return "\n\n".join(parts)
+
+
+def _paper(paper: Content) -> Iterator[str]:
+    """How it was measured, the table, and what it says."""
+    versions, (air,), rival = paper["versions"], timed(paper, AIR), fastest(paper, "baseline")
+    assert rival is not None
+    yield (
+        f"One layer on one {paper['device']['name']}: {paper['shape_text']}, torch "
+        f"{versions['torch']}, triton {versions['triton']}. Medians of one run, each layer as "
+        "a CUDA graph; beside it what it takes launched one by one, where a small or busy host "
+        "costs more. Each is held against its definition in float64 before it gets a time. Repeat "
+        "with `airmoe bench`."
+    )
+    rows = [
+        [
+            result["name"] + (f", in {result['parts']} parts" if result["parts"] > 1 else ""),
+            number(result["median"]["forward_ms"]),
+            number(typical(result)),
+            _one_by_one(result),
+            number(typical(result) / typical(air)),
+            f"{result['peak_bytes'] / GIB:.1f}",
+        ]
+        for result in sorted(timed(paper), key=typical)
+    ]
+    head = "layer|forward, ms|forward + backward, ms|one by one|times AIR|peak memory, GiB"
+    yield _table(head, "---|---:|---:|---:|---:|---:", rows)
+    apart = air["apart_median_ms"]
+    once = {name: ms for name, ms in apart.items() if name.startswith(("refresh", "casts"))}
+    listed = ", ".join(f"{name} {number(ms)} ms" for name, ms in once.items())
+    yield (
+        f"The fastest granular baseline is {rival['name']}: AIR takes 1/"
+        f"{number(typical(rival) / typical(air))} of its time. Once per optimizer step and not in "
+        f"these times: {listed}."
+    )
+
+
+def _line(what: str, content: Content) -> list[str]:
+    """Another case in a row: AIR and the fastest granular baseline."""
+    (air,), rival = timed(content, AIR), fastest(content, "baseline")
+    row = [what, number(typical(air)), _one_by_one(air), _shown(air, "refresh")]
+    if rival is None:
+        return [*row, "not measured", "", "", ""]
+    ratio = typical(rival) / typical(air)
+    return [*row, rival["name"], number(typical(rival)), _one_by_one(rival), number(ratio)]
+
+
+def _step(content: Content) -> str:
+    """Tokens per second, and what a step saves if a plain layer takes the mixture's place."""
+
+    def speed(way: Content) -> float:
+        return median(way["work"]["tokens_per_second"])
+
+    ways = sorted((way for way in timed(content) if way["role"] == "air"), key=speed, reverse=True)
+    listed = "; ".join(f"{way['name']}, {speed(way):,.0f}" for way in ways)
+    text = (
+        f"Whole training steps of `{content['shape']['size']}` "
+        f"({content['shape_text'].split(', ', 1)[1]}), tokens per second: {listed}."
+    )
+    steps = [timed(content, key) for key in ("compiled-graph", "dense")]
+    if not all(steps):
+        return text
+    with_experts, without = (median(step[0]["total_ms"]) for step in steps)
+    return (
+        f"{text} A captured step takes {with_experts:.1f} ms, {with_experts - without:.1f} of them "
+        f"({100 * (1 - without / with_experts):.0f} %) more than with a plain layer in the place "
+        "of routing and experts."
+    )
 
 
 def cpu_block(results: Path) -> str:
@@ -51,25 +115,23 @@ def cpu_block(results: Path) -> str:
     cpu = _read(results, "cpu")
     if cpu is None or not timed(cpu, "air"):
         return NOT_YET.format("make bench")
-    (air,), device = timed(cpu, "air"), cpu["device"]
-    lines = [
-        f"{cpu['shape_text']}, forward + backward, {device['threads']} threads of "
-        f"{device['name']}, torch {cpu['versions']['torch']}. Medians of one run, contenders in "
-        "turns. Repeat with `make bench`.",
-        "",
-        "| layer, two-matrix GELU experts | seconds | times AIR | peak memory, GiB | times AIR |",
-        "|---|---:|---:|---:|---:|",
-    ]
+    (air,), device, rows = timed(cpu, "air"), cpu["device"], []
     for result in cpu["results"]:
         if result["status"] != "timed":
-            lines.append(f"| {result['name']} | {result['status']} | | | |")
+            rows.append([result["name"], result["status"], "", "", ""])
             continue
-        slower, memory = typical(result) / typical(air), result["peak_bytes"]
-        lines.append(
-            f"| {result['name']} | {typical(result) / 1e3:.2f} | {slower:.1f} | "
-            f"{memory / GIB:.2f} | {memory / air['peak_bytes']:.1f} |"
-        )
-    return "\n".join([*lines, "", " ".join(_cpu_notes(results))]).rstrip()
+        ms, memory = typical(result), result["peak_bytes"]
+        times = f"{ms / 1e3:.2f}", f"{ms / typical(air):.1f}"
+        sizes = f"{memory / GIB:.2f}", f"{memory / air['peak_bytes']:.1f}"
+        rows.append([result["name"], *times, *sizes])
+    heading = (
+        f"{cpu['shape_text']}, forward + backward, {device['threads']} threads of "
+        f"{device['name']}, torch {cpu['versions']['torch']}. Medians of one run, contenders in "
+        "turns. Repeat with `make bench`."
+    )
+    head = "layer, two-matrix GELU experts|seconds|times AIR|peak memory, GiB|times AIR"
+    table = _table(head, "---|---:|---:|---:|---:", rows)
+    return "\n\n".join([heading, table, " ".join(_cpu_notes(results))]).rstrip()
 
 
 def _cpu_notes(results: Path) -> Iterator[str]:
@@ -98,65 +160,10 @@ def _read(results: Path, name: str) -> Content | None:
     return read_json(file) if file.is_file() else None
 
 
-def _heading(paper: Content) -> str:
-    versions = paper["versions"]
-    return (
-        f"One layer on one {paper['device']['name']}: {paper['shape_text']}, torch "
-        f"{versions['torch']}, triton {versions['triton']}. Medians of one run, each layer as "
-        "a CUDA graph; beside it what it takes launched one by one, where a small or busy host "
-        "costs more. Each is held against its definition in float64 before it gets a time. Repeat "
-        "with `airmoe bench`."
-    )
-
-
-def _table(paper: Content) -> str:
-    rows = [
-        "| layer | forward, ms | forward + backward, ms | one by one | times AIR "
-        "| peak memory, GiB |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    (air,) = timed(paper, AIR)
-    for result in sorted(timed(paper), key=typical):
-        middle = result["median"]
-        rows.append(
-            f"| {_name(result)} | {number(middle['forward_ms'])} | {number(typical(result))} "
-            f"| {_one_by_one(result)} | {number(typical(result) / typical(air))} "
-            f"| {result['peak_bytes'] / GIB:.1f} |"
-        )
-    return "\n".join(rows)
-
-
-def _against_fastest(paper: Content) -> str:
-    (air,) = timed(paper, AIR)
-    rival = fastest(paper, "baseline")
-    assert rival is not None
-    apart = air["apart_median_ms"]
-    once = {name: ms for name, ms in apart.items() if name.startswith(("refresh", "casts"))}
-    listed = ", ".join(f"{name} {number(ms)} ms" for name, ms in once.items())
-    return (
-        f"The fastest granular baseline is {rival['name']}: AIR takes 1/"
-        f"{number(typical(rival) / typical(air))} of its time. Once per optimizer step and not in "
-        f"these times: {listed}."
-    )
-
-
-def _line(results: Path, name: str, what: str) -> str | None:
-    content = _read(results, name)
-    if content is None or not timed(content, AIR):
-        return None
-    (air,) = timed(content, AIR)
-    rival = fastest(content, "baseline")
-    ours = f"{number(typical(air))} | {_one_by_one(air)} | {_shown(air, 'refresh')}"
-    if rival is None:
-        return f"| {what} | {ours} | not measured | | | |"
-    theirs, ratio = number(typical(rival)), number(typical(rival) / typical(air))
-    return f"| {what} | {ours} | {rival['name']} | {theirs} | {_one_by_one(rival)} | {ratio} |"
-
-
-def _name(result: Content) -> str:
-    """With what made it smaller: some need the batch in parts."""
-    parts = result["parts"]
-    return result["name"] if parts == 1 else f"{result['name']}, in {parts} parts"
+def _table(head: str, rule: str, rows: Iterable[list[str]]) -> str:
+    """Markdown, of a head and a rule without their outer bars."""
+    lines = ["".join(f"| {cell} " if cell else "| " for cell in row) + "|" for row in rows]
+    return "\n".join([f"| {head.replace('|', ' | ')} |", f"|{rule}|", *lines])
 
 
 def _one_by_one(result: Content) -> str:
@@ -173,33 +180,6 @@ def _apart(result: Content, what: str) -> float | None:
     """Milliseconds of something that is measured apart, by how its name begins."""
     times = result["apart_median_ms"].items()
     return next((ms for name, ms in times if name.startswith(what)), None)
-
-
-def _step(content: Content) -> str:
-    ways = sorted((way for way in timed(content) if way["role"] == "air"), key=_speed, reverse=True)
-    speeds = "; ".join(f"{way['name']}, {_speed(way):,.0f}" for way in ways)
-    return (
-        f"Whole training steps of `{content['shape']['size']}` "
-        f"({content['shape_text'].split(', ', 1)[1]}), tokens per second: {speeds}."
-        f"{_share_of_mixture(content)}"
-    )
-
-
-def _share_of_mixture(content: Content) -> str:
-    """What a captured step saves, where a plain layer takes the mixture's place."""
-    steps = [timed(content, key) for key in ("compiled-graph", "dense")]
-    if not all(steps):
-        return ""
-    with_experts, without = (median(step[0]["total_ms"]) for step in steps)
-    return (
-        f" A captured step takes {with_experts:.1f} ms, {with_experts - without:.1f} of them "
-        f"({100 * (1 - without / with_experts):.0f} %) more than with a plain layer in the place "
-        "of routing and experts."
-    )
-
-
-def _speed(result: dict[str, Any]) -> float:
-    return median(result["work"]["tokens_per_second"])
 
 
 def number(value: float) -> str:
@@ -221,15 +201,14 @@ def draw(results: Content, path: Path) -> None:
             "bench.figure", str(path), "needs matplotlib", "Run: pip install 'airmoe[plot]'"
         ) from None
     if not timed(results):
-        raise ConfigError(
-            "bench.figure", str(path), f"nothing of {results['case']} has a time", "Measure first."
-        )
+        rule = f"nothing of {results['case']} has a time"
+        raise ConfigError("bench.figure", str(path), rule, "Measure first.")
     matplotlib.use("svg" if path.suffix == ".svg" else "agg")
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"svg.hashsalt": "airmoe", "font.size": 9, "text.color": DARK})
-    height = 0.9 + 0.3 * len(timed(results))
-    figure, axes = plt.subplots(figsize=(7.2, height), layout="constrained")
+    size = (7.2, 0.9 + 0.3 * len(timed(results)))
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
     draw_bars(axes, results, _title(results))
     path.parent.mkdir(parents=True, exist_ok=True)
     kind, content = path.suffix.lstrip(".") or "png", io.BytesIO()
@@ -245,8 +224,11 @@ def draw_bars(axes: Any, results: Content, title: str) -> None:
     values = [typical(bar) for bar in bars]
     ours, rival = fastest(results, "air"), fastest(results, "baseline")
     colours = [OURS if bar is ours else NAMED if bar is rival else OTHER for bar in bars]
+    peaks = [bar["peak_bytes"] for bar in bars]
+    memory = ["" if peak is None else f", {peak / GIB:.3g} GiB" for peak in peaks]
+    labels = [f"{number(ms)} ms{size}" for ms, size in zip(values, memory, strict=True)]
     drawn = axes.barh([bar["name"] for bar in bars], values, 0.65, color=colours)
-    axes.bar_label(drawn, [_label(bar) for bar in bars], padding=4)
+    axes.bar_label(drawn, labels, padding=4)
     axes.set_xscale("log")
     axes.set_xlim(0.5 * min(values), 30 * max(values))
     axes.invert_yaxis()
@@ -256,20 +238,14 @@ def draw_bars(axes: Any, results: Content, title: str) -> None:
     axes.spines[:].set_visible(False)
 
 
-def _label(bar: Content) -> str:
-    peak = bar["peak_bytes"]
-    memory = "" if peak is None else f", {peak / GIB:.3g} GiB"
-    return f"{number(typical(bar))} ms{memory}"
-
-
 def _title(results: Content) -> str:
     what = "forward" if results["phase"] == "decoding" else "forward + backward"
-    lines = [f"{what} of one layer, log scale, {results['device']['name']}", results["shape_text"]]
+    title = f"{what} of one layer, log scale, {results['device']['name']}\n{results['shape_text']}"
     ours, rival = fastest(results, "air"), fastest(results, "baseline")
-    if ours is not None and rival is not None:
-        ratio = typical(rival) / typical(ours)
-        lines.append(
-            f"{ours['name']} is {ratio:.3g} times as fast as the fastest granular baseline, "
-            f"{rival['name']}"
-        )
-    return "\n".join(lines)
+    if ours is None or rival is None:
+        return title
+    ratio = typical(rival) / typical(ours)
+    return (
+        f"{title}\n{ours['name']} is {ratio:.3g} times as fast as the fastest granular baseline, "
+        f"{rival['name']}"
+    )

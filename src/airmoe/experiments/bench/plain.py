@@ -9,37 +9,24 @@ indexing by a quarter on a CPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from airmoe.experiments.bench.cases import Shape
+from airmoe.experiments.bench.inputs import Inputs
 
 TOKENS_AT_ONCE = 8192  # scores are made for so many, because [T, E] would be as large as [T, K, D]
 EXPERTS_AT_ONCE = 65_536
 
 
-class NotHereError(RuntimeError):
-    """A contender cannot be built here; the message says why."""
-
-
-@dataclass(frozen=True)
-class Lists:
-    """Each token's experts."""
-
-    expert_ids: Tensor  # [T, heads, K / heads]
-    weights: Tensor  # the same
-
-
 class GatheredLayer(nn.Module):
     """Single-neuron experts, gathered per token; how tokens choose them is left to `choose`."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, inputs: Inputs) -> None:
         super().__init__()
+        shape = inputs.shape
         size, std = (shape.num_experts, shape.dim), shape.dim**-0.5
         gated = shape.activation == "swiglu"
         self.top_k = shape.top_k
@@ -47,20 +34,18 @@ class GatheredLayer(nn.Module):
         self.up = nn.Parameter(torch.randn(size) * std)
         self.down = nn.Parameter(torch.randn(size) * std)
 
-    def choose(self, hidden: Tensor) -> Lists:
-        """Of some tokens."""
+    def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Expert ids and weights of some tokens: [T, heads, K / heads] each."""
         raise NotImplementedError
 
-    def route(self, hidden: Tensor) -> Lists:
-        parts = [self.choose(rows) for rows in hidden.split(TOKENS_AT_ONCE)]
-        return Lists(
-            torch.cat([part.expert_ids for part in parts]),
-            torch.cat([part.weights for part in parts]),
-        )
+    def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """`choose` for all tokens."""
+        ids, weights = zip(*map(self.choose, hidden.split(TOKENS_AT_ONCE)), strict=True)
+        return torch.cat(ids), torch.cat(weights)
 
-    def run_experts(self, hidden: Tensor, lists: Lists) -> Tensor:
+    def run_experts(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """[T, D] -> [T, D]."""
-        ids, weights = lists.expert_ids.flatten(1), lists.weights.flatten(1)  # [T, K]
+        ids, weights = ids.flatten(1), weights.flatten(1)  # [T, K]
         active = torch.einsum("td,tkd->tk", hidden, F.embedding(ids, self.up))
         if self.gate is None:
             active = F.gelu(active)
@@ -71,67 +56,64 @@ class GatheredLayer(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [T, D] -> [T, D]."""
-        return self.run_experts(hidden, self.route(hidden))
+        return self.run_experts(hidden, *self.route(hidden))
 
 
-class ListingLayer(GatheredLayer):
+class GatheredExact(GatheredLayer):
+    """Scores of all experts by one product."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__(inputs)
+        self.centroids = nn.Parameter(F.normalize(torch.randn_like(self.up), dim=-1))
+
+    def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        best = (hidden @ self.centroids.T).topk(self.top_k, dim=-1)
+        return best.indices.unsqueeze(1), best.values.softmax(-1).unsqueeze(1)
+
+
+class ListingLayer(GatheredExact):
     """The paper's listing: VQ, shortlist, gathered [T, M, D] candidates, top-K."""
 
     codewords: Tensor  # [G, D], unit norm
     shortlists: Tensor  # [G, M]
 
-    def __init__(self, shape: Shape, codewords: Tensor) -> None:
-        super().__init__(shape)
-        self.shortlist_size = shape.shortlist_size
-        self.register_buffer("codewords", codewords.clone())
-        directions = torch.randn(shape.num_experts, shape.dim)
-        self.centroids = nn.Parameter(F.normalize(directions, dim=-1))
-        self.refresh()
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__(inputs)
+        self.shortlist_size = inputs.shape.shortlist_size
+        self.register_buffer("codewords", inputs.codewords.clone())
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Listing, step 2. Cached, as the paper's full version does."""
         scores = self.codewords @ self.centroids.T  # [G, E]
-        self.register_buffer("shortlists", scores.topk(self.shortlist_size, dim=-1).indices)
+        self.shortlists = scores.topk(self.shortlist_size, dim=-1).indices
 
     def assign(self, hidden: Tensor) -> Tensor:
         """Listing, step 1: [T, D] -> [T]."""
         return (hidden.detach() @ self.codewords.T).argmax(-1)
 
-    def route(self, hidden: Tensor) -> Lists:
+    def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Listing, steps 1 and 3 to 5, for all tokens at once."""
         candidates = self.shortlists[self.assign(hidden)]  # [T, M]
         features = F.embedding(candidates, self.centroids)  # [T, M, D]
         scores = torch.einsum("td,tmd->tm", hidden, features)
         best = scores.topk(self.top_k, dim=-1)  # [T, K]
         expert_ids = candidates.gather(1, best.indices)
-        return Lists(expert_ids.unsqueeze(1), best.values.softmax(-1).unsqueeze(1))
-
-
-class GatheredExact(GatheredLayer):
-    """Scores of all experts by one product."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape)
-        directions = torch.randn(shape.num_experts, shape.dim)
-        self.centroids = nn.Parameter(F.normalize(directions, dim=-1))
-
-    def choose(self, hidden: Tensor) -> Lists:
-        best = (hidden @ self.centroids.T).topk(self.top_k, dim=-1)
-        return Lists(best.indices.unsqueeze(1), best.values.softmax(-1).unsqueeze(1))
+        return expert_ids.unsqueeze(1), best.values.softmax(-1).unsqueeze(1)
 
 
 class GatheredPeer(GatheredLayer):
     """Product keys: the best of both halves of a query, then the best of all their pairs."""
 
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape)
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__(inputs)
+        shape = inputs.shape
         heads, half, side = shape.num_heads, shape.dim // 2, math.isqrt(shape.num_experts)
         self.per_head = shape.top_k // heads
         self.query = nn.Parameter(torch.randn(heads * shape.dim, shape.dim) * shape.dim**-0.5)
         self.keys = nn.Parameter(F.normalize(torch.randn(heads, 2, side, half), dim=-1))
 
-    def choose(self, hidden: Tensor) -> Lists:
+    def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         heads, _, side, half = self.keys.shape
         queries = (hidden @ self.query.T).view(-1, heads, 2, half)
         scores = torch.einsum("tphd,phsd->tphs", queries, self.keys)
@@ -142,47 +124,7 @@ class GatheredPeer(GatheredLayer):
         depth = first.shape[-1]
         rows, columns = best.indices.unbind(2)
         ids = rows.gather(-1, top.indices // depth) * side + columns.gather(-1, top.indices % depth)
-        return Lists(ids, top.values.softmax(-1))
-
-
-class PeerPytorch(nn.Module):
-    """PyPI's PEER-pytorch, two matrices with GELU between them; hidden [T, D] -> [T, D].
-
-    `non_competing_scores=False` matters: the package's default takes one expert per head.
-    """
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        if find_spec("PEER_pytorch") is None:
-            raise NotHereError(
-                "PEER-pytorch is not installed. It is needed for this comparison only: "
-                "pip install -c constraints/cpu.txt 'airmoe[bench]'"
-            )
-        from PEER_pytorch import PEER
-
-        self.peer = PEER(
-            shape.dim,
-            heads=shape.num_heads,
-            num_experts=shape.num_experts,
-            num_experts_per_head=shape.top_k // shape.num_heads,
-            non_competing_scores=False,
-        )
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.peer(hidden.unsqueeze(0)).squeeze(0)
-
-    def forward_with_ids(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(output, expert ids [T, heads, K / heads]) as the package itself looks them up."""
-        seen: list[Tensor] = []
-        handle = self.peer.weight_down_embed.register_forward_pre_hook(
-            lambda _module, inputs: seen.append(inputs[0])
-        )
-        try:
-            output = self.forward(hidden)
-        finally:
-            handle.remove()
-        (ids,) = seen
-        return output, ids.squeeze(0)
+        return ids, top.values.softmax(-1)
 
 
 # -- formulas, in any dtype (mostly float64) --------------------------------------------------
@@ -206,35 +148,21 @@ class InvertedIndex:
     centroids: Tensor  # [E, D]
     project: bool  # whether scores take w_e / |w_e|
 
-    def assign(self, hidden: Tensor) -> Tensor:
-        """Nearest codeword by cosine: [T, D] -> [T]."""
-        return self.cosines(hidden).argmax(-1)
-
-    def cosines(self, hidden: Tensor) -> Tensor:
-        """<h, c_g / |c_g|>, in the dtype of `hidden`: [T, D] -> [T, G]."""
-        return hidden.detach() @ unit(self.codewords, hidden.dtype).T
-
-    def scores(self, hidden: Tensor, codeword_ids: Tensor | None = None) -> Tensor:
-        """<h, w_e> for e in the shortlist of the token's codeword, -inf elsewhere: [T, 1, E]."""
-        if codeword_ids is None:
-            codeword_ids = self.assign(hidden)
-        candidates = self.shortlists[codeword_ids]  # [T, M]
-        rows = self.centroids[candidates].to(hidden.dtype)  # [T, M, D]
-        if self.project:
-            rows = unit(rows, hidden.dtype)
+    def scores(self, hidden: Tensor, cells: Tensor) -> Tensor:
+        """<h, w_e> for e in the shortlist of the token's cell [T], -inf elsewhere: [T, 1, E]."""
+        candidates = self.shortlists[cells]  # [T, M]
+        rows = self._directions(self.centroids[candidates], hidden.dtype)  # [T, M, D]
         logits = (hidden.unsqueeze(1) @ rows.mT).squeeze(1)  # [T, M]
         everywhere = logits.new_full((hidden.shape[0], self.centroids.shape[0]), -torch.inf)
         return everywhere.scatter(1, candidates, logits).unsqueeze(1)
 
     def codeword_scores(self, used: Tensor, dtype: torch.dtype) -> Tensor:
         """<c_g, w_e> of some codewords with all experts, by which shortlists are made: [n, E]."""
-        codewords = self.codewords[used].to(dtype)
-        parts = [codewords @ rows.T for rows in self._rows(dtype)]
-        return torch.cat(parts, dim=-1)
+        codewords, parts = self.codewords[used].to(dtype), self.centroids.split(EXPERTS_AT_ONCE)
+        return torch.cat([codewords @ self._directions(rows, dtype).T for rows in parts], dim=-1)
 
-    def _rows(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        for rows in self.centroids.detach().split(EXPERTS_AT_ONCE):
-            yield unit(rows, dtype) if self.project else rows.to(dtype)
+    def _directions(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        return unit(rows, dtype) if self.project else rows.to(dtype)
 
 
 def product_key_scores(hidden: Tensor, query: Tensor, keys: Tensor) -> Tensor:

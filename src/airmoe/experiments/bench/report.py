@@ -58,12 +58,12 @@ def print_step(console: Console, content: Content) -> None:
         if result["status"] != "timed":
             rows.append((result["name"], [f"{result['status']}: {result['reason']}"]))
             continue
-        middle = result["median"]
-        parts = [f"{ms:.2f}" for ms in result["apart_median_ms"].values()]
-        # A captured step is one piece.
-        parts = ["-"] * 3 if result["captured"] else [f"{middle['forward_ms']:.2f}", *parts]
-        speed = f"{median(result['work']['tokens_per_second']):,.0f}"
-        cells = [speed, f"{middle['total_ms']:.2f}", *parts, _peak(result)]
+        speed, middle = median(result["work"]["tokens_per_second"]), result["median"]
+        parts = ["-"] * 3  # a captured step is one piece
+        if not result["captured"]:
+            apart = result["apart_median_ms"].values()
+            parts = [f"{ms:.2f}" for ms in (middle["forward_ms"], *apart)]
+        cells = [f"{speed:,.0f}", f"{middle['total_ms']:.2f}", *parts, _peak(result)]
         rows.append((result["name"], [*cells, str(len(result["total_ms"]))]))
     headings = ["tokens/s", "step ms", "forward", "backward", "optimizer", "peak GiB", "n"]
     _print_table(console, content, headings, rows)
@@ -120,12 +120,21 @@ def _peak(result: Content) -> str:
 
 def closing_lines(contents: Sequence[Content]) -> list[str]:
     """What to remember of all cases of a run."""
-    return [line for content in contents for line in _case_lines(content)] + _growth_lines(contents)
+    lines, growth = [], {}
+    for content in contents:
+        if content["phase"] != "step":
+            lines += _case_lines(content)
+        if content["case"].startswith("scaling-"):  # what more experts do to each contender
+            for result in timed(content):
+                growth.setdefault(result["name"], []).append(
+                    f"E = {content['shape']['num_experts']:,}: "
+                    f"{result['median']['forward_ms']:.3g} / {typical(result):.3g}"
+                )
+    what = "forward / forward + backward, ms"
+    return lines + [f"{name}, {what}: {'; '.join(steps)}" for name, steps in growth.items()]
 
 
 def _case_lines(content: Content) -> list[str]:
-    if content["phase"] == "step":
-        return []
     ours, other = fastest(content, "air"), fastest(content, "baseline")
     if ours is None:
         return []
@@ -138,19 +147,3 @@ def _case_lines(content: Content) -> list[str]:
             f"baseline, {other['name']}, {typical(other):.3g} ms"
         )
     return lines
-
-
-def _growth_lines(contents: Sequence[Content]) -> list[str]:
-    """What more experts do to each contender."""
-    by_name: dict[str, list[str]] = {}
-    for content in contents:
-        if content["case"].startswith("scaling-"):
-            for result in timed(content):
-                by_name.setdefault(result["name"], []).append(
-                    f"E = {content['shape']['num_experts']:,}: "
-                    f"{result['median']['forward_ms']:.3g} / {typical(result):.3g}"
-                )
-    return [
-        f"{name}, forward / forward + backward, ms: {'; '.join(steps)}"
-        for name, steps in by_name.items()
-    ]

@@ -19,13 +19,13 @@ from rich.console import Console
 from airmoe.errors import ConfigError, visible
 from airmoe.experiments.bench import step as steps
 from airmoe.experiments.bench.cases import CASES, DECODE, SCALING, Case, toy
-from airmoe.experiments.bench.entries import ENTRIES, best_device
+from airmoe.experiments.bench.entries import ENTRIES
 from airmoe.experiments.bench.inputs import Captured, make_inputs, read_captured, summarize_cells
 from airmoe.experiments.bench.measure import Result, Setting, free_memory, measure
 from airmoe.experiments.bench.page import draw
 from airmoe.experiments.bench.report import closing_lines, print_case, print_step, remarks
 from airmoe.experiments.bench.swapped import compare_swapped
-from airmoe.experiments.bench.timing import Ceilings, Limits, Timer, measure_ceilings
+from airmoe.experiments.bench.timing import Ceilings, Limits, Timer, best_device, measure_ceilings
 from airmoe.experiments.bench.turns import LIMITS, measure_in_turns
 from airmoe.files import read_json, write_json
 from airmoe.training.run_folder import git_state, versions

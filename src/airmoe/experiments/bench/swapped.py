@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -18,24 +18,19 @@ from torch import Tensor, nn
 from airmoe.adapt import calibrate, swap_routers
 
 ROUTER = "model.layers.0.mlp.gate"
+TOKENS = (4096, 64, 1)  # per batch
 
 
-@dataclass(frozen=True)
-class SwapCase:
-    dim: int
+class SwapCase(NamedTuple):
     num_experts: int
-    top_k: int
+    dim: int
     num_codewords: int
     shortlist_size: int
-    batches: tuple[int, ...] = (4096, 64, 1)  # tokens
+    top_k: int
 
 
-CASES = (
-    SwapCase(2048, 128, 8, 16, 32),
-    SwapCase(2048, 512, 8, 16, 64),
-    SwapCase(1024, 8, 2, 4, 4),
-)
-TOY = (SwapCase(32, 16, 4, 4, 8, (8,)),)
+CASES = (SwapCase(128, 2048, 16, 32, 8), SwapCase(512, 2048, 16, 64, 8), SwapCase(8, 1024, 4, 4, 2))
+TOY = SwapCase(16, 32, 4, 8, 4)
 
 
 def routers(case: SwapCase) -> tuple[nn.Module, nn.Module]:
@@ -79,12 +74,11 @@ def compare_swapped(console: Console, *, quick: bool = False) -> None:
     torch.set_num_threads(1)
     console.print("| experts | D | G | M | tokens | stock, ms | swapped, ms | times stock |")
     console.print("|---:|---:|---:|---:|---:|---:|---:|---:|")
-    for case in TOY if quick else CASES:
+    for case in (TOY,) if quick else CASES:
         contenders = routers(case)
-        for num_tokens in case.batches:
+        for num_tokens in (8,) if quick else TOKENS:
             stock, swapped = milliseconds(contenders, torch.randn(num_tokens, case.dim))
-            shape = (case.num_experts, case.dim, case.num_codewords, case.shortlist_size)
-            cells = [*(f"{number:,}" for number in (*shape, num_tokens)), f"{stock:.3g}"]
-            row = " | ".join([*cells, f"{swapped:.3g}", f"{swapped / stock:.2g}"])
-            console.print(f"| {row} |", highlight=False)
+            sizes = " | ".join(f"{size:,}" for size in (*case[:4], num_tokens))
+            times = f"{stock:.3g} | {swapped:.3g} | {swapped / stock:.2g}"
+            console.print(f"| {sizes} | {times} |", highlight=False)
     torch.set_num_threads(threads)

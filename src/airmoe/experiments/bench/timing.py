@@ -21,6 +21,10 @@ WARMUP_STEPS = 2
 GRAPH_WARMUP_STEPS = 3
 
 
+def best_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 class Timer:
     """Marks on the time line of a device."""
 
@@ -39,12 +43,11 @@ class Timer:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
-    def milliseconds(self, first: Any, last: Any) -> float:
-        """Between two marks, after `wait`."""
-        return first.elapsed_time(last) if self.on_gpu else 1e3 * (last - first)
-
     def laps(self, marks: Sequence[Any]) -> list[float]:
-        return [self.milliseconds(first, last) for first, last in pairwise(marks)]
+        """Milliseconds from each mark to the next, after `wait`."""
+        if self.on_gpu:
+            return [first.elapsed_time(last) for first, last in pairwise(marks)]
+        return [1e3 * (last - first) for first, last in pairwise(marks)]
 
 
 @dataclass(frozen=True)
@@ -95,16 +98,17 @@ def peak_bytes(timer: Timer, action: Callable[[], Any]) -> int | None:
     return torch.cuda.max_memory_allocated(timer.device) - before
 
 
-def in_graph(timer: Timer, forward: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> Step:
-    """A step that replays `forward` from a CUDA graph; a batch is copied in before the clock."""
-    static = batches[0].clone()
-    replay = action_in_graph(timer, lambda: forward(static))
+def step_of(
+    timer: Timer, *actions: Callable[[], Any], before: Callable[[int], Any] = lambda _: None
+) -> Step:
+    """A step of some actions, each between two marks; `before(number)` is not timed."""
 
     def step(number: int) -> Sequence[Any]:
-        static.copy_(batches[number % len(batches)])
+        before(number)
         marks = [timer.mark()]
-        replay()
-        marks.append(timer.mark())
+        for action in actions:
+            action()
+            marks.append(timer.mark())
         return marks
 
     return step
@@ -132,16 +136,10 @@ def in_graphs(
     with torch.cuda.graph(backwards, pool=forwards.pool()):
         output.backward(cotangent)
 
-    def step(number: int) -> Sequence[Any]:
+    def copy(number: int) -> None:
         static.detach().copy_(batches[number % len(batches)])
-        marks = [timer.mark()]
-        forwards.replay()
-        marks.append(timer.mark())
-        backwards.replay()
-        marks.append(timer.mark())
-        return marks
 
-    return step
+    return step_of(timer, forwards.replay, backwards.replay, before=copy)
 
 
 def action_in_graph(timer: Timer, action: Callable[[], Any]) -> Callable[[], Any]:
@@ -187,8 +185,7 @@ def measure_ceilings(timer: Timer, dtype: torch.dtype) -> Ceilings:
     limits = Limits(seconds=0.5)
 
     def seconds(action: Callable[[], Any]) -> float:
-        laps = sample(timer, lambda _: (timer.mark(), action(), timer.mark())[::2], limits)
-        return median(lap for (lap,) in laps) / 1e3
+        return median(lap for (lap,) in sample(timer, step_of(timer, action), limits)) / 1e3
 
     return Ceilings(
         dtype=str(dtype).removeprefix("torch."),
