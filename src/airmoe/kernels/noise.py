@@ -2,6 +2,7 @@
 
 Recomputed forwards draw the same numbers, and no generator state is touched. Numbers are made by
 32-bit integer mixing followed by Box-Muller; int32 products wrap around, as unsigned ones would.
+Codebooks draw their tokens in the same way.
 """
 
 from __future__ import annotations
@@ -124,13 +125,6 @@ def _(first: Tensor, tensors: list[Tensor], _numbers: list[int]) -> Tensor:
     return first.new_empty(shape, dtype=torch.int64)
 
 
-def _mix32_(bits: Tensor) -> Tensor:
-    """A bijective scrambling of int32, in place."""
-    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
-    bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(-0x7B935975)
-    return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
-
-
 def uniform_index(keys: Tensor, bound: Tensor) -> Tensor:
     """One whole number in [0, bound) per key; 0 where the bound is 0."""
     spread = (keys & 0x7FFFFFFFFFFFFFFF) >> 1
@@ -147,3 +141,10 @@ def normal(row_keys: Tensor, columns: Tensor) -> Tensor:
     radius = ((bits >> 16) & 0xFFFF).float().add_(0.5).mul_(1 / 65536).log_().mul_(-2).sqrt_()
     angle = (bits & 0xFFFF).float().mul_(2 * math.pi / 65536).cos_()
     return radius.mul_(angle)
+
+
+def _mix32_(bits: Tensor) -> Tensor:
+    """A bijective scrambling of int32, in place."""
+    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(-0x7B935975)
+    return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))

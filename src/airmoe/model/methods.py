@@ -41,16 +41,16 @@ def with_method(config: AirMoeConfig, name: str) -> AirMoeConfig:
         return _routed(config, "peer", num_heads=PEER_HEADS)
     if name == "hierarchical":
         return _routed(config, "hierarchical", **_cluster_options(config))
-    if name == "expert_choice" or name not in METHODS:
-        return _routed(config, name)
-    active = config.num_experts_per_tok
-    return _changed(
-        _routed(config, "topk"),
-        experts="coarse",
-        num_experts=math.ceil(config.num_experts / active),
-        num_experts_per_tok=1,
-        expert_size=config.expert_size * active,
-    )
+    if name == "coarse":
+        active = config.num_experts_per_tok
+        return _changed(
+            _routed(config, "topk"),
+            experts="coarse",
+            num_experts=math.ceil(config.num_experts / active),
+            num_experts_per_tok=1,
+            expert_size=config.expert_size * active,
+        )
+    return _routed(config, name)  # expert_choice, or a router that was added
 
 
 def check_method(field: str, name: str) -> None:

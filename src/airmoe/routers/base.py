@@ -1,4 +1,4 @@
-"""The one interface of all routers, and what they share: counters, noise, plans, centroids."""
+"""The interface of all routers, and what they share: counters, noise, plans, centroids."""
 
 from __future__ import annotations
 
@@ -60,11 +60,12 @@ class Router(nn.Module, ABC):
         self.noise_seed: Tensor
         self.micro_batches: Tensor
         self.parameter_changes = 0
-        # The identity tells this router from its replicas, which no optimizer's hook reports to.
+        # Whose hooks these are, and the hook of each optimizer that reports its steps. Replicas
+        # (DataParallel's) share the dict, but no hook reports to them.
         self._reporting: tuple[int, WeakKeyDictionary[Any, Any]] = (id(self), WeakKeyDictionary())
         self._warned_non_finite = False
         # The same dict by another name: compilers assume that `_forward_hooks` never changes.
-        self._watchers = self._forward_hooks
+        self._hooks_now = self._forward_hooks
         self._handle = new_handle(self)
         self.register_load_state_dict_post_hook(_after_load)
 
@@ -220,7 +221,7 @@ class Router(nn.Module, ABC):
         """True if a compiler can include the whole router: Triton computes, and it has no forward
         hooks, which are Python code at every call."""
         # `len`, because a compiler does not notice that an empty dict is true later on.
-        if len(self._watchers) > 0 or not self._packs_plans:
+        if len(self._hooks_now) > 0 or not self._packs_plans:
             return False
         return use_triton(hidden, *self._parameters.values())
 

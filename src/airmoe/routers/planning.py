@@ -20,7 +20,7 @@ from airmoe.kernels.backend import assume_constant
 if TYPE_CHECKING:
     from airmoe.routers.base import Plan, Router
 
-_numbers = itertools.count()
+_numbers = itertools.count()  # of modules, and of traced calls
 # The modules whose forwards begin with a plan: routers, and layers (which have a `router`). Both
 # have `make_plan(tokens, ticket, learn)`: observe, if it is to learn, and plan. A training forward
 # has a ticket, by which its recomputation is recognised.
@@ -58,7 +58,10 @@ def traced_plan(
     training: bool,
     learn: bool = True,
 ) -> tuple[Tensor | None, Plan]:
-    """(mask of the tokens that count [T] bool or None, plan), while a compiler traces."""
+    """For code that a compiler traces: (mask of the tokens that count [T] bool or None, plan).
+
+    `planner` is the router itself, or the layer around it.
+    """
     handle, layout = planner._handle, router.plan_layout()
     if not training and not layout:
         return mask, router.unpack_plan([])
@@ -74,7 +77,7 @@ def _call_number() -> int:
     return next(_numbers)
 
 
-# A number for each traced call.
+# Called while a compiler traces: each traced call keeps the number it got.
 assume_constant(_call_number)
 
 

@@ -46,12 +46,12 @@ from airmoe.training.text import MicroBatches
 from airmoe.training.watch import RoutingWatch, uncompiled
 
 ROUTER_LOSSES = ("load_balance_loss", "shortlist_balance_loss", "router_z_loss")
-ECHO_SECONDS = 0.5  # `timeout` and batch systems send one signal twice: to a process and its group
+ECHO_SECONDS = 0.5  # `timeout` and batch systems signal both the process and its group
 
 
 @dataclass(frozen=True)
-class Due:
-    """What follows a step."""
+class AfterStep:
+    """What to do after a step."""
 
     log: bool
     evaluate: bool
@@ -100,28 +100,28 @@ class TrainingLoop:
         self.model.train()
         with StopOnSignal(enabled=world_size() == 1) as stop:
             while self.step < self.last_step:
-                due = self._due(self.step + 1)
-                with self.clock.step(then_wait=due.log or due.save):
-                    grad_norm = self._take_step(watched=due.log)
+                then = self._after(self.step + 1)
+                with self.clock.step(then_wait=then.log or then.save):
+                    grad_norm = self._take_step(watched=then.log)
                 self.step += 1
                 advance(self.step)
-                if due.log:
+                if then.log:
                     self._log(log, grad_norm)
-                if due.evaluate:
+                if then.evaluate:
                     self._evaluate(log)
                 stopping = stop.received is not None  # read once: a signal may come after `save`
-                if due.save or stopping:
+                if then.save or stopping:
                     self.save()
                 if stopping:
                     break
         return stop.received if self.step < self.last_step else None
 
-    def _due(self, step: int) -> Due:
+    def _after(self, step: int) -> AfterStep:
         """The first and the last step are logged, and every log_every-th between them."""
         options, last = self.options, step == self.last_step
         every = options.steps_between_evaluations(self.batches.steps_per_epoch)
         evaluate = last or step % every == 0
-        return Due(
+        return AfterStep(
             log=last or step == 1 or step % options.log_every == 0,
             evaluate=evaluate,
             save=evaluate or (options.save_every is not None and step % options.save_every == 0),
@@ -132,7 +132,7 @@ class TrainingLoop:
     def _take_step(self, *, watched: bool) -> Tensor:
         """One optimizer step; returns the gradient norm before clipping."""
         if watched:
-            self.watch.start()
+            self.watch.start()  # until `_log` reads its numbers
         *others, last = self.batches.of_step(self.step)
         for batch in others:
             with self.accelerator.no_sync(self.wrapped):

@@ -108,7 +108,7 @@ class MicroBatches:
     def __init__(self, blocks: BlockDataset, options: TrainingOptions, device: torch.device):
         self._blocks, self._options, self._device = blocks, options, device
         self.steps_per_epoch = len(blocks) // options.batch_size
-        targets = options.batch_size * (blocks.block_size - 1)  # a block's first token is none
+        targets = options.batch_size * (blocks.block_size - 1)  # all but a block's first token
         self._num_targets = torch.tensor(targets, device=device)
 
     def of_step(self, step: int) -> Iterator[dict[str, Tensor]]:
