@@ -1,6 +1,6 @@
 """Finding the plan of a forward that activation checkpointing runs again.
 
-Between a forward and its recomputation the codebook may have moved and the noise gone on (several
+Between a forward and its recomputation the codebook and the noise may have moved on (several
 micro-batches can wait for one backward), so the plan of each forward is kept and found again.
 """
 

@@ -30,18 +30,18 @@ run_eagerly = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 
 @dataclass(frozen=True)
 class Plan:
-    """What an answer depends on besides hidden states and parameters.
+    """What a routing depends on besides hidden states and parameters.
 
     Fixed when a micro-batch is first seen, so that a recomputed forward (activation
-    checkpointing) gives the same answer although the router has moved on since.
+    checkpointing) gives the same routing although the codebook and the noise have moved on since.
     """
 
     noise_key: Tensor | None  # int64 scalar, None without jitter
 
 
 class Router(nn.Module, ABC):
-    """hidden [T, D] -> Routing. Pure: at the same micro-batch counter it gives the same answer
-    and changes no state. `observe` is where gradient-free learning happens."""
+    """hidden [T, D] -> Routing. A forward changes nothing but caches, and gives the same routing at
+    the same micro-batch counter. Learning without gradients happens in `observe`."""
 
     Config: ClassVar[type[RouterConfig]]  # beside each router, its own settings
     config: Any  # an instance of it
@@ -78,7 +78,7 @@ class Router(nn.Module, ABC):
 
     @abstractmethod
     def route(self, tokens: Tokens, plan: Any) -> Routing:
-        """The answer for checked tokens under a plan of this router."""
+        """The routing of checked tokens under a plan of this router."""
 
     @abstractmethod
     def full_logits(self, hidden: Tensor) -> Tensor:
@@ -97,9 +97,9 @@ class Router(nn.Module, ABC):
     ) -> Routing:
         """hidden [T, D], mask [T] bool (False = padding) -> Routing.
 
-        An earlier plan gives the answer of its time. `tokens` are hidden and mask as `read`
-        returned them, if that was done before. Autocast is off inside: selection is on float32
-        scores.
+        With the plan of an earlier forward the routing is that of then. `tokens` are hidden and
+        mask as `read` returned them, if they were read before. Autocast is off inside: selection
+        is on float32 scores.
         """
         if torch.compiler.is_compiling():
             if not self.compiles(hidden):
@@ -121,8 +121,9 @@ class Router(nn.Module, ABC):
     def observe(self, hidden: Tensor | Tokens, mask: Tensor | None = None) -> None:
         """Learn from one training micro-batch without gradients, and move the noise on.
 
-        A batch without a valid token changes nothing. Ranks decide this together later, and a GPU
-        is not asked because that would stall it; there the statistics leave such a batch out.
+        From a batch without a valid token nothing is learned. Only a single process on a CPU can
+        return early: asking a GPU would stall it, and in a process group every rank must take part.
+        There the statistics of such a batch are empty.
         """
         tokens = self.read(hidden.detach(), mask)
         distributed, on_cpu = is_distributed(), tokens.valid.device.type == "cpu"
