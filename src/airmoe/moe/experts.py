@@ -93,15 +93,15 @@ class _Experts(nn.Module):
         self, hidden: Tensor, tables: ExpertTables, routing: CellRouting, triton: bool
     ) -> Tensor:
         cells, top_k, counts = routing.cells, routing.max_per_token, None
-        training = torch.is_grad_enabled()
+        gradients = torch.is_grad_enabled()
         few = 0 < hidden.shape[0] <= SMALL_BATCH and cells.rows_per_token == 1
-        if triton and few and not training and top_k is not None:
+        if triton and few and not gradients and top_k is not None:
             # Decoding: fetching the K chosen experts beats products over all M.
             expert_ids, weights = compact_gates(
                 routing.gates, cells.pools, cells.cell_of_row, cells.token_ids, top_k
             )
             return token_experts(hidden, tables, weights, expert_ids)
-        if triton and training and cells.small and self.expert_size == 1:
+        if triton and gradients and cells.small and self.expert_size == 1:
             counts = routing.entry_counts()  # lets the backward skip experts that nobody chose
         return cell_experts(hidden, tables, routing.gates, cells, counts=counts)
 

@@ -193,9 +193,10 @@ class AirRouter(CentroidRouter):
         cells = make_cells(plan.codeword_ids.unsqueeze(-1), lists.experts, lists.reverse)
         noise = self.noise(plan, Stage.TOKEN, tokens.hidden.shape[0])
         operands: dict[str, Any] = {"inverse_norms": lists.inverse_norms, "noise": noise}
-        capacity, most = None, config.top_k  # tokens of an expert, experts of a token
+        # Tokens choose K experts each, or experts choose `capacity` tokens each.
+        capacity, max_per_token = None, config.top_k
         if config.gate == "expert_choice":
-            capacity, most = capacity_of(tokens.valid, config), None
+            capacity, max_per_token = capacity_of(tokens.valid, config), None
 
         def cell_probs() -> Tensor:
             return codeword_probs(tokens, plan.codewords)
@@ -207,10 +208,16 @@ class AirRouter(CentroidRouter):
                 gates = token_choice(scored, config.top_k)
             else:
                 gates = expert_choice_gates(scored, capacity)
-            return scored.routing(gates, most, cell_probs)
+            return scored.routing(gates, max_per_token, cell_probs)
         # The same in one kernel, which does not keep the scores.
         found = cell_gates(
-            tokens.hidden, self.centroids, cells, tokens.valid, most, capacity=capacity, **operands
+            tokens.hidden,
+            self.centroids,
+            cells,
+            tokens.valid,
+            max_per_token,
+            capacity=capacity,
+            **operands,
         )
         return CellRouting(
             num_tokens=tokens.hidden.shape[0],
@@ -218,7 +225,7 @@ class AirRouter(CentroidRouter):
             valid=tokens.valid,
             cells=cells,
             gates=found.gates,
-            max_per_token=most,
+            max_per_token=max_per_token,
             lazy_expert_probs=Lazy(device, found.expert_probs),
             lazy_log_z=Lazy(device, lambda: found.log_z.index_select(0, cells.order.argsort())),
             lazy_cell_probs=Lazy(device, cell_probs),
