@@ -206,7 +206,8 @@ def test_a_step_learns_and_one_that_does_not_gets_no_time(monkeypatch: pytest.Mo
         return [timer.mark()] * 4
 
     monkeypatch.setattr(step.TrainingStep, "__call__", stuck)
-    result = step.measure_step(step.WAYS["eager"], step.TOY, timer, Limits(repeats=1), seed=0)
+    run = step.StepRun(step.TOY, timer, Limits(repeats=1), seed=0)
+    result = step.measure_step(step.WAYS["eager"], run)
     assert result.status == "wrong" and "nothing is learned" in result.reason
     assert not result.total_ms
 

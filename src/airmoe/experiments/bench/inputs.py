@@ -71,28 +71,26 @@ def read_captured(path: Path) -> Captured:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    remedy = "Write hidden [T, D], and if you like codewords [G, D] and centroids [E, D], to it."
-    field = "bench.activations"
+    def wrong(rule: str) -> ConfigError:
+        remedy = "Write hidden [T, D], and if you like codewords [G, D] and centroids [E, D]."
+        return ConfigError("bench.activations", str(path), rule, remedy)
+
     if not path.is_file():
-        raise ConfigError(field, str(path), "must be a safetensors file", remedy)
+        raise wrong("must be a safetensors file")
     try:
         tensors = load_file(path)
     except SafetensorError as error:
-        raise ConfigError(field, str(path), f"cannot be read ({error})", remedy) from error
+        raise wrong(f"cannot be read ({error})") from error
     if "hidden" not in tensors:
-        raise ConfigError(field, str(path), "must hold a tensor `hidden`", remedy)
-    names = ("hidden", "codewords", "centroids")
-    hidden, codewords, centroids = (tensors.get(name) for name in names)
-    assert hidden is not None
-    for name in names:
+        raise wrong("must hold a tensor `hidden`")
+    hidden = tensors["hidden"]
+    for name in ("hidden", "codewords", "centroids"):
         tensor = tensors.get(name, hidden)
-        width = hidden.shape[-1] if hidden.ndim else 0
-        if tensor.ndim != 2 or tensor.shape[1] != width or not tensor.numel():
-            rule = f"must hold matrices of one width, {name} is {tuple(tensor.shape)}"
-            raise ConfigError(field, str(path), rule, remedy)
+        if tensor.ndim != 2 or tensor.shape[1] != hidden.shape[-1] or not tensor.numel():
+            raise wrong(f"must hold matrices of one width, {name} is {tuple(tensor.shape)}")
         if not tensor.is_floating_point() or not tensor.isfinite().all():
-            raise ConfigError(field, str(path), f"{name} must be finite numbers", remedy)
-    return Captured(hidden, codewords, centroids)
+            raise wrong(f"{name} must be finite numbers")
+    return Captured(hidden, tensors.get("codewords"), tensors.get("centroids"))
 
 
 def make_inputs(

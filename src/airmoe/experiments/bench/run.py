@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,6 +35,7 @@ from airmoe.training.run_folder import git_state, versions
 FORMAT = 1
 SEED = 0
 FIGURES = (".svg", ".png", ".pdf", "")  # "": PNG
+MEASURE_AGAIN = "Measure again: airmoe bench."
 QUICK_SCALING = (16_384, 65_536, 262_144)  # experts of the full size
 
 
@@ -55,41 +58,40 @@ class Options:
     figure: Path | None = None
 
     def check(self) -> None:
-        for case in self.cases:
-            if case not in CASES:
-                rule = f"must be one of {', '.join(CASES)}"
-                raise ConfigError("bench.case", case, rule, "Or use --step, --decode, --scaling.")
+        """Raise about the first mistake."""
         known = (*ENTRIES, *steps.WAYS)
-        for key in self.only:
-            if key not in known:
-                rule = f"must be one of {', '.join(known)}"
-                raise ConfigError("bench.only", key, rule, "Choose one of these.")
-        offered = [key for case in self.all_cases() for key in case.contenders]
+        for name, values, names, remedy in (
+            ("case", self.cases, CASES, "Or use --step, --decode, --scaling."),
+            ("only", self.only, known, "Choose one of these."),
+        ):
+            for value in values:
+                if value not in names:
+                    rule = f"must be one of {', '.join(names)}"
+                    raise ConfigError(f"bench.{name}", value, rule, remedy)
+        cases = self.all_cases()
+        offered = [key for case in cases for key in case.contenders]
         offered += steps.WAYS if self.step else ()
-        if self.only and not self.wanted(offered):
-            rule = "is in none of the cases"
-            raise ConfigError("bench.only", ", ".join(self.only), rule, "Name another case.")
-        for name in ("data", "capture"):
-            if getattr(self, name) is not None and not self.step:
-                rule = "is for whole training steps"
-                raise ConfigError(f"bench.{name}", str(getattr(self, name)), rule, "Add --step.")
-        if self.capture is not None and "eager" not in self.wanted(steps.WAYS):
-            rule = "is written by the way `eager`"
-            raise ConfigError("bench.capture", str(self.capture), rule, "Add --only eager.")
+        eager = "eager" in self.wanted(steps.WAYS)
+        of_steps = ("is for whole training steps", "Add --step.")
+        for name, value, fine, rule, remedy in (
+            ("only", self.only, self.wanted(offered), "is in none of the cases", "Name another."),
+            ("data", self.data, self.step, *of_steps),
+            ("capture", self.capture, self.step, *of_steps),
+            ("capture", self.capture, eager, "is written by the way `eager`", "Add --only eager."),
+        ):
+            if value and not fine:
+                shown = ", ".join(value) if isinstance(value, tuple) else str(value)
+                raise ConfigError(f"bench.{name}", shown, rule, remedy)
         if self.figure is not None and self.figure.suffix not in FIGURES:
-            raise ConfigError(
-                "bench.figure", str(self.figure), "must end in .svg, .png or .pdf", "Rename it."
-            )
+            rule = "must end in .svg, .png or .pdf"
+            raise ConfigError("bench.figure", str(self.figure), rule, "Rename it.")
         if self.repeats < 1:
             raise ConfigError("bench.repeats", self.repeats, "must be >= 1", "Give 1 or more.")
-        needs_gpu = self.step or any(case.device == "gpu" for case in self.all_cases())
+        needs_gpu = self.step or any(case.device == "gpu" for case in cases)
         if needs_gpu and not self.quick and best_device().type == "cpu":
-            raise ConfigError(
-                "bench.device",
-                "cpu",
-                "is too slow for these sizes",
-                "Use --quick to see that all runs, `make bench` for times on a CPU, or a GPU.",
-            )
+            rule = "is too slow for these sizes"
+            remedy = "Use --quick to see that all runs, `make bench` for times on a CPU, or a GPU."
+            raise ConfigError("bench.device", "cpu", rule, remedy)
 
     def wanted(self, keys: Iterable[str]) -> list[str]:
         """Those of them that `--only` leaves."""
@@ -168,11 +170,10 @@ class Bench:
         return content
 
     def _step(self) -> dict[str, Any]:
-        shape = steps.TOY if self.options.quick else steps.FULL
-        name = "step" if self.options.data is None else "step-text"
-        name += "-quick" if self.options.quick else ""
-        data, capture = self.options.data, self.options.capture
-        text = None if data is None else steps.open_text(data, shape)
+        options, shape = self.options, steps.TOY if self.options.quick else steps.FULL
+        name = "step" if options.data is None else "step-text"
+        name += "-quick" if options.quick else ""
+        text = None if options.data is None else steps.open_text(options.data, shape)
         kind = "random tokens" if text is None else f"text, after {steps.TEXT_STEPS} steps of it"
         shape_text = (
             f"{shape.size}, {shape.num_sequences} x {shape.block_size} tokens, "
@@ -180,16 +181,10 @@ class Bench:
         )
         self._say(f"{name}: {shape_text}")
         timer = Timer(best_device())
-        header = self._header(name, shape_text, "step", timer.device)
-        content = header | {"shape": asdict(shape)}
-
-        def job(way: steps.Way) -> Callable[[], Result]:
-            wanted = capture if way.key == "eager" else None
-            setting = (shape, timer, self.limits, SEED, text, wanted)
-            return lambda: steps.measure_step(way, *setting)
-
-        ways = [steps.WAYS[key] for key in self.options.wanted(steps.WAYS)]
-        self._measure(content, {way.name: job(way) for way in ways})
+        content = self._header(name, shape_text, "step", timer.device) | {"shape": asdict(shape)}
+        run = steps.StepRun(shape, timer, self.limits, SEED, text, options.capture)
+        ways = [steps.WAYS[key] for key in options.wanted(steps.WAYS)]
+        self._measure(content, {w.name: lambda w=w: steps.measure_step(w, run) for w in ways})
         print_step(self.console, content)
         return content
 
@@ -222,7 +217,10 @@ class Bench:
         return self._ceilings[key]
 
     def _header(self, name: str, text: str, phase: str, device: torch.device) -> dict[str, Any]:
-        others = {package: _version(package) for package in ("triton", "PEER-pytorch")}
+        others = {"triton": "not installed", "PEER-pytorch": "not installed"}
+        for package in others:
+            with suppress(PackageNotFoundError):
+                others[package] = version(package)
         return {
             "format": FORMAT,
             "case": name,
@@ -245,26 +243,22 @@ class Bench:
             if not file.is_file():
                 rule = f"is drawn from {file}, which is not there"
                 raise ConfigError("bench.figure", str(path), rule, "Measure first: airmoe bench.")
-            drawable = [_stored(file)]
+            try:
+                drawable = [read_json(file)]
+            except ValueError as error:
+                rule = f"must be JSON ({error})"
+                raise ConfigError("bench.out", str(file), rule, MEASURE_AGAIN) from error
         try:
             draw(drawable[0], path)
         except (LookupError, TypeError, AttributeError) as error:
             rule = f"must be what `airmoe bench` wrote ({type(error).__name__}: {error})"
-            raise ConfigError("bench.out", str(self.options.out), rule, "Measure again.") from error
+            raise ConfigError("bench.out", str(self.options.out), rule, MEASURE_AGAIN) from error
         self._say(f"figure: {path}")
 
     def _say(self, text: str, style: str = "default") -> None:
         self.console.print(
             visible(text), style=style, markup=False, highlight=False, soft_wrap=True
         )
-
-
-def _stored(file: Path) -> dict[str, Any]:
-    try:
-        return read_json(file)
-    except ValueError as error:
-        rule = f"must be JSON ({error})"
-        raise ConfigError("bench.out", str(file), rule, "Measure again: airmoe bench.") from error
 
 
 def _summary(result: Result) -> str:
@@ -278,31 +272,20 @@ def _summary(result: Result) -> str:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    if device.type != "cuda":
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
         return {
-            "name": _processor(),
-            "threads": torch.get_num_threads(),
-            "cores": os.cpu_count(),
-            "load_average": os.getloadavg(),
+            "name": found.name,
+            "memory_bytes": found.total_memory,
+            "capability": f"{found.major}.{found.minor}",
+            "multiprocessors": found.multi_processor_count,
         }
-    found = torch.cuda.get_device_properties(device)
-    return {
-        "name": found.name,
-        "memory_bytes": found.total_memory,
-        "capability": f"{found.major}.{found.minor}",
-        "multiprocessors": found.multi_processor_count,
-    }
-
-
-def _processor() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "CPU"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+    text = info.read_text(encoding="utf-8") if info.exists() else ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return {
+        "name": model[1].strip() if model else platform.processor() or "CPU",
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+    }

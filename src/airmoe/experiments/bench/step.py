@@ -22,7 +22,14 @@ from torch import Tensor
 from airmoe.data import BlockDataset, open_prepared
 from airmoe.errors import ConfigError
 from airmoe.experiments.bench.measure import Result, guarded
-from airmoe.experiments.bench.timing import Limits, Step, Timer, peak_bytes, sample
+from airmoe.experiments.bench.timing import (
+    Limits,
+    Step,
+    Timer,
+    action_in_graph,
+    peak_bytes,
+    sample,
+)
 from airmoe.kernels.backend import backend_for
 from airmoe.metrics.usage import codeword_usage
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM, model_size
@@ -70,10 +77,6 @@ class Way:
     dense: bool = False  # the same model with a plain layer: what is left is the mixture's time
 
     @property
-    def gpu_only(self) -> bool:
-        return self.compiled or self.captured
-
-    @property
     def role(self) -> str:
         return "dense" if self.dense else "air"
 
@@ -118,31 +121,20 @@ class TrainingStep:
         )
         if not way.dense:
             track_optimizer(self.model, self.optimizer)
-        batches = _random_batches(shape) if text is None else _text_batches(shape, text)
-        self.batches = [batch.to(timer.device) for batch in batches]
+        self.batches = [batch.to(timer.device) for batch in _batches(shape, text)]
         self.losses: list[Tensor] = []
 
     def capture(self) -> Step:
         """The step as one graph. Parameters have changed since the lists were built, so that the
         refresh is in the graph, as it must be."""
-        ids = self.batches[0].clone()
-        batches, self.batches = self.batches, [ids]
-        stream = torch.cuda.Stream(self.timer.device)
-        stream.wait_stream(torch.cuda.current_stream(self.timer.device))
-        with torch.cuda.stream(stream):
-            self(0)
-        torch.cuda.current_stream(self.timer.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        before = len(self.losses)
-        with torch.cuda.graph(graph):
-            self._run(ids)
-        (loss,) = self.losses[before:]
-        del self.losses[before:]
+        batches, ids = self.batches, self.batches[0].clone()
+        replay = action_in_graph(self.timer, lambda: self._run(ids))
+        loss = self.losses.pop()  # that of the graph
 
         def step(number: int) -> Sequence[Any]:
             ids.copy_(batches[number % len(batches)])
             marks = [self.timer.mark()]
-            graph.replay()
+            replay()
             marks.append(self.timer.mark())
             self.losses.append(loss.clone())
             return marks
@@ -168,9 +160,15 @@ class TrainingStep:
         return marks
 
 
-def _random_batches(shape: StepShape) -> list[Tensor]:
-    size = (shape.num_sequences, shape.block_size)
-    return [torch.randint(shape.vocab_size, size) for _ in range(NUM_BATCHES)]
+def _batches(shape: StepShape, text: BlockDataset | None) -> Sequence[Tensor]:
+    """Random tokens, or a permutation of the text's blocks."""
+    if text is None:
+        size = (shape.num_sequences, shape.block_size)
+        return [torch.randint(shape.vocab_size, size) for _ in range(NUM_BATCHES)]
+    count = min(TEXT_STEPS, len(text) // shape.num_sequences)
+    order = torch.randperm(len(text))[: count * shape.num_sequences].tolist()
+    blocks = torch.stack([text[index]["input_ids"] for index in order])
+    return blocks.split(shape.num_sequences)
 
 
 def open_text(folder: Path, shape: StepShape) -> BlockDataset:
@@ -187,68 +185,59 @@ def open_text(folder: Path, shape: StepShape) -> BlockDataset:
     return blocks
 
 
-def _text_batches(shape: StepShape, text: BlockDataset) -> list[Tensor]:
-    count = min(TEXT_STEPS, len(text) // shape.num_sequences)
-    order = torch.randperm(len(text))[: count * shape.num_sequences].tolist()
-    blocks = torch.stack([text[index]["input_ids"] for index in order])
-    return list(blocks.split(shape.num_sequences))
+@dataclass(frozen=True)
+class StepRun:
+    """What the ways share."""
+
+    shape: StepShape
+    timer: Timer
+    limits: Limits
+    seed: int
+    text: BlockDataset | None = None
+    activations: Path | None = None  # written by the way `eager`
 
 
-def measure_step(
-    way: Way,
-    shape: StepShape,
-    timer: Timer,
-    limits: Limits,
-    seed: int,
-    text: BlockDataset | None = None,
-    activations: Path | None = None,
-) -> Result:
+def measure_step(way: Way, run: StepRun) -> Result:
     """Tokens per second of one way; a step that learns nothing gets no time."""
     result = Result(way.key, way.name, way.role)
-    if way.gpu_only and not timer.on_gpu:
+    if (way.compiled or way.captured) and not run.timer.on_gpu:
         result.status, result.reason = "skipped", "measured on a GPU only"
         return result
 
     def attempt() -> None:
-        step = TrainingStep(shape, way, timer, seed, text)
-        _measure(step, shape, limits, result, captured=way.captured)
-        if activations is not None:
-            write_activations(step, activations)
+        step = TrainingStep(run.shape, way, run.timer, run.seed, run.text)
+        _measure(step, run, result, captured=way.captured)
+        if run.activations is not None and way.key == "eager":
+            write_activations(step, run.activations)
 
     return guarded(result, attempt)
 
 
-def _measure(
-    step: TrainingStep, shape: StepShape, limits: Limits, result: Result, *, captured: bool
-) -> None:
-    result.backend = backend_for(step.timer.device, torch.bfloat16)
+def _measure(step: TrainingStep, run: StepRun, result: Result, *, captured: bool) -> None:
+    result.backend = backend_for(run.timer.device, torch.bfloat16)
     result.parameter_bytes = sum(parameter.nbytes for parameter in step.model.parameters())
-    rounds = max(WARMUP_STEPS, len(step.batches))
     for number in range(WARMUP_STEPS):
         step(number)
-    result.peak_bytes = peak_bytes(step.timer, lambda: step(0))
+    result.peak_bytes = peak_bytes(run.timer, lambda: step(0))
     result.captured = captured
-    run = step.capture() if captured else step
-    laps = sample(step.timer, run, limits, warmup=rounds)
+    timed = step.capture() if captured else step
+    laps = sample(run.timer, timed, run.limits, warmup=max(WARMUP_STEPS, len(step.batches)))
     losses = torch.stack(step.losses).tolist()
-    if not (all(math.isfinite(loss) for loss in losses) and losses[-1] < losses[0]):
+    first, last = losses[0], losses[-1]
+    if not (all(map(math.isfinite, losses)) and last < first):
         result.status = "wrong"
-        result.reason = (
-            f"the loss goes from {losses[0]:.2f} to {losses[-1]:.2f}: nothing is learned"
-        )
+        result.reason = f"the loss goes from {first:.2f} to {last:.2f}: nothing is learned"
         return
     result.total_ms = [sum(lap) for lap in laps]
     if not captured:
-        result.forward_ms = [lap[0] for lap in laps]
-        result.apart_ms = {
-            "backward": [lap[1] for lap in laps],
-            "clipping and optimizer": [lap[2] for lap in laps],
-        }
+        result.forward_ms, backward, optimizer = ([lap[n] for lap in laps] for n in range(3))
+        result.apart_ms = {"backward": backward, "clipping and optimizer": optimizer}
+    num_tokens = run.shape.num_tokens
     result.work = {
-        "num_tokens": shape.num_tokens,
-        "tokens_per_second": [1e3 * shape.num_tokens / ms for ms in result.total_ms],
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
+        "num_tokens": num_tokens,
+        "tokens_per_second": [1e3 * num_tokens / ms for ms in result.total_ms],
+        "first_loss": first,
+        "last_loss": last,
     }
     for router in step.model.modules():
         if isinstance(router, AirRouter):

@@ -43,8 +43,7 @@ from airmoe.experiments.bench.timing import Ceilings, Limits, Step, Timer
 
 SPIN_SETTING, SPIN_COUNT = "GOMP_SPINCOUNT", "20000"
 LIMITS = Limits(seconds=10.0, least=3, most_seconds=40.0)
-
-
+STATUS = Path("/proc/self/status")
 Ask = Callable[..., Any]  # name of a method and its arguments -> what it returns
 
 
@@ -85,7 +84,8 @@ class Subject:
         return guarded(self.result, attempt)
 
     def turn(self, number: int) -> Turn:
-        _reset_peak()  # no garbage collection here: whoever leaves cycles behind pays for them
+        if STATUS.exists():  # no garbage collection here: who leaves cycles behind pays for them
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         with backend(self.entry, self.setting.inputs):
             marks = self.step(number)
         return Turn(self.setting.timer.laps(marks), _status_bytes("VmHWM") - self.resident)
@@ -204,14 +204,6 @@ def _return_free_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
-
-
-STATUS = Path("/proc/self/status")
-
-
-def _reset_peak() -> None:
-    if STATUS.exists():
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _status_bytes(key: str) -> int:
