@@ -15,12 +15,6 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 Form = Literal["swiglu", "gelu"]
 Phase = Literal["training", "decoding"]
 
-DTYPES: dict[Dtype, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -39,7 +33,7 @@ class Shape:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        return getattr(torch, self.dtype)
 
     @property
     def num_coarse_experts(self) -> int:
@@ -74,27 +68,21 @@ class Shape:
         return TopKRouter.Config(dim=self.dim, num_experts=self.num_coarse_experts, top_k=1)
 
     def hierarchical(self) -> HierarchicalRouter.Config:
-        if self.num_selected_clusters is None:
-            raise ConfigError(
-                "bench.shape",
-                str(self),
-                "clusters of E / G experts do not add up to M candidates",
-                "Make E / G a divisor of M.",
-            )
+        selected = self.num_selected_clusters
+        if selected is None:
+            rule = "clusters of E / G experts do not add up to M candidates"
+            raise ConfigError("bench.shape", str(self), rule, "Make E / G a divisor of M.")
         return HierarchicalRouter.Config(
             dim=self.dim,
             num_experts=self.num_experts,
             top_k=self.top_k,
             num_clusters=self.num_codewords,
-            num_selected_clusters=self.num_selected_clusters,
+            num_selected_clusters=selected,
         )
 
     def peer(self) -> PeerRouter.Config:
         return PeerRouter.Config(
-            dim=self.dim,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            num_heads=self.num_heads,
+            dim=self.dim, num_experts=self.num_experts, top_k=self.top_k, num_heads=self.num_heads
         )
 
     def __str__(self) -> str:
@@ -116,18 +104,8 @@ class Case:
     device: Literal["gpu", "cpu"] = "gpu"
 
 
-ALL = (
-    "air-triton",
-    "air-reference",
-    "coarse",
-    "hierarchical",
-    "exact",
-    "peer",
-    "exact-gathered",
-    "peer-gathered",
-    "listing",
-)
 OURS = ("air-triton", "coarse", "hierarchical", "exact", "peer")
+ALL = (OURS[0], "air-reference", *OURS[1:], "exact-gathered", "peer-gathered", "listing")
 ON_CPU = ("air", "listing", "peer-pytorch", "air-balanced", "peer", "hierarchical", "exact")
 PAPER = Shape()
 CPU = Shape(

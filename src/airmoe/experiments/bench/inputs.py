@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -105,10 +105,10 @@ def make_inputs(
     cotangent = cotangent.to(shape.torch_dtype)
     if captured is not None and shape.cells == "captured":
         return _captured_inputs(shape, seed, captured, cotangent)
-    if shape.cells == "topics":
-        centres = _topics(shape, generator)
-    else:
-        centres = _directions(shape.num_codewords, shape.dim, generator)
+    centres = _directions(shape.num_codewords, shape.dim, generator)
+    if shape.cells == "topics":  # in families of four, as many families as codewords: [4 G, D]
+        children = _directions(4 * shape.num_codewords, shape.dim, generator)
+        centres = F.normalize(centres.repeat_interleave(4, 0) + 0.4 * children, dim=-1)
     shares = popularity(shape.cells, len(centres)).to(device)
     shares = shares[torch.randperm(len(centres), generator=generator, device=device)]
 
@@ -122,20 +122,13 @@ def make_inputs(
     batches = [draw() for _ in range(NUM_BATCHES)]
     codewords = centres
     if shape.cells == "topics":
-        codewords = _learned_codewords(shape, seed, (draw() for _ in range(CODEBOOK_UPDATES)))
+        codewords = _learned_codewords(shape, seed, device, lambda _: draw())
     return Inputs(shape, seed, batches, cotangent, codewords)
 
 
 def _directions(count: int, dim: int, generator: torch.Generator) -> Tensor:
     drawn = torch.randn(count, dim, generator=generator, device=generator.device)
     return F.normalize(drawn, dim=-1)
-
-
-def _topics(shape: Shape, generator: torch.Generator) -> Tensor:
-    """Directions in families of four, as many families as codewords: [4 G, D]."""
-    parents = _directions(shape.num_codewords, shape.dim, generator)
-    children = _directions(4 * shape.num_codewords, shape.dim, generator)
-    return F.normalize(parents.repeat_interleave(4, 0) + 0.4 * children, dim=-1)
 
 
 def popularity(cells: CellSizes, count: int) -> Tensor:
@@ -159,30 +152,26 @@ def _captured_inputs(shape: Shape, seed: int, captured: Captured, cotangent: Ten
     device = cotangent.device
     rows = captured.hidden.to(device, shape.torch_dtype)
     stride = max(1, rows.shape[0] // NUM_BATCHES)
-    batches = [
-        rows.roll(-number * stride, 0)[: shape.num_tokens].contiguous()
-        for number in range(NUM_BATCHES)
-    ]
+    starts = [number * stride for number in range(NUM_BATCHES)]
+    batches = [rows.roll(-start, 0)[: shape.num_tokens].contiguous() for start in starts]
     if captured.codewords is not None:
         codewords = F.normalize(captured.codewords.to(device, torch.float32), dim=-1)
     else:
-        seen = (batches[number % NUM_BATCHES] for number in range(CODEBOOK_UPDATES))
-        codewords = _learned_codewords(shape, seed, seen)
+        codewords = _learned_codewords(shape, seed, device, lambda n: batches[n % NUM_BATCHES])
     centroids = captured.centroids
     if centroids is not None:
         centroids = centroids.to(device, shape.torch_dtype)
     return Inputs(shape, seed, batches, cotangent, codewords, centroids)
 
 
-def _learned_codewords(shape: Shape, seed: int, batches: Iterable[Tensor]) -> Tensor:
-    codebook = None
-    for batch in batches:
-        if codebook is None:
-            torch.manual_seed(seed)
-            with torch.device(batch.device):
-                codebook = Codebook(shape.num_codewords, shape.dim)
-        codebook.update(batch)
-    assert codebook is not None
+def _learned_codewords(
+    shape: Shape, seed: int, device: torch.device, batch: Callable[[int], Tensor]
+) -> Tensor:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        codebook = Codebook(shape.num_codewords, shape.dim)
+    for number in range(CODEBOOK_UPDATES):
+        codebook.update(batch(number))
     return codebook.codewords.clone()
 
 

@@ -19,8 +19,6 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -47,14 +45,6 @@ STATUS = Path("/proc/self/status")
 Ask = Callable[..., Any]  # name of a method and its arguments -> what it returns
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One step."""
-
-    laps: list[float]  # milliseconds of forward and backward
-    peak_bytes: int  # beyond parameters and inputs
-
-
 class Subject:
     """A contender, in the process that runs it."""
 
@@ -62,87 +52,78 @@ class Subject:
     step: Step
     resident: int  # bytes before any step
 
-    def __init__(self, key: str, shape: Shape, seed: int, ceilings: Ceilings) -> None:
+    def __init__(
+        self, key: str, shape: Shape, seed: int, ceilings: Ceilings, limits: Limits
+    ) -> None:
         device = torch.device("cpu")
         inputs = make_inputs(shape, device, seed)
-        self.setting = Setting(inputs, "training", Timer(device), ceilings, LIMITS)
+        self.setting = Setting(inputs, "training", Timer(device), ceilings, limits)
         self.entry = ENTRIES[key]
         self.result = Result(key, self.entry.name, self.entry.role)
 
-    def prepare(self) -> Result:
-        """Build and check."""
+    def prepare(self) -> int:
+        """Build, check and warm up; how many turns it should get."""
+        self._attempt(self._prepare)
+        if self.result.status != "timed":
+            return 0
+        return self.setting.limits.count(sum(self._run(0)) / 1e3)
 
+    def turn(self, number: int) -> None:
+        """One step that counts."""
+        self.result.add([self._run(number)])
+        used = _status_bytes("VmHWM") - self.resident
+        self.result.peak_bytes = max(self.result.peak_bytes or 0, used)
+
+    def finish(self) -> Result:
+        if self.result.status == "timed":
+            self._attempt(lambda: time_apart(self.contender, self.setting, self.result))
+        return self.result
+
+    def _attempt(self, action: Callable[[], None]) -> None:
         def attempt() -> None:
             with backend(self.entry, self.setting.inputs) as self.result.backend:
-                contender = build_and_check(self.entry, self.setting, self.result)
-            if contender is not None:
-                self.contender = contender
-                self.step = training_step(contender, self.setting, parts=1)
-                _return_free_memory()
-                self.resident = _status_bytes("VmRSS")
+                action()
 
-        return guarded(self.result, attempt)
+        guarded(self.result, attempt)
 
-    def turn(self, number: int) -> Turn:
+    def _prepare(self) -> None:
+        contender = build_and_check(self.entry, self.setting, self.result)
+        if contender is not None:
+            self.contender = contender
+            self.step = training_step(contender, self.setting, parts=1)
+            _return_free_memory()
+            self.resident = _status_bytes("VmRSS")
+
+    def _run(self, number: int) -> list[float]:
+        """Milliseconds of forward and backward."""
         if STATUS.exists():  # no garbage collection here: who leaves cycles behind pays for them
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         with backend(self.entry, self.setting.inputs):
-            marks = self.step(number)
-        return Turn(self.setting.timer.laps(marks), _status_bytes("VmHWM") - self.resident)
-
-    def apart(self) -> dict[str, list[float]]:
-        with backend(self.entry, self.setting.inputs):
-            time_apart(self.contender, self.setting, self.result)
-        return self.result.apart_ms
-
-
-@dataclass
-class Place:
-    """A contender as the process sees it that gives the turns."""
-
-    result: Result
-    ask: Ask
-    limits: Limits
-    turns: int = 0
-
-    def prepare(self) -> None:
-        vars(self.result).update(vars(self.ask("prepare")))
-        if self.result.status == "timed":
-            warm_up: Turn = self.ask("turn", 0)
-            self.turns = self.limits.count(sum(warm_up.laps) / 1e3)
-
-    def turn(self, number: int) -> None:
-        if self.result.status == "timed" and number <= self.turns:
-            found: Turn = self.ask("turn", number)
-            self.result.add([found.laps])
-            self.result.peak_bytes = max(self.result.peak_bytes or 0, found.peak_bytes)
-
-    def finish(self) -> None:
-        if self.result.status == "timed":
-            self.result.apart_ms = self.ask("apart")
+            return self.setting.timer.laps(self.step(number))
 
 
 def measure_in_turns(
     keys: Sequence[str], shape: Shape, seed: int, ceilings: Ceilings, limits: Limits
 ) -> list[Result]:
     """Build, check and time contenders side by side."""
+    given = (shape, seed, ceilings, limits)
+    results = {key: Result(key, ENTRIES[key].name, ENTRIES[key].role) for key in keys}
     with ExitStack() as stack:
-        places = [
-            Place(
-                Result(key, ENTRIES[key].name, ENTRIES[key].role),
-                stack.enter_context(own_process(Subject, key, shape, seed, ceilings)),
-                limits,
-            )
-            for key in keys
-        ]
-        for place in places:
-            guarded(place.result, place.prepare)
-        for number in range(1, 1 + max(place.turns for place in places)):
-            for place in places[:: -1 if number % 2 else 1]:
-                guarded(place.result, partial(place.turn, number))
-        for place in places:
-            guarded(place.result, place.finish)
-    return [place.result for place in places]
+        subjects = {key: stack.enter_context(own_process(Subject, key, *given)) for key in keys}
+
+        def ask(key: str, method: str, *arguments: Any) -> Any:
+            """None from a contender whose process ended: that is its result."""
+            found = []
+            if results[key].status == "timed":
+                guarded(results[key], lambda: found.append(subjects[key](method, *arguments)))
+            return found[0] if found else None
+
+        turns = {key: ask(key, "prepare") or 0 for key in keys}
+        for number in range(1, 1 + max(turns.values())):
+            for key in keys[:: -1 if number % 2 else 1]:
+                if number <= turns[key]:
+                    ask(key, "turn", number)
+        return [ask(key, "finish") or results[key] for key in keys]
 
 
 @contextmanager
