@@ -167,15 +167,6 @@ def test_wrong_state_is_found(
     assert result.status == "wrong" and complaint in result.reason
 
 
-def test_a_right_one_gets_its_times() -> None:
-    result = measured(Listing)
-    assert result.status == "timed", result.reason
-    (forward,), (total,) = result.forward_ms, result.total_ms
-    assert 0 < forward < total
-    assert result.as_json()["median"] == {"forward_ms": forward, "total_ms": total}
-    assert result.backend == "plain PyTorch"
-
-
 class Greedy(Listing):
     """Has memory for half of the batch only."""
 
@@ -191,21 +182,19 @@ class Greedy(Listing):
         return super().answer(hidden)
 
 
-def test_out_of_memory_is_a_result() -> None:
-    result = measured(Greedy, "reference")
-    assert result.status == "out of memory"
-    assert result.reason == "out of memory, needs about 64 GiB"
-    assert result.parts == 1
-
-
-def test_plain_layers_are_run_in_parts_if_they_must() -> None:
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_only_plain_layers_are_run_in_parts(backend: Any) -> None:
     Greedy.seen.clear()
-    result = measured(Greedy)
-    assert result.status == "timed", result.reason
-    assert result.parts == 2
-    assert result.reason == "in one part out of memory, needs about 64 GiB"
+    result, lack = measured(Greedy, backend), "out of memory, needs about 64 GiB"
+    if backend is not None:
+        assert (result.status, result.reason, result.parts) == ("out of memory", lack, 1)
+        return
+    assert (result.status, result.parts, result.backend) == ("timed", 2, "plain PyTorch")
+    assert result.reason == f"in one part {lack}"
     assert set(Greedy.seen) == {SMALL.num_tokens // 2}
-    assert len(result.total_ms) == 1 and result.forward_ms[0] < result.total_ms[0]
+    (forward,), (total,) = result.forward_ms, result.total_ms
+    assert 0 < forward < total
+    assert result.as_json()["median"] == {"forward_ms": forward, "total_ms": total}
 
 
 def test_a_crash_is_a_result() -> None:

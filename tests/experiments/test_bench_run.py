@@ -95,12 +95,15 @@ def test_cases_of_a_cpu_and_a_swapped_router(tmp_path: Path) -> None:
     assert float(cells[7]) == pytest.approx(float(cells[6]) / float(cells[5]), rel=0.1)
 
 
-def test_full_sizes_on_a_cpu_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("status", ["wrong", "failed"])
+def test_full_sizes_on_a_cpu_take_turns_and_a_wrong_one_fails_the_command(
+    status: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def turns(keys: list[str], shape: Shape, *_: Any) -> list[Result]:
         asked.append((keys, shape))
-        return [Result(key, ENTRIES[key].name, "air", "failed", "no memory") for key in keys]
+        return [Result(key, ENTRIES[key].name, "air", status, "no memory") for key in keys]
 
     monkeypatch.setattr(bench, "measure_in_turns", turns)
     console = Console(record=True, width=120)
@@ -108,7 +111,7 @@ def test_full_sizes_on_a_cpu_take_turns(tmp_path: Path, monkeypatch: pytest.Monk
     assert not bench.Bench(options, console).run()
     assert asked == [(["air", "air-16-times"], CASES["cpu-growth"].shape)]
     assert load(tmp_path / "cpu-growth.json")["complete"]
-    assert "AIR, 16 E: failed: no memory" in console.export_text()
+    assert f"AIR, 16 E: {status}: no memory" in console.export_text()
 
 
 def test_scaling_and_decoding_of_one(tmp_path: Path) -> None:
@@ -142,18 +145,6 @@ def test_captured_states(tmp_path: Path) -> None:
     assert content["results"][0]["status"] == "timed"
 
 
-def test_training_steps(tmp_path: Path) -> None:
-    outcome = bench_quickly("--step", "--only", "eager", out=tmp_path)
-    assert (outcome.code, outcome.err) == (0, ""), outcome
-    content = load(tmp_path / "step-quick-only.json")
-    (result,) = content["results"]
-    assert result["status"] == "timed"
-    speeds = [256e3 / ms for ms in result["total_ms"]]
-    assert result["work"]["tokens_per_second"] == pytest.approx(speeds)
-    assert result["work"]["last_loss"] < result["work"]["first_loss"]
-    assert f"{median(speeds):,.0f}" in outcome.out
-
-
 def test_training_steps_on_text_and_what_the_layer_was_given(tmp_path: Path) -> None:
     text, prepared = tmp_path / "text.txt", tmp_path / "prepared"
     lines = (f"{number} times {number} is {number * number}.\n\n" for number in range(600))
@@ -169,6 +160,9 @@ def test_training_steps_on_text_and_what_the_layer_was_given(tmp_path: Path) -> 
     (result,) = content["results"]
     assert result["status"] == "timed"
     assert result["work"]["last_loss"] < 4 < result["work"]["first_loss"]  # ln 512 = 6.2
+    speeds = [256e3 / ms for ms in result["total_ms"]]
+    assert result["work"]["tokens_per_second"] == pytest.approx(speeds)
+    assert f"{median(speeds):,.0f}" in outcome.out
     assert result["work"]["codeword_perplexity"] > 1.5
     given = ("paper-captured", "--activations", states, "--only", "air-reference")
     outcome = bench_quickly(*given, out=tmp_path / "out")
@@ -192,14 +186,19 @@ def test_a_captured_step_has_no_parts_to_show(
     assert "one CUDA graph: in all 21 ms" in shown and "1,000" in shown
 
 
-def test_a_step_learns_and_one_that_does_not_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    timer = Timer(best_device())
-    training = step.TrainingStep(step.TOY, step.WAYS["eager"], timer, seed=0)
-    before = training.model.model.embed_tokens.weight.detach().clone()
+@pytest.mark.parametrize("key", ["eager", "dense"])
+def test_a_step_learns(key: str) -> None:
+    way = replace(step.WAYS[key], compiled=False, captured=False)
+    training = step.TrainingStep(step.TOY, way, Timer(best_device()), seed=0)
+    has_experts = any(isinstance(part, MoELayer) for part in training.model.modules())
+    assert (way.role, has_experts) == (("dense", False) if key == "dense" else ("air", True))
     for number in range(12):
         assert len(training(number)) == 4
     assert training.losses[-1] < training.losses[0]
-    assert not torch.equal(before, training.model.model.embed_tokens.weight)
+
+
+def test_a_step_that_does_not_learn_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = Timer(best_device())
 
     def stuck(self: step.TrainingStep, _number: int) -> list[Any]:
         self.losses.append(torch.tensor(math.nan if len(self.losses) == 3 else 5.0))
@@ -210,20 +209,6 @@ def test_a_step_learns_and_one_that_does_not_gets_no_time(monkeypatch: pytest.Mo
     result = step.measure_step(step.WAYS["eager"], run)
     assert result.status == "wrong" and "nothing is learned" in result.reason
     assert not result.total_ms
-
-
-def test_the_dense_step_has_no_experts_and_promises_nothing() -> None:
-    timer = Timer(best_device())
-    eager = replace(step.WAYS["dense"], compiled=False, captured=False)
-    training = step.TrainingStep(step.TOY, eager, timer, seed=0)
-    assert not any(isinstance(part, MoELayer) for part in training.model.modules())
-    for number in range(12):
-        training(number)
-    assert training.losses[-1] < training.losses[0]
-    assert {name: way.role for name, way in step.WAYS.items()} == {
-        **dict.fromkeys(["eager", "compiled", "graph", "compiled-graph"], "air"),
-        "dense": "dense",
-    }
 
 
 def test_a_killed_run_keeps_what_it_measured(
@@ -246,16 +231,6 @@ def test_a_killed_run_keeps_what_it_measured(
     assert [result["key"] for result in content["results"]] == ["air-triton", "air-reference"]
 
 
-def test_a_wrong_contender_makes_the_command_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wrong = Result("coarse", "coarse", "coarse", status="wrong", reason="output: error 1")
-    monkeypatch.setattr(bench, "measure", lambda *_: wrong)
-    options = bench.Options(quick=True, only=("coarse",), out=tmp_path)
-    assert not bench.Bench(options, Console(quiet=True)).run()
-    assert load(tmp_path / "paper-quick-only.json")["results"][0]["status"] == "wrong"
-
-
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
@@ -264,6 +239,7 @@ def test_a_wrong_contender_makes_the_command_fail(
         (["--only", "eager"], "bench.only: got 'eager', is in none of the cases"),
         (["--decode", "--only", "listing"], "bench.only: got 'listing', is in none"),
         (["--repeats", "0"], "bench.repeats: got 0"),
+        (["--figure", "a.txt"], "bench.figure: got 'a.txt', must end in .svg, .png or .pdf"),
         (["--data", "text"], "bench.data: got 'text', is for whole training steps"),
         (["--capture", "file"], "bench.capture: got 'file', is for whole training steps"),
         (["--step", "--only", "graph", "--capture", "file"], "bench.capture: got 'file'"),
@@ -352,11 +328,6 @@ def test_a_figure_of_stored_results_measures_nothing(tmp_path: Path) -> None:
     outcome = airmoe(*arguments, cwd=tmp_path)
     assert (outcome.code, outcome.out) == (0, "figure: speed.svg\n"), outcome
     assert (tmp_path / "speed.svg").exists()
-
-
-def test_a_figure_of_no_known_kind_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    outcome = airmoe("bench", "--figure", "speed.txt", cwd=tmp_path)
-    assert_one_line(outcome, 2, "bench.figure: got 'speed.txt', must end in .svg, .png or .pdf")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"phase": 7}', "[" * 5000])

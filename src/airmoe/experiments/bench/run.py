@@ -35,6 +35,7 @@ from airmoe.training.run_folder import git_state, versions
 FORMAT = 1
 SEED = 0
 FIGURES = (".svg", ".png", ".pdf", "")  # "": PNG
+NO_CASE = "is in none of the cases"
 MEASURE_AGAIN = "Measure again: airmoe bench."
 QUICK_SCALING = (16_384, 65_536, 262_144)  # experts of the full size
 
@@ -74,7 +75,7 @@ class Options:
         eager = "eager" in self.wanted(steps.WAYS)
         of_steps = ("is for whole training steps", "Add --step.")
         for name, value, fine, rule, remedy in (
-            ("only", self.only, self.wanted(offered), "is in none of the cases", "Name another."),
+            ("only", self.only, self.wanted(offered), NO_CASE, "Name another case."),
             ("data", self.data, self.step, *of_steps),
             ("capture", self.capture, self.step, *of_steps),
             ("capture", self.capture, eager, "is written by the way `eager`", "Add --only eager."),
