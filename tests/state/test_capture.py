@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 import airmoe
 from airmoe.kernels.backend import use_backend
+from airmoe.training import capture
+from airmoe.training.capture import CapturedSteps
 from tests.state.common import CASES, assert_same, batch, build_layer, snapshot
 
 # -- without a GPU: tensors on the meta device have no values to read --------------------------
@@ -101,6 +104,48 @@ def test_the_device_knows_whether_a_codebook_has_started(
         blind.update(hidden, mask)
         assert_same(snapshot(blind), snapshot(codebook), f"{kind}, batch {index}")
     assert bool(blind.initialized)
+
+
+@pytest.mark.parametrize(
+    ("refresh_every", "graphs"),
+    [(1, ["lists", "nothing"]), (3, ["lists", "nothing", "norms"])],
+)
+def test_there_is_one_graph_for_each_answer_to_what_is_due(
+    refresh_every: int, graphs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for each step, nor anew after an evaluation."""
+    layer = build_layer("air", refresh_every=refresh_every)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    airmoe.track_optimizer(layer, optimizer)
+
+    def step(inputs: dict[str, Tensor]) -> Tensor:
+        loss = layer(inputs["hidden"]).sum()
+        loss.backward()
+        return loss.detach()
+
+    captures, due_at = [], []
+
+    def capture_by_running(self: Any) -> Any:
+        captures.append(self._due()[0])
+        return SimpleNamespace(
+            loss=step(self._inputs), due=self._due(), graph=SimpleNamespace(replay=lambda: None)
+        )
+
+    monkeypatch.setattr(CapturedSteps, "_capture", capture_by_running)
+    monkeypatch.setattr(capture, "PLAIN_STEPS", 0)
+    steps = CapturedSteps(layer, step)
+    for index in range(14):
+        due_at.append(layer.router.lists_due)
+        steps.run({"hidden": batch(index)})
+        assert layer.router.lists_due == "nothing"
+        if index % 2:
+            optimizer.step()
+            with torch.no_grad():
+                layer.eval()(batch(99))
+            layer.train()
+    assert captures == graphs
+    built = [index // 2 for index, due in enumerate(due_at) if due == "lists"]
+    assert built == list(range(0, 7, refresh_every))
 
 
 # -- on a GPU ----------------------------------------------------------------------------------
