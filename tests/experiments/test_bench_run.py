@@ -235,6 +235,7 @@ def test_a_killed_run_keeps_what_it_measured(
     ("arguments", "part"),
     [
         (["paper-7"], "bench.case: got 'paper-7', must be one of paper, paper-16k"),
+        (["paper-7"], "Or use --step, --decode, --scaling, --swapped."),
         (["--only", "nobody"], "bench.only: got 'nobody', must be one of air-triton"),
         (["--only", "eager"], "bench.only: got 'eager', is in none of the cases"),
         (["--decode", "--only", "listing"], "bench.only: got 'listing', is in none"),

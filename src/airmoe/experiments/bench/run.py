@@ -62,7 +62,7 @@ class Options:
         """Raise about the first mistake."""
         known = (*ENTRIES, *steps.WAYS)
         for name, values, names, remedy in (
-            ("case", self.cases, CASES, "Or use --step, --decode, --scaling."),
+            ("case", self.cases, CASES, "Or use --step, --decode, --scaling, --swapped."),
             ("only", self.only, known, "Choose one of these."),
         ):
             for value in values:
