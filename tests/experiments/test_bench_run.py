@@ -239,6 +239,7 @@ def test_a_killed_run_keeps_what_it_measured(
         (["--only", "nobody"], "bench.only: got 'nobody', must be one of air-triton"),
         (["--only", "eager"], "bench.only: got 'eager', is in none of the cases"),
         (["--decode", "--only", "listing"], "bench.only: got 'listing', is in none"),
+        (["--swapped", "--figure", "f.svg"], "bench.figure: got 'f.svg', is drawn from"),
         (["--repeats", "0"], "bench.repeats: got 0"),
         (["--figure", "a.txt"], "bench.figure: got 'a.txt', must end in .svg, .png or .pdf"),
         (["--data", "text"], "bench.data: got 'text', is for whole training steps"),

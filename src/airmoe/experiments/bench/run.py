@@ -86,6 +86,8 @@ class Options:
         if self.figure is not None and self.figure.suffix not in FIGURES:
             rule = "must end in .svg, .png or .pdf"
             raise ConfigError("bench.figure", str(self.figure), rule, "Rename it.")
+        if self.figure is not None and not cases:
+            self.stored_paper()
         if self.repeats < 1:
             raise ConfigError("bench.repeats", self.repeats, "must be >= 1", "Give 1 or more.")
         needs_gpu = self.step or any(case.device == "gpu" for case in cases)
@@ -97,6 +99,16 @@ class Options:
     def wanted(self, keys: Iterable[str]) -> list[str]:
         """Those of them that `--only` leaves."""
         return [key for key in keys if not self.only or key in self.only]
+
+    def stored_paper(self) -> Path:
+        """The stored results that a figure shows where no case is measured."""
+        file = self.out / "paper.json"
+        if not file.is_file():
+            rule = f"is drawn from {file}, which is not there"
+            raise ConfigError(
+                "bench.figure", str(self.figure), rule, "Measure first: airmoe bench."
+            )
+        return file
 
     def all_cases(self) -> list[Case]:
         """In the order of the command line; the paper's where nothing was asked for."""
@@ -240,10 +252,7 @@ class Bench:
         """Of the first case that was measured, or else of the stored results of the paper's."""
         drawable = [content for content in contents if content["phase"] != "step"]
         if not drawable:
-            file = self.options.out / "paper.json"
-            if not file.is_file():
-                rule = f"is drawn from {file}, which is not there"
-                raise ConfigError("bench.figure", str(path), rule, "Measure first: airmoe bench.")
+            file = self.options.stored_paper()
             try:
                 drawable = [read_json(file)]
             except ValueError as error:
