@@ -92,6 +92,7 @@ def seen_by(model: Any, router: nn.Module, text: Tensor) -> Tensor:
     return seen[0].reshape(-1, seen[0].shape[-1])
 
 
+@pytest.mark.slow
 def test_a_trained_model_keeps_its_experts() -> None:
     """At M = E/8 at least 3 times the overlap of random shortlists, on unseen text."""
     model, report = report_of(SIZE)

@@ -96,6 +96,7 @@ def test_checkpointing_changes_nothing(use_reentrant: bool) -> None:
     assert_same(run(model, batch()), run(swapped(), batch()))
 
 
+@pytest.mark.slow
 def test_compiled_layers_learn_the_same() -> None:
     model = dense(num_hidden_layers=1).train()
     swap_ffn(model, layers=[0], router=air())

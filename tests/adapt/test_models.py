@@ -217,6 +217,7 @@ for folder in sys.argv[1::2]:
 """
 
 
+@pytest.mark.slow
 def test_who_can_open_a_swapped_checkpoint(tmp_path: Path) -> None:
     """Auto classes refuse a type they do not know; the stock class says what it leaves out."""
     stock = {"mixtral": "MixtralForCausalLM", "llama": "LlamaForCausalLM"}

@@ -17,6 +17,7 @@ from tests.distributed.launch import run_all
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_ranks_agree_and_none_waits_for_one_with_little_text(tmp_path: Path) -> None:
     parts, single, no_logits = run_all(
         {

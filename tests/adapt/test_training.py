@@ -34,6 +34,7 @@ from tests.adapt.models import (
 from tests.state.common import checkpoint_activations
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:AirRouter is trained without"),
     pytest.mark.filterwarnings("ignore:codebook"),
 ]

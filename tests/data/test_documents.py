@@ -248,6 +248,7 @@ def test_bombs_take_little_memory(tmp_path: Path) -> None:
     assert_refused_in_little_memory(bombs, 150)
 
 
+@pytest.mark.slow
 def test_parquet_bombs_take_little_memory(tmp_path: Path) -> None:
     """A list of 20 million numbers, 20 MB of text ten times over: each in a few kB."""
     pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))

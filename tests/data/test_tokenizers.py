@@ -124,6 +124,7 @@ VARIED = [
 
 
 @needs_llama
+@pytest.mark.slow
 def test_transformers_opens_llama3_whole(tmp_path: Path) -> None:
     tokenizer = build("llama-3")
     tokenizer.save(tmp_path)

@@ -37,6 +37,7 @@ def run(name: str, *arguments: str, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_route_by_hand_agrees_with_the_library() -> None:
     output = run("route_by_hand.py")
     steps = [line.split()[0] for line in output.splitlines() if line[0].isdigit()]
@@ -68,6 +69,7 @@ def test_demo_trains_four_models_and_the_tour_opens_one(tmp_path: Path) -> None:
     shutil.rmtree(out)  # some hundred megabytes of checkpoints
 
 
+@pytest.mark.slow
 def test_the_drop_in_example_swaps_compares_and_undoes() -> None:
     output = run("drop_in.py", "--quick")
     assert "Routers swapped: AirMixtralRouter" in output

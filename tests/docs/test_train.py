@@ -52,6 +52,7 @@ def walk(blocks: list[tuple[str, str]], folder: Path) -> None:
             assert (outcome.code, outcome.err) == (0, ""), (line, outcome)
 
 
+@pytest.mark.slow
 def test_the_pages_run(walked: Path) -> None:
     assert read_log(walked / "runs" / "again" / "log.jsonl")[-1]["step"] == 20
 

@@ -87,6 +87,7 @@ def test_dense_parts_with_torch_alone() -> None:
         if weight or method != "dense"
     ],
 )
+@pytest.mark.slow
 def test_executed_products_of_the_kernels(method: str, weight: float) -> None:
     """Every product that the Triton path launches, forward and backward, to the last FLOP."""
     config = with_method(tiny_config(), method)

@@ -222,6 +222,7 @@ def test_ranks_add_up_to_one_process(ranks: dict[str, list[Any]]) -> None:
     assert "[24, 25] experts, must agree" in here[-1]["error"]
 
 
+@pytest.mark.slow
 def test_sharded_routers_are_measured_alike(ranks: dict[str, list[Any]]) -> None:
     router = build("air", normalize_centroids=False)
     for rank, found in enumerate(ranks["sharded"]):

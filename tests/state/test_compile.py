@@ -33,6 +33,7 @@ from tests.state.common import (
 )
 from tests.state.test_capture import losses
 
+pytestmark = pytest.mark.slow  # it interprets Triton kernels
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # As small as can be: interpreted kernels take their time for every expert.
 FEW: dict[str, dict[str, Any]] = {
