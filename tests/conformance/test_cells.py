@@ -83,9 +83,10 @@ def test_cells_equal_the_per_token_definition(case: Case, mode: Mode):
     assert routing.expert_counts.tolist() == oracles.expert_counts(exact, EXPERTS)
 
 
+@pytest.mark.parametrize("gradients", [True, False])  # without, small cells shrink their pools
 @pytest.mark.parametrize("expert_size", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_layer_outputs_equal_the_per_token_sum(case: Case, expert_size: int):
+def test_layer_outputs_equal_the_per_token_sum(case: Case, expert_size: int, gradients: bool):
     router = build(case).eval()
     experts = granular(num_experts=EXPERTS, dim=DIM, activation="swiglu", expert_size=expert_size)
     layer = airmoe.MoELayer(router, experts, post_norm="none").eval()
@@ -93,7 +94,8 @@ def test_layer_outputs_equal_the_per_token_sum(case: Case, expert_size: int):
         for i, parameter in enumerate(experts.parameters()):
             parameter.copy_(0.5 * tokens(parameter.numel() // DIM, DIM, 20 + i).view_as(parameter))
     hidden = 2 * tokens(TOKENS, DIM, 2)
-    output = layer(hidden.view(1, TOKENS, DIM))[0]
+    with torch.set_grad_enabled(gradients):
+        output = layer(hidden.view(1, TOKENS, DIM))[0]
     results = []
     for dtype in (torch.float64, torch.float32):
         named = {k: v.detach() for k, v in leaves(experts, dtype).items()}

@@ -13,6 +13,8 @@ from airmoe.kernels.backend import gradient, operator, own_precision, use_triton
 from airmoe.kernels.cells import CellLayout, Cells, RowAdder, nonempty_cells, row_reader
 from airmoe.kernels.token_experts import Activation, ExpertTables, activate, backward_follows
 
+FEW_ROWS = 4  # a cell with so few leaves out the experts that none of its rows chose
+
 
 @own_precision
 def cell_experts(
@@ -82,6 +84,9 @@ class _CellExperts(torch.autograd.Function):
                 weights = weights.repeat_interleave(size, dim=-1)  # [rows, neurons]
             # Experts that were not chosen add nothing, even if they overflow: act(0) is 0.
             unused = weights == 0
+            if not keep and states.shape[0] <= FEW_ROWS:  # decoding: most of the pool is not chosen
+                chosen = (~unused).any(0).nonzero().squeeze(-1)
+                pool, weights, unused = pool[chosen], weights[:, chosen], unused[:, chosen]
             part_up = (states @ read_up(pool).to(work).T).masked_fill(unused, 0)
             part_gate = None
             if read_gate is not None and pre_gate is not None:

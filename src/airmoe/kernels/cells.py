@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -311,15 +309,15 @@ def counts_per_entry(gates: Tensor, offsets: Tensor, pools: Tensor) -> Tensor:
 
 def nonempty_cells(offsets: Tensor) -> Iterator[tuple[int, slice]]:
     """(cell, its rows) for each cell that has rows. Reads the offsets, so for CPUs only."""
-    for cell, (start, stop) in enumerate(pairwise(offsets.tolist())):
-        if stop > start:
-            yield cell, slice(start, stop)
+    cells = offsets.diff().nonzero().squeeze(-1)
+    for cell, start, stop in torch.stack([cells, offsets[cells], offsets[cells + 1]], -1).tolist():
+        yield cell, slice(start, stop)
 
 
 def row_reader(table: Tensor, num_rows: int) -> Callable[[Tensor], Tensor]:
-    """A function that gives table[ids] for ids [num_rows], valid until the next call."""
+    """A function that gives table[ids] for at most `num_rows` ids, valid until the next call."""
     buffer = table.new_empty(num_rows, table.shape[1])
-    return partial(torch.index_select, table, 0, out=buffer)
+    return lambda ids: torch.index_select(table, 0, ids, out=buffer[: ids.shape[0]])
 
 
 class RowAdder:
