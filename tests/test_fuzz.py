@@ -19,8 +19,6 @@ from airmoe.data.shards import WriterState
 from airmoe.data.workspace import Progress, Workspace
 from airmoe.experiments.report import write_report
 from airmoe.experiments.report.reading import read_all
-from airmoe.experiments.suites import make_plan
-from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.files import write_json
 from airmoe.model import METHODS
 from airmoe.training import method_run
@@ -143,7 +141,7 @@ def _random_assignment(chance: random.Random) -> tuple[str, list[str], Any]:
     return f"{'.'.join(path)}={dump(value)}", path, value
 
 
-# One whole run, its data and a suite's plan; each test damages one file of them and puts it back.
+# One whole run and its data; each test damages one file of them and puts it back.
 
 
 @pytest.fixture(scope="module")
@@ -165,12 +163,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         workspace.save(Progress(manifest.recipe, 1000, manifest.tokenizer, writers=writers))
     numbers = {"step": 4, "tokens": 640, "loss": 5.5, "perplexity": 244.7}
     write_json(folder / "mine" / "test.json", numbers)
-    SuiteFolder(folder / "suite").write(SUITE)
     write_report([folder / "mine"], folder / "report", folder / "records")
     return folder
-
-
-SUITE = make_plan("main", "tiny", [], num_seeds=1)
 
 
 def read_data(folder: Path, name: str) -> object:
@@ -204,11 +198,6 @@ def read_progress(folder: Path) -> object:
 def read_test_file(folder: Path) -> object:
     """Another number is another measurement: only errors count."""
     return bool(read_test(folder / "mine" / "test.json"))
-
-
-def read_suite(folder: Path) -> object:
-    """Nothing, if the suite may go on."""
-    return SuiteFolder(folder / "suite").check(SUITE)
 
 
 def read_records(folder: Path) -> object:
@@ -246,7 +235,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "owned/tokenizer/special_tokens_map.json": lambda made: read_data(made, "owned"),
     "half.partial/progress.json": read_progress,
     "report/report.json": lambda made: _without_problems([made / "report" / "report.json"]),
-    "suite/suite.json": read_suite,
     "records/single/mine.json": read_records,
 }
 

@@ -6,12 +6,11 @@ import gc
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
-from airmoe.experiments.suites import PlannedRun, child, execution
+from airmoe.experiments.suites import PlannedRun, child, run
 from airmoe.experiments.suites.folder import SuiteFolder
 
 
@@ -19,9 +18,14 @@ class Fork:
     """What `subprocess.Popen` is to the suite: a process that runs `child.main`."""
 
     def __init__(
-        self, suite: SuiteFolder, run: PlannedRun, output: BinaryIO, modules: Sequence[str]
+        self,
+        suite: SuiteFolder,
+        run: PlannedRun,
+        output: BinaryIO,
+        modules: Sequence[str],
+        processes: int,
     ) -> None:
-        self.run = run
+        assert processes == 1
         self._ended, self._kept_open = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -63,13 +67,12 @@ class Fork:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def wait(self) -> int:
-        while True:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                return os.waitstatus_to_exitcode(status)
-            self.while_running()
-            time.sleep(0.005)
+    def poll(self) -> int | None:
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        self.while_running()
+        return None
 
     def while_running(self) -> None: ...
 
@@ -88,6 +91,7 @@ def fork_runs(
                 then(self.pid)
 
     def patch() -> None:
-        setattr(execution, "start_process", Watched)  # noqa: B010 (the type differs)
+        setattr(run, "start_process", Watched)  # noqa: B010 (the type differs)
+        run.POLL_SECONDS = 0.005
 
     return patch

@@ -1,18 +1,20 @@
-"""The folder of a suite: its plan, what may be gone on with, and what may not."""
+"""The folder of a suite and what the command shows of it; nothing is trained here."""
 
 from __future__ import annotations
 
+import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from airmoe.errors import ConfigError
-from airmoe.experiments.suites import Budget, Plan, make_plan
-from airmoe.experiments.suites.execution import _last_words
+from airmoe.experiments.suites import Plan, make_plan
 from airmoe.experiments.suites.folder import SuiteFolder
+from airmoe.experiments.suites.progress import Board, newest
+from airmoe.experiments.suites.run import _last_words
 from airmoe.training import RunConfig
 from airmoe.training.checkpoints import FORMAT
 
@@ -26,18 +28,11 @@ def open_suite(path: Path, plan: Plan) -> SuiteFolder:
 
 
 def test_the_folder_holds_the_plan(tmp_path: Path) -> None:
-    plan = make_plan("main", "tiny", ["training.log_every=10"], budget=Budget(epochs=3))
+    plan = make_plan("main", "tiny", ["training.log_every=10"])
     suite = open_suite(tmp_path / "out", plan)
     values = json.loads((tmp_path / "out" / "suite.json").read_text())
     runs = values.pop("runs")
-    assert values == {
-        "format": 1,
-        "suite": "main",
-        "preset": "tiny",
-        "budget": {"epochs": 3},
-        "seeds": [42],
-        "overrides": ["training.log_every=10"],
-    }
+    assert values == {"format": 1, "suite": "main", "preset": "tiny"}
     assert runs[1] == {
         "folder": "peer-seed42",
         "variant": "peer",
@@ -45,8 +40,6 @@ def test_the_folder_holds_the_plan(tmp_path: Path) -> None:
         "config": plan.runs[1].config.to_json(),
     }
     assert suite.config("peer-seed42") == plan.runs[1].config
-    with pytest.raises(ConfigError, match="must be a run of"):
-        suite.config("nothing")
 
 
 def test_seeds_and_methods_may_be_added_and_nothing_else(tmp_path: Path) -> None:
@@ -55,20 +48,12 @@ def test_seeds_and_methods_may_be_added_and_nothing_else(tmp_path: Path) -> None
     open_suite(out, make_plan("main", "tiny", num_seeds=2))
     more = open_suite(tmp_path / "more", make_plan("main", "tiny"))
     open_suite(more.path, make_plan("main", "tiny", also=["expert_choice"]))
-    with pytest.raises(ConfigError, match="holds another suite"):
-        open_suite(more.path, make_plan("main", "tiny"))
     before = (out / "suite.json").read_bytes()
-    assert json.loads(before)["seeds"] == [42, 43]
     others = {
-        'suite = "main" (now "ablations")': make_plan("ablations", "tiny", num_seeds=2),
-        'preset = "tiny" (now "small")': make_plan("main", "small", num_seeds=2),
-        "budget = null (now nothing), budget.tokens = nothing (now 5000)": make_plan(
-            "main", "tiny", num_seeds=2, budget=Budget(tokens=5000)
-        ),
-        "seeds [42, 43] (now [42])": make_plan("main", "tiny"),
-        "training.learning_rate = 0.002 (now 0.1)": make_plan(
-            "main", "tiny", ["training.learning_rate=0.1"], num_seeds=2
-        ),
+        "suite = 'main' (now 'ablations')": make_plan("ablations", "tiny", num_seeds=2),
+        "preset = 'tiny' (now 'small')": make_plan("main", "small", num_seeds=2),
+        "training.steps = 360 (now 9)": make_plan("main", "tiny", num_seeds=2, tokens=5000),
+        "run 'air-seed43' (now no run of it)": make_plan("main", "tiny"),
     }
     for difference, plan in others.items():
         with pytest.raises(ConfigError) as caught:
@@ -77,81 +62,125 @@ def test_seeds_and_methods_may_be_added_and_nothing_else(tmp_path: Path) -> None
     assert (out / "suite.json").read_bytes() == before
 
 
-def test_a_run_with_other_settings_is_not_touched(tmp_path: Path) -> None:
-    plan = make_plan("main", "tiny")
-    other = make_plan("main", "tiny", ["training.steps=99"]).runs[0].config
-    write_run(tmp_path / "air-seed42", other)
-    with pytest.raises(ConfigError) as caught:
-        open_suite(tmp_path, plan)
-    assert "air-seed42" in str(caught.value)
-    assert "other settings: training.steps = 99 (now 360)" in str(caught.value)
-    assert not (tmp_path / "suite.json").exists()
-    write_run(tmp_path / "air-seed42", plan.runs[0].config)
-    open_suite(tmp_path, plan)
-
-
 def write_run(path: Path, config: RunConfig) -> None:
-    path.mkdir(exist_ok=True)
+    path.mkdir()
     (path / "run.json").write_text(json.dumps({"format": FORMAT, "config": config.to_json()}))
 
 
-def test_what_a_kill_left_of_a_first_file_is_no_hindrance(tmp_path: Path) -> None:
-    plan, run = make_plan("main", "tiny"), tmp_path / "air-seed42"
-    run.mkdir()
-    (run / "run.json.draft").write_text("{")
-    assert open_suite(tmp_path, plan).state("air-seed42") == "new"
-    (run / "mine.txt").write_text("somebody's")
-    with pytest.raises(ConfigError, match="must be a new or empty folder"):
+def test_a_run_with_other_settings_is_not_touched(tmp_path: Path) -> None:
+    plan = make_plan("main", "tiny")
+    write_run(tmp_path / "air-seed42", make_plan("main", "tiny", tokens=5000).runs[0].config)
+    with pytest.raises(ConfigError, match=r"air-seed42.*other settings: training.steps = 9 .now"):
         open_suite(tmp_path, plan)
+    assert not (tmp_path / "suite.json").exists()
+    write_run(tmp_path / "single", plan.runs[0].config)
+    with pytest.raises(ConfigError, match="holds a single run"):
+        open_suite(tmp_path / "single", plan)
 
 
-def test_a_single_run_is_no_suite(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"out: .* holds a single run\. Give another --out"):
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": 2, "runs": []}'])
+def test_a_plan_that_cannot_be_read(text: str, tmp_path: Path) -> None:
+    (tmp_path / "suite.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"suite\.json.*cannot be read"):
         open_suite(tmp_path, make_plan("main", "tiny"))
-
-
-def plan_with(**fields: Any) -> str:
-    return json.dumps({"format": 1, "suite": "main", "preset": "tiny", "budget": {}, **fields})
 
 
 @pytest.mark.parametrize(
-    ("text", "part"),
+    ("printed", "code", "words"),
     [
-        ("{", "must be the plan of a suite"),
-        ("[]", "must be the plan of a suite"),
-        ('{"format": 1}', "must be the plan of a suite .'suite'"),
-        (plan_with(seeds=[[]], runs=[]), "must be the plan of a suite"),
-        (plan_with(seeds=7, runs=[]), "must be the plan of a suite"),
-        (plan_with(seeds=[], runs=[{}]), "must be the plan of a suite"),
-        (plan_with(seeds=[], runs=[7]), "must be the plan of a suite"),
-        (plan_with(seeds=[], runs=[{"folder": [], "config": {}}]), "must be the plan of a suite"),
-        (plan_with(format=2, seeds=[], runs=[]), r"suite\.format: got 2, must be 1"),
+        ("Traceback:\n  a\nAcceleratorError: bad\nHint.\n", 1, "AcceleratorError: bad"),
+        ("airmoe: the disk is full\nx.errors.ChildFailedError: \n", 1, "the disk is full"),
+        ("OutOfMemoryError: no\nx.errors.ChildFailedError: \n", 1, "OutOfMemoryError: no"),
+        ("", 3, "ended with code 3"),
+        ("step 5\n", -9, "killed by SIGKILL"),
     ],
 )
-def test_a_damaged_plan(text: str, part: str, tmp_path: Path) -> None:
-    (tmp_path / "suite.json").write_text(text)
-    with pytest.raises(ConfigError, match=part):
-        open_suite(tmp_path, make_plan("main", "tiny"))
+def test_why_a_run_failed_is_one_line(printed: str, code: int, words: str) -> None:
+    assert _last_words(printed.encode(), code) == words
 
 
-def test_two_suites_do_not_share_a_folder(tmp_path: Path) -> None:
-    with (
-        SuiteFolder(tmp_path).locked(),
-        pytest.raises(ConfigError, match=f"being worked on by process {os.getpid()} on "),
-        SuiteFolder(tmp_path).locked(),
-    ):
-        pass
-    with SuiteFolder(tmp_path).locked():
-        pass
+# -- what it shows --------------------------------------------------------------------------
 
 
-def test_of_an_error_with_many_lines_the_one_that_names_it_counts(tmp_path: Path) -> None:
-    printed = tmp_path / "run.txt"
-    printed.write_text(
-        "old\nTraceback:\n  a line\ntorch.AcceleratorError: CUDA error: bad\nHint.\n"
+def test_a_growing_log_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    assert newest(log) == {}
+    lines = [{"step": 1, "loss": 5.5, "perplexity": 9.0}, {"step": 2, "loss": 5.0}]
+    log.write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "lo')
+    assert newest(log) == {"step": 2, "loss": 5.0, "perplexity": 9.0}
+    log.write_text(json.dumps({"x": "y" * 2**16}) + "\n" + json.dumps(lines[1]) + "\n")
+    assert newest(log) == lines[1]  # of a long log the end
+
+
+def write_result(path: Path, perplexity: float, seconds: float) -> None:
+    path.mkdir(exist_ok=True)
+    evaluation = {"step": 360, "loss": 3.0, "perplexity": perplexity}
+    result = {"best": evaluation, "last": evaluation, "seconds": seconds}
+    (path / "result.json").write_text(json.dumps(result | {"tokens_per_second": 9876.5}))
+
+
+def board_of(folder: Path, **options: Any) -> tuple[Board, io.StringIO]:
+    """Of the suite `main`, in which AIR is finished."""
+    write_result(folder / "air-seed42", perplexity=20.5, seconds=100.0)
+    file = io.StringIO()
+    console = Console(file=file, **{"width": 150, **options})
+    return Board(SuiteFolder(folder), make_plan("main", "tiny").runs, 360, console), file
+
+
+def test_the_line_of_a_run(tmp_path: Path) -> None:
+    peer, (board, _) = make_plan("main", "tiny").runs[1], board_of(tmp_path)
+    # Four runs of 100 seconds to go.
+    assert board.line(peer) == "peer-seed42  step 0/360  0:01:40 left  suite 0:06:40 left"
+    (tmp_path / "peer-seed42").mkdir()
+    evaluation = {"kind": "eval", "step": 60, "loss": 4.0, "perplexity": 54.6, "seconds": 50.0}
+    train = {"kind": "train", "step": 90, "loss": 3.9, "tokens_per_second": 1234, "seconds": 60.0}
+    lines = f"{json.dumps(evaluation)}\n{json.dumps(train)}\n"
+    (tmp_path / "peer-seed42" / "log.jsonl").write_text(lines)
+    # 240 seconds in all: 180 left, and three runs of (100 + 240) / 2.
+    assert board.line(peer) == (
+        "peer-seed42  step 90/360  loss 3.900  ppl 54.60  tok/s 1,234  0:03:00 left  "
+        "suite 0:11:30 left"
     )
-    assert _last_words(printed, 0, 1) == "torch.AcceleratorError: CUDA error: bad"
-    printed.write_text("airmoe: the disk is full\n")
-    assert _last_words(printed, 0, 1) == "the disk is full"
-    assert _last_words(printed, 100, 3) == "ended with code 3"
+
+
+def test_the_lines_of_a_log_and_the_table(tmp_path: Path) -> None:
+    air, peer, *others = make_plan("main", "tiny").runs
+    board, file = board_of(tmp_path)
+    board.finished(air, "done before")
+    with board.running(peer):
+        pass
+    board.failed(peer, "killed by SIGKILL")
+    for run in others:
+        with board.running(run):
+            write_result(tmp_path / run.folder, perplexity=30.0, seconds=60.0)
+        board.finished(run)
+    board.summary()
+    lines = file.getvalue().splitlines()
+    done = "step 360/360  loss 3.000  ppl 20.50  tok/s 9,876  took 0:01:40"
+    assert lines[:4] == [
+        f"air-seed42  done before  {done}",
+        "peer-seed42  step 0/360  0:01:40 left  suite 0:06:40 left",
+        "peer-seed42  failed  killed by SIGKILL",
+        "hierarchical-seed42  step 0/360  0:01:40 left  suite 0:05:00 left",
+    ]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert rows == [
+        ["air", "42", "done", "20.50", "1.7"],
+        ["peer", "42", "failed", "-", "-"],
+        ["hierarchical", "42", "done", "30.00", "1.0"],
+        ["exact", "42", "done", "30.00", "1.0"],
+        ["coarse", "42", "done", "30.00", "1.0"],
+    ]
+    assert lines[-1].startswith("peer-seed42 failed: killed by SIGKILL (all it printed: ")
+    assert lines[-1].endswith("peer-seed42.txt)")
+
+
+def test_on_a_terminal_the_line_is_updated_in_place(tmp_path: Path) -> None:
+    runs = make_plan("main", "tiny").runs
+    board, file = board_of(tmp_path, force_terminal=True, width=60, legacy_windows=False)
+    with board.running(runs[1]):
+        pass
+    board.finished(runs[0])
+    going_on, erase, over = file.getvalue().partition("\x1b[2K")
+    assert erase and going_on.count("\n") == 1 and "peer-seed42  step 0/360" in going_on
+    assert over.startswith("air-seed42  done  step 360/360") and over.count("\n") == 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.run import parse_args
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.suites import make_plan
-from airmoe.experiments.suites.execution import start_process
 from airmoe.experiments.suites.folder import SuiteFolder
+from airmoe.experiments.suites.run import start_process
 from airmoe.files import check_unlocked, read_json
 from airmoe.training.checkpoints import FORMAT, checkpoints
 from tests.experiments.forked import fork_runs
@@ -100,8 +97,8 @@ def test_a_whole_suite(whole: Path) -> None:
     lines = (whole.parent / "whole.out").read_text().splitlines()
     assert lines[0] == f"{FIRST}  step 0/40  ? left  suite ? left"
     assert lines[1].startswith(f"{FIRST}  done  step 40/40  loss ") and "  tok/s " in lines[1]
-    assert lines[2].startswith(f"{SECOND}  step 0/40  ? left  suite 0:00:")
-    assert lines[3].startswith(f"{SECOND}  done  step 40/40") and lines[3].endswith("0:00:00 left")
+    assert lines[2].startswith(f"{SECOND}  step 0/40  0:00:")
+    assert lines[3].startswith(f"{SECOND}  done  step 40/40  loss ")
     best = [f"{result(whole, run)['best']['perplexity']:.2f}" for run in (FIRST, SECOND)]
     assert [row[:4] for row in rows("\n".join(lines))] == [
         ["q1", "42", "done", best[0]],
@@ -202,7 +199,7 @@ def test_a_crashed_run_stops_no_other(toy: Toy, whole: Path) -> None:
     outcome = toy.run(out, patch=crash)
     assert (outcome.code, outcome.err) == (1, "")
     assert read_json(out / f"{FIRST}.failed.json") == {"message": "killed by SIGKILL", "code": -9}
-    assert f"{FIRST}  failed  killed by SIGKILL  suite " in outcome.out
+    assert f"{FIRST}  failed  killed by SIGKILL\n" in outcome.out
     assert [row[:3] for row in rows(outcome.out)] == [["q1", "42", "failed"], ["q2", "42", "done"]]
     assert outcome.out.splitlines()[-1].startswith(f"{FIRST} failed: killed by SIGKILL (all it ")
     assert_same_run(out / SECOND, whole / SECOND)
@@ -219,19 +216,26 @@ def test_a_real_process_ends_with_its_suite(
 ) -> None:
     """A run whose suite is gone before it has begun touches nothing.
 
-    Nor does it take a file of the working folder for a module.
+    Nor does it take a file of the working folder for a module, except one that it was given.
     """
     (tmp_path / "accelerate.py").write_text("open('planted', 'w')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", pythonpath())
     before = sorted((whole / FIRST).iterdir())
     first = make_plan("granularity", "tiny", toy.settings).runs[0]
-    with (tmp_path / "printed").open("wb") as printed:
-        process = start_process(SuiteFolder(whole), first, printed, ())
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait() == 1
-    assert (tmp_path / "printed").read_text() == "airmoe: the suite that started this run is gone\n"
+
+    def printed_by(modules: list[str], *, alone: bool) -> tuple[int, str]:
+        with (tmp_path / "printed").open("wb") as printed:
+            process = start_process(SuiteFolder(whole), first, printed, modules, 1)
+            assert process.stdin is not None
+            if alone:
+                process.stdin.close()
+            return process.wait(), (tmp_path / "printed").read_text()
+
+    gone = "airmoe: the suite that started this run is gone\n"
+    assert printed_by([], alone=True) == (1, gone)
+    code, text = printed_by(["no_such_module"], alone=False)
+    assert code == 2 and text.startswith("airmoe: import: got 'no_such_module'")
     assert sorted((whole / FIRST).iterdir()) == before
     assert not (tmp_path / "planted").exists()
 
@@ -249,35 +253,25 @@ def test_why_a_run_failed_is_one_line(toy: Toy) -> None:
     assert [row[2:] for row in rows(outcome.out)] == [["failed", "-", "-"]] * 2
 
 
-def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = {"PYTHONPATH": pythonpath(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "-m", "airmoe", *map(str, arguments)),
-        ],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-
-
-def test_two_processes_run_a_suite_together(toy: Toy) -> None:
-    """One run fails in both of them, because its text is another than at its start."""
+def test_two_processes_train_each_run_together(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run fails in both, because its text is another than at its start."""
     out = toy.folder / "together"
     short = ["training.steps=4", "training.eval_every=2"]
     plan = make_plan("granularity", "tiny", [*toy.settings, *short])
     (out / FIRST).mkdir(parents=True)
     begun = {"format": FORMAT, "config": plan.runs[0].config.to_json(), "data_sha256": "another"}
     (out / FIRST / "run.json").write_text(json.dumps(begun))
-    done = torchrun(*toy.arguments(out, *short))
-    assert done.returncode != 0
-    table = [row[:3] for row in rows(done.stdout)]
-    assert table == [["q1", "42", "failed"], ["q2", "42", "done"]], done.stderr[-3000:]
+    for name, value in {
+        "PYTHONPATH": pythonpath(),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }.items():
+        monkeypatch.setenv(name, value)
+    outcome = airmoe(*toy.arguments(out, *short, "--processes", "2"))
+    assert [row[:3] for row in rows(outcome.out)] == [["q1", "42", "failed"], ["q2", "42", "done"]]
+    assert (outcome.code, outcome.err) == (1, "")
     failure = read_json(out / f"{FIRST}.failed.json")
-    assert failure["code"] == 2 and "must hold the text with which" in failure["message"]
-    assert done.stdout.count(f"{FIRST}  failed  data.folder: got ") == 1
+    assert "must hold the text with which" in failure["message"]
     assert result(out, SECOND)["last"]["step"] == 4
     training = read_json(out / SECOND / "checkpoint-4" / "training.json")
     assert training["processes"] == 2
@@ -287,7 +281,9 @@ def test_two_processes_run_a_suite_together(toy: Toy) -> None:
     assert result(out, SECOND)["log"][0]["loss"] == pytest.approx(wanted, rel=1e-3)
 
 
-def test_torchrun_leaves_the_options_alone() -> None:
-    arguments = ["suite", "main", "tiny", "--out", "x", "--seeds", "2", "--tokens", "5000"]
-    parsed = parse_args(["--nproc-per-node", "2", "-m", "airmoe", *arguments])
-    assert parsed.training_script_args == arguments
+def test_torchrun_is_started_by_the_suite(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert_one_line(toy.run(toy.folder / "twice"), 2, "suite: got 'torchrun'", "--processes N")
+    monkeypatch.delenv("LOCAL_RANK")
+    outcome = toy.run(toy.folder / "twice", "--processes", "0")
+    assert_one_line(outcome, 2, "processes: got 0")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +10,8 @@ import torch
 
 from airmoe import ROUTERS, TopKRouter
 from airmoe.errors import ConfigError
-from airmoe.experiments.suites import Budget, Plan, child, make_plan
-from airmoe.experiments.suites.execution import start_process
-from airmoe.experiments.suites.folder import SuiteFolder, differences
+from airmoe.experiments.suites import Plan, make_plan
+from airmoe.experiments.suites.folder import differences
 from airmoe.metrics.flops import Workload, count_flops
 from airmoe.model import AirMoeForCausalLM
 from tests.training.command import airmoe, assert_one_line
@@ -69,24 +65,6 @@ def test_more_methods(monkeypatch: pytest.MonkeyPatch) -> None:
         make_plan("main", "tiny", also=["peer"])
     with pytest.raises(ConfigError, match=r"got 'other', must be one of air, .*, own"):
         make_plan("main", "tiny", also=["other"])
-
-
-def test_runs_import_the_modules_of_their_suite(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    plan = make_plan("main", "tiny")
-    suite = SuiteFolder(tmp_path)
-    suite.write(plan)
-    started: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "Popen", lambda words, **_: started.append(words))
-    start_process(suite, plan.runs[0], BytesIO(), ["no_such_module"])
-    assert started[0][1:3] == ["-P", "-m"]
-    assert started[0][4:] == [str(tmp_path), plan.runs[0].folder, "no_such_module"]
-    monkeypatch.setattr(child, "end_with_parent", lambda: None)
-    monkeypatch.setattr(sys, "argv", started[0][3:])
-    with pytest.raises(SystemExit) as stop:
-        child.main()
-    assert stop.value.code == 2 and "import: got 'no_such_module'" in capfd.readouterr().err
 
 
 def test_ablations_change_one_thing_each() -> None:
@@ -144,13 +122,6 @@ def test_granularity_costs_the_same_experts() -> None:
     assert set(costs.values()) == {costs["q1"]} and costs["q1"] > 0
 
 
-def test_granularity_takes_steps_that_divide() -> None:
-    plan = make_plan(
-        "granularity", "tiny", ["model.num_experts_per_tok=12", "model.num_experts=1200"]
-    )
-    assert [run.variant for run in plan.runs] == ["q1", "q2", "q4", "q12"]
-
-
 def test_codebook_leaves_out_what_cannot_be() -> None:
     plan = make_plan("codebook", "tiny")
     assert len(plan.runs) == 9
@@ -161,9 +132,6 @@ def test_codebook_leaves_out_what_cannot_be() -> None:
     assert names == [
         f"g{codewords}-{lists}" for codewords in (32, 64, 128) for lists in ("m64", "m128", "m256")
     ]
-    few = ["model.router_options.num_codewords=1", "model.router_options.shortlist_size=32"]
-    names = [run.variant for run in make_plan("codebook", "tiny", few).runs]
-    assert names == ["g1-m32", "g1-m64", "g2-m32", "g2-m64"]
 
 
 TOY = [
@@ -174,14 +142,7 @@ TOY = [
 
 
 @pytest.mark.parametrize(
-    ("suite", "codewords"),
-    [
-        ("main", 8),
-        ("ablations", 8),
-        ("granularity", 8),
-        ("granularity", 32),
-        ("codebook", 8),
-    ],
+    ("suite", "codewords"), [("main", 8), ("ablations", 8), ("granularity", 32), ("codebook", 8)]
 )
 def test_every_variant_is_a_model_that_learns(suite: str, codewords: int) -> None:
     plan = make_plan(suite, "tiny", [*TOY, f"model.router_options.num_codewords={codewords}"])
@@ -211,13 +172,12 @@ def test_overrides_reach_every_run_and_the_rivals_follow() -> None:
 
 
 def test_seeds_and_budgets() -> None:
-    plan = make_plan("ablations", "tiny", ["training.seed=7"], num_seeds=2, budget=Budget(5000))
-    assert plan.seeds == (7, 8)
+    plan = make_plan("ablations", "tiny", ["training.seed=7"], num_seeds=2, tokens=5000)
     assert [run.folder for run in plan.runs][4:6] == ["euclidean-seed7", "air-seed8"]
     assert [run.config.training.seed for run in plan.runs] == [7] * 5 + [8] * 5
     lengths = {(run.config.training.steps, run.config.training.epochs) for run in plan.runs}
     assert lengths == {(9, None)}  # 9 whole steps of 512
-    epochs = make_plan("main", "tiny", budget=Budget(epochs=2)).runs[0].config.training
+    epochs = make_plan("main", "tiny", epochs=2).runs[0].config.training
     assert (epochs.steps, epochs.epochs) == (None, 2)
     assert make_plan("main", "tiny").runs[0].config.training.steps == 360
 

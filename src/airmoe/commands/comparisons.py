@@ -26,13 +26,21 @@ def suite(
     also: Annotated[
         list[str] | None, typer.Option(help="one more method, as train's; may be repeated")
     ] = None,
+    processes: Annotated[int, typer.Option(help="torchrun's, that train each run together")] = 1,
 ) -> None:
     """Train runs to compare, at equal budgets. Run it again after a stop to continue."""
-    from airmoe.experiments.suites import Budget, make_plan, run_suite
+    from airmoe.experiments.suites import make_plan, run_suite
 
-    budget = Budget(tokens=tokens, epochs=epochs)
-    plan = make_plan(name, preset, overrides or [], num_seeds=seeds, budget=budget, also=also or [])
-    if code := run_suite(plan, out, Console(), modules=context.obj or ()):
+    plan = make_plan(
+        name,
+        preset,
+        overrides or [],
+        num_seeds=seeds,
+        tokens=tokens,
+        epochs=epochs,
+        also=also or [],
+    )
+    if code := run_suite(plan, out, Console(), context.obj or (), processes):
         raise typer.Exit(code)
 
 

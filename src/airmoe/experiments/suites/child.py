@@ -1,4 +1,4 @@
-"""One run of a suite in a process of its own.
+"""One run of a suite in a process of its own, or in torchrun's.
 
 python -m airmoe.experiments.suites.child OUT FOLDER [MODULE ...], modules with routers to import.
 So its peak memory and a hard crash are its own. It ends with its standard input, which the suite's
@@ -14,12 +14,10 @@ import sys
 from pathlib import Path
 from threading import Thread
 
-from rich.console import Console
-
 from airmoe.errors import ConfigError, RunError, visible
-from airmoe.experiments.suites.execution import train_or_resume
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.routers import import_modules
+from airmoe.training import resume, train
 
 
 def end_with_parent() -> None:
@@ -38,11 +36,10 @@ def _wait_for_end() -> None:
 def main() -> None:
     end_with_parent()
     suite, folder = SuiteFolder(Path(sys.argv[1])), sys.argv[2]
-    begun = suite.state(folder) != "new"
+    path, begun = suite.run(folder), suite.is_begun(folder)
     try:
         import_modules(sys.argv[3:])
-        config = suite.config(folder)
-        finished = train_or_resume(suite.run(folder), config, Console(), begun=begun)
+        finished = resume(path) if begun else train(suite.config(folder), path)
     except (ConfigError, RunError) as error:
         print(visible(f"airmoe: {error}"), file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

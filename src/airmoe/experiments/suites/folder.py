@@ -9,20 +9,17 @@ OUT/  suite.json            the plan
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.suites.plan import Plan, PlannedRun
 from airmoe.files import locked, read_json, write_json
 from airmoe.training import RunConfig, open_run
-from airmoe.training.run_folder import check_free
 
 FORMAT = 1
-State = Literal["new", "begun", "finished"]
 
 
 @dataclass(frozen=True)
@@ -44,18 +41,16 @@ class SuiteFolder:
     def failure(self, folder: str) -> Path:
         return self.path / f"{folder}.failed.json"
 
-    def state(self, folder: str) -> State:
-        """How far a run came."""
-        if (self.run(folder) / "result.json").exists():
-            return "finished"
-        return "begun" if (self.run(folder) / "run.json").exists() else "new"
+    def is_begun(self, folder: str) -> bool:
+        return (self.run(folder) / "run.json").exists()
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def is_finished(self, folder: str) -> bool:
+        return (self.run(folder) / "result.json").exists()
+
+    def locked(self) -> AbstractContextManager[None]:
         """Keep a second command out."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with locked(self.path, "out", "is being worked on"):
-            yield
+        return locked(self.path, "out", "is being worked on")
 
     def check(self, plan: Plan) -> None:
         """Raise unless a plan may begin or go on in this folder."""
@@ -75,9 +70,9 @@ class SuiteFolder:
 
     def _check_run(self, run: PlannedRun) -> None:
         path = self.run(run.folder)
-        if self.state(run.folder) == "new":
-            check_free(path, run.config)
-        elif different := differences(open_run(path).config.to_json(), run.config.to_json()):
+        if not self.is_begun(run.folder):
+            return
+        if different := differences(open_run(path).config.to_json(), run.config.to_json()):
             rule = f"holds a run with other settings: {different}"
             remedy = "Give the settings it was made with, or another --out."
             raise ConfigError("out", str(path), rule, remedy)
@@ -90,24 +85,17 @@ class SuiteFolder:
         """The plan as it was written."""
         try:
             values = read_json(self.file)
-            found = values["format"]
-            _ = [values[name] for name in ("suite", "preset", "budget")]
-            _ = set(values["seeds"]), {run["folder"]: run["config"] for run in values["runs"]}
+            if values["format"] != FORMAT:
+                raise ValueError(f"its format is {values['format']}, ours {FORMAT}")
         except (ValueError, KeyError, TypeError) as error:
-            rule = f"must be the plan of a suite ({error})"
+            rule = f"cannot be read ({error})"
             raise ConfigError("out", str(self.file), rule, "Use another --out.") from error
-        if found != FORMAT:
-            rule = f"must be {FORMAT}, the format of this airmoe"
-            remedy = "Use the airmoe version that wrote it, or another --out."
-            raise ConfigError("suite.format", found, rule, remedy)
         return values
 
     def config(self, folder: str) -> RunConfig:
         """The settings of one run."""
-        for run in self.read()["runs"]:
-            if run["folder"] == folder:
-                return RunConfig.from_json(run["config"])
-        raise ConfigError("folder", folder, f"must be a run of {self.file}", "See its runs.")
+        configs = {run["folder"]: run["config"] for run in self.read()["runs"]}
+        return RunConfig.from_json(configs[folder])
 
 
 def differences(before: Any, now: Any) -> str:
@@ -135,24 +123,15 @@ def flat(values: Any, path: str = "") -> dict[str, Any]:
 
 
 def _to_json(plan: Plan) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "suite": plan.suite,
-        "preset": plan.preset,
-        "budget": plan.budget.to_json(),
-        "seeds": list(plan.seeds),
-        "overrides": list(plan.overrides),
-        "runs": [run.to_json() for run in plan.runs],
-    }
+    runs = [run.to_json() for run in plan.runs]
+    return {"format": FORMAT, "suite": plan.suite, "preset": plan.preset, "runs": runs}
 
 
 def _different(before: dict[str, Any], now: dict[str, Any]) -> str:
     """In words; nothing where only seeds and methods were added."""
-    names = ("suite", "preset", "budget")
-    if found := differences(*({name: plan[name] for name in names} for plan in (before, now))):
-        return found
-    if not set(before["seeds"]) <= set(now["seeds"]):
-        return f"seeds {before['seeds']} (now {now['seeds']})"
+    for name in ("suite", "preset"):
+        if before[name] != now[name]:
+            return f"{name} = {before[name]!r} (now {now[name]!r})"
     planned = {run["folder"]: run["config"] for run in now["runs"]}
     for run in before["runs"]:
         if run["folder"] not in planned:

@@ -1,4 +1,4 @@
-"""What a suite runs: every variant with every seed, for one budget; refused where unfair."""
+"""What a suite runs: every variant with every seed, at one length; refused where unfair."""
 
 from __future__ import annotations
 
@@ -20,18 +20,6 @@ LENGTHS = ("training.steps", "training.epochs")
 
 
 @dataclass(frozen=True)
-class Budget:
-    """How long every run is; neither: as long as the preset says."""
-
-    tokens: int | None = None
-    epochs: int | None = None
-
-    def to_json(self) -> dict[str, int] | None:
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        return given or None
-
-
-@dataclass(frozen=True)
 class PlannedRun:
     folder: str
     variant: str
@@ -48,9 +36,6 @@ class Plan:
 
     suite: str
     preset: str
-    budget: Budget
-    seeds: tuple[int, ...]
-    overrides: tuple[str, ...]
     runs: tuple[PlannedRun, ...]
 
 
@@ -60,10 +45,11 @@ def make_plan(
     overrides: Sequence[str] = (),
     *,
     num_seeds: int = 1,
-    budget: Budget | None = None,
+    tokens: int | None = None,
+    epochs: int | None = None,
     also: Sequence[str] = (),
 ) -> Plan:
-    """The runs of a suite, checked: settings, budget against warm-up, fairness.
+    """The runs of a suite, checked: settings, length against warm-up, fairness.
 
     `overrides` change the run with AIR from which the variants are made, `also` names methods
     beside the suite's own. All variants of a seed come before the next seed, so that a suite that
@@ -74,19 +60,20 @@ def make_plan(
             "suite", suite, f"must be one of {', '.join(SUITES)}", "Choose one of these."
         )
     check_count("seeds", num_seeds)
-    budget = budget or Budget()
-    base = _with_budget(override(named_run(preset), overrides), budget, overrides)
+    base = override(named_run(preset), overrides)
+    if tokens is not None or epochs is not None:
+        _check_only_length(overrides, tokens, epochs)
+        base = _with_training(base, epochs=epochs, steps=_steps(base, tokens))
     if base.training.steps is not None:
         check_warmup(base.training, base.training.steps)
     variants = _with_more(SUITES[suite].variants(base), base, also)
-    seeds = tuple(range(base.training.seed, base.training.seed + num_seeds))
     runs = tuple(
         PlannedRun(f"{variant}-seed{seed}", variant, seed, _with_training(config, seed=seed))
-        for seed in seeds
+        for seed in range(base.training.seed, base.training.seed + num_seeds)
         for variant, config in variants.items()
     )
     check_fair({run.folder: run.config for run in runs}, SUITES[suite].rules)
-    return Plan(suite, preset, budget, seeds, tuple(overrides), runs)
+    return Plan(suite, preset, runs)
 
 
 def check_warmup(training: TrainingOptions, steps: int) -> None:
@@ -109,24 +96,20 @@ def _with_more(variants: Variants, base: RunConfig, also: Sequence[str]) -> Vari
     return {**variants, **more}
 
 
-def _with_budget(run: RunConfig, budget: Budget, overrides: Sequence[str]) -> RunConfig:
-    if budget == Budget():
-        return run
-    for name, value in vars(budget).items():
-        if value is not None:
-            check_count(name, value)
+def _check_only_length(overrides: Sequence[str], tokens: int | None, epochs: int | None) -> None:
+    """Raise where a length is given twice."""
     one_of_them = "Give one of them."
-    if budget.tokens is not None and budget.epochs is not None:
-        raise ConfigError("epochs", budget.epochs, "cannot be given with --tokens", one_of_them)
+    if tokens is not None and epochs is not None:
+        raise ConfigError("epochs", epochs, "cannot be given with --tokens", one_of_them)
     for assignment in overrides:
         if assignment.partition("=")[0] in LENGTHS:
             rule = "cannot be given with --tokens or --epochs, which say the same"
             raise ConfigError("overrides", assignment, rule, one_of_them)
-    return _with_training(run, epochs=budget.epochs, steps=_steps(run, budget.tokens))
+    check_count("tokens" if epochs is None else "epochs", tokens if epochs is None else epochs)
 
 
 def _steps(run: RunConfig, tokens: int | None) -> int | None:
-    """Whole steps that fit into the budget."""
+    """Whole steps that fit into so many tokens."""
     if tokens is None:
         return None
     per_step = run.training.batch_size * run.data.block_size

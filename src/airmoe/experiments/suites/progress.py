@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import mean
@@ -20,74 +20,24 @@ from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.experiments.suites.plan import PlannedRun
 from airmoe.training.display import summary
 from airmoe.training.run_folder import read_result
-from airmoe.training.run_log import parsed
 
 SHOWN = ("loss", "perplexity", "tokens_per_second")
 TAIL_BYTES = 2**16  # some hundred lines
-LONGEST = 1e10  # seconds, 300 years: more is a damaged log or no number
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Where a run is, by the last line of its log."""
-
-    step: int
-    steps: int  # in all
-    seconds: float  # until that step
-
-    @property
-    def whole(self) -> float:
-        """Seconds of the whole run at this speed."""
-        return self.seconds / self.step * self.steps
-
-    @property
-    def left(self) -> float:
-        return self.whole - self.seconds
-
-
-def last_lines(log: Path) -> list[dict[str, Any]]:
-    """The last lines of a log that may be growing, or not there yet; damaged ones are skipped."""
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, 2)
-            start = file.seek(max(0, size - TAIL_BYTES))
-            texts = file.read().split(b"\n")
-    except FileNotFoundError:
-        return []
-    found = []
-    # The first may have been cut by us, and the last is still being written.
-    for text in texts[1 if start else 0 : -1]:
-        line = parsed(text)
-        if line is not None and line["step"] > 0:
-            found.append(line)
+def newest(log: Path) -> dict[str, Any]:
+    """The last value of each field in a log that may be growing, or not there yet."""
+    found: dict[str, Any] = {}
+    lines = log.read_bytes()[-TAIL_BYTES:].split(b"\n") if log.exists() else ()
+    for line in lines:
+        with suppress(ValueError):  # the first was cut by us, the last is still being written
+            found |= json.loads(line)
     return found
-
-
-def pace_of(lines: Sequence[dict[str, Any]], steps: int) -> Pace | None:
-    """None before the first line."""
-    return Pace(lines[-1]["step"], steps, lines[-1]["seconds"]) if lines else None
-
-
-def suite_left(
-    finished: Sequence[float], current: Pace | None, waiting: Sequence[Pace | None]
-) -> float | None:
-    """Seconds until a suite is over, None while nothing is known.
-
-    `finished` are seconds of whole runs. A waiting run takes as long as the known ones do on
-    average, less what it did before it was stopped.
-    """
-    known = [*finished, *([current.whole] if current else [])]
-    if not known:
-        return None
-    shares = sum(1 - pace.step / pace.steps if pace else 1.0 for pace in waiting)
-    return (current.left if current else 0.0) + shares * mean(known)
 
 
 def duration(seconds: float | None) -> str:
     """h:mm:ss, or a question mark."""
-    if seconds is None or not 0 <= seconds < LONGEST:
-        return "?"
-    return str(timedelta(seconds=round(seconds)))
+    return "?" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
 class Board:
@@ -99,9 +49,9 @@ class Board:
         self._suite, self._runs, self._steps, self._console = suite, runs, steps, console
         self._messages: dict[str, str] = {}  # why runs failed
         self._results: dict[str, dict[str, Any]] = {}
-
-    def already_finished(self, run: PlannedRun) -> None:
-        self._say(f"{run.folder}  done before  {self._final_numbers(run)}")
+        for run in runs:
+            if suite.is_finished(run.folder):
+                self._read_result(run)
 
     @contextmanager
     def running(self, run: PlannedRun) -> Iterator[None]:
@@ -118,29 +68,37 @@ class Board:
         ):
             yield
 
-    def ended(self, run: PlannedRun, message: str = "") -> None:
-        """The line of a run that is over; `message` says why it failed."""
-        if message:
-            self._messages[run.folder] = message
-        how = f"failed  {message}" if message else f"done  {self._final_numbers(run)}"
-        self._say(f"{run.folder}  {how}  {self._time_left()}")
+    def finished(self, run: PlannedRun, how: str = "done") -> None:
+        """The line of a run that has its result."""
+        result = self._read_result(run)
+        step, numbers = result["last"]["step"], {**result["best"], **result}
+        shown = summary({name: numbers[name] for name in SHOWN})
+        took = f"took {duration(result['seconds'])}"
+        self._say(f"{run.folder}  {how}  step {step}/{step}  {shown}  {took}")
+
+    def failed(self, run: PlannedRun, message: str) -> None:
+        self._messages[run.folder] = message
+        self._say(f"{run.folder}  failed  {message}")
 
     def stopped(self, run: PlannedRun) -> None:
         self._say(f"Stopped in {run.folder}. Go on with the same command.")
 
     def line(self, run: PlannedRun) -> str:
         """A run that goes on: how far, how well, how fast, how long to go."""
-        lines = self._log(run)
-        pace = pace_of(lines, self._steps)
-        newest = {
-            name: line[name] for line in lines for name in SHOWN if line.get(name) is not None
-        }
+        log = newest(self._suite.run(run.folder) / "log.jsonl")
+        step, seconds = log.get("step", 0), log.get("seconds")
+        whole = seconds and seconds / step * self._steps  # of this run, at this speed
+        known = [result["seconds"] for result in self._results.values()]
+        known += [whole] if whole else []
+        # A run of which nothing is known takes as long as the others do on average.
+        left = (whole or mean(known)) - (seconds or 0.0) if known else None
+        waiting = len(self._runs) - len(self._results) - len(self._messages) - 1
         parts = [
             run.folder,
-            f"step {pace.step if pace else 0}/{self._steps}",
-            summary(newest),
-            f"{duration(pace.left if pace else None)} left",
-            self._time_left(run, pace),
+            f"step {step}/{self._steps}",
+            summary({name: log[name] for name in SHOWN if name in log}),
+            f"{duration(left)} left",
+            f"suite {duration(None if left is None else left + waiting * mean(known))} left",
         ]
         return "  ".join(filter(None, parts))
 
@@ -152,8 +110,7 @@ class Board:
             table.add_column(heading, justify="left" if words else "right", no_wrap=True)
         for run in self._runs:
             numbers = ("failed", "-", "-")
-            if run.folder not in self._messages:
-                result = self._result(run)
+            if (result := self._results.get(run.folder)) is not None:
                 perplexity, minutes = result["best"]["perplexity"], result["seconds"] / 60
                 numbers = ("done", f"{perplexity:.2f}", f"{minutes:.1f}")
             table.add_row(run.variant, str(run.seed), *numbers)
@@ -164,30 +121,7 @@ class Board:
     def _say(self, text: str) -> None:
         say(self._console, text)
 
-    def _log(self, run: PlannedRun) -> list[dict[str, Any]]:
-        return last_lines(self._suite.run(run.folder) / "log.jsonl")
-
-    def _result(self, run: PlannedRun) -> dict[str, Any]:
-        """Read once: it holds the whole log, and a line on a terminal is made twice a second."""
+    def _read_result(self, run: PlannedRun) -> dict[str, Any]:
         if run.folder not in self._results:
             self._results[run.folder] = read_result(self._suite.run(run.folder) / "result.json")
         return self._results[run.folder]
-
-    def _final_numbers(self, run: PlannedRun) -> str:
-        result = self._result(run)
-        step, numbers = result["last"]["step"], {**result["best"], **result}
-        shown = summary({name: numbers[name] for name in SHOWN})
-        return f"step {step}/{step}  {shown}  took {duration(result['seconds'])}"
-
-    def _time_left(self, current: PlannedRun | None = None, pace: Pace | None = None) -> str:
-        """Of the suite, while `current` goes on at that pace."""
-        finished: list[float] = []
-        waiting: list[Pace | None] = []
-        for run in self._runs:
-            if run.folder in self._messages:
-                continue
-            if self._suite.state(run.folder) == "finished":
-                finished.append(self._result(run)["seconds"])
-            elif run != current or pace is None:
-                waiting.append(pace_of(self._log(run), self._steps))
-        return f"suite {duration(suite_left(finished, pace, waiting))} left"

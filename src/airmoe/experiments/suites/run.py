@@ -1,0 +1,136 @@
+"""Runs a suite: finished runs are skipped, begun ones go on, and a crash stops no other run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from rich.console import Console
+
+from airmoe.config import check_count
+from airmoe.errors import ConfigError
+from airmoe.experiments.suites.folder import SuiteFolder
+from airmoe.experiments.suites.plan import Plan, PlannedRun, check_warmup
+from airmoe.experiments.suites.progress import Board
+from airmoe.files import write_json
+from airmoe.training import RunConfig
+from airmoe.training.devices import check_device, check_sharding
+from airmoe.training.display import PrepareDisplay
+from airmoe.training.loop import StopOnSignal
+from airmoe.training.text import check_blocks, prepared_data
+
+OURS = "airmoe: "  # before an error that a run expected
+# The line of a traceback that counts; torchrun's own error says only that there was one.
+RAISED = re.compile(r"(?!.*ChildFailedError)[\w.]*(Error|Exception|Interrupt)\b")
+POLL_SECONDS = 0.05
+
+
+def run_suite(
+    plan: Plan, out: Path, console: Console, modules: Sequence[str] = (), processes: int = 1
+) -> int:
+    """Run what is left of a plan; the exit code: 1 where a run failed, 128 + n after a signal n.
+
+    Each run is a process of its own, or so many of torchrun's. `modules` are imported there, so
+    that it knows your routers. Ctrl-C and SIGTERM are passed on to the run, and then end the suite.
+    """
+    check_count("processes", processes)
+    if "LOCAL_RANK" in os.environ:
+        rule = "starts torchrun for each run by itself"
+        raise ConfigError("suite", "torchrun", rule, "Run: airmoe suite ... --processes N")
+    suite = SuiteFolder(out)
+    with suite.locked():
+        suite.check(plan)
+        left = [run for run in plan.runs if not suite.is_finished(run.folder)]
+        # All runs of a suite have the same text and recipe.
+        steps = _known_steps(plan.runs[0].config, console, processes) if left else 0
+        # Only now: settings that were refused must not bind those of the next attempt.
+        suite.write(plan)
+        board = Board(suite, plan.runs, steps, console)
+        failed = False
+        with StopOnSignal(enabled=True) as stop:
+            for run in plan.runs:
+                suite.failure(run.folder).unlink(missing_ok=True)  # of an earlier attempt
+                if run not in left:
+                    board.finished(run, "done before")
+                    continue
+                with board.running(run):
+                    code, message = _run_one(suite, run, stop, modules, processes)
+                if stop.received is not None:
+                    board.stopped(run)
+                    return 128 + stop.received
+                if code:
+                    failed = True
+                    write_json(suite.failure(run.folder), {"message": message, "code": code})
+                    board.failed(run, message)
+                else:
+                    board.finished(run)
+        board.summary()
+        return 1 if failed else 0
+
+
+def _known_steps(config: RunConfig, console: Console, processes: int) -> int:
+    """Length of every run, from its text; what no run could do is said before the first starts."""
+    check_device(config, processes)
+    check_sharding(config, processes)
+    config.training.accumulation_steps(processes)
+    with PrepareDisplay(console, config.data.corpus) as display:
+        prepared = prepared_data(config.data, display.show)
+    blocks = len(prepared.blocks("train", config.data.block_size))
+    check_blocks(blocks, config.training.batch_size, config.data.block_size)
+    steps = config.training.total_steps(blocks // config.training.batch_size)
+    check_warmup(config.training, steps)
+    return steps
+
+
+def _run_one(
+    suite: SuiteFolder, run: PlannedRun, stop: StopOnSignal, modules: Sequence[str], processes: int
+) -> tuple[int, str]:
+    """The exit code of a run, and why it failed."""
+    printed, passed_on = suite.printed(run.folder), False
+    with printed.open("ab") as output:
+        start = output.tell()
+        with start_process(suite, run, output, modules, processes) as process:
+            while (code := process.poll()) is None:
+                if stop.received is not None and not passed_on:
+                    process.send_signal(stop.received)
+                    passed_on = True
+                time.sleep(POLL_SECONDS)
+    return code, _last_words(printed.read_bytes()[start:], code) if code else ""
+
+
+def start_process(
+    suite: SuiteFolder, run: PlannedRun, output: BinaryIO, modules: Sequence[str], processes: int
+) -> subprocess.Popen[bytes]:
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", *(torchrun if processes > 1 else ())),
+            *("airmoe.experiments.suites.child", str(suite.path), run.folder, *modules),
+        ],
+        stdin=subprocess.PIPE,  # never written to: its end tells the run of ours
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        # A file of the working folder must not pass for a module of ours.
+        env=os.environ | {"PYTHONSAFEPATH": "1"},
+        # Ctrl-C reaches the foreground group; a run must hear it once, from us.
+        start_new_session=True,
+    )
+
+
+def _last_words(printed: bytes, code: int) -> str:
+    """Why a process ended, in one line: what it said last, or the signal that killed it."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    said = [line.strip() for line in printed.decode(errors="replace").splitlines()]
+    ours = [line.removeprefix(OURS) for line in said if line.startswith(OURS)]
+    # Some errors have many lines, and name themselves in the first.
+    raised = [line for line in said if RAISED.match(line)]
+    last = (ours or raised or list(filter(None, said)))[-1:]
+    return last[0] if last else f"ended with code {code}"
