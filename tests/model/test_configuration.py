@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from transformers import AutoConfig
 
 from airmoe import (
     ROUTERS,
     AirRouter,
-    CellRouting,
     ConfigError,
     Routing,
-    TokenRouting,
     TopKRouter,
 )
 from airmoe.config import config
-from airmoe.model import AirMoeConfig, AirMoeForCausalLM
+from airmoe.model import AirMoeConfig
 from tests.model.common import CAUSAL, SMALL, VARIANTS, config_of
 
 
@@ -79,15 +75,13 @@ def test_a_custom_router_needs_no_budget_if_its_options_are_given(
     monkeypatch.setitem(ROUTERS, "own", OwnRouter)
     router: Any = config_of("topk", router="own", router_options={"depth": 3}).router_config()
     assert (router.dim, router.num_experts, router.top_k, router.depth) == (16, 36, 4, 3)
-    with pytest.raises(
-        ConfigError, match=r"model\.router_options\.depth: .*router_options.*Config\.for_budget"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.router_options\.depth: .* must be given"):
         config_of("topk", router="own", router_options={})
     with pytest.raises(ConfigError, match=r"model\.router_options\.width: .*: jitter_std, "):
         config_of("topk", router="own", router_options={"depth": 3, "width": 3})
 
 
-@pytest.mark.parametrize("declared", [None, Routing, TokenRouting | CellRouting, "NotThere"])
+@pytest.mark.parametrize("declared", [None, Routing, "NotThere"])
 def test_a_router_must_say_what_it_returns(declared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Vague(TopKRouter):
         def route(self, tokens, plan):  # pyright: ignore
@@ -98,15 +92,6 @@ def test_a_router_must_say_what_it_returns(declared: Any, monkeypatch: pytest.Mo
         Vague.route.__annotations__["return"] = declared
     with pytest.raises(ConfigError, match=r"'vague', must say what .* `-> CellRouting` or"):
         config_of("topk", router="vague")
-
-
-def test_only_what_it_returns_must_be_readable(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Typed(TopKRouter):
-        def route(self, tokens: OnlyForTypeCheckers, plan: Any) -> TokenRouting:  # noqa: F821 # pyright: ignore
-            return super().route(tokens, plan)
-
-    monkeypatch.setitem(ROUTERS, "typed", Typed)
-    assert config_of("topk", router="typed").routes_causally
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -160,7 +145,6 @@ def test_unknown_entries_of_a_saved_config_are_kept(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     loads: list[Any] = [
         lambda: AirMoeConfig.from_dict(config.to_dict()),
-        lambda: AirMoeConfig.from_json_file(tmp_path / "config.json"),
         lambda: AirMoeConfig.from_pretrained(tmp_path),
         lambda: AutoConfig.from_pretrained(tmp_path),
     ]
@@ -169,16 +153,8 @@ def test_unknown_entries_of_a_saved_config_are_kept(tmp_path: Path) -> None:
             loaded = load()
         assert len(warned) == 1
         assert loaded.to_dict() == config.to_dict() | {"_name_or_path": loaded.name_or_path}
-    with pytest.warns(UserWarning, match="origin"):
-        assert AirMoeConfig.from_pretrained(tmp_path, origin=None).origin is None
     with pytest.raises(ConfigError, match=r"model\.unsloth_version: .* is not an option"):
         AirMoeConfig(**config.to_dict())  # as options of a program they are refused
-
-
-@pytest.mark.parametrize("name", ["top_k", "temperature", "has_shortlists", "to_dict"])
-def test_names_with_another_meaning_are_refused_in_a_file_too(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"model\.{name}: .* is not an option"):
-        AirMoeConfig.from_dict({**config_of("air").to_dict(), name: 3})
 
 
 def test_changes_at_loading_are_checked_too(tmp_path: Path) -> None:
@@ -199,63 +175,3 @@ def test_a_config_copies_its_arguments() -> None:
 def test_only_experts_that_choose_tokens_are_not_causal() -> None:
     assert [name for name in VARIANTS if config_of(name).routes_causally] == CAUSAL
     assert len(VARIANTS) - len(CAUSAL) == 2
-
-
-# -- edited and damaged files --------------------------------------------------------------
-
-ODD = [None, True, 0, -1, 1.5, float("nan"), 10**30, 10**400, "", "abc"]
-ODD += [[], ["x"], {}, {"type": "linear"}]
-ANYTHING = {"architectures", "transformers_version"}  # notes that transformers writes
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    config_of("air").save_pretrained(tmp_path)
-    return tmp_path / "config.json"
-
-
-def test_no_change_of_a_file_makes_a_traceback(saved: Path) -> None:
-    """It is refused in one line, or a model can be built from it."""
-    good, refused = json.loads(saved.read_text()), []
-    for name in good:
-        for value in ODD:
-            saved.write_text(json.dumps({**good, name: value}))
-            try:
-                found = AirMoeConfig.from_pretrained(saved.parent)
-                with torch.device("meta"):
-                    AirMoeForCausalLM(found)
-            except ConfigError as error:
-                refused.append((name, error))
-    assert good.keys() - {name for name, _ in refused} <= ANYTHING
-    assert len(refused) > 350
-    for name, error in refused:
-        assert "\n" not in str(error) and error.field.startswith("model") and name in str(error)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"[1, 2]",
-        b"7",
-        b'{"a": ' * 5_000 + b"1" + b"}" * 5_000,
-        b'{"vocab_size": 53, "vocab_size": 54}',
-        b'{"vocab_size": ' + b"9" * 5_000 + b"}",
-        b'{"router_options": ' + b"[" * 5_000 + b"]" * 5_000 + b"}",
-        b'{"router": "\xff"}',
-    ],
-    ids=lambda content: content[:30].decode(errors="replace"),
-)
-def test_a_file_that_is_no_config_is_named(saved: Path, content: bytes) -> None:
-    saved.write_bytes(content)
-    rule = r"config: got '.*config\.json', must be the JSON of a model's config"
-    for load, path in (
-        (AirMoeConfig.from_json_file, saved),
-        (AirMoeConfig.from_pretrained, saved),
-        (AirMoeConfig.from_pretrained, saved.parent),
-        (AirMoeForCausalLM.from_pretrained, saved.parent),
-    ):
-        with pytest.raises(ConfigError, match=rule) as caught:
-            load(path)
-        assert "\n" not in str(caught.value)

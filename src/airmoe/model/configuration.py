@@ -4,38 +4,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 import re
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, ClassVar, Literal
 
-import torch
-from huggingface_hub.errors import StrictDataclassError
-from transformers import GenerationConfig, LlamaConfig
-from transformers.activations import ACT2FN
+from transformers import LlamaConfig
 
 from airmoe.config import check_choice, check_count, check_number, did_you_mean
 from airmoe.errors import ConfigError
-from airmoe.files import read_json
 from airmoe.kernels.token_experts import Activation
 from airmoe.moe.layer import PostNorm
-from airmoe.routers import (
-    ADD_YOURS,
-    ROUTERS,
-    CellRouting,
-    ExpertRouting,
-    RouterConfig,
-    Routing,
-    TokenRouting,
-)
+from airmoe.routers import ADD_YOURS, ROUTERS, RouterConfig
 
 ExpertsKind = Literal["granular", "coarse"]
-MOST_LAYERS = 10_000
-KINDS = (CellRouting, TokenRouting, ExpertRouting)
+LAYOUTS = ("CellRouting", "TokenRouting", "ExpertRouting")  # kinds of routing
 # A router's name for a setting -> the model's.
 TYPED = {"dim": "hidden_size", "num_experts": "num_experts", "top_k": "num_experts_per_tok"}
 
@@ -109,29 +92,17 @@ class AirMoeConfig(LlamaConfig):
         if self.moe_layers is None:
             self.moe_layers = [self.num_hidden_layers // 2]
         # Copies, so that later changes by the caller do not reach this config.
-        self.router_options = copy.deepcopy(self.router_options)
-        self.moe_layers = copy.deepcopy(self.moe_layers)
+        options, layers = copy.deepcopy((self.router_options, self.moe_layers))
+        self.router_options, self.moe_layers = options, layers
         super().__post_init__(**names)
-        # Llama's own rules. Its decorator @strict runs them too, but hides our errors in its own.
-        self.validate()
         self.check()
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Read a saved config, and keep unknown entries, which other tools leave there.
-
-        It warns of them; the constructor refuses them. A wrong value raises `ConfigError`, also
-        where a check of transformers finds it.
-        """
-        _check_transformers_own(config_dict)
-        unknown = {name: config_dict[name] for name in config_dict if cls._is_foreign(name)}
-        for name in unknown.keys() & kwargs.keys():
-            unknown[name] = kwargs.pop(name)
-        known = {name: config_dict[name] for name in config_dict if name not in unknown}
-        try:
-            result = super().from_dict(known, **kwargs)
-        except (StrictDataclassError, KeyError, TypeError, AttributeError) as error:
-            raise refused(error, {**known, **kwargs}) from error
+        """Read a saved config, and keep the entries that other tools left there, with a warning."""
+        unknown = {name: value for name, value in config_dict.items() if not cls._knows(name)}
+        known = {name: value for name, value in config_dict.items() if name not in unknown}
+        result = super().from_dict(known, **kwargs)
         config = result[0] if isinstance(result, tuple) else result
         config.check()  # again, because the base class sets `kwargs` after the checks
         if unknown:
@@ -144,29 +115,14 @@ class AirMoeConfig(LlamaConfig):
             setattr(config, name, value)
         return result
 
-    @classmethod
-    def from_json_file(cls, json_file: str | os.PathLike[str]) -> Any:
-        """Read a file as `from_dict` does; the base class would call the constructor."""
-        return cls.from_dict(cls._dict_from_json_file(json_file))
-
-    @classmethod
-    def _dict_from_json_file(cls, json_file: str | os.PathLike[str]) -> dict[str, Any]:
-        """Read JSON; where transformers' reader shows a traceback, raise a `ConfigError`."""
-        try:
-            values = read_json(Path(json_file))
-            if not isinstance(values, dict):
-                raise ValueError("it must be an object")
-        except ValueError as error:
-            rule = f"must be the JSON of a model's config ({error})"
-            remedy = "Take the file from another copy, or save the model again."
-            raise ConfigError("config", str(json_file), rule, remedy) from error
-        return values
-
     def check(self) -> None:
         """Raise `ConfigError` for settings that no model can be built from."""
         for name in ("num_experts", "num_experts_per_tok", "expert_size"):
             check_count(f"model.{name}", getattr(self, name))
-        self._check_decoder()
+        heads = self.num_key_value_heads
+        if self.num_attention_heads % (heads or 1):
+            rule = f"must divide num_attention_heads = {self.num_attention_heads}"
+            raise ConfigError("model.num_key_value_heads", heads, rule, "Choose a divisor.")
         for name in ("load_balance_weight", "shortlist_balance_weight", "router_z_weight"):
             check_number(f"model.{name}", getattr(self, name))
         check_number("model.moe_post_norm_gain", self.moe_post_norm_gain, strict=True)
@@ -180,28 +136,6 @@ class AirMoeConfig(LlamaConfig):
             remedy = "Set it to 0, or choose a router with cells (air, hierarchical)."
             weight = self.shortlist_balance_weight
             raise ConfigError("model.shortlist_balance_weight", weight, rule, remedy)
-
-    def _check_decoder(self) -> None:
-        """Check what Llama's own checks let through, although no model can be built from it."""
-        for name in ("intermediate_size", "num_key_value_heads", "head_dim"):
-            if getattr(self, name) is not None:
-                check_count(f"model.{name}", getattr(self, name))
-        if self.num_hidden_layers > MOST_LAYERS:
-            rule = f"must be <= {MOST_LAYERS:,}"
-            raise ConfigError("model.num_hidden_layers", self.num_hidden_layers, rule, "Lower it.")
-        heads = self.num_key_value_heads
-        if self.num_attention_heads % (heads or 1):
-            rule = f"must divide num_attention_heads = {self.num_attention_heads}"
-            raise ConfigError("model.num_key_value_heads", heads, rule, "Choose a divisor.")
-        check_number("model.rms_norm_eps", self.rms_norm_eps, below=1.0, strict=True)
-        check_number("model.attention_dropout", self.attention_dropout or 0, below=1.0)
-        if self.hidden_act not in ACT2FN:
-            rule = "must be an activation that transformers knows"
-            raise ConfigError("model.hidden_act", self.hidden_act, rule, 'Llama uses "silu".')
-        pad = self.pad_token_id
-        if pad is not None and not -self.vocab_size <= pad < self.vocab_size:
-            rule = f"must be < vocab_size = {self.vocab_size}"
-            raise ConfigError("model.pad_token_id", pad, rule, "Give the tokenizer's, or None.")
 
     def router_config(self) -> RouterConfig:
         """The checked settings of this model's routers."""
@@ -233,33 +167,28 @@ class AirMoeConfig(LlamaConfig):
 
         Not called `is_causal`, because transformers reads that name as a setting of attention.
         """
-        if issubclass(self._layout(), ExpertRouting):
+        if self._layout() == "ExpertRouting":
             return False
         return getattr(self.router_config(), "gate", None) != "expert_choice"
 
     @property
     def has_shortlists(self) -> bool:
         """True where tokens share cells, whose use can be balanced."""
-        return issubclass(self._layout(), CellRouting)
+        return self._layout() == "CellRouting"
 
-    def _layout(self) -> type[Routing]:
+    def _layout(self) -> str:
         """The kind of routing that the router's `route` is annotated to return."""
-        route = ROUTERS[self.router].route
-        declared = route.__annotations__.get("return")
-        if isinstance(declared, str):
-            # Alone, because the parameters may have types that only type checkers import.
-            alone = SimpleNamespace(__annotations__={"return": declared})
-            with suppress(NameError):
-                declared = get_type_hints(alone, route.__globals__)["return"]
-        if not isinstance(declared, type) or not issubclass(declared, KINDS):
+        declared = ROUTERS[self.router].route.__annotations__.get("return")
+        name = getattr(declared, "__name__", declared)
+        if name not in LAYOUTS:
             raise ConfigError(
                 "model.router",
                 self.router,
                 f"must say what its `route` returns, but the annotation is {declared!r}: experts "
                 "that choose tokens see the future, and only cells have shortlists",
-                f"Write `-> {' or `-> '.join(f'{kind.__name__}`' for kind in KINDS)}.",
+                f"Write `-> {'` or `-> '.join(LAYOUTS)}`.",
             )
-        return declared
+        return name
 
     def _check_moe_layers(self) -> None:
         layers, last = self.moe_layers, self.num_hidden_layers - 1
@@ -281,11 +210,6 @@ class AirMoeConfig(LlamaConfig):
     @classmethod
     def _knows(cls, name: str) -> bool:
         return name.startswith("_") or name in TRANSFORMERS_NAMES or name in cls._options()
-
-    @classmethod
-    def _is_foreign(cls, name: str) -> bool:
-        """Whether the name means nothing to this class or to transformers."""
-        return not (cls._knows(name) or hasattr(cls, name) or hasattr(GenerationConfig(), name))
 
     def _refuse_unknown(self, names: dict[str, Any]) -> None:
         options = self._options()
@@ -320,16 +244,3 @@ def refused(error: Exception, given: Mapping[str, Any]) -> ConfigError:
         return ConfigError("model", "these options", rule, "Change one of them.")
     name = found[1]
     return ConfigError(f"model.{name}", given[name], f"is refused ({reason})", "Change it.")
-
-
-def _check_transformers_own(values: Mapping[str, Any]) -> None:
-    """Check the entries that transformers takes from a file unchecked."""
-    kind = values.get("model_type", "")
-    if not isinstance(kind, str):
-        raise ConfigError("model.model_type", kind, "must be a text", 'It is "airmoe".')
-    for name in ("dtype", "torch_dtype"):
-        value = values.get(name)
-        named = getattr(torch, value, None) if isinstance(value, str) else value
-        if value is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):
-            rule = "must be a floating-point type of torch"
-            raise ConfigError(f"model.{name}", value, rule, 'Give for example "float32".')

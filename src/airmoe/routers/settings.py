@@ -77,28 +77,12 @@ class RouterConfig:
         return cls(dim=dim, num_experts=num_experts, top_k=top_k)
 
     @classmethod
-    def with_options(
-        cls, options: Mapping[str, Any], *, dim: int, num_experts: int, top_k: int
-    ) -> Self:
-        """The settings of `for_budget`, except for `options`.
-
-        A class without a `for_budget` of its own has nothing to derive settings from: those that
-        have no default must be among the options.
-        """
-        budget = {"dim": dim, "num_experts": num_experts, "top_k": top_k}
-        if cls.for_budget.__func__ is not RouterConfig.for_budget.__func__:
-            return dataclasses.replace(cls.for_budget(**budget), **options)
-        for field in dataclasses.fields(cls):
-            has_default = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
-            if not has_default and field.name not in {**budget, **options}:
-                raise ConfigError(
-                    f"{cls.label}.{field.name}",
-                    None,
-                    "must be given",
-                    "Give it among the router's options (model.router_options), or let "
-                    f"{cls.__qualname__}.for_budget derive it.",
-                )
-        return cls(**budget, **options)
+    def with_options(cls, options: Mapping[str, Any], **budget: int) -> Self:
+        """The settings of `for_budget`, except for `options`; without a `for_budget` of its own a
+        class has its defaults."""
+        if cls.for_budget.__func__ is RouterConfig.for_budget.__func__:
+            return cls(**budget, **options)
+        return dataclasses.replace(cls.for_budget(**budget), **options)
 
     def count_flops(self, workload: Workload, losses: RouterLosses) -> RouterCount:
         """Terms of the FLOP ledger for one layer, per token."""
