@@ -1,4 +1,4 @@
-"""Named model sizes, and how many parameters a config makes, without building the model."""
+"""Named model sizes, and how many parameters a config makes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from airmoe.config import did_you_mean
 from airmoe.errors import ConfigError
-from airmoe.kernels.token_experts import is_gated
 from airmoe.model.configuration import AirMoeConfig
+from airmoe.model.modeling import AirMoeForCausalLM
 
 SHAPE = (
     "hidden_size",
@@ -75,45 +75,28 @@ class ParameterCounts:
         return dense + self.router + self.active_experts
 
 
+# What a parameter is for, by the first of these that its name contains.
+PARTS = {
+    "embed": "embedding",
+    "lm_head": "embedding",
+    "self_attn": "attention",
+    "mlp.router": "router",
+    "mlp.experts": "experts",
+    "norm": "norms",
+    "mlp": "feed_forward",
+}
+
+
 def parameter_counts(config: AirMoeConfig) -> ParameterCounts:
-    """Count the parameters of `AirMoeForCausalLM(config)`."""
-    dim = config.hidden_size
-    num_layers, num_moe_layers = config.num_hidden_layers, len(config.moe_layers or ())
-    num_matrices = 3 if is_gated(config.expert_activation) else 2
-    per_expert = num_matrices * config.expert_size * dim
-    post_norm = 2 * dim if config.moe_post_norm == "layernorm" else 0
-    return ParameterCounts(
-        embedding=config.vocab_size * dim * (1 if config.tie_word_embeddings else 2),
-        attention=num_layers * _attention(config),
-        feed_forward=(num_layers - num_moe_layers) * _feed_forward(config),
-        router=num_moe_layers * _router(config),
-        experts=num_moe_layers * config.num_experts * per_expert,
-        active_experts=num_moe_layers * config.num_experts_per_tok * per_expert,
-        norms=(2 * num_layers + 1) * dim + num_moe_layers * post_norm,
-    )
-
-
-def _attention(config: AirMoeConfig) -> int:
-    assert config.head_dim is not None and config.num_key_value_heads is not None
-    queries = config.num_attention_heads * config.head_dim
-    keys = values = config.num_key_value_heads * config.head_dim
-    weights = (queries + keys + values) * config.hidden_size + config.hidden_size * queries
-    biases = queries + keys + values + config.hidden_size
-    return weights + (biases if config.attention_bias else 0)
-
-
-def _feed_forward(config: AirMoeConfig) -> int:
-    weights = 3 * config.hidden_size * config.intermediate_size
-    biases = 2 * config.intermediate_size + config.hidden_size
-    return weights + (biases if config.mlp_bias else 0)
-
-
-def _router(config: AirMoeConfig) -> int:
-    """Built without memory and counted, which works for any router of `ROUTERS`."""
+    """Count the parameters of `AirMoeForCausalLM(config)`, built without memory."""
     try:
         with torch.device("meta"):
-            router = config.router_config().build()
+            model = AirMoeForCausalLM(config)
     except RuntimeError as error:  # more bytes than 64 bits can count
         rule = f"makes a table too large for PyTorch ({error})"
         raise ConfigError("model.num_experts", config.num_experts, rule, "Lower it.") from error
-    return sum(weight.numel() for weight in router.parameters())
+    counts = dict.fromkeys(PARTS.values(), 0)
+    for name, weight in model.named_parameters():
+        counts[next(part for mark, part in PARTS.items() if mark in name)] += weight.numel()
+    active = counts["experts"] * config.num_experts_per_tok // config.num_experts
+    return ParameterCounts(**counts, active_experts=active)
