@@ -233,16 +233,3 @@ def test_the_body_alone_can_be_loaded(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model.model(batch(9)).last_hidden_state
         assert torch.equal(body(batch(9)).last_hidden_state, expected)
-
-
-def test_offloaded_buffers_are_refused_with_a_reason() -> None:
-    """They return for a module's forward, but a codebook is used without one."""
-    accelerate = pytest.importorskip("accelerate")
-    model = learn_a_little(build("air")).eval()
-    expected = logits_of(model)
-    accelerate.cpu_offload(model, execution_device="cpu")
-    assert torch.equal(logits_of(model), expected)
-    model = learn_a_little(build("air")).eval()
-    accelerate.cpu_offload(model, execution_device="cpu", offload_buffers=True)
-    with pytest.raises(airmoe.ConfigError, match="without offload_buffers=True"):
-        logits_of(model)

@@ -144,16 +144,6 @@ def test_frozen_centroids_need_no_place_in_the_optimizer() -> None:
     assert int(layer.router.micro_batches) == 2
 
 
-def test_remove_leaves_what_others_connected() -> None:
-    layer = build_layer("air")
-    optimizer = adamw(layer)
-    first = airmoe.track_optimizer(layer, optimizer)
-    airmoe.track_optimizer(layer, optimizer).remove()
-    assert layer.router.tracked
-    first.remove()
-    assert not layer.router.tracked
-
-
 def test_remove_ends_tracking_and_stays_correct() -> None:
     layer = build_layer("air", jitter_std=0.0)
     router, optimizer = air_of(layer), adamw(layer, "fused")

@@ -53,7 +53,6 @@ class ScaledCodebook(Codebook):
     @property
     def calibrated(self) -> bool:
         """Whether it has learned from tokens; asks the device only until it has."""
-        self.check_in_memory()
         return self._has_started()
 
     def representatives(self) -> Tensor:
@@ -253,7 +252,7 @@ class ShortlistRouter(_Base):
     def shortlist_logits(self, hidden: Tensor, shortlists: Tensor) -> Tensor:
         """Score hidden [T, D] against their codeword's shortlist: [T, E] float32 or wider."""
         # A token of NaN has no nearest codeword; its logits are NaN all the same.
-        finite = read_tokens("router", self.hidden_dim, hidden.detach(), None, copy=False).hidden
+        finite = read_tokens("router", self.hidden_dim, hidden.detach(), None).hidden
         codeword_ids = self.codebook.nearest(finite)  # [T]
         cells = make_cells(codeword_ids.unsqueeze(-1), shortlists)
         scores = cell_scores(hidden, full_tensor(self.weight), cells)  # [T, M], sorted by cell

@@ -94,24 +94,19 @@ class AirMoeDecoderLayer(GradientCheckpointingLayer):
         normed = self.post_attention_layernorm(hidden_states)
         if not isinstance(self.mlp, MoELayer):
             return hidden_states + self.mlp(normed), None
-        mixed, losses = self._mix(self.mlp, normed, token_mask, learn)
+        whole = not torch.compiler.is_compiling() or self.mlp.compiles(normed)
+        mix = self._mix if whole else self._mix_eagerly
+        mixed, losses = mix(self.mlp, normed, token_mask, learn)
         return hidden_states + mixed, losses
 
     def _mix(
-        self, layer: MoELayer, hidden: Tensor, token_mask: Tensor | None, learn: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        if torch.compiler.is_compiling() and not layer.compiles(hidden):
-            return self._mix_eagerly(layer, hidden, token_mask, learn)
-        return self._mix_with_losses(layer, hidden, token_mask, learn)
-
-    def _mix_with_losses(
         self, layer: MoELayer, hidden: Tensor, token_mask: Tensor | None, learn: bool
     ) -> tuple[Tensor, Tensor | None]:
         output = layer.forward_with_routing(hidden, token_mask, learn=learn)
         losses = router_losses(self.config, output.routing) if self.training else None
         return output.hidden, losses
 
-    _mix_eagerly = run_eagerly(_mix_with_losses)
+    _mix_eagerly = run_eagerly(_mix)
 
 
 class AirMoePreTrainedModel(LlamaPreTrainedModel):
@@ -165,7 +160,10 @@ class AirMoeModel(AirMoePreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds, and not both.")
-        refuse_router_logits(self.config, kwargs)  # also those that AirMoeForCausalLM passes on
+        if kwargs.get("output_router_logits"):
+            rule = "is not available: a router need not score all experts"
+            remedy = "For losses read router_loss; for metrics call router.full_logits(hidden)."
+            raise ConfigError("output_router_logits", True, rule, remedy)
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         learn = past_key_values is None
         if use_cache and past_key_values is None:
@@ -207,14 +205,6 @@ class AirMoeModel(AirMoePreTrainedModel):
             past_key_values=past_key_values,
             router_losses=torch.stack(losses) if losses else None,
         )
-
-
-def refuse_router_logits(config: AirMoeConfig, options: dict[str, Any]) -> None:
-    """Raise if a caller or the config asks for the router logits that other models return."""
-    if options.get("output_router_logits", getattr(config, "output_router_logits", False)):
-        rule = "is not available: a router need not score all experts"
-        remedy = "For losses read router_loss; for metrics call router.full_logits(hidden)."
-        raise ConfigError("output_router_logits", True, rule, remedy)
 
 
 def token_mask_of(attention_mask: Tensor | None, length: int) -> Tensor | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -16,17 +14,11 @@ from airmoe.kernels.backend import use_triton
 from airmoe.moe.experts import CoarseExperts, GranularExperts
 from airmoe.moe.replay import PlanLog, inside_backward, run_once
 from airmoe.routers.base import Plan, Router, run_eagerly
-from airmoe.routers.codebook import Codebook
 from airmoe.routers.planning import draw_ticket, new_handle, traced_plan
 from airmoe.routers.routing import Routing, Tokens
 from airmoe.routers.settings import RouterConfig
 
 PostNorm = Literal["layernorm", "none"]
-FROZEN = (
-    "None of this MoELayer's parameters is trained, but its codebook goes on learning and so its "
-    "routing changes. A file of only what is trained (an adapter's) does not hold that: call "
-    "router.freeze_codebook() before training, or save the whole model."
-)
 
 
 @dataclass(frozen=True)
@@ -75,13 +67,6 @@ class MoELayer(nn.Module):
                 "must be a router, the first of the two",
                 "Build it from its settings: MoELayer(config.build(), experts).",
             )
-        if not all(hasattr(experts, name) for name in ("dim", "num_experts")):
-            raise ConfigError(
-                "MoELayer.experts",
-                type(experts).__qualname__,
-                "must be experts, the second of the two",
-                "Build them with the router's sizes: GranularExperts(num_experts, dim).",
-            )
         for name in ("dim", "num_experts"):
             if getattr(router.config, name) != getattr(experts, name):
                 raise ConfigError(
@@ -93,7 +78,6 @@ class MoELayer(nn.Module):
         self.router, self.experts = router, experts
         self.post_norm = nn.LayerNorm(experts.dim) if post_norm == "layernorm" else None
         self._plans = PlanLog()
-        self._warned_frozen = False
         self._handle = new_handle(self)
 
     def train(self, mode: bool = True) -> MoELayer:
@@ -156,38 +140,17 @@ class MoELayer(nn.Module):
         router = self.router
         if ticket is None:
             return router.plan(tokens)
-        first = next(self.parameters(), None)  # None in a replica of `nn.DataParallel`
-        if learn and torch.is_grad_enabled() and first is not None and not first.requires_grad:
-            self._warn_if_frozen()
         if inside_backward():  # a recomputation
             return self._plans.find(ticket, tokens.hidden) or router.plan(tokens)
         if learn:
             router.observe(tokens)
         plan = router.plan(tokens)
-        self._plans.keep(
-            ticket, tokens.hidden, plan, router.parameter_changes, limit=router.kept_plans
-        )
+        self._plans.keep(ticket, tokens.hidden, plan, router.parameter_changes)
         return plan
-
-    def _warn_if_frozen(self) -> None:
-        """Warn once if only the codebook of this layer learns, after it has started."""
-        if self._warned_frozen or any(map(attrgetter("requires_grad"), self.parameters())):
-            return
-        codebook = getattr(self.router, "codebook", None)
-        if isinstance(codebook, Codebook) and codebook.learning:
-            self._warned_frozen = True
-            warnings.warn(FROZEN, stacklevel=3)
 
 
 def _flat_mask(mask: Tensor, shape: torch.Size) -> Tensor:
     """[B, L] bool or 0/1 integers -> [T] bool."""
-    if not isinstance(mask, Tensor):
-        raise ConfigError(
-            "MoELayer.mask",
-            type(mask).__qualname__,
-            "must be a tensor",
-            "Pass torch.tensor(mask), on the device of x.",
-        )
     if mask.shape != shape:
         raise ConfigError(
             "MoELayer.mask",

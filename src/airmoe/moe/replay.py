@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import (
 
 from airmoe.routers.base import Plan
 
+KEPT_PLANS = 64  # forwards that may wait for their backward
 SAMPLED_ROWS = 4
 
 
@@ -36,7 +37,7 @@ class PlanLog:
     """The plans of recent training forwards, newest last."""
 
     def __init__(self) -> None:
-        self._kept: deque[_Kept] = deque()
+        self._kept: deque[_Kept] = deque(maxlen=KEPT_PLANS)
         self._parameter_changes = -1
         self._warned = False
 
@@ -49,14 +50,12 @@ class PlanLog:
     def __setstate__(self, _state: dict[str, object]) -> None:
         self.__init__()
 
-    def keep(self, ticket: int, hidden: Tensor, plan: Plan, changes: int, limit: int) -> None:
+    def keep(self, ticket: int, hidden: Tensor, plan: Plan, changes: int) -> None:
         """Remember a forward; a change of parameters ends all before it."""
         if changes != self._parameter_changes:
             self._kept.clear()
             self._parameter_changes = changes
         self._kept.append(_Kept(ticket, _sample(hidden), plan))
-        while len(self._kept) > limit:
-            self._kept.popleft()
 
     def find(self, ticket: int, hidden: Tensor) -> Plan | None:
         """The plan of the forward being recomputed: by ticket, and by content where that fails.

@@ -59,10 +59,6 @@ def import_modules(names: Sequence[str]) -> None:
     if names and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in names:
-        if not all(part.isidentifier() for part in name.split(".")) or name.endswith(".py"):
-            raise ConfigError(
-                "import", name, "must be the name of a module", "Give it without folder and .py."
-            )
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -72,5 +68,5 @@ def import_modules(names: Sequence[str]) -> None:
                 "import",
                 name,
                 "must be a module that Python finds",
-                "Start where it lies, or add its folder to PYTHONPATH.",
+                "Give it without folder and .py; start where it lies or add that to PYTHONPATH.",
             ) from error

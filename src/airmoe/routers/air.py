@@ -17,9 +17,9 @@ from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import ReverseIndex, make_cells, make_reverse
 from airmoe.kernels.noise import Stage, combine, make_noise
 from airmoe.kernels.norms import unit_rows
-from airmoe.routers.air_costs import count_air
-from airmoe.routers.base import KEPT_PLANS, CentroidRouter, Plan
+from airmoe.routers.base import CentroidRouter, Plan
 from airmoe.routers.codebook import Codebook, CodebookKind
+from airmoe.routers.costs import count_air
 from airmoe.routers.expert_choice import capacity_of, expert_choice_gates
 from airmoe.routers.lists import (
     Due,
@@ -35,8 +35,6 @@ from airmoe.routers.settings import Amount, CentroidConfig, Fairness
 from airmoe.routers.tracking import how_to_track
 
 Gate = Literal["token_choice", "expert_choice"]
-
-PLAN_BYTES = 256 * 2**20  # memory for the plans of forwards that wait for their backward
 
 
 @dataclass(frozen=True)
@@ -170,14 +168,13 @@ class AirRouter(CentroidRouter):
             self.training_lists.renew_norms(self.centroids, key)
 
     def _warn_untracked(self) -> None:
-        if self._warned_untracked:
-            return
-        self._warned_untracked = True
-        warnings.warn(
-            "AirRouter is trained without a tracked optimizer, so its shortlists are rebuilt for "
-            f"every micro-batch: correct, but slower. {how_to_track()}",
-            stacklevel=2,
-        )
+        if not self._warned_untracked:
+            self._warned_untracked = True
+            warnings.warn(
+                "AirRouter is trained without a tracked optimizer, so its shortlists are rebuilt "
+                f"for every micro-batch: correct, but slower. {how_to_track()}",
+                stacklevel=2,
+            )
 
     def plan(self, tokens: Tokens) -> AirPlan:
         """The coarse stage: nearest codewords and the shortlists as they are now."""
@@ -339,14 +336,6 @@ class AirRouter(CentroidRouter):
         return self
 
     # -- plans for recomputation and compiled graphs --------------------------------------
-
-    @property
-    def kept_plans(self) -> int:
-        """Fewer where plans are large: each owns its codewords, and its lists when untracked."""
-        owned = self.codebook.codewords.nbytes
-        if not self.tracked:
-            owned += self.training_lists.experts.nbytes
-        return max(4, min(KEPT_PLANS, PLAN_BYTES // owned))
 
     def plan_layout(self) -> str:
         config = self.config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,8 +18,6 @@ from airmoe.kernels.norms import unit_rows
 from airmoe.routers.planning import new_handle, traced_plan
 from airmoe.routers.routing import Routing, Tokens, read_tokens
 from airmoe.routers.settings import CentroidConfig, CentroidInit, RouterConfig
-
-KEPT_PLANS = 64  # forwards that may wait for their backward under activation checkpointing
 
 # Under torch.compile the reference kernels run eagerly, as a break in the graph: they loop over
 # cells, which a compiler would unroll anew for every batch. (torch.compiler.disable does the same
@@ -60,10 +57,7 @@ class Router(nn.Module, ABC):
         self.noise_seed: Tensor
         self.micro_batches: Tensor
         self.parameter_changes = 0
-        # Whose hooks these are, and the hook of each optimizer that reports its steps. Replicas
-        # (DataParallel's) share the dict, but no hook reports to them.
-        self._reporting: tuple[int, WeakKeyDictionary[Any, Any]] = (id(self), WeakKeyDictionary())
-        self._warned_non_finite = False
+        self._hooks: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # report its steps
         # The same dict by another name: compilers assume that `_forward_hooks` never changes.
         self._hooks_now = self._forward_hooks
         self._handle = new_handle(self)
@@ -131,26 +125,12 @@ class Router(nn.Module, ABC):
         empty = tokens.valid.numel() == 0 or (on_cpu and not bool(some))
         if empty and not distributed:
             return
-        if on_cpu and not bool(tokens.valid.all()):
-            self._warn_if_non_finite(tokens)
         # All ranks must count, also one that has no token this time.
         self.micro_batches += 1 if distributed else some
         self.learn(tokens)
 
     def learn(self, tokens: Tokens) -> None:
         """Gradient-free learning of this router; most have none."""
-
-    def _warn_if_non_finite(self, tokens: Tokens) -> None:
-        if self._warned_non_finite:
-            return
-        bad = tokens.bad
-        if bool(bad.any()):
-            self._warned_non_finite = True
-            warnings.warn(
-                f"{int(bad.sum())} of {bad.numel()} tokens hold NaN, infinity or huge values; they "
-                "are left out of every routing statistic. Look for the layer that produced them.",
-                stacklevel=3,
-            )
 
     def current_noise_key(self) -> Tensor | None:
         """This micro-batch's key on this rank, or None when there is no jitter."""
@@ -185,38 +165,30 @@ class Router(nn.Module, ABC):
     @property
     def tracked(self) -> bool:
         """True while the hook of a living optimizer reports its steps to this router."""
-        owner, hooks = self._reporting
-        return owner == id(self) and len(hooks) > 0
+        return len(self._hooks) > 0
 
-    def follow(self, optimizer: Optimizer) -> bool:
-        """Have `on_optimizer_step` called after each step; True if the connection is new."""
-        owner, hooks = self._reporting
-        if owner != id(self) or optimizer in hooks:
-            return False
-        hooks[optimizer] = optimizer.register_step_post_hook(lambda *_: self.on_optimizer_step())
-        return True
+    def follow(self, optimizer: Optimizer) -> None:
+        """Have `on_optimizer_step` called after each step."""
+        if optimizer not in self._hooks:
+            hook = optimizer.register_step_post_hook(lambda *_: self.on_optimizer_step())
+            self._hooks[optimizer] = hook
 
     def unfollow(self, optimizer: Optimizer) -> None:
         """Undo `follow`."""
-        hook = self._reporting[1].pop(optimizer, None)
+        hook = self._hooks.pop(optimizer, None)
         if hook is not None:
             hook.remove()
             self.on_parameters_changed()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reporting": None}  # a copy is not known to the optimizer
+        return {**self.__dict__, "_hooks": None}  # a copy is not known to the optimizer
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._reporting = (id(self), WeakKeyDictionary())
+        self._hooks = WeakKeyDictionary()
         self._handle = new_handle(self)
 
     # -- plans ------------------------------------------------------------------------------
-
-    @property
-    def kept_plans(self) -> int:
-        """How many forwards may wait for their backward under activation checkpointing."""
-        return KEPT_PLANS
 
     def compiles(self, hidden: Tensor) -> bool:
         """True if a compiler can include the whole router: Triton computes, and it has no forward

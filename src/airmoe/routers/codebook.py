@@ -14,9 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from airmoe.config import check_choice, check_count, check_number
 from airmoe.distributed import all_gather_rows, all_reduce_sum, is_distributed, rank, world_size
-from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.codewords import assign, codeword_sums, directions
 from airmoe.kernels.noise import Stage, combine, normal, uniform_index
@@ -101,11 +99,6 @@ class Codebook(Float32State):
         dead_below: float = 1.0,
     ) -> None:
         super().__init__()
-        check_count("codebook.num_codewords", num_codewords)
-        check_count("codebook.dim", dim)
-        check_choice("codebook.kind", kind, CodebookKind)
-        check_number("codebook.decay", decay, below=1.0)
-        check_number("codebook.dead_below", dead_below)
         self.num_codewords, self.dim, self.kind = num_codewords, dim, kind
         self.euclidean = kind == "euclidean"
         self.decay, self.dead_below = decay, dead_below
@@ -113,7 +106,7 @@ class Codebook(Float32State):
         # For caches: how often codewords were replaced (loaded, reset), and how often they learned.
         self.version = (0, 0)
         self._seen_first_batch = False
-        self._warned_few_tokens = False
+        self._warned = False
         shape = (num_codewords, dim)
         self.register_buffer("codewords", torch.empty(shape, dtype=torch.float32))
         self.register_buffer("counts", torch.empty(num_codewords, dtype=torch.float32))
@@ -140,29 +133,12 @@ class Codebook(Float32State):
         self.updates.zero_()
         self._forget()
 
-    @property
-    def learning(self) -> bool:
-        """Whether updates move it: it has started, and is neither frozen nor static."""
-        return self._seen_first_batch and not self.frozen and self.kind != "static"
-
-    def check_in_memory(self) -> None:
-        if self.initialized.is_meta:
-            raise ConfigError(
-                "router.codebook",
-                "on the meta device",
-                "must be in memory: offloading brings back the buffers of a module for its "
-                "forward, and a codebook has none",
-                "Load the model without offload_buffers=True.",
-            )
-
     def assign(self, hidden: Tensor) -> Tensor:
         """Nearest codeword of each token: [T, D] -> [T] (Alg. 1, line 3)."""
         return self.nearest(read_tokens("codebook", self.dim, hidden, None).hidden)
 
     def nearest(self, hidden: Tensor) -> Tensor:
         """`assign` for tokens that were checked before."""
-        if self.codewords.is_meta and not hidden.is_meta:
-            self.check_in_memory()
         return assign(hidden, self.codewords, euclidean=self.euclidean)
 
     @torch.no_grad()
@@ -175,9 +151,7 @@ class Codebook(Float32State):
         started = self._seen_first_batch or self._has_started()
         if self.kind == "static" and started:
             return
-        per_code = num_tokens * world_size() / self.num_codewords
-        if 0 < per_code < 4 * self.dead_below and not self._warned_few_tokens:
-            self._warn_of_few_tokens(per_code)
+        self._warn_of_few_tokens(num_tokens * world_size() / self.num_codewords)
         # Keys must agree on all ranks, whatever seed each was built with: rank 0's are taken.
         ranks = all_gather_rows(torch.stack([tokens.valid.sum(), self.seed, self.updates]))
         counts = ranks[:, 0]  # [world] valid tokens of each rank
@@ -257,18 +231,15 @@ class Codebook(Float32State):
         self.version = (self.version[0] + 1, self.version[1])
 
     def _warn_of_few_tokens(self, per_code: float) -> None:
-        if self.kind == "static":
+        if self._warned or self.kind == "static" or not 0 < per_code < 4 * self.dead_below:
             return
-        self._warned_few_tokens = True
+        self._warned = True
         warnings.warn(
             f"codebook: {per_code:.2g} tokens per codeword and micro-batch, but a codeword is "
             f"replaced below {self.dead_below:g}, so healthy ones will be lost. Use larger "
             "micro-batches, fewer codewords or a smaller dead_below.",
             stacklevel=3,
         )
-
-    def extra_repr(self) -> str:
-        return f"{self.num_codewords}, {self.dim}, kind={self.kind!r}, decay={self.decay}"
 
 
 def _after_load(module: nn.Module, _incompatible: object) -> None:

@@ -1,4 +1,4 @@
-"""What the FLOPs of routers have in common: candidates, jitter, unit centroids, losses."""
+"""FLOPs of routers: what they have in common, and then AIR's (Alg. 1 to 3)."""
 
 from __future__ import annotations
 
@@ -6,37 +6,34 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from airmoe import flops
 from airmoe.flops import (
     BALANCE,
+    COARSE,
     FINE,
+    REFRESH,
     Operation,
     Part,
+    RouterCount,
     RouterLosses,
     Term,
     Workload,
-    add,
-    both,
-    log_sum_exp,
-    mean_over_tokens,
-    multiply,
-    normalize,
-    product,
-    scatter,
-    softmax,
 )
 from airmoe.routers.settings import CentroidConfig, RouterConfig
 
 
 def candidate_scores(config: RouterConfig, candidates: int, operator: str) -> Iterator[Term]:
     """M candidates in both columns, and with gradients for all of them."""
-    paper, ours = (product(candidates, config.dim, operator=op) for op in ("aten.bmm", operator))
+    paper, ours = (
+        flops.product(candidates, config.dim, operator=op) for op in ("aten.bmm", operator)
+    )
     yield Term(FINE, "scores", paper, ours)
     yield from jitter(config, FINE, candidates)
 
 
 def jitter(config: RouterConfig, part: Part, scores: int) -> Iterator[Term]:
     if config.jitter_std > 0:
-        yield both(part, "jitter", add(scores))
+        yield flops.both(part, "jitter", flops.add(scores))
 
 
 def unit_centroids(
@@ -44,17 +41,17 @@ def unit_centroids(
 ) -> Iterator[Term]:
     """Projected anew in every micro-batch."""
     if config.normalize_centroids:
-        unit = normalize(config.dim, config.num_experts if rows is None else rows)
-        yield both(FINE, "unit centroids", unit, workload.micro_batches_per_token)
+        unit = flops.normalize(config.dim, config.num_experts if rows is None else rows)
+        yield flops.both(FINE, "unit centroids", unit, workload.micro_batches_per_token)
 
 
 def no_gradient(rows: int, width: int, operator: str) -> Operation:
-    return product(rows, width, operator=operator, gradients=0)
+    return flops.product(rows, width, operator=operator, gradients=0)
 
 
 def summary(experts: int, dim: int) -> Operation:
     """`kernels.softmax_summary`: its backward scores all experts once more."""
-    return product(experts, dim, operator="airmoe::softmax_summary", gradients=3)
+    return flops.product(experts, dim, operator="airmoe::softmax_summary", gradients=3)
 
 
 def slots_of(config: Any, workload: Workload) -> int:
@@ -79,26 +76,102 @@ def router_losses(
     """
     if losses.load_balance:
         if not counted:
-            yield both(BALANCE, "softmax over candidates", softmax(candidates))
-        yield both(BALANCE, "mean over tokens", mean_over_tokens(candidates))
+            yield flops.both(BALANCE, "softmax over candidates", flops.softmax(candidates))
+        yield flops.both(BALANCE, "mean over tokens", flops.mean_over_tokens(candidates))
         yield from balance_of_means(config, workload)
     yield from router_z(losses, candidates)
 
 
 def balance_of_means(config: RouterConfig, workload: Workload) -> Iterator[Term]:
-    yield both(BALANCE, "counts", scatter(config.top_k))
-    together = multiply(config.num_experts)
-    yield both(BALANCE, "counts * means", together, workload.micro_batches_per_token)
+    yield flops.both(BALANCE, "counts", flops.scatter(config.top_k))
+    together = flops.multiply(config.num_experts)
+    yield flops.both(BALANCE, "counts * means", together, workload.micro_batches_per_token)
 
 
 def router_z(losses: RouterLosses, size: int, rows: int = 1) -> Iterator[Term]:
     if losses.router_z:
-        yield both(BALANCE, "log Z", log_sum_exp(size, rows))
+        yield flops.both(BALANCE, "log Z", flops.log_sum_exp(size, rows))
 
 
 def balance_of_cells(losses: RouterLosses, name: str, size: int) -> Iterator[Term]:
     """The balance loss one level up, over clusters or codewords."""
     if losses.shortlist_balance:
-        yield both(BALANCE, f"softmax over {name}", softmax(size))
+        yield flops.both(BALANCE, f"softmax over {name}", flops.softmax(size))
         # A weighted mean, as a product with the tokens' weights, which need no gradient.
-        yield both(BALANCE, f"mean of {name}", product(size, 1, gradients=1))
+        yield flops.both(BALANCE, f"mean of {name}", flops.product(size, 1, gradients=1))
+
+
+def count_air(config: Any, workload: Workload, losses: RouterLosses) -> RouterCount:
+    """Coarse stage, refresh and fine stage of one layer, from an `AirRouter.Config`."""
+    codewords, dim, candidates = config.num_codewords, config.dim, config.shortlist_size
+    by_token = config.gate != "expert_choice"
+    operator = "airmoe::cell_gates" if by_token else "airmoe::cell_scores"
+    assignment = no_gradient(codewords, dim, "airmoe::nearest_codeword")
+    terms = [
+        *_codebook(config, workload),
+        flops.both(COARSE, "assignment for routing", assignment),
+        flops.both(COARSE, "nearest codeword for routing", flops.top_k(codewords, 1)),
+        *_refresh(config, workload),
+        *candidate_scores(config, candidates, operator),
+    ]
+    active: float = config.top_k
+    full = active == 1 or not by_token  # gates are probabilities among all candidates
+    if by_token:
+        terms += [
+            flops.both(FINE, "selection", flops.top_k(candidates, config.top_k, gradient=True)),
+            flops.both(FINE, "weights", flops.softmax(candidates if full else config.top_k)),
+        ]
+    else:
+        slots = slots_of(config, workload)
+        active = config.num_experts * slots / workload.tokens_per_micro_batch
+        terms += [
+            flops.both(FINE, "probabilities", flops.softmax(candidates)),
+            flops.both(FINE, "selection", flops.top_k(candidates, slots)),
+        ]
+    terms += router_losses(config, workload, losses, candidates, counted=full)
+    if losses.shortlist_balance:  # the gradient reaches tokens only
+        terms.append(
+            flops.both(BALANCE, "cosines to codewords", flops.product(codewords, dim, gradients=1))
+        )
+    terms += balance_of_cells(losses, "codewords", codewords)
+    return RouterCount(tuple(terms), active, candidates, "airmoe::cell_experts")
+
+
+def _codebook(config: Any, workload: Workload) -> Iterator[Term]:
+    """Alg. 2, without gradients; a static codebook stays as its first batch made it."""
+    codewords, dim = config.num_codewords, config.dim
+    if config.codebook == "static":
+        return
+    assignment = no_gradient(codewords, dim, "airmoe::nearest_codeword")
+    yield flops.both(COARSE, "assignment for the update", assignment)
+    yield flops.both(COARSE, "nearest codeword", flops.top_k(codewords, 1))
+    each = workload.micro_batches_per_token
+    if config.codebook == "spherical":
+        yield flops.both(COARSE, "directions of tokens", flops.normalize(dim, 1, backward=False))
+        projected = flops.normalize(dim, codewords, backward=False)
+        yield flops.both(COARSE, "directions of codewords", projected, each)
+    yield flops.both(COARSE, "sums and counts", flops.scatter(dim + 1))
+    moved = codewords * (dim + 1)
+    yield flops.both(COARSE, "old sums, decayed", flops.multiply(moved, gradient=False), each)
+    yield flops.both(COARSE, "new sums, weighed", flops.multiply(moved, gradient=False), each)
+    yield flops.both(COARSE, "their sum", flops.add(moved), each)
+
+
+def _refresh(config: Any, workload: Workload) -> Iterator[Term]:
+    """Alg. 1, lines 1 and 4-7: on each device, once per step or every few steps."""
+    codewords, experts, dim = config.num_codewords, config.num_experts, config.dim
+    steps = workload.steps_per_token
+    times = steps / config.refresh_every
+    pairs = codewords * experts
+    yield flops.both(
+        REFRESH, "codewords times experts", no_gradient(pairs, dim, "airmoe::top_m"), times
+    )
+    if config.jitter_std > 0:
+        yield flops.both(REFRESH, "jitter", flops.add(pairs), times)
+    best = flops.top_k(experts, config.shortlist_size, lists=codewords)
+    yield flops.both(REFRESH, "shortlists", best, times)
+    if config.normalize_centroids:
+        # Alg. 3 projects in every micro-batch; ours keeps the norms until the next step.
+        unit = flops.normalize(dim, experts)
+        yield Term(REFRESH, "unit centroids", unit, None, workload.micro_batches_per_token)
+        yield Term(REFRESH, "unit centroids, kept", None, unit, steps)

@@ -8,18 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from airmoe import flops
 from airmoe.config import check_number, config
-from airmoe.flops import (
-    FINE,
-    RouterCount,
-    RouterLosses,
-    Term,
-    Workload,
-    both,
-    product,
-    softmax,
-    top_k,
-)
+from airmoe.flops import FINE, RouterCount, RouterLosses, Term, Workload
 from airmoe.kernels.best_experts import best_tokens
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.norms import unit_rows
@@ -52,16 +43,16 @@ class ExpertChoiceRouter(CentroidRouter):
         def count_flops(self, workload: Workload, losses: RouterLosses) -> RouterCount:
             experts, dim, slots = self.num_experts, self.dim, slots_of(self, workload)
             active = experts * slots / workload.tokens_per_micro_batch
-            chosen = product(active, dim, operator="airmoe::gather_dot")
+            chosen = flops.product(active, dim, operator="airmoe::gather_dot")
             terms = (
                 *unit_centroids(self, workload),
-                Term(FINE, "scores", product(experts, dim), None),
+                Term(FINE, "scores", flops.product(experts, dim), None),
                 Term(FINE, "softmax over all experts", None, summary(experts, dim)),
                 Term(FINE, "best tokens", None, no_gradient(experts, dim, "aten.mm")),
                 Term(FINE, "their logits", None, chosen),
                 *jitter(self, FINE, experts),
-                both(FINE, "probabilities", softmax(experts)),
-                both(FINE, "selection", top_k(experts, slots)),
+                flops.both(FINE, "probabilities", flops.softmax(experts)),
+                flops.both(FINE, "selection", flops.top_k(experts, slots)),
                 *router_losses(self, workload, losses, experts, counted=True),
             )
             operators = "airmoe::gather_dot, airmoe::scatter_total"

@@ -7,19 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from airmoe import flops
 from airmoe.config import check_count, config
-from airmoe.flops import (
-    COARSE,
-    FINE,
-    RouterCount,
-    RouterLosses,
-    Workload,
-    add,
-    both,
-    product,
-    softmax,
-    top_k,
-)
+from airmoe.flops import COARSE, FINE, RouterCount, RouterLosses, Workload
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import ReverseIndex, make_cells
 from airmoe.kernels.noise import Stage
@@ -88,13 +78,13 @@ class HierarchicalRouter(CentroidRouter):
             candidates = selected * self.num_experts // clusters
             terms = (
                 *unit_centroids(self, workload, self.num_experts + clusters),
-                both(COARSE, "scores of clusters", product(clusters, self.dim)),
+                flops.both(COARSE, "scores of clusters", flops.product(clusters, self.dim)),
                 *jitter(self, COARSE, clusters),
-                both(COARSE, "best clusters", top_k(clusters, selected, gradient=True)),
+                flops.both(COARSE, "best clusters", flops.top_k(clusters, selected, gradient=True)),
                 *candidate_scores(self, candidates, "airmoe::cell_scores"),
-                both(FINE, "cluster scores added", add(candidates)),
-                both(FINE, "selection", top_k(candidates, active, gradient=True)),
-                both(FINE, "weights", softmax(candidates if active == 1 else active)),
+                flops.both(FINE, "cluster scores added", flops.add(candidates)),
+                flops.both(FINE, "selection", flops.top_k(candidates, active, gradient=True)),
+                flops.both(FINE, "weights", flops.softmax(candidates if active == 1 else active)),
                 *router_losses(self, workload, losses, candidates, counted=active == 1),
                 *balance_of_cells(losses, "clusters", clusters),
             )

@@ -7,20 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from airmoe import flops
 from airmoe.config import check_count, config
-from airmoe.flops import (
-    BALANCE,
-    COARSE,
-    FINE,
-    RouterCount,
-    RouterLosses,
-    Workload,
-    add,
-    both,
-    product,
-    softmax,
-    top_k,
-)
+from airmoe.flops import BALANCE, COARSE, FINE, RouterCount, RouterLosses, Workload
 from airmoe.kernels.backend import own_precision
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.product_keys import best_pairs
@@ -85,25 +74,27 @@ class PeerRouter(Router):
             each = self.top_k // heads
             per_side = min(each, side)  # sub-keys of each half that a head's best pairs can have
             sub_keys = 2 * heads * side
-            scores = product(sub_keys, dim // 2, operator="aten.bmm")
-            best = top_k(side, per_side, lists=2 * heads, gradient=True)
+            scores = flops.product(sub_keys, dim // 2, operator="aten.bmm")
+            best = flops.top_k(side, per_side, lists=2 * heads, gradient=True)
             # With one per head the weight is the probability among all pairs.
-            weights = softmax(side, 2 * heads) if each == 1 else softmax(each, heads)
+            weights = flops.softmax(side, 2 * heads) if each == 1 else flops.softmax(each, heads)
             terms = [
-                both(COARSE, "queries", product(heads * dim, dim)),
-                both(COARSE, "scores of sub-keys", scores),
+                flops.both(COARSE, "queries", flops.product(heads * dim, dim)),
+                flops.both(COARSE, "scores of sub-keys", scores),
                 *jitter(self, COARSE, sub_keys),
-                both(COARSE, "best sub-keys", best),
-                both(FINE, "sums of pairs", add(heads * per_side**2)),
-                both(FINE, "selection", top_k(per_side**2, each, lists=heads, gradient=True)),
-                both(FINE, "weights", weights),
+                flops.both(COARSE, "best sub-keys", best),
+                flops.both(FINE, "sums of pairs", flops.add(heads * per_side**2)),
+                flops.both(
+                    FINE, "selection", flops.top_k(per_side**2, each, lists=heads, gradient=True)
+                ),
+                flops.both(FINE, "weights", weights),
                 *router_z(losses, side, 2 * heads),
             ]
             if losses.load_balance:
-                pairs = product(self.num_experts, heads, operator="aten.bmm")
+                pairs = flops.product(self.num_experts, heads, operator="aten.bmm")
                 terms += [
-                    both(BALANCE, "softmax over sub-keys", softmax(side, 2 * heads)),
-                    both(BALANCE, "probabilities of pairs", pairs),
+                    flops.both(BALANCE, "softmax over sub-keys", flops.softmax(side, 2 * heads)),
+                    flops.both(BALANCE, "probabilities of pairs", pairs),
                     *balance_of_means(self, workload),
                 ]
             return RouterCount(tuple(terms), self.top_k, self.top_k, "airmoe::token_experts")

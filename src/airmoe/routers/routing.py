@@ -52,17 +52,13 @@ class Tokens:
         return valid / valid.sum().clamp_min(1)
 
 
-def read_tokens(
-    label: str, dim: int, hidden: Tensor | Tokens, mask: Tensor | None, *, copy: bool = True
-) -> Tokens:
+def read_tokens(label: str, dim: int, hidden: Tensor | Tokens, mask: Tensor | None) -> Tokens:
     """Check hidden [T, dim] and mask [T], and find the tokens that count.
 
     `Tokens`, which were read before, are returned as they are.
 
     Masked tokens do not count, nor do those whose squared norm is no finite float32: NaN, infinity
-    and values beyond 1e19 would spoil sums that others share. Without `copy` a CPU gets `hidden`
-    itself back if all tokens count, because copying takes longer than scoring; that is for callers
-    that use the states at once and record no gradient. (A GPU would stall to find out.)
+    and values beyond 1e19 would spoil sums that others share.
     """
     if isinstance(hidden, Tokens):
         return hidden
@@ -87,9 +83,6 @@ def read_tokens(
                 "Give True for real tokens and False for padding.",
             )
         valid = valid & mask
-    may_share = not copy and hidden.device.type == "cpu" and not torch.compiler.is_compiling()
-    if may_share and bool(valid.all()):
-        return Tokens(hidden, valid, mask)
     return Tokens(torch.where(valid.unsqueeze(-1), hidden, 0), valid, mask)
 
 

@@ -5,19 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from airmoe import flops
 from airmoe.config import config
-from airmoe.flops import (
-    BALANCE,
-    FINE,
-    RouterCount,
-    RouterLosses,
-    Term,
-    Workload,
-    both,
-    product,
-    softmax,
-    top_k,
-)
+from airmoe.flops import BALANCE, FINE, RouterCount, RouterLosses, Term, Workload
 from airmoe.kernels.best_experts import best_experts
 from airmoe.kernels.noise import Noise, Stage
 from airmoe.kernels.rows import chosen_logits
@@ -41,15 +31,15 @@ class TopKRouter(CentroidRouter):
             the chosen."""
             experts, active, dim = self.num_experts, self.top_k, self.dim
             switch = active == 1  # its weight is the probability among all experts
-            chosen = product(active, dim, operator="airmoe::chosen_logits")
+            chosen = flops.product(active, dim, operator="airmoe::chosen_logits")
             terms = [
                 *unit_centroids(self, workload),
-                Term(FINE, "scores", product(experts, dim), None),
+                Term(FINE, "scores", flops.product(experts, dim), None),
                 Term(FINE, "best experts", None, no_gradient(experts, dim, "airmoe::best_experts")),
                 Term(FINE, "their logits", None, chosen),
                 *jitter(self, FINE, experts),
-                both(FINE, "selection", top_k(experts, active, gradient=True)),
-                both(FINE, "weights", softmax(experts if switch else active)),
+                flops.both(FINE, "selection", flops.top_k(experts, active, gradient=True)),
+                flops.both(FINE, "weights", flops.softmax(experts if switch else active)),
                 *router_losses(self, workload, losses, experts, counted=switch),
             ]
             if switch or losses.load_balance or losses.router_z:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -34,18 +35,16 @@ def how_to_track() -> str:
     return REMEDIES[""]
 
 
+@dataclass(frozen=True)
 class Tracking:
-    """A live connection; after `remove()` the routers rebuild their lists in each forward.
+    """A live connection; after `remove()` the routers rebuild their lists in each forward."""
 
-    It ends only what its own call connected: routers that were tracked before stay tracked.
-    """
-
-    def __init__(self, routers: list[Router], optimizer: Optimizer) -> None:
-        self._routers, self._optimizer = routers, weakref.ref(optimizer)
+    routers: list[Router]
+    optimizer: weakref.ref[Optimizer]
 
     def remove(self) -> None:
-        if (optimizer := self._optimizer()) is not None:
-            for router in self._routers:
+        if (optimizer := self.optimizer()) is not None:
+            for router in self.routers:
                 router.unfollow(optimizer)
 
 
@@ -69,7 +68,9 @@ def track_optimizer(model: nn.Module, optimizer: Any) -> Tracking:
             "Pass the optimizer that steps the router's centroids.",
         )
     routers = _routers_of(model, optimizer)
-    return Tracking([router for router in routers if router.follow(optimizer)], optimizer)
+    for router in routers:
+        router.follow(optimizer)
+    return Tracking(routers, weakref.ref(optimizer))
 
 
 def _routers_of(model: nn.Module, optimizer: Optimizer) -> list[Router]:
