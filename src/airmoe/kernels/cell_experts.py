@@ -24,16 +24,19 @@ def cell_experts(
     cells: Cells,
     *,
     counts: Tensor | None = None,
+    training: bool = False,
 ) -> Tensor:
     """Sum over each token's rows of its gated experts: [T, D] in the dtype of `hidden`.
 
     hidden [T, D], gates [N, M]. Experts with gate 0 add nothing but are computed: the price of
     dense products. With `counts` [G, M], how many rows of a cell have a gate for each of its
-    experts, Triton's backward passes over those without.
+    experts, Triton's backward passes over those without. A CPU leaves out what small cells did not
+    choose, but not in `training`: a forward without gradients may be checkpointing's first, and
+    must sum in the same order as the one that is recomputed.
     """
     gate, up, down = tables.gate, tables.up, tables.down
     if not use_triton(hidden, gate, up, down):
-        form = (tables.activation, tables.size, torch.is_grad_enabled())
+        form = (tables.activation, tables.size, training or torch.is_grad_enabled())
         return _CellExperts.apply(hidden, gate, up, down, gates, cells, *form)  # type: ignore[no-any-return]
     keep = backward_follows(hidden, gate, up, down, gates)
     tables = tables.contiguous()

@@ -103,7 +103,9 @@ class _Experts(nn.Module):
             return token_experts(hidden, tables, weights, expert_ids)
         if triton and gradients and cells.small and self.expert_size == 1:
             counts = routing.entry_counts()  # lets the backward skip experts that nobody chose
-        return cell_experts(hidden, tables, routing.gates, cells, counts=counts)
+        return cell_experts(
+            hidden, tables, routing.gates, cells, counts=counts, training=self.training
+        )
 
     def _by_token(self, hidden: Tensor, tables: ExpertTables, routing: TokenRouting) -> Tensor:
         return token_experts(hidden, tables, routing.weights, routing.expert_ids)
@@ -182,4 +184,4 @@ class CoarseExperts(_Experts):
         cells = make_cells(routing.expert_ids, neurons)
         row_weights = routing.weights.flatten()[cells.order].unsqueeze(-1)  # [T * K, 1]
         gates = row_weights.expand(-1, self.expert_size)
-        return cell_experts(hidden, replace(tables, size=1), gates, cells)
+        return cell_experts(hidden, replace(tables, size=1), gates, cells, training=self.training)
