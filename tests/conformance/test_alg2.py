@@ -58,16 +58,6 @@ def test_updates_follow_alg2(kind: Kind, decay: float):
         assert_state(codebook, exact, plain, f"{kind}, micro-batch {step}")
 
 
-def test_the_two_kinds_differ():
-    """On these tokens the kinds give different codebooks: the test above can fail."""
-    codewords = 0.5 * tokens(CODEWORDS, DIM, 1).double()
-    start = Codebook(codewords, torch.ones(CODEWORDS).double(), codewords)
-    hidden = torch.linspace(0.2, 3.0, 61).double()[:, None] * tokens(61, DIM, 10).double()
-    spherical = alg2_update(hidden, start, 0.9, 0.0)
-    euclidean = alg2_update(hidden, start, 0.9, 0.0, kind="euclidean")
-    assert spherical.counts.tolist() != euclidean.counts.tolist()
-
-
 @pytest.mark.parametrize("kind", ["spherical", "euclidean"])
 def test_dead_codes_become_tokens_of_the_batch(kind: Kind):
     """Alg. 2, lines 11-14: n < tau after the EMA step; m = h'_u, n = 1, c = that token."""
@@ -212,3 +202,19 @@ def test_the_state_is_float32_whatever_the_model(dtype: torch.dtype):
     exact = alg2_update(hidden.double(), states[0], 0.95, 0.0)
     plain = alg2_update(hidden.float(), states[1], 0.95, 0.0)
     assert_state(codebook, exact, plain, str(dtype))
+
+
+def test_alg2_by_hand():
+    """The oracle itself, against numbers computed by hand."""
+    state = Codebook(
+        torch.eye(3).double(), torch.tensor([4.0, 4.0, 1.0]).double(), 4 * torch.eye(3).double()
+    )
+    hidden = torch.tensor([[3.0, 4.0, 0.0], [5.0, 0.0, 0.0]]).double()
+    new = alg2_update(hidden, state, 0.5, 1.0, pick=lambda g: 1)
+    assert new.counts.tolist() == [2.5, 2.5, 1.0]  # 0.5 x 1 < 1: the third code died
+    assert torch.allclose(new.sums[0], torch.tensor([2.5, 0.0, 0.0]).double())
+    assert torch.allclose(new.sums[1], torch.tensor([0.3, 2.4, 0.0]).double())
+    assert new.codewords[2].tolist() == [1.0, 0.0, 0.0]
+    assert torch.allclose(new.codewords.norm(dim=1), torch.ones(3).double())
+    flat = alg2_update(hidden, state, 0.5, 0.0, kind="euclidean")
+    assert torch.allclose(flat.codewords[0], torch.tensor([4.5, 0.0, 0.0]).double() / 2.5)

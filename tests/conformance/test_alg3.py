@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -209,29 +208,3 @@ def test_evaluation_between_steps_changes_nothing():
         assert torch.equal(a.output, b.output)
     for name, value in undisturbed.parameters[-1].items():
         assert torch.equal(disturbed.parameters[-1][name], value), name
-
-
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_a_hook_added_at_any_time_counts(order: str):
-    """track_optimizer before or after the first micro-batch: the next step still invalidates."""
-    theta, codewords, data = setting()
-    model = Model(theta, codewords)
-    optimizer = torch.optim.SGD(list(model.tensors().values()), lr=PLAN.learning_rate)
-    model.train()
-    if order == "before":
-        airmoe.track_optimizer(model, optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model(data[0][0][0]).hidden.pow(2).mean().backward()
-    if order == "after":
-        airmoe.track_optimizer(model, optimizer)
-    old = model.layer.router.shortlists().clone()
-    optimizer.step()
-    with torch.no_grad():
-        model.layer.router.centroids.neg_()  # as large a step as can be
-    model(data[0][1][0])
-    new = model.layer.router.shortlists()
-    centroids = model.layer.router.centroids.double()
-    book = model.layer.router.codebook.codewords.double()
-    assert new.tolist() == oracles.build_shortlists(book, centroids, PLAN.shortlist_size)
-    assert not torch.equal(new, old)

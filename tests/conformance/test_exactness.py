@@ -81,28 +81,6 @@ def assert_agree(mine: Tensor, theirs: Tensor, truth: Tensor, plain: Tensor, wha
     assert_close(truth.detach() + half_the_gap, truth, plain, what)
 
 
-def test_jitter_moves_the_selection_here():
-    """With jitter the ids differ from those without: equality above is not for lack of noise."""
-    air, _ = air_and_exact(0.3, True)
-    noiseless, _ = air_and_exact(0.0, True)
-    hidden = tokens(TOKENS, 12, 3)
-    noisy_ids = route(air, hidden, "train").to_token_routing().expert_ids
-    assert not torch.equal(
-        noisy_ids, route(noiseless, hidden, "train").to_token_routing().expert_ids
-    )
-
-
-def test_one_codeword_with_all_experts_per_token_count():
-    """G = 1, M = E: the whole batch is one cell and still routes exactly."""
-    options = {**SIZES, "num_codewords": 1, "shortlist_size": 25}
-    air = Case("air", options).build(1)
-    hidden = tokens(TOKENS, 12, 3)
-    routing = route(air, hidden, "train")
-    truth = oracles.exact_topk(hidden.double(), air.centroids.detach().double(), 6)
-    assert routing.to_token_routing().expert_ids.tolist() == [c[0].expert_ids for c in truth]
-    assert routing.offsets.tolist() == [0, TOKENS]
-
-
 def test_metrics_call_it_exact():
     """Overlap and mass recall of AIR with M = E are 1; with a shorter list they are below."""
     air, _ = air_and_exact(0.0, True)

@@ -99,22 +99,6 @@ class Steps:
         return found | {"random": torch.get_rng_state()}
 
 
-class PopsItsPlan(airmoe.AirRouter):
-    """Takes the list apart that it is given."""
-
-    def unpack_plan(self, tensors: list[Tensor]) -> Any:
-        first = tensors.pop(0)
-        return super().unpack_plan([first, *tensors])
-
-
-def test_a_router_may_take_its_tensors_apart() -> None:
-    layer = build("air").eval()
-    layer.router.__class__ = PopsItsPlan
-    x = small(0)
-    assert torch.equal(whole(layer)(x), layer(x))
-    assert graphs() == 1
-
-
 @pytest.mark.parametrize("case", ROUTERS)
 def test_steps_equal_eager_ones(case: str) -> None:
     eager, layer = build(case), build(case)

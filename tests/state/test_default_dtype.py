@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 
 import airmoe
-from airmoe.routers.codebook import GlobalBatch
-from tests.adapt.models import BATCHES, swapped_routers
-from tests.adapt.models import build as build_family
 from tests.model.common import VARIANTS
 from tests.model.common import batch as ids
 from tests.model.common import build as build_model
@@ -96,39 +93,3 @@ def test_metrics_measure_the_same(case: str, dtype: torch.dtype) -> None:
     expected = measured()
     with default(dtype):
         assert_same(measured(), expected)
-
-
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_calibration_fits_and_reports_the_same(family: str, dtype: torch.dtype) -> None:
-    def swapped() -> Any:
-        return airmoe.swap_routers(build_family(family), num_codewords=4, shortlist_size=8)
-
-    model, expected = swapped(), swapped()
-    # Fewer tokens are kept than are read: which ones is drawn by lot.
-    report = airmoe.calibrate(expected, BATCHES, passes=3, max_tokens=100)
-    with default(dtype):
-        assert airmoe.calibrate(model, BATCHES, passes=3, max_tokens=100) == report
-    assert_same(snapshot(model), snapshot(expected))
-    with default(dtype):
-        found = model.eval()(BATCHES[0]).logits
-    assert torch.equal(found, expected.eval()(BATCHES[0]).logits)
-
-
-def test_a_rank_without_tokens_answers_in_float32(dtype: torch.dtype) -> None:
-    """Its zeros are summed with the states of the others."""
-    empty, none = torch.zeros(0, 8), torch.zeros((), dtype=torch.int64)
-    given = GlobalBatch(empty.bfloat16(), empty[:, 0].bool(), none, none, spherical=True)
-    with default(dtype):
-        rows = given.rows(torch.arange(3))
-    assert_same({"rows": rows}, {"rows": torch.zeros(3, 8)})
-
-
-def test_a_swapped_model_of_that_dtype_is_calibrated(dtype: torch.dtype) -> None:
-    with default(dtype):
-        model = build_family("mixtral").to(dtype)
-        model.set_experts_implementation("eager")  # the others have no float64
-        airmoe.swap_routers(model, num_codewords=4, shortlist_size=8)
-        airmoe.calibrate(model, BATCHES, passes=3)
-        assert model.eval()(BATCHES[0]).logits.dtype == dtype
-    for router in swapped_routers(model):
-        assert router.codebook.calibrated and router.codebook.scales.dtype == torch.float32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -43,18 +42,6 @@ def test_casting_a_model_leaves_every_bit_of_the_codebook(cast: str) -> None:
     assert air_of(model).training_lists.inverse_norms.dtype == torch.float32
     if "back" not in cast:
         assert air_of(model).centroids.dtype != torch.float32
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_cast_model_keeps_learning_in_float32(dtype: torch.dtype) -> None:
-    """Equal to a float32 codebook that is shown the same (rounded) tokens."""
-    layer, reference = build_layer("air"), build_router("air").codebook
-    layer.to(dtype)
-    for index in range(4):
-        rounded = batch(index).to(dtype)
-        layer(rounded).sum().backward()
-        reference.update(rounded.reshape(22, 8).float())
-    assert_same(snapshot(air_of(layer).codebook), snapshot(reference))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -155,32 +142,3 @@ def test_statistics_read_under_autocast_are_those_of_float32(case: str, statisti
         found.append((value.detach(), hidden.grad))
     assert torch.equal(found[0][0], found[1][0]), "value"
     assert torch.equal(found[0][1], found[1][1]), "gradient"
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_layers_run_under_autocast_with_routing_as_without(case: str) -> None:
-    """Experts run in bfloat16, but every token keeps its experts and the codebook its bits."""
-    hidden = batch(0, 3, 100)
-    found = []
-    for enabled in (True, False):
-        layer = build_layer(case, num_experts=100)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            layer(hidden)
-            output = layer.forward_with_routing(hidden)
-        assert output.hidden.dtype == torch.float32
-        output.hidden.sum().backward()
-        state = {name: t for name, t in snapshot(layer).items() if not name.endswith(".grad")}
-        found.append(state | {"weights": dense(output.routing).detach()})
-    assert_same(found[0], found[1])
-
-
-def test_bfloat16_counts_would_stand_still() -> None:
-    """Why float32: 0.95 n + 0.05 b rounds back to n in bfloat16 long before it has arrived."""
-    codebook = build_router("air", num_codewords=1, codebook_decay=0.99).bfloat16().codebook
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        codebook.update(batch(0, 300).bfloat16())
-        for _ in range(30):
-            codebook.update(batch(1, 310).bfloat16())
-    expected = 310 + 0.99**30 * (300 - 310)
-    torch.testing.assert_close(codebook.counts, torch.tensor([expected]), rtol=1e-5, atol=0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
@@ -41,45 +39,6 @@ def test_a_forward_changes_no_state_and_repeats_itself(
     assert not torch.equal(first, between)
     assert_same(snapshot(router, derived=training), before)
     assert torch.equal(torch.get_rng_state(), random), "a router's forward draws from a generator"
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_forwards_do_not_move_later_micro_batches(case: str) -> None:
-    """A run with extra forwards (metrics, generation) between observes equals one without."""
-
-    def run(extra: int) -> torch.Tensor:
-        router = build_router(case)
-        seen = []
-        for index in range(3):
-            hidden = batch(index, 22)
-            for _ in range(extra):
-                router(hidden)
-                router.eval()
-                router(hidden)
-                router.train()
-            router.observe(hidden)
-            seen.append(dense(router(hidden)).detach())
-        return torch.stack(seen)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*without a tracked optimizer")
-        assert torch.equal(run(0), run(2))
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if "air" in case])
-def test_learning_does_not_shift_the_jitter(case: str) -> None:
-    """The codebook draws replacements and first tokens, and must not use up token noise."""
-    learning, frozen = build_router(case, dead_below=50.0), build_router(case)
-    frozen.freeze_codebook()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for index in range(4):
-            learning.observe(batch(index, 22))
-            frozen.observe(batch(index, 22))
-    assert torch.equal(learning.micro_batches, frozen.micro_batches)
-    assert torch.equal(learning.current_noise_key(), frozen.current_noise_key())
-    assert int(learning.codebook.updates) == 4
-    assert int(frozen.codebook.updates) == 0
 
 
 @pytest.mark.parametrize("case", CASES)

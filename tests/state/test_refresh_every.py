@@ -8,13 +8,12 @@ import pytest
 import torch
 
 import airmoe
-from airmoe import ConfigError, MoELayer
+from airmoe import MoELayer
 from tests.state.common import (
     air_of,
     batch,
     build_block,
     build_layer,
-    build_router,
     plain_shortlists,
 )
 
@@ -63,15 +62,6 @@ def test_tracking_again_counts_no_step_twice(lifetime: int) -> None:
         airmoe.track_optimizer(model, optimizer)
         airmoe.track_optimizer(model, wrapped)
     assert rebuilt_after(block.layer, [optimizer] * 9) == [*range(0, 9, lifetime)]
-
-
-def test_tracking_again_makes_no_lists_due() -> None:
-    layer, optimizer = with_old_lists()
-    layer(batch(8))
-    router = air_of(layer)
-    assert router.lists_due == "nothing"
-    airmoe.track_optimizer(layer, optimizer)
-    assert router.lists_due == "nothing"
 
 
 def test_every_tracked_optimizer_of_the_centroids_counts_and_no_other() -> None:
@@ -158,9 +148,3 @@ def test_loading_brings_the_lists_and_changes_by_hand_do_not_wait() -> None:
     assert torch.equal(
         router.training_lists.experts, plain_shortlists(router, router.codebook.codewords)
     )
-
-
-@pytest.mark.parametrize("steps", [0, -1, 1.5, True])
-def test_bad_numbers(steps: object) -> None:
-    with pytest.raises(ConfigError, match="refresh_every"):
-        build_router("air", refresh_every=steps)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import gc
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 import airmoe
@@ -20,7 +19,6 @@ from tests.state.common import (
     batch,
     build_layer,
     build_router,
-    dense,
     plain_shortlists,
     snapshot,
 )
@@ -101,29 +99,17 @@ def test_lists_stay_within_an_accumulation_window(kind: str) -> None:
         assert not torch.equal(router.shortlists(), lists[0]), "not refreshed after the step"
 
 
-@pytest.mark.parametrize("wrapper", ["ours", "accelerate"])
-def test_wrapped_optimizers_are_looked_through(wrapper: str) -> None:
+def test_wrapped_optimizers_are_looked_through() -> None:
     model: Any = build_layer("air", jitter_std=0.0)
-    optimizer: Any = adamw(model)
-    router, step = air_of(model), optimizer.step
-    if wrapper == "accelerate":
-        accelerate = pytest.importorskip("accelerate")
-        model, optimizer = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
-        step = optimizer.step
-    else:
-        optimizer = SimpleNamespace(optimizer=SimpleNamespace(optimizer=optimizer))
+    router = air_of(model)
+    model, optimizer = Accelerator(cpu=True).prepare(model, adamw(model))
     airmoe.track_optimizer(model, optimizer)
     backward(model, 0)
     before = router.shortlists().clone()
-    step()
+    optimizer.step()
     model(batch(1))
     assert torch.equal(router.shortlists(), plain_shortlists(router))
     assert not torch.equal(router.shortlists(), before)
-
-
-def test_something_that_is_no_optimizer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"track_optimizer\.optimizer: got 'Linear'"):
-        airmoe.track_optimizer(build_layer("air"), nn.Linear(2, 2))
 
 
 def test_an_optimizer_without_the_centroids_cannot_track_them() -> None:
@@ -132,6 +118,8 @@ def test_an_optimizer_without_the_centroids_cannot_track_them() -> None:
     others = torch.optim.AdamW(layer.experts.parameters())
     with pytest.raises(ConfigError, match="optimizer"):
         airmoe.track_optimizer(layer, others)
+    with pytest.raises(ConfigError, match=r"track_optimizer\.optimizer: got 'Linear'"):
+        airmoe.track_optimizer(layer, nn.Linear(2, 2))
 
 
 def test_frozen_centroids_need_no_place_in_the_optimizer() -> None:
@@ -173,23 +161,6 @@ def test_a_deep_copy_of_a_tracked_model_is_untracked_and_correct(kind: str) -> N
         optimizer.zero_grad()
 
 
-def test_a_copy_of_a_copy_is_never_taken_for_the_lost_original() -> None:
-    """Python reuses addresses, so an address identifies nothing."""
-    router = build_router("air")
-    optimizer = torch.optim.SGD(router.parameters(), 0.1)
-    airmoe.track_optimizer(router, optimizer)
-    first = copy.deepcopy(router)
-    address = id(router)
-    del router
-    gc.collect()
-    copies = []
-    for _ in range(300):
-        copies.append(copy.deepcopy(first))
-        assert not copies[-1].tracked
-        if id(copies[-1]) == address:
-            break
-
-
 def test_a_skipped_step_does_not_refresh() -> None:
     layer, router, optimizer = tracked_layer()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -214,12 +185,9 @@ def test_a_skipped_step_does_not_refresh() -> None:
 
 
 @every_optimizer
-@pytest.mark.parametrize("jitter_std", [0.0, 0.3])
-def test_untracked_equals_tracked_when_every_micro_batch_is_a_step(
-    jitter_std: float, kind: str
-) -> None:
+def test_untracked_equals_tracked_when_every_micro_batch_is_a_step(kind: str) -> None:
     def run(tracked: bool) -> dict[str, Tensor]:
-        layer = build_layer("air", jitter_std=jitter_std)
+        layer = build_layer("air")
         optimizer = adamw(layer, kind)
         if tracked:
             airmoe.track_optimizer(layer, optimizer)
@@ -361,14 +329,6 @@ def test_observing_in_evaluation_mode_leaves_the_training_lists_alone() -> None:
     layer(batch(2))
     without_jitter = plain_shortlists(router)
     assert not torch.equal(router.shortlists(), without_jitter), "training lists lost their jitter"
-
-
-def test_a_model_built_in_inference_mode_answers() -> None:
-    with torch.inference_mode():
-        router = build_router("air").eval()
-        assert torch.equal(router.shortlists(), plain_shortlists(router))
-        weights = dense(router(batch(0, 22)))
-    torch.testing.assert_close(weights.sum(-1), torch.ones(22))
 
 
 def test_evaluation_in_inference_mode_leaves_training_possible() -> None:
