@@ -42,7 +42,7 @@ def test_prepare(tmp_path: Path) -> None:
     text = write_text(tmp_path, 60)
     out = tmp_path / "[bold]tokens-with-a-name-that-is-longer-than-a-terminal-is-wide"
     arguments = ("prepare", text, "--out", out, "--tokenizer", "bytes")
-    more = ("--validation-fraction", 0.1, "--workers", 1)
+    more = ("--validation-fraction", 0.1)
     outcome = airmoe(*arguments, *more)
     assert (outcome.code, outcome.err) == (0, "")
     prepared = open_prepared(out)
@@ -70,7 +70,6 @@ def test_prepare(tmp_path: Path) -> None:
         (["text.txt", "--tokenizer", "bpe:5"], "tokenizer: got 'bpe:5'"),
         (["text.txt", "--validation-fraction", "1"], "prepare.validation_fraction: got 1.0"),
         (["text.txt", "--max-tokens", "0"], "prepare.max_tokens: got 0"),
-        (["text.txt", "--workers", "0"], "prepare.workers: got 0"),
         (["text.txt", "--tokenizer", "bytes", "--validation", "no.txt"], "got 'no.txt'"),
     ],
 )
@@ -188,7 +187,7 @@ def test_training_from_python_outlives_its_reader(
 
 def test_other_commands_whose_reader_is_gone_come_to_their_end(run: Path, tmp_path: Path) -> None:
     prepare = ("prepare", run.parent / "text.txt", "--out", tmp_path / "tokens")
-    prepare = (*prepare, "--tokenizer", "bytes", "--validation-fraction", 0.1, "--workers", 1)
+    prepare = (*prepare, "--tokenizer", "bytes", "--validation-fraction", 0.1)
     assert airmoe(*prepare, patch=LOST["at once"]).code == 0
     assert open_prepared(tmp_path / "tokens").manifest.splits
     assert airmoe("report", run, "--out", tmp_path / "report", patch=LOST["at once"]).code == 0
@@ -413,15 +412,7 @@ def test_text_in_the_place_of_prepared_text_is_not_to_be_deleted(tmp_path: Path)
     texts.mkdir()
     write_text(texts, 60)
     outcome = airmoe("train", "tiny", f"data.folder={texts}", "--run", tmp_path / "run")
-    assert_one_line(outcome, 2, "holds text.txt", f"airmoe prepare {texts} --out", "data.folder=")
+    assert_one_line(
+        outcome, 2, "has no manifest.json", f"airmoe prepare {texts} --out", "data.folder="
+    )
     assert "elete" not in outcome.err
-
-
-def test_prepare_counts_rows_without_text(tmp_path: Path) -> None:
-    rows = ['{"text": null}\n' if n % 20 == 0 else f'{{"text": "text {n}"}}\n' for n in range(60)]
-    (tmp_path / "text.jsonl").write_text("".join(rows))
-    arguments = ("prepare", tmp_path / "text.jsonl", "--out", tmp_path / "out", "--workers", 1)
-    options = ("--tokenizer", "bytes", "--validation-fraction", 0.2)
-    outcome = airmoe(*arguments, *options)
-    assert (outcome.code, outcome.err) == (0, "")
-    assert outcome.out.splitlines()[0] == "skipped 3 rows without text"

@@ -14,9 +14,6 @@ import pytest
 import torch
 
 from airmoe import ConfigError
-from airmoe.data import PrepareConfig, open_prepared, prepare
-from airmoe.data.shards import WriterState
-from airmoe.data.workspace import Progress, Workspace
 from airmoe.experiments.report import write_report
 from airmoe.experiments.report.reading import read_all
 from airmoe.files import write_json
@@ -24,9 +21,8 @@ from airmoe.model import METHODS
 from airmoe.training import method_run
 from airmoe.training.checkpoints import check_checkpoint
 from airmoe.training.config import SECTIONS
-from airmoe.training.run_folder import data_sha256, open_run, read_test
+from airmoe.training.run_folder import open_run, read_test
 from airmoe.training.trained import load_trained
-from tests.data.common import save_own
 from tests.mutations import HOSTILE, damaged, dump
 from tests.test_config_errors import CONFIGS, GOOD
 from tests.training.runs import small_run, train_here
@@ -149,32 +145,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fuzz")
     config = small_run(folder, documents=24, steps=4, eval_every=2)
     train_here(config, folder / "mine")
-    corpus, out = str(folder / "text.txt"), str(folder / "words")
-    options: dict[str, Any] = {"workers": 1, "validation_fraction": 0.1}
-    prepare(PrepareConfig(corpus=corpus, tokenizer="bpe:300", out=out, **options))
-    own = save_own(folder, "<s> $A")
-    write_json(own / "special_tokens_map.json", {"bos_token": "<s>", "eos_token": "</s>"})
-    out = str(folder / "owned")
-    prepare(PrepareConfig(corpus=corpus, tokenizer=str(own), out=out, **options))
-    workspace = Workspace(folder / "half")
-    with workspace.locked():
-        manifest = open_prepared(folder / "words").manifest
-        writers = {name: WriterState(split) for name, split in manifest.splits.items()}
-        workspace.save(Progress(manifest.recipe, 1000, manifest.tokenizer, writers=writers))
     numbers = {"step": 4, "tokens": 640, "loss": 5.5, "perplexity": 244.7}
     write_json(folder / "mine" / "test.json", numbers)
     write_report([folder / "mine"], folder / "report", folder / "records")
     return folder
-
-
-def read_data(folder: Path, name: str) -> object:
-    """All that training takes from prepared text."""
-    prepared = open_prepared(folder / name)
-    blocks = {
-        split: [block["input_ids"].tolist() for block in prepared.blocks(split, 32)]
-        for split in ("train", "validation")
-    }
-    return data_sha256(prepared), blocks, prepared.tokenizer().identity
 
 
 def read_model(folder: Path) -> object:
@@ -189,10 +163,6 @@ def read_to_resume(folder: Path) -> object:
     """Nothing, if the run may go on."""
     run = open_run(folder / "mine")
     return check_checkpoint(run.path / "checkpoint-4", run.sha256(), to_resume=True)
-
-
-def read_progress(folder: Path) -> object:
-    return Workspace(folder / "half").read_progress()
 
 
 def read_test_file(folder: Path) -> object:
@@ -221,10 +191,6 @@ def _without_problems(paths: list[Path]) -> object:
 
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "tokens/manifest.json": lambda made: read_data(made, "tokens"),
-    "tokens/tokenizer/airmoe_tokenizer.json": lambda made: read_data(made, "tokens"),
-    "words/tokenizer/tokenizer.json": lambda made: read_data(made, "words"),
-    "words/tokenizer/tokenizer_config.json": lambda made: read_data(made, "words"),
     "mine/run.json": read_model,
     "mine/checkpoint-4/config.json": read_model,
     "mine/checkpoint-4/generation_config.json": read_model,
@@ -232,8 +198,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "mine/checkpoint-4/manifest.json": read_model,
     "mine/result.json": read_result_file,
     "mine/test.json": read_test_file,
-    "owned/tokenizer/special_tokens_map.json": lambda made: read_data(made, "owned"),
-    "half.partial/progress.json": read_progress,
     "report/report.json": lambda made: _without_problems([made / "report" / "report.json"]),
     "records/single/mine.json": read_records,
 }

@@ -77,7 +77,7 @@ def test_prepare(tmp_path: Path) -> None:
 
     def settings(out: Path) -> PrepareConfig:
         return PrepareConfig(
-            corpus=str(text), tokenizer="bpe:280", out=str(out), validation_fraction=0.1, workers=1
+            corpus=str(text), tokenizer="bpe:280", out=str(out), validation_fraction=0.1
         )
 
     prepare(settings(tmp_path / "whole"), _shard_tokens=700)

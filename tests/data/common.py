@@ -72,7 +72,7 @@ SHARD_TOKENS = 3000
 
 def settings(folder: Path, **options: Any) -> PrepareConfig:
     values: dict[str, Any] = {"corpus": str(folder / "corpus.jsonl"), "out": str(folder / "out")}
-    return PrepareConfig(**(values | {"tokenizer": "bytes", "workers": 1} | options))
+    return PrepareConfig(**(values | {"tokenizer": "bytes"} | options))
 
 
 def made(folder: Path, *, shard_tokens: int = SHARD_TOKENS, **options: Any) -> Prepared:

@@ -22,8 +22,8 @@ def test_an_opened_folder_equals_the_prepared_one(prepared: Prepared) -> None:
     opened = open_prepared(str(prepared.folder))
     assert opened.manifest == prepared.manifest
     manifest = opened.manifest
-    assert manifest.corpus == "corpus.jsonl"
-    assert manifest.split_rule.endswith("sha256(text) / 2^64 < 0.2")
+    assert manifest.recipe.corpus == "corpus.jsonl"
+    assert manifest.recipe.split_rule.endswith("sha256(text) / 2^64 < 0.2")
     assert manifest.tokenizer == opened.tokenizer().identity
     assert list(manifest.splits) == ["train", "validation"]
     assert sum(split.documents for split in manifest.splits.values()) == 100
@@ -58,33 +58,14 @@ def drop_splits(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(values))
 
 
-def edit_split(**fields: object) -> Callable[[Path], None]:
-    def harm(folder: Path) -> None:
-        values = json.loads((folder / "manifest.json").read_text())
-        values["splits"]["train"].update(fields)
-        (folder / "manifest.json").write_text(json.dumps(values))
-
-    return harm
-
-
 @pytest.mark.parametrize(
     ("harm", "parts"),
     [
         (lambda folder: (folder / "manifest.json").unlink(), ["has no manifest.json"]),
         (lambda folder: (folder / "manifest.json").write_text("{"), ["not a manifest"]),
         (lambda folder: (folder / "manifest.json").write_text("[]"), ["not a manifest"]),
-        (lambda folder: (folder / "manifest.json").write_text("[" * 10**5), ["not a manifest"]),
-        (lambda folder: (folder / "manifest.json").write_text("9" * 5000), ["not a manifest"]),
-        (edit_split(tokens=64), ["not a manifest", "a split of 64 tokens has "]),
-        (edit_split(tokens="64"), ["not a manifest", "'64' is no number"]),
-        (edit_split(documents=-1), ["not a manifest", "-1 is no number"]),
-        (edit_split(shards=[]), ["not a manifest", "tokens has 0 in its shards"]),
-        (edit_split(shards=[{"file": "../x.bin", "tokens": 64, "sha256": ""}], tokens=64),
-         ["not a manifest", "'../x.bin' is no file of the folder itself"]),
-        (edit_split(shards=[{"file": "x.bin", "tokens": 64.0, "sha256": ""}], tokens=64),
-         ["not a manifest", "tokens is 64.0"]),
         (drop_splits, ["not a manifest", "splits"]),
-        (edit_version, ["format version 99", "reads version 1"]),
+        (edit_version, ["format version 99", "reads 1"]),
         (lambda folder: (folder / "train-00001.bin").unlink(), ["train-00001.bin", "not in the"]),
         (truncate, ["train-00001.bin", "bytes instead of"]),
         (damage_last_byte, ["train-00001.bin", "is damaged", "sha256"]),
@@ -104,14 +85,10 @@ def test_a_folder_or_file_of_text_is_told_how_to_be_prepared(tmp_path: Path) -> 
     """Never to be deleted: it may be years of work."""
     texts = tmp_path / "my texts"
     texts.mkdir()
-    for name in ("d.txt", "a.txt", "c.txt", "b.txt"):
-        (texts / name).write_text("years of work")
-    for path, found in (
-        (texts, "holds a.txt, b.txt, c.txt, ... and"),
-        (texts / "a.txt", "is a file"),
-    ):
+    (texts / "a.txt").write_text("years of work")
+    for path in (texts, texts / "a.txt"):
         parts = (f"airmoe prepare '{path}' --out ", "then data.folder=")
-        with refused(found, "has no manifest.json", *parts, without=("elete",)):
+        with refused("has no manifest.json", *parts, without=("elete",)):
             open_prepared(path)
     with pytest.raises(ConfigError, match=r"--out 'data/my texts' .*data\.folder='data/my texts'"):
         open_prepared(texts)
@@ -119,7 +96,7 @@ def test_a_folder_or_file_of_text_is_told_how_to_be_prepared(tmp_path: Path) -> 
 
 def test_an_unfinished_folder_is_refused_under_its_own_name(tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
-    with refused("is unfinished", "airmoe prepare"):
+    with refused("is not finished", "airmoe prepare"):
         open_prepared(tmp_path / "out.partial")
 
 
@@ -144,11 +121,3 @@ def test_a_block_must_fit_into_the_split(prepared: Prepared) -> None:
         prepared.blocks("validation", tokens + 1)
     with pytest.raises(ConfigError, match=r"data\.block_size"):
         prepared.blocks("train", 0)
-
-
-def test_another_tokenizer_in_the_folder_is_refused(prepared: Prepared) -> None:
-    values = json.loads((prepared.folder / "manifest.json").read_text())
-    values["tokenizer"]["sha256"] = "0"
-    (prepared.folder / "manifest.json").write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match="holds another tokenizer"):
-        open_prepared(prepared.folder).tokenizer()

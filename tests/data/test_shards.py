@@ -16,16 +16,14 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from airmoe.data import BlockDataset, ShardInfo, SplitInfo
-from airmoe.data.shards import TOKEN_TYPE, SplitWriter, WriterState
-from tests.data.common import folder_bytes, make_texts, prepare_texts, refused
-
-VOCAB = 1000
+from airmoe.data.shards import TOKEN_TYPE, SplitWriter
+from tests.data.common import folder_bytes, make_texts, prepare_texts
 
 
 def written(
-    folder: Path, documents: list[np.ndarray], state: WriterState, shard: int
+    folder: Path, documents: list[np.ndarray], shard: int, start: SplitInfo | None = None
 ) -> SplitWriter:
-    writer = SplitWriter(folder, "train", state, shard)
+    writer = SplitWriter(folder, "train", shard, start)
     for document in documents:
         writer.add(document)
     return writer
@@ -33,7 +31,7 @@ def written(
 
 def finish(writer: SplitWriter) -> SplitInfo:
     writer.finish_shard()
-    return writer.saved_state().finished
+    return writer.synced()
 
 
 @given(
@@ -52,14 +50,14 @@ def test_going_on_from_any_document_changes_no_byte(
         whole, resumed = Path(name, "whole"), Path(name, "resumed")
         whole.mkdir()
         resumed.mkdir()
-        expected = finish(written(whole, documents, WriterState(), shard_tokens))
+        expected = finish(written(whole, documents, shard_tokens))
 
-        first = written(resumed, documents[:saved], WriterState(), shard_tokens)
-        state = first.saved_state()
+        first = written(resumed, documents[:saved], shard_tokens)
+        state = first.synced()
         for document in documents[saved : saved + lost]:  # on disk, but nobody knows
             first.add(document)
         first.close()
-        assert finish(written(resumed, documents[saved:], state, shard_tokens)) == expected
+        assert finish(written(resumed, documents[saved:], shard_tokens, state)) == expected
         assert folder_bytes(resumed) == folder_bytes(whole)
 
         content = b"".join((whole / shard.file).read_bytes() for shard in expected.shards)
@@ -90,9 +88,7 @@ def test_blocks_are_the_concatenation_of_the_shards(sizes: list[int], block_size
     ends = np.cumsum(sizes)
     with tempfile.TemporaryDirectory() as folder:
         shards = [tokens[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-        dataset = BlockDataset(
-            Path(folder), write_shards(Path(folder), shards), block_size, vocab_size=VOCAB
-        )
+        dataset = BlockDataset(Path(folder), write_shards(Path(folder), shards), block_size)
         assert dataset.num_tokens == len(tokens) and len(dataset) == len(tokens) // block_size
         for index in range(len(dataset)):
             block = dataset[index]
@@ -104,24 +100,15 @@ def test_blocks_are_the_concatenation_of_the_shards(sizes: list[int], block_size
 
 
 def test_indices_outside_raise_and_iteration_ends(tmp_path: Path) -> None:
-    dataset = BlockDataset(tmp_path, write_shards(tmp_path, [[1, 2, 3, 4, 5]]), 2, VOCAB)
+    dataset = BlockDataset(tmp_path, write_shards(tmp_path, [[1, 2, 3, 4, 5]]), 2)
     for index in (-1, 2):
         with pytest.raises(IndexError):
             dataset[index]
     assert [block["input_ids"].tolist() for block in dataset] == [[1, 2], [3, 4]]
 
 
-def test_an_impossible_id_names_shard_and_position(tmp_path: Path) -> None:
-    split = write_shards(tmp_path, [[1, 2, 3], [4, 5, VOCAB, 7]])
-    dataset = BlockDataset(tmp_path, split, 2, VOCAB)
-    assert dataset[0]["input_ids"].tolist() == [1, 2]
-    assert dataset[1]["input_ids"].tolist() == [3, 4]
-    with refused("got 1000", "vocab_size = 1000", "position 2 of", "train-00001.bin"):
-        dataset[2]
-
-
 def test_a_used_dataset_pickles_small_and_reads_the_same(tmp_path: Path) -> None:
-    dataset = BlockDataset(tmp_path, write_shards(tmp_path, [list(range(VOCAB))] * 9), 8, VOCAB)
+    dataset = BlockDataset(tmp_path, write_shards(tmp_path, [list(range(1000))] * 9), 8)
     first = dataset[500]["input_ids"]
     pickled = pickle.dumps(dataset)
     assert len(pickled) < 2000, "no tokens travel to the workers"

@@ -77,7 +77,6 @@ def small_run(
                 tokenizer="bytes",
                 out=str(tokens),
                 validation_fraction=0.1,
-                workers=1,
             )
         )
     return RunConfig(

@@ -22,7 +22,7 @@ def prepared(folder: Path, text: str, *, packed: bool = False) -> Prepared:
         name = f"{split}.txt.gz" if packed else f"{split}-of-mine.txt"
         (folder / name).write_bytes(gzip.compress(data) if packed else data)
     out = f"{folder}-tokens"
-    return prepare(PrepareConfig(corpus=str(folder), tokenizer="bytes", out=out, workers=1))
+    return prepare(PrepareConfig(corpus=str(folder), tokenizer="bytes", out=out))
 
 
 def test_names_and_packing_do_not_matter_but_tokens_do(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_another_text_or_none(tmp_path: Path) -> None:
     assert_one_line(resume(run), 2, "data.folder", "where the run was started")
     assert not tokens.exists()
     (tmp_path / "other.txt").write_text((tmp_path / "text.txt").read_text().upper())
-    options: dict[str, Any] = {"validation_fraction": 0.1, "workers": 1}
+    options: dict[str, Any] = {"validation_fraction": 0.1}
     corpus = str(tmp_path / "other.txt")
     prepare(PrepareConfig(corpus=corpus, tokenizer="bytes", out=str(tokens), **options))
     assert_one_line(resume(run), 2, "data.folder", "began")

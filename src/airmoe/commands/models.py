@@ -33,7 +33,6 @@ def prepare(
     validation_fraction: Annotated[float, typer.Option(help="that share")] = 0.005,
     text_field: Annotated[str, typer.Option(help="of .jsonl and .parquet")] = "text",
     max_tokens: Annotated[int | None, typer.Option(help="stop training text there")] = None,
-    workers: Annotated[int | None, typer.Option(help="processes; default: all cores")] = None,
 ) -> None:
     """Turn text into token shards. Run it again after a stop to continue."""
     from airmoe.data import PrepareConfig
@@ -48,7 +47,6 @@ def prepare(
         validation_fraction=validation_fraction,
         text_field=text_field,
         max_tokens=max_tokens,
-        workers=workers,
     )
     console = Console()
     with PrepareDisplay(console, corpus) as display:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from airmoe.data.compression import corpus_error
-from airmoe.data.documents import ENDINGS, Document, LocalFiles, kind_of, split_lines
+from airmoe.data.documents import ENDINGS, Document, LocalFiles, corpus_error, split_lines
 from airmoe.data.python_docs import PythonDocs
 from airmoe.errors import require
 from airmoe.files import file_sha256, json_sha256
@@ -17,9 +16,7 @@ from airmoe.files import file_sha256, json_sha256
 class Source(Protocol):
     """Something that can be read from its start, any number of times, always in the same order."""
 
-    def documents(self) -> Iterator[Document | None]:
-        """Documents, and None for every row whose text is null."""
-        ...
+    def documents(self) -> Iterator[Document]: ...
 
 
 @dataclass(frozen=True)
@@ -28,9 +25,7 @@ class Corpus:
 
     name: str
     sha256: str
-    """Changes when the input changes: of a file's name and content, else of version or address."""
-    former_sha256: str
-    """What older versions had for it, and folders of theirs still have: names and sizes only."""
+    """Changes when the input changes: of files' names and contents, else of version or address."""
     splits: dict[str, Source]
 
 
@@ -41,48 +36,32 @@ class HubSplit:
     dataset: str
     config: str | None
     split: str
-    text_field: str = "text"
     rows_are_lines: bool = False
     """WikiText: rows are lines, with "" for a line of one space, and articles span rows."""
 
-    def documents(self) -> Iterator[Document | None]:
+    def documents(self) -> Iterator[Document]:
+        texts: Iterator[str | None] = self._texts()
         if self.rows_are_lines:
-            lines = (text if text and text.strip() else " \n" for text in self._texts())
-            for text in split_lines(lines, self.dataset, at_empty_lines=False):
-                if text.strip():
-                    yield Document(text)
-            return
-        for text in self._texts():
-            if text is None:
-                yield None
-            elif text.strip():
-                yield Document(text)
+            lines = (text if text and text.strip() else " \n" for text in texts)
+            texts = split_lines(lines, self.dataset, at_empty_lines=False)
+        yield from (Document(text) for text in texts if text and text.strip())
 
     def _texts(self) -> Iterator[str | None]:
         load_dataset = require("datasets", f"to read {self.dataset}").load_dataset
         try:
             rows = load_dataset(self.dataset, self.config, split=self.split, streaming=True)
             for row in rows:
-                yield row[self.text_field]
+                yield row["text"]
         except Exception as error:  # whatever a network can do
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             remedy = "Check the network and run again to go on, or give the path of a local copy."
-            if _is_gated(error):
+            if "gated" in str(error):
                 remedy = (
                     "Its owner asks who reads it: accept the terms on https://huggingface.co/"
                     f"datasets/{self.dataset}, run `hf auth login`, and run again."
                 )
             rule = f"could not be read from the Hugging Face Hub ({reason})"
             raise corpus_error(self.dataset, rule, remedy) from error
-
-
-def _is_gated(error: BaseException | None) -> bool:
-    """Whether the Hub wants a login; `datasets` raises an error of its own because of that one."""
-    while error is not None:
-        if type(error).__name__ == "GatedRepoError":
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 # "eng": the English part of every crawl. Without a name the Hub gives all languages.
@@ -100,12 +79,11 @@ def open_corpus(name: str, text_field: str) -> Corpus:
     """Find a corpus by name or path; files are only hashed yet."""
     if name in _HUB_CORPORA:
         splits = _HUB_CORPORA[name]
-        addresses = json_sha256({split: f"{s.dataset}/{s.config}" for split, s in splits.items()})
-        return Corpus(name, addresses, addresses, dict(splits))
+        addresses = {split: f"{s.dataset}/{s.config}" for split, s in splits.items()}
+        return Corpus(name, json_sha256(addresses), dict(splits))
     if name == "python-docs":
         docs = PythonDocs()
-        version = json_sha256(docs.version)
-        return Corpus(name, version, version, {"train": docs})
+        return Corpus(name, json_sha256(docs.version), {"train": docs})
     path = Path(name)
     if not path.exists():
         known = ", ".join(("python-docs", *_HUB_CORPORA))
@@ -123,26 +101,20 @@ def open_corpus(name: str, text_field: str) -> Corpus:
     return Corpus(
         path.resolve().name,
         json_sha256([listing, contents]),
-        json_sha256(listing),
         {split: LocalFiles(tuple(found), text_field) for split, found in members.items()},
     )
 
 
 def _files_of(path: Path) -> list[Path]:
     """The readable files of a folder and its folders in sorted order, or the one file."""
+    inside = [path]
     if path.is_dir():
-        inside = sorted((file.relative_to(path).parts, file) for file in path.rglob("*"))
-        visible = [file for parts, file in inside if not any(p.startswith(".") for p in parts)]
-        files = [file for file in visible if kind_of(file) and not file.is_dir()]
-    else:
-        files = [path] if kind_of(path) else []
+        found = sorted((file.relative_to(path).parts, file) for file in path.rglob("*"))
+        inside = [file for parts, file in found if not any(p.startswith(".") for p in parts)]
+    files = [file for file in inside if file.name.endswith(ENDINGS) and file.is_file()]
     if not files:
         rule = "holds no text to read" if path.is_dir() else "is not a kind of text file we read"
         raise corpus_error(path, rule, f"Files must end in {', '.join(ENDINGS)}.")
-    for file in files:
-        if not file.is_file():  # reading a pipe or device might never end
-            rule = "must be a regular file or a link to one"
-            raise corpus_error(file, rule, "Put a file in its place, or remove it.")
     return files
 
 

@@ -1,4 +1,4 @@
-"""Corpus + tokenizer -> a prepared folder: in parallel, all or nothing, and it can go on.
+"""Corpus + tokenizer -> a prepared folder: all or nothing, and it can go on.
 
 Everything happens in `<out>.partial`, which gets its name at the very end. Progress is saved after
 each finished shard, so that a prepare that was killed goes on from there, and ends with the bytes
@@ -7,34 +7,39 @@ that an undisturbed one would have written.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 from airmoe.config import check_count, check_number, config
 from airmoe.data.corpora import Corpus, open_corpus
-from airmoe.data.parallel import Encoder, EncoderPool, in_validation
+from airmoe.data.documents import Document
 from airmoe.data.prepared import (
     FORMAT_VERSION,
     MANIFEST_FILE,
+    TOKENIZER_FOLDER,
     Manifest,
     Prepared,
     Recipe,
     open_prepared,
+    partial_folder,
     read_manifest,
 )
-from airmoe.data.shards import SHARD_TOKENS, SplitWriter, WriterState
+from airmoe.data.shards import SHARD_TOKENS, SplitInfo, SplitWriter
 from airmoe.data.tokenizer_choice import bpe_vocab_size, is_trained, make_tokenizer
-from airmoe.data.tokenizers import Tokenizer
-from airmoe.data.workspace import Progress, Workspace
+from airmoe.data.tokenizers import Tokenizer, load_tokenizer
 from airmoe.errors import ConfigError
-from airmoe.files import LOCK
+from airmoe.files import LOCK, locked, read_json, sync_folder, sync_tree, write_json
 
-_BATCH_CHARACTERS = 1 << 18
+PROGRESS_FILE = "progress.json"
+
+_BATCH_CHARACTERS = 1 << 20  # tokenized at once, on all cores
 
 
 @config
@@ -57,8 +62,6 @@ class PrepareConfig:
     """Where .jsonl and .parquet files keep the text."""
     max_tokens: int | None = None
     """End the train split after the document that reaches it."""
-    workers: int | None = None
-    """Processes; None takes all cores."""
 
     def check(self) -> None:
         for name in ("corpus", "tokenizer", "out", "validation", "text_field"):
@@ -67,9 +70,8 @@ class PrepareConfig:
             if not missing and not (isinstance(value, str) and value):
                 raise ConfigError(f"prepare.{name}", value, "must be a text", "Give a string.")
         check_number("prepare.validation_fraction", self.validation_fraction, below=1, strict=True)
-        for name in ("max_tokens", "workers"):
-            if getattr(self, name) is not None:
-                check_count(f"prepare.{name}", getattr(self, name))
+        if self.max_tokens is not None:
+            check_count("prepare.max_tokens", self.max_tokens)
         if is_trained(self.tokenizer):
             bpe_vocab_size(self.tokenizer)
 
@@ -83,8 +85,6 @@ class PrepareProgress:
     tokens: int
     fraction: float | None
     """Of the split's input, or of `max_tokens` if that is nearer; None if unknown."""
-    skipped: int = 0
-    """Rows of the split whose text is null."""
 
 
 Report = Callable[[PrepareProgress], None]
@@ -99,22 +99,28 @@ def prepare(
     fixed = None if is_trained(config.tokenizer) else make_tokenizer(config.tokenizer)
     out = Path(config.out)
     if not os.path.lexists(out):  # a link that leads nowhere is in the way, too
-        workspace = Workspace(out)
-        with workspace.locked():
+        partial = partial_folder(out)
+        partial.mkdir(parents=True, exist_ok=True)
+        with locked(partial, "prepare.out", "is being prepared"):
             if out.exists():  # another process published it while we came here
-                workspace.discard()
+                shutil.rmtree(partial)
             else:
-                if not workspace.is_complete():
-                    begin = Progress(recipe, _shard_tokens, fixed and fixed.identity)
-                    progress = workspace.start(begin)
-                    tokenizer = _tokenizer(config, corpus, workspace, fixed)
-                    progress = replace(progress, tokenizer=tokenizer.identity)
-                    workspace.save(progress)
-                    job = _Job(config, corpus, tokenizer, workspace, progress, report)
-                    workspace.complete(job.run())
-                workspace.publish()
-    former = replace(recipe, corpus_sha256=corpus.former_sha256)
-    return _existing(out, (recipe, former), fixed)
+                if not (partial / MANIFEST_FILE).exists():  # else only the name is missing
+                    job = _Job(config, corpus, recipe, partial, fixed, report, _shard_tokens)
+                    write_json(partial / MANIFEST_FILE, asdict(job.run()))
+                _publish(partial, out)
+    if not (out / MANIFEST_FILE).exists():
+        rule = "is there already and was not made by prepare"
+        raise ConfigError("prepare.out", str(out), rule, "Use another out.")
+    manifest = read_manifest(out)
+    other_tokenizer = fixed and asdict(manifest.tokenizer) != asdict(fixed.identity)
+    if manifest.recipe != recipe or other_tokenizer:
+        rule = "was prepared with other settings, other text or another tokenizer"
+        remedy = "Delete it or use another out. For train that is data.folder."
+        raise ConfigError("prepare.out", str(out), rule, remedy)
+    with suppress(OSError):  # of a process that was killed when it had given the folder its name
+        (out / LOCK).unlink()
+    return open_prepared(out, verify=False)
 
 
 def _with_validation(corpus: Corpus, config: PrepareConfig) -> Corpus:
@@ -126,17 +132,8 @@ def _with_validation(corpus: Corpus, config: PrepareConfig) -> Corpus:
         raise ConfigError("prepare.validation", config.validation, rule, "Leave it out.")
     given = open_corpus(config.validation, config.text_field)
     text = given.splits.get("validation", given.splits["train"])
-    return Corpus(
-        corpus.name,
-        f"{corpus.sha256}+{given.sha256}",
-        f"{corpus.former_sha256}+{given.former_sha256}",
-        {**corpus.splits, "validation": text},
-    )
-
-
-def _hashed_fraction(corpus: Corpus, config: PrepareConfig) -> float:
-    """The fraction of the hash rule; 0 where validation text is given."""
-    return 0.0 if "validation" in corpus.splits else config.validation_fraction
+    splits = {**corpus.splits, "validation": text}
+    return Corpus(corpus.name, f"{corpus.sha256}+{given.sha256}", splits)
 
 
 def _recipe(config: PrepareConfig, corpus: Corpus) -> Recipe:
@@ -158,169 +155,176 @@ def _recipe(config: PrepareConfig, corpus: Corpus) -> Recipe:
     )
 
 
-def _existing(out: Path, recipes: tuple[Recipe, ...], fixed: Tokenizer | None) -> Prepared:
-    """The finished folder, if it is what was asked for."""
-    if not (out / MANIFEST_FILE).exists():
-        rule = "is there already and was not made by prepare"
-        raise ConfigError("prepare.out", str(out), rule, "Use another out.")
-    manifest = read_manifest(out)
-    same_tokenizer = fixed is None or manifest.tokenizer.is_kept_by(fixed.identity)
-    if manifest.recipe not in recipes or not same_tokenizer:
-        rule = "was prepared with other settings, other text or another tokenizer"
-        remedy = "Delete it or use another out. For train that is data.folder."
-        raise ConfigError("prepare.out", str(out), rule, remedy)
-    with suppress(OSError):  # of a process that was killed when it had given the folder its name
-        (out / LOCK).unlink()
-    return open_prepared(out, verify=False)
+def in_validation(text: str, fraction: float) -> bool:
+    """The split rule: a text is always on the same side, whatever is around it."""
+    if not fraction:
+        return False
+    head = hashlib.sha256(text.encode("utf-8")).digest()[:8]
+    return int.from_bytes(head, "big") / 2**64 < fraction
 
 
-def _tokenizer(
-    config: PrepareConfig, corpus: Corpus, workspace: Workspace, fixed: Tokenizer | None
-) -> Tokenizer:
-    """The tokenizer that an earlier prepare saved, else the fixed one, else a trained one."""
-    if (saved := workspace.saved_tokenizer()) is not None:
-        return saved
-    fraction = _hashed_fraction(corpus, config)
-    documents = corpus.splits["train"].documents()
-    texts = (document.text for document in documents if document is not None)
-    training_texts = (text for text in texts if not in_validation(text, fraction))
-    tokenizer = fixed or make_tokenizer(config.tokenizer, training_texts)
-    workspace.save_tokenizer(tokenizer)
-    return tokenizer
+def _publish(partial: Path, out: Path) -> None:
+    """Give the finished folder its name, the last thing that happens."""
+    (partial / PROGRESS_FILE).unlink(missing_ok=True)
+    sync_folder(partial)
+    partial.rename(out)  # still locked, or another process could come in between
+    (out / LOCK).unlink(missing_ok=True)
+    sync_folder(out.parent)
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Progress:
+    """How far a prepare has come. Everything after it is done again."""
+
+    source: str
+    """The split of the corpus being read."""
+    documents_read: int
+    """Documents of it that are on disk."""
+    written: dict[str, SplitInfo]
+
+
 class _Job:
-    """Reads the splits of the corpus one after another into the writers of a workspace."""
+    """Reads the splits of the corpus one after another into shards in the folder."""
 
-    config: PrepareConfig
-    corpus: Corpus
-    tokenizer: Tokenizer
-    workspace: Workspace
-    progress: Progress
-    report: Report | None
-    input_fraction: float | None = None
-    skipped: int = 0
-
-    def __post_init__(self) -> None:
-        self.validation_fraction = _hashed_fraction(self.corpus, self.config)
-        names = [*self.corpus.splits, *(["validation"] if self.validation_fraction else [])]
-        states, size = self.progress.writers, self.progress.shard_tokens
-        self.writers = {
-            name: SplitWriter(self.workspace.folder, name, states.get(name, WriterState()), size)
-            for name in names
+    def __init__(
+        self,
+        config: PrepareConfig,
+        corpus: Corpus,
+        recipe: Recipe,
+        folder: Path,
+        fixed: Tokenizer | None,
+        report: Report | None,
+        shard_tokens: int,
+    ) -> None:
+        self._config, self._corpus, self._recipe = config, corpus, recipe
+        self._folder, self._report = folder, report
+        self._fraction = 0.0 if "validation" in corpus.splits else config.validation_fraction
+        self._asked = {
+            "format_version": FORMAT_VERSION,
+            "recipe": asdict(recipe),
+            "tokenizer": asdict(fixed.identity) if fixed else None,
+            "shard_tokens": shard_tokens,
         }
+        self._start = self._read_progress()
+        self._tokenizer = self._saved_tokenizer() or self._save_tokenizer(fixed)
+        names = [*corpus.splits, *(["validation"] if self._fraction else [])]
+        written = self._start.written
+        self._writers = {
+            name: SplitWriter(folder, name, shard_tokens, written.get(name)) for name in names
+        }
+
+    def _read_progress(self) -> _Progress:
+        """Where an earlier prepare with the same settings stopped, else the beginning."""
+        file = self._folder / PROGRESS_FILE
+        if file.exists():
+            try:
+                values = read_json(file)
+                splits = values["written"].items()
+                written = {name: SplitInfo.from_json(split) for name, split in splits}
+                progress = _Progress(values["source"], values["documents_read"], written)
+                is_same = values["asked"] == self._asked
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                rule = f"cannot be read ({type(error).__name__}: {error})"
+                raise ConfigError("prepare.out", str(file), rule, "Use another out.") from error
+            if is_same:
+                return progress
+            if written:
+                raise ConfigError(
+                    "prepare.out",
+                    self._config.out,
+                    "was begun with other settings, other text or another tokenizer "
+                    f"(see {self._folder.name})",
+                    f"Delete {self._folder} or use another out.",
+                )
+        # Nothing worth keeping was done, for instance because the settings were wrong.
+        shutil.rmtree(self._folder / TOKENIZER_FOLDER, ignore_errors=True)
+        return _Progress("train", 0, {})
+
+    def _saved_tokenizer(self) -> Tokenizer | None:
+        folder = self._folder / TOKENIZER_FOLDER
+        return load_tokenizer(folder) if folder.exists() else None
+
+    def _save_tokenizer(self, fixed: Tokenizer | None) -> Tokenizer:
+        """Train the tokenizer if there is none; it gets its name only when it is whole."""
+        documents = self._corpus.splits["train"].documents()
+        texts = (each.text for each in documents if not in_validation(each.text, self._fraction))
+        tokenizer = fixed or make_tokenizer(self._config.tokenizer, texts)
+        draft = self._folder / f"{TOKENIZER_FOLDER}.draft"
+        shutil.rmtree(draft, ignore_errors=True)
+        tokenizer.save(draft)
+        sync_tree(draft)
+        draft.rename(self._folder / TOKENIZER_FOLDER)
+        self._save(self._start)
+        return tokenizer
+
+    def _save(self, progress: _Progress) -> None:
+        write_json(self._folder / PROGRESS_FILE, {"asked": self._asked, **asdict(progress)})
 
     def run(self) -> Manifest:
         """Do what is left to do."""
-        workers = self.config.workers or _num_cores()
-        encoder = Encoder(self.tokenizer, self.validation_fraction)
         with ExitStack() as stack:
-            for writer in self.writers.values():
+            for writer in self._writers.values():
                 stack.callback(writer.close)
-            pool = stack.enter_context(EncoderPool(encoder, workers))
-            sources = list(self.corpus.splits)
-            for source in sources[sources.index(self.progress.source) :]:
-                if source != self.progress.source:
-                    self._save(source, documents_read=0)
-                self._read(source, pool)
-            return self._manifest()
-
-    def _read(self, source: str, pool: EncoderPool) -> None:
-        """Everything of one split of the corpus that is not on disk yet."""
-        if self._is_full(source):
-            return
-        count = self.progress.documents_read
-        batches = _batches(itertools.islice(self._texts(source), count, None))
-        with closing(pool.encode(batches)) as encoded_batches:
-            for batch in encoded_batches:
-                for document in batch:
-                    split = "validation" if document.is_validation else source
-                    finished_shard = self.writers[split].add(document.tokens)
-                    count += 1
-                    if finished_shard:
-                        self._save(source, count)
-                    if self._is_full(source):
-                        self._tell(source, count)
-                        return
-                self._tell(source, count)
-        self._tell(source, count)
-
-    def _texts(self, source: str) -> Iterator[str]:
-        """The texts, while noting how much of the input they are and how many rows have none."""
-        self.skipped = 0
-        for document in self.corpus.splits[source].documents():
-            if document is None:
-                self.skipped += 1
-            else:
-                self.input_fraction = document.fraction
-                yield document.text
-
-    def _is_full(self, source: str) -> bool:
-        limit = self.config.max_tokens
-        return source == "train" and limit is not None and self.writers["train"].tokens >= limit
-
-    def _tell(self, source: str, documents: int) -> None:
-        if self.report is None:
-            return
-        tokens = self.writers[source].tokens
-        fraction = self.input_fraction
-        if source == "train" and self.config.max_tokens is not None:
-            fraction = max(fraction or 0.0, min(1.0, tokens / self.config.max_tokens))
-        if source == "train" and self.validation_fraction:
-            tokens += self.writers["validation"].tokens
-        self.report(PrepareProgress(source, documents, tokens, fraction, self.skipped))
-
-    def _save(self, source: str, documents_read: int) -> None:
-        states = {name: writer.saved_state() for name, writer in self.writers.items()}
-        self.progress = replace(
-            self.progress, source=source, documents_read=documents_read, writers=states
-        )
-        self.workspace.save(self.progress)
-
-    def _manifest(self) -> Manifest:
-        splits = {}
-        for name, writer in self.writers.items():
-            writer.finish_shard()
-            splits[name] = writer.saved_state().finished
+            sources = list(self._corpus.splits)
+            for source in sources[sources.index(self._start.source) :]:
+                self._read(source, self._start.documents_read)
+                self._start = replace(self._start, documents_read=0)
+            for writer in self._writers.values():
+                writer.finish_shard()
+        splits = {name: writer.synced() for name, writer in self._writers.items()}
         for name, split in splits.items():
             if not split.tokens:
-                self.workspace.discard()  # other settings are needed, and would refuse this folder
-                raise self._empty_split(name)
-        return Manifest(FORMAT_VERSION, self.progress.recipe, self.tokenizer.identity, splits)
+                shutil.rmtree(self._folder)  # other settings are needed, and would be refused
+                raise ConfigError(
+                    "prepare.corpus",
+                    self._config.corpus,
+                    f"has no text for its {name} split",
+                    "Add documents that are more than white space, change validation_fraction, "
+                    "or give validation text with validation=.",
+                )
+        return Manifest(FORMAT_VERSION, self._recipe, self._tokenizer.identity, splits)
 
-    def _empty_split(self, name: str) -> ConfigError:
-        if name == "validation" and self.validation_fraction:
-            field, value = "validation_fraction", self.validation_fraction
-            rule = "left the validation split empty"
-            remedy = "Raise validation_fraction, or give validation text with validation=."
-        elif name == "validation" and self.config.validation is not None:
-            field, value, rule = "validation", self.config.validation, "has no text"
-            remedy = (
-                "Add documents that are more than white space, or leave it out: then a share of "
-                "the training text is held back."
-            )
-        else:
-            field, value = "corpus", self.config.corpus
-            rule = f"has no text for its {name} split"
-            remedy = "Add documents that are more than white space, or lower validation_fraction."
-        return ConfigError(f"prepare.{field}", value, rule, remedy)
+    def _read(self, source: str, count: int) -> None:
+        """Everything of one split of the corpus behind the first `count` documents."""
+        if self._is_full(source):
+            return
+        documents = itertools.islice(self._corpus.splits[source].documents(), count, None)
+        for batch in _batches(documents):
+            texts = [document.text for document in batch]
+            for text, tokens in zip(texts, self._tokenizer.encode_documents(texts), strict=True):
+                split = "validation" if in_validation(text, self._fraction) else source
+                count += 1
+                if self._writers[split].add(tokens):
+                    written = {name: writer.synced() for name, writer in self._writers.items()}
+                    self._save(_Progress(source, count, written))
+                if self._is_full(source):
+                    break
+            self._tell(source, count, batch[-1].fraction)
+            if self._is_full(source):
+                return
+
+    def _is_full(self, source: str) -> bool:
+        limit = self._config.max_tokens
+        return source == "train" and limit is not None and self._writers["train"].tokens >= limit
+
+    def _tell(self, source: str, documents: int, fraction: float | None) -> None:
+        if self._report is None:
+            return
+        tokens = self._writers[source].tokens
+        if source == "train" and self._config.max_tokens is not None:
+            fraction = max(fraction or 0.0, min(1.0, tokens / self._config.max_tokens))
+        if source == "train" and self._fraction:
+            tokens += self._writers["validation"].tokens
+        self._report(PrepareProgress(source, documents, tokens, fraction))
 
 
-def _num_cores() -> int:
-    """The cores this process may use, which in a container are fewer than the machine's."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Lists of texts, each enough work to be worth sending to another process."""
-    batch: list[str] = []
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Lists of documents, each enough work for all cores."""
+    batch: list[Document] = []
     characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

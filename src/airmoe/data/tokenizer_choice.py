@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.util
+import itertools
+import json
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -17,16 +21,15 @@ from airmoe.data.tokenizers import (
     IDENTITY_FILE,
     LLAMA3_FILE,
     BytesTokenizer,
-    HuggingFaceTokenizer,
-    Llama3Tokenizer,
     Tokenizer,
+    TokenizerIdentity,
     byte_level,
+    hugging_face_files,
     load_tokenizer,
-    read_hugging_face,
+    read_files,
     tokenizer_error,
 )
 from airmoe.errors import ConfigError, require
-from airmoe.files import parse_json
 
 # Words, digits, spaces and a character of three bytes: what tokenizers treat differently.
 _PROBE = "Return the  2024 items,\n\tas 東京 do."
@@ -36,13 +39,27 @@ _TRAINING_CHARACTERS = 1 << 25  # more text changes few merges and costs minutes
 # How well-known bare tokenizer.json files call the end of text.
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
+# Facts of Llama 3: how text is cut into words, and its 256 specials behind 128,000 byte pairs.
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_PAIRS = 128_000
+_LLAMA3_SPECIALS = {
+    0: "begin_of_text",
+    1: "end_of_text",
+    6: "start_header_id",
+    7: "end_header_id",
+    9: "eot_id",
+}
+
 
 def make_tokenizer(name: str, corpus: Iterable[str] = ()) -> Tokenizer:
     """ "llama-3", "bytes", "bpe:8192" (trained on the texts of `corpus`) or a path."""
     if name == "bytes":
         return BytesTokenizer()
     if name == "llama-3":
-        return Llama3Tokenizer.from_file(_installed_llama3())
+        return _read_llama3(_installed_llama3())
     if is_trained(name):
         return _train_bpe(bpe_vocab_size(name), corpus)
     path = Path(name)
@@ -69,7 +86,7 @@ def bpe_vocab_size(name: str) -> int:
 
 def _open_path(path: Path) -> Tokenizer:
     if path.suffix == ".model" and path.is_file():
-        return Llama3Tokenizer.from_file(path)
+        return _read_llama3(path)
     if (path / IDENTITY_FILE).exists():
         return load_tokenizer(path)
     folder = path if path.is_dir() else path.parent
@@ -82,7 +99,7 @@ def _open_path(path: Path) -> Tokenizer:
         )
     try:
         configured = (folder / HUGGING_FACE_CONFIG).exists()
-        tokenizer = read_hugging_face(folder) if configured else _open_bare(file)
+        tokenizer = Tokenizer(read_files(folder)) if configured else _open_bare(file)
         bos_id = _bos_id(tokenizer, path)
     except ConfigError:
         raise
@@ -127,13 +144,13 @@ def _as_transformers_does(folder: str) -> Any:
         return transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
-def _open_bare(file: Path) -> HuggingFaceTokenizer:
+def _open_bare(file: Path) -> Tokenizer:
     """A tokenizer.json with no tokenizer_config.json beside it."""
     definition = file.read_text(encoding="utf-8")
-    added = {token["content"] for token in parse_json(definition).get("added_tokens", [])}
+    added = {token["content"] for token in json.loads(definition).get("added_tokens", [])}
     for name in _END_OF_TEXT_NAMES:
         if name in added:
-            return HuggingFaceTokenizer(definition, name)
+            return Tokenizer(hugging_face_files(definition, name))
     raise tokenizer_error(
         file,
         "does not say which token ends a text",
@@ -155,6 +172,34 @@ def _installed_llama3() -> Path:
     )
 
 
+def _read_llama3(path: Path) -> Tokenizer:
+    """Llama 3's file, lines of "base64 rank", made into a tokenizer.json. It takes seconds."""
+    model = path.read_bytes()
+    try:
+        pairs = (line.split() for line in model.splitlines() if line)
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+        reason = None if len(ranks) == _LLAMA3_PAIRS else f"it has {len(ranks)} entries"
+    except ValueError as error:
+        ranks, reason = {}, str(error)
+    if reason is not None:
+        rule = f"must be Llama 3's tiktoken file of {_LLAMA3_PAIRS} entries, but {reason}"
+        raise tokenizer_error(path, rule, "Give the tokenizer.model of Llama 3.")
+    reserved = (f"reserved_special_token_{n}" for n in itertools.count())
+    names = [_LLAMA3_SPECIALS.get(n) or next(reserved) for n in range(256)]
+    specials = [f"<|{name}|>" for name in names]
+    module = require("transformers.convert_slow_tokenizer", "for the Llama-3 tokenizer")
+    converter = module.TikTokenConverter(pattern=_LLAMA3_WORDS, extra_special_tokens=specials)
+    converter.load_tiktoken_bpe = lambda _: ranks  # its own would go through a cache
+    files = hugging_face_files(converter.converted().to_str(), specials[1], specials[0])
+    identity = TokenizerIdentity(
+        kind="llama-3",
+        vocab_size=_LLAMA3_PAIRS + len(specials),
+        sha256=hashlib.sha256(model).hexdigest(),
+        eos_id=_LLAMA3_PAIRS + 1,
+    )
+    return Tokenizer({LLAMA3_FILE: model, **files}, identity)
+
+
 def _train_bpe(vocab_size: int, corpus: Iterable[str]) -> Tokenizer:
     """Byte-level BPE of exactly `vocab_size` ids, the same for the same texts."""
     library = require("tokenizers", "to train BPE")
@@ -172,7 +217,7 @@ def _train_bpe(vocab_size: int, corpus: Iterable[str]) -> Tokenizer:
             f"is more than the training text yields: it gives only {reached} tokens",
             f"Use bpe:{reached} or less, or more text.",
         )
-    return HuggingFaceTokenizer(tokenizer.to_str(), END_OF_TEXT)
+    return Tokenizer(hugging_face_files(tokenizer.to_str(), END_OF_TEXT))
 
 
 def _sample(corpus: Iterable[str]) -> Iterator[str]:

@@ -20,9 +20,7 @@ from airmoe.training.run_folder import versions
 OPTIONAL = {
     "triton": ("the fast kernels of a CUDA device", "kernels"),
     "datasets": ("wikitext103, c5, openwebtext2 and .parquet", "data"),
-    "tiktoken": ("the Llama-3 tokenizer", "data"),
     "llama_models": ("the Llama-3 tokenizer by name", "data"),
-    "zstandard": (".zst files", "data"),
     "matplotlib": ("figures", "plot"),
     "tensorboard": ("TensorBoard logs", "track"),
 }

@@ -93,7 +93,7 @@ class Display:
 
 
 class PrepareDisplay:
-    """A bar while text is prepared; then the number of rows without text."""
+    """A bar while text is prepared."""
 
     def __init__(self, console: Console, corpus: str) -> None:
         self._progress = Progress(
@@ -106,10 +106,8 @@ class PrepareDisplay:
         )
         self._console, self._corpus = console, visible(corpus)
         self._task: Any = None
-        self._skipped: dict[str, int] = {}  # rows without text, by split
 
     def show(self, progress: PrepareProgress) -> None:
-        self._skipped[progress.split] = progress.skipped
         if not self._console.is_terminal:
             return
         if self._task is None:
@@ -133,9 +131,6 @@ class PrepareDisplay:
         if self._task is not None:
             self._progress.stop()
             self._task = None
-        if skipped := sum(self._skipped.values()):
-            say(self._console, f"skipped {skipped:,} rows without text")
-            self._skipped.clear()
 
 
 def is_installed(tracker: Tracker) -> bool:
