@@ -72,7 +72,8 @@ SHARD_TOKENS = 3000
 
 def settings(folder: Path, **options: Any) -> PrepareConfig:
     values: dict[str, Any] = {"corpus": str(folder / "corpus.jsonl"), "out": str(folder / "out")}
-    return PrepareConfig(**(values | {"tokenizer": "bytes"} | options))
+    values |= {"tokenizer": "bytes"} | options
+    return PrepareConfig(**values)
 
 
 def made(folder: Path, *, shard_tokens: int = SHARD_TOKENS, **options: Any) -> Prepared:
