@@ -1,7 +1,11 @@
-"""The terms of the FLOP ledger: the paper's counting convention, and what a router states.
+"""The FLOP ledger: what one token costs, operator by operator, counted twice.
 
-An `Operation` holds the cost of one use: a formula for each direction and the sizes in it (the
-paper's appendix "FLOP Analysis"). What the appendix leaves open, and what we take:
+*Algorithmic* is the paper's convention: M candidates scored, K experts run. *Executed* is what our
+kernels compute: where tokens share a pool, all experts of that pool. Everything follows from the
+settings of a model and its routers, each of which states its own terms; no model is built.
+
+An `Operation` is the cost of one use, by the formulas of the paper's appendix "FLOP Analysis". What
+the appendix leaves open, and what we take:
 
 - backward of a product: two products of the same size; without gradient: none
 - backward of attention: 2.5 times its forward (torch's counter: 5 products after 2), not halved for
@@ -13,12 +17,15 @@ paper's appendix "FLOP Analysis"). What the appendix leaves open, and what we ta
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from airmoe.config import check_count, config
 from airmoe.errors import ConfigError
+from airmoe.kernels.token_experts import GATED, Activation, is_gated
 
 Kind = Literal["product", "elementwise"]
 Column = Literal["algorithmic", "executed"]
@@ -49,120 +56,8 @@ ACTIVATION_COSTS = {"silu": 3, "gelu": 6, "gelu_tanh": 6, "relu": 1}
 
 
 @dataclass(frozen=True)
-class Operation:
-    """One use of an operator."""
-
-    operator: str
-    kind: Kind  # products are what torch's own counter counts
-    sizes: dict[str, float]
-    forward_formula: str  # in the names of `sizes`
-    backward_formula: str
-    forward: float
-    backward: float
-
-
-def _operation(
-    operator: str, forward: str, backward: str, kind: Kind = "elementwise", **sizes: float
-) -> Operation:
-    """The formulas are what is computed, so that the ledger can show them."""
-    names = {"log2": math.log2, **sizes}
-    numbers = (eval(formula, {"__builtins__": {}}, names) for formula in (forward, backward))
-    return Operation(operator, kind, sizes, forward, backward, *numbers)
-
-
-def product(rows: float, width: int, *, operator: str = "aten.mm", gradients: int = 2) -> Operation:
-    """One token times `rows` vectors; each gradient costs another product of that size.
-
-    `rows` is a mean where experts choose tokens, hence no whole number.
-    """
-    backward = f"{gradients}*2*rows*width" if gradients else "0"
-    return _operation(operator, "2*rows*width", backward, "product", rows=rows, width=width)
-
-
-def attention_products(heads: int, length: int, head_dim: int) -> Operation:
-    """One query token against all `length` keys and values, none of them masked."""
-    return _operation(
-        "aten.scaled_dot_product_attention",
-        "4*heads*length*head_dim",
-        "10*heads*length*head_dim",
-        "product",
-        heads=heads,
-        length=length,
-        head_dim=head_dim,
-    )
-
-
-def attention_softmax(heads: int, length: int) -> Operation:
-    """The rest of the appendix's formula for attention."""
-    operator = "aten.scaled_dot_product_attention"
-    return _operation(operator, "2*heads*length", "5*heads*length", heads=heads, length=length)
-
-
-def softmax(size: int, rows: int = 1) -> Operation:
-    """`rows` softmaxes over `size` each."""
-    return _operation("aten._softmax", "rows*(2*size + 1)", "5*rows*size", rows=rows, size=size)
-
-
-def log_sum_exp(size: int, rows: int = 1) -> Operation:
-    """exp, sum (two per element), log; backward: the probabilities times the gradient."""
-    return _operation("aten.logsumexp", "rows*(3*size + 1)", "2*rows*size", rows=rows, size=size)
-
-
-def add(size: int) -> Operation:
-    """Also of jitter; what draws it is no arithmetic of the convention."""
-    return _operation("aten.add", "1*size", "0*size", size=size)
-
-
-def multiply(size: float, *, gradient: bool = True) -> Operation:
-    """Gradients of both factors, or of none."""
-    return _operation("aten.mul", "1*size", "2*size" if gradient else "0*size", size=size)
-
-
-def activation(name: str, size: float) -> Operation:
-    cost = ACTIVATION_COSTS[name]
-    return _operation(f"aten.{name}", f"{cost}*size", f"{cost + 1}*size", size=size)
-
-
-def rotate(size: int) -> Operation:
-    """Rotary embedding: x * cos + rotated x * sin, and the same back."""
-    return _operation("aten.mul, aten.mul, aten.add", "3*size", "3*size", size=size)
-
-
-def scatter(size: int, *, backward: bool = False) -> Operation:
-    """gather, index_add, scatter and related: one unit per affected element."""
-    return _operation("aten.index_add", "1*size", "1*size" if backward else "0*size", size=size)
-
-
-def mean_over_tokens(size: int) -> Operation:
-    """One token's share of a mean, and its gradient's factor."""
-    return _operation("aten.mean", "1*size", "1*size", size=size)
-
-
-def normalize(size: int, rows: int, *, backward: bool = True) -> Operation:
-    """x / |x|: square, sum (two per element), divide, and one root per row."""
-    formula = "4*rows*size" if backward else "0"
-    operator = "aten.linalg_vector_norm, aten.div"
-    return _operation(operator, "rows*(4*size + 1)", formula, rows=rows, size=size)
-
-
-def rms_norm(size: int) -> Operation:
-    return _operation("aten.rms_norm", "5*size", "8*size", size=size)
-
-
-def layer_norm(size: int) -> Operation:
-    """With weight and bias."""
-    return _operation("aten.native_layer_norm", "7*size", "8*size", size=size)
-
-
-def top_k(size: int, chosen: int, *, lists: int = 1, gradient: bool = False) -> Operation:
-    """The best of each of `lists`; a gradient is scattered back to those chosen."""
-    forward, backward = "lists*size*log2(chosen + 1)", "lists*chosen" if gradient else "0"
-    return _operation("aten.topk", forward, backward, lists=lists, size=size, chosen=chosen)
-
-
-@dataclass(frozen=True)
 class Cost:
-    """FLOPs per token."""
+    """FLOPs."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -173,6 +68,91 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.forward + other.forward, self.backward + other.backward)
+
+
+@dataclass(frozen=True)
+class Operation(Cost):
+    """One use of an operator."""
+
+    kind: Kind = "elementwise"  # products are what torch's own counter counts
+
+
+def product(rows: float, width: int, *, gradients: int = 2) -> Operation:
+    """One token times `rows` vectors; each gradient costs another product of that size.
+
+    `rows` is a mean where experts choose tokens, hence no whole number.
+    """
+    return Operation(2 * rows * width, gradients * 2 * rows * width, "product")
+
+
+def attention_products(heads: int, length: int, head_dim: int) -> Operation:
+    """One query token against all `length` keys and values, none of them masked."""
+    size = heads * length * head_dim
+    return Operation(4 * size, 10 * size, "product")
+
+
+def attention_softmax(heads: int, length: int) -> Operation:
+    """The rest of the appendix's formula for attention."""
+    return Operation(2 * heads * length, 5 * heads * length)
+
+
+def softmax(size: int, rows: int = 1) -> Operation:
+    """`rows` softmaxes over `size` each."""
+    return Operation(rows * (2 * size + 1), 5 * rows * size)
+
+
+def log_sum_exp(size: int, rows: int = 1) -> Operation:
+    """exp, sum (two per element), log; backward: the probabilities times the gradient."""
+    return Operation(rows * (3 * size + 1), 2 * rows * size)
+
+
+def add(size: int) -> Operation:
+    """Also of jitter; what draws it is no arithmetic of the convention."""
+    return Operation(size, 0)
+
+
+def multiply(size: float, *, gradient: bool = True) -> Operation:
+    """Gradients of both factors, or of none."""
+    return Operation(size, 2 * size if gradient else 0)
+
+
+def activation(name: str, size: float) -> Operation:
+    cost = ACTIVATION_COSTS[name]
+    return Operation(cost * size, (cost + 1) * size)
+
+
+def rotate(size: int) -> Operation:
+    """Rotary embedding: x * cos + rotated x * sin, and the same back."""
+    return Operation(3 * size, 3 * size)
+
+
+def scatter(size: int, *, backward: bool = False) -> Operation:
+    """gather, index_add, scatter and related: one unit per affected element."""
+    return Operation(size, size if backward else 0)
+
+
+def mean_over_tokens(size: int) -> Operation:
+    """One token's share of a mean, and its gradient's factor."""
+    return Operation(size, size)
+
+
+def normalize(size: int, rows: int, *, backward: bool = True) -> Operation:
+    """x / |x|: square, sum (two per element), divide, and one root per row."""
+    return Operation(rows * (4 * size + 1), 4 * rows * size if backward else 0)
+
+
+def rms_norm(size: int) -> Operation:
+    return Operation(5 * size, 8 * size)
+
+
+def layer_norm(size: int) -> Operation:
+    """With weight and bias."""
+    return Operation(7 * size, 8 * size)
+
+
+def top_k(size: int, chosen: int, *, lists: int = 1, gradient: bool = False) -> Operation:
+    """The best of each of `lists`; a gradient is scattered back to those chosen."""
+    return Operation(lists * size * math.log2(chosen + 1), lists * chosen if gradient else 0)
 
 
 @dataclass(frozen=True)
@@ -246,4 +226,137 @@ class RouterCount:
     terms: tuple[Term, ...]
     active: float  # K
     executed: float  # in cells: all of the pool
-    experts_operator: str
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All terms of one model under one workload."""
+
+    terms: tuple[Term, ...]
+
+    def cost(self, column: Column, part: Part | None = None, kind: Kind | None = None) -> Cost:
+        """Per token: of everything, of one part, or of products or elementwise operators only."""
+        chosen = (
+            term.cost(column)
+            for term in self.terms
+            if part in (None, term.part) and kind in (None, _kind(term, column))
+        )
+        return sum(chosen, Cost())
+
+    def parts(self) -> tuple[Part, ...]:
+        """Those that this model has."""
+        there = {term.part for term in self.terms}
+        return tuple(part for part in PARTS if part in there)  # in our order
+
+    def run(self, tokens: int, column: Column = "algorithmic") -> float:
+        """FLOPs of training on so many tokens."""
+        return tokens * self.cost(column).total
+
+    def to_json(self, tokens: int | None = None) -> dict[str, Any]:
+        """Everything there is, as plain numbers and text; with a run's length, its totals."""
+        run = {column: self.run(tokens, column) for column in COLUMNS} if tokens else None
+        return {
+            "flops_per_token": {column: _numbers(self.cost(column)) for column in COLUMNS},
+            "run": run and {"tokens": tokens, "flops": run},
+            "parts": {
+                part: {column: _numbers(self.cost(column, part)) for column in COLUMNS}
+                for part in self.parts()
+            },
+            "terms": [dataclasses.asdict(term) for term in self.terms],
+        }
+
+
+def _kind(term: Term, column: Column) -> Kind | None:
+    operation: Operation | None = getattr(term, column)
+    return None if operation is None else operation.kind
+
+
+def _numbers(cost: Cost) -> dict[str, float]:
+    return vars(cost) | {"total": cost.total}
+
+
+def count_flops(model: Any, workload: Workload) -> Ledger:
+    """Of an `AirMoeConfig`, per token of training, without the optimizer's own arithmetic."""
+    num_layers, num_moe = model.num_hidden_layers, len(model.moe_layers or ())
+    terms = [
+        *_embedding(model),
+        *_attention(model, workload.sequence_length),
+        *_feed_forward(model.hidden_size, model.intermediate_size, num_layers - num_moe),
+        *(_mixtures(model, workload, num_moe) if num_moe else ()),
+        both("norms", "before attention, before ffn, last", rms_norm(model.hidden_size),
+             2 * num_layers + 1),
+        both("head", "logits", product(model.vocab_size, model.hidden_size)),
+        both("loss", "cross-entropy", softmax(model.vocab_size)),
+    ]  # fmt: skip
+    return Ledger(tuple(term for term in terms if term.times))
+
+
+def _embedding(model: Any) -> Iterator[Term]:
+    part: Part = "embedding, rotation, residuals"
+    dim, num_layers = model.hidden_size, model.num_hidden_layers
+    yield both(part, "embedding", scatter(dim, backward=True))
+    yield both(part, "residuals", add(dim), 2 * num_layers)
+    rotated = (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
+    yield both(part, "rotary positions", rotate(rotated), num_layers)
+
+
+def _attention(model: Any, length: int) -> Iterator[Term]:
+    dim, num_layers = model.hidden_size, model.num_hidden_layers
+    heads, head_dim = model.num_attention_heads, model.head_dim
+    key_size = model.num_key_value_heads * head_dim
+    part: Part = "attention projections"
+    yield both(part, "queries", product(heads * head_dim, dim), num_layers)
+    yield both(part, "keys", product(key_size, dim), num_layers)
+    yield both(part, "values", product(key_size, dim), num_layers)
+    yield both(part, "output", product(dim, heads * head_dim), num_layers)
+    yield both("sdpa", "products", attention_products(heads, length, head_dim), num_layers)
+    yield both("sdpa", "softmax", attention_softmax(heads, length), num_layers)
+
+
+def _feed_forward(dim: int, size: int, num_layers: int) -> Iterator[Term]:
+    for name in ("gate", "up"):
+        yield both("ffn", name, product(size, dim), num_layers)
+    yield both("ffn", "down", product(dim, size), num_layers)
+    yield both("ffn", "silu", activation("silu", size), num_layers)
+    yield both("ffn", "gate * up", multiply(size), num_layers)
+
+
+def _mixtures(model: Any, workload: Workload, num_layers: int) -> Iterator[Term]:
+    """Router, experts and norm of every mixture-of-experts layer."""
+    losses = RouterLosses(
+        load_balance=model.load_balance_weight > 0,
+        shortlist_balance=model.shortlist_balance_weight > 0,
+        router_z=model.router_z_weight > 0,
+    )
+    layer = count_layer(
+        model.router_config(), workload, model.expert_activation, model.expert_size, losses
+    )
+    terms = list(layer.terms)
+    if model.moe_post_norm == "layernorm":
+        terms.append(both("norms", "after the experts", layer_norm(model.hidden_size)))
+    for term in terms:
+        yield dataclasses.replace(term, times=num_layers * term.times)
+
+
+def count_layer(
+    router: Any,
+    workload: Workload,
+    activation: Activation,
+    expert_size: int = 1,
+    losses: RouterLosses | None = None,
+) -> Ledger:
+    """Per token of a router with these settings and its experts, without a norm."""
+    count = router.count_flops(workload, losses or RouterLosses())
+    return Ledger((*count.terms, *_experts(router.dim, expert_size, activation, count)))
+
+
+def _experts(dim: int, size: int, kind: Activation, count: RouterCount) -> Iterator[Term]:
+    active, executed = count.active * size, count.executed * size  # neurons
+    gated = is_gated(kind)
+    for name in ("gate", "up", "down") if gated else ("up", "down"):
+        yield Term("experts", name, product(active, dim), product(executed, dim))
+    name = GATED.get(kind, kind)
+    yield Term("experts", name, activation(name, active), activation(name, executed))
+    if gated:
+        yield Term("experts", "gate * up", multiply(active), multiply(executed))
+    yield Term("experts", "routing weights", multiply(active), multiply(executed))

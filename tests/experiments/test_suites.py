@@ -12,7 +12,7 @@ from airmoe import ROUTERS, TopKRouter
 from airmoe.errors import ConfigError
 from airmoe.experiments.suites import Plan, make_plan
 from airmoe.experiments.suites.folder import differences
-from airmoe.metrics.flops import Workload, count_flops
+from airmoe.flops import Workload, count_flops
 from airmoe.model import AirMoeForCausalLM
 from tests.training.command import airmoe, assert_one_line
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import math
 from pathlib import Path
 
 import pytest
-import torch
 
 from airmoe.errors import ConfigError
-from airmoe.metrics.flops import COLUMNS, PARTS, Cost, Ledger, Workload, count_flops
+from airmoe.flops import COLUMNS, PARTS, Cost, Ledger, Workload, count_flops
 from airmoe.model import METHODS, AirMoeConfig, model_size, with_method
 from airmoe.routers import ROUTERS, RouterConfig
 from airmoe.training import preset
@@ -198,16 +196,6 @@ def every_method() -> dict[str, Ledger]:
     return found
 
 
-def test_the_formulas_that_are_shown_give_the_numbers() -> None:
-    for method, ledger in every_method().items():
-        for term in ledger.to_json()["terms"]:
-            for shown in filter(None, (term["algorithmic"], term["executed"])):
-                names = {"log2": math.log2, **shown["sizes"]}
-                for direction in ("forward", "backward"):
-                    found = eval(shown[f"{direction}_formula"], {}, names)
-                    assert found == pytest.approx(shown[direction], rel=1e-12), (method, term)
-
-
 def test_terms_are_named_once_and_parts_add_up() -> None:
     for method, ledger in every_method().items():
         names = [(term.part, term.name) for term in ledger.terms]
@@ -268,32 +256,6 @@ def test_lists_that_live_longer_cost_less() -> None:
     assert all(norms < 0.02 * one for norms, one in zip(never, every_step, strict=True))
 
 
-def test_a_static_codebook_is_not_updated() -> None:
-    config, static = model_size("small"), model_size("small")
-    static.router_options |= {"codebook": "static"}
-    workload = Workload(sequence_length=256, tokens_per_step=4096, tokens_per_micro_batch=4096)
-    moving, fixed = (count_flops(c, workload) for c in (config, static))
-    saved = moving.cost("algorithmic", kind="product").total
-    saved -= fixed.cost("algorithmic", kind="product").total
-    assert saved == 2 * 1024 * 256
-
-
-def test_a_large_model_needs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor is made at all."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("the ledger must not build anything")
-
-    for name in ("empty", "zeros", "arange", "randn"):
-        monkeypatch.setattr(torch, name, refuse)
-    monkeypatch.setattr(torch.nn.Module, "__init__", refuse)
-    config = model_size("large")
-    config.num_experts, config.hidden_size, config.head_dim = 2**40, 2**20, 2**14
-    workload = Workload(sequence_length=2**20, tokens_per_step=2**22, tokens_per_micro_batch=2**20)
-    experts = count_flops(config, workload).cost("algorithmic", "experts", kind="product")
-    assert experts == Cost(3 * 2 * 512 * 2**20, 2 * 3 * 2 * 512 * 2**20)
-
-
 def test_json_says_everything() -> None:
     ledger = paper_ledger("small", "air", 256)
     answer = json.loads(json.dumps(ledger.to_json(tokens=EPOCH)))
@@ -304,9 +266,8 @@ def test_json_says_everything() -> None:
     }
     assert [*answer["parts"]] == [*ledger.parts()]
     (refresh,) = (term for term in answer["terms"] if term["name"] == "codewords times experts")
-    assert refresh["executed"]["operator"] == "airmoe::top_m"
-    assert refresh["executed"]["sizes"] == {"rows": 1024 * 65_536, "width": 256}
-    assert refresh["executed"]["forward_formula"] == "2*rows*width"
+    assert refresh["executed"]["forward"] == 2 * 1024 * 65_536 * 256
+    assert refresh["executed"]["kind"] == "product"
     assert refresh["times"] == DEVICES / (DEVICES * SEQUENCES_PER_DEVICE * 256)
     assert ledger.to_json()["run"] is None
 

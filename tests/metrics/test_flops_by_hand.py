@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from airmoe.metrics.flops import PARTS, Column, Workload, count_flops
+from airmoe.flops import PARTS, Column, Workload, count_flops
 from airmoe.model import AirMoeConfig
 
 Count = dict[tuple[str, str], tuple[float, float]]

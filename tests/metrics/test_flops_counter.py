@@ -9,10 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import airmoe
+from airmoe.flops import Column, Workload, count_flops
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.token_experts import Activation, is_gated
-from airmoe.metrics.flops import Column, Workload, count_flops
-from airmoe.metrics.flops.counter import flop_counter
+from airmoe.metrics.flop_counter import flop_counter
 from airmoe.model import METHODS, AirMoeConfig, AirMoeForCausalLM, with_method
 
 BATCH, LENGTH = 2, 4

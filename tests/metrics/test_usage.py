@@ -1,22 +1,31 @@
-"""Usage of experts and codewords in closed form, and the staleness of shortlists."""
+"""Usage in closed form, the staleness of lists, and a meter over batches and ranks."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
-from airmoe import AirRouter, track_optimizer
+from airmoe import AirRouter, PeerRouter, track_optimizer
 from airmoe.metrics import (
-    codeword_usage,
+    RoutingMeter,
     dead_experts,
+    mass_recall,
+    mass_recall_bound,
+    overlap,
     shortlist_staleness,
     unlisted_experts,
     usage_entropy,
 )
+from tests.distributed.launch import WORLD, run_all
 from tests.metrics.routers import DIM, NUM_EXPERTS, build, track, trained_air
 
 # -- closed forms ---------------------------------------------------------------------------
@@ -28,31 +37,22 @@ from tests.metrics.routers import DIM, NUM_EXPERTS, build, track, trained_air
         ([3, 3, 3, 3], math.log(4), 0.0),
         ([0, 7, 0, 0, 0], 0.0, 0.8),
         ([2, 0, 1, 1], 1.5 * math.log(2), 0.25),
-        ([1, 0], 0.0, 0.5),
         ([10**12, 10**12, 0], math.log(2), 1 / 3),
+        # A million experts, of which one half has three quarters of the choices.
+        ([3] * 2**19 + [1] * 2**19, 21 * math.log(2) - 0.75 * math.log(3), 0.0),
     ],
+    ids=["equal", "one", "some", "many tokens", "many experts"],
 )
 def test_entropy_in_nats_and_dead_experts(counts: list[int], entropy: float, dead: float) -> None:
     tensor = torch.tensor(counts)
     assert usage_entropy(tensor).item() == pytest.approx(entropy, abs=1e-12)
     assert dead_experts(tensor).item() == pytest.approx(dead, abs=1e-12)
-    assert asdict(codeword_usage(tensor)) == pytest.approx(
-        {"entropy": entropy, "perplexity": math.exp(entropy), "unused": dead}
-    )
 
 
 def test_nothing_counted_has_no_entropy_and_only_dead_experts() -> None:
     counts = torch.zeros(5, dtype=torch.int64)
     assert usage_entropy(counts).isnan()
     assert dead_experts(counts) == 1
-
-
-def test_a_million_experts_lose_no_precision() -> None:
-    counts = torch.ones(2**20, dtype=torch.int64)
-    counts[: 2**19] = 3
-    # Two halves with three quarters and one quarter of the choices.
-    expected = 19 * math.log(2) + 2 * math.log(2) - 0.75 * math.log(3)
-    assert usage_entropy(counts).item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_unlisted_experts() -> None:
@@ -63,20 +63,9 @@ def test_unlisted_experts() -> None:
 
 @pytest.mark.parametrize("counts", [torch.ones(2, 3), torch.ones(()), torch.ones(0)])
 def test_counts_must_be_one_list(counts: Tensor) -> None:
-    for measure in (usage_entropy, dead_experts, codeword_usage):
+    for measure in (usage_entropy, dead_experts):
         with pytest.raises(ValueError, match="counts: got shape"):
             measure(counts)
-
-
-def test_counts_of_a_routing() -> None:
-    router: AirRouter = build("air").eval()
-    hidden, mask = torch.randn(6, DIM), torch.tensor([True] * 5 + [False])
-    routing = router(hidden, mask)
-    chosen = set(routing.to_token_routing().expert_ids[:5].flatten().tolist())
-    dead = dead_experts(routing.expert_counts).item()
-    assert dead == pytest.approx(1 - len(chosen) / NUM_EXPERTS)
-    codes = router.codebook.assign(hidden[:5]).bincount(minlength=4)
-    assert asdict(codeword_usage(routing.cell_counts)) == asdict(codeword_usage(codes))
 
 
 # -- staleness ------------------------------------------------------------------------------
@@ -117,23 +106,193 @@ def test_staleness_follows_alg_3() -> None:
     router.observe(torch.randn(64, DIM))
     after_codebook = shortlist_staleness(router)
     assert 0 < after_codebook < 1
-    router.centroids.grad = torch.randn(NUM_EXPERTS, DIM)
+    assert shortlist_staleness(router.eval()) == after_codebook and not router.training
+    router.train().centroids.grad = torch.randn(NUM_EXPERTS, DIM)
     optimizer.step()
     assert shortlist_staleness(router) not in (0.0, after_codebook)
     router.observe(torch.randn(64, DIM))
     assert shortlist_staleness(router) == 0.0
 
 
-def test_staleness_is_the_same_from_evaluation_mode() -> None:
-    router = trained_air(jitter_std=0.3)
-    stale = shortlist_staleness(router)
-    assert stale > 0
-    router.eval()
-    assert shortlist_staleness(router) == stale
-    assert not router.training
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_untracked_training_is_never_stale() -> None:
     assert shortlist_staleness(trained_air(tracked=False)) == 0.0
     assert math.isnan(shortlist_staleness(build("air")))  # no lists yet
+
+
+# -- the meter ------------------------------------------------------------------------------
+
+Batch = tuple[Tensor, Tensor]
+MEASURES = (mass_recall_bound, overlap, mass_recall)  # the bound first, before any forward
+
+
+def batch(size: int) -> Batch:
+    """Tokens with a mask, and one NaN if there are enough."""
+    hidden = torch.randn(size, DIM)
+    if size > 2:
+        hidden[1] = torch.nan
+    return hidden, torch.arange(size) % 4 != 3
+
+
+def metered(router: Any, batches: Iterable[Batch]) -> dict[str, Any]:
+    """What a meter reports after these batches, and the totals it counted."""
+    meter = RoutingMeter()
+    router.eval()
+    for hidden, mask in batches:
+        meter.update(router(hidden, mask))
+        meter.update_quality(router, hidden, mask)
+        meter.compute()  # may be asked at any time
+    found = vars(meter.compute())
+    return found | {name: counts.tolist() for name, counts in meter.totals.items()}
+
+
+def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert got[name] == (value and pytest.approx(value, rel=1e-6)), name
+
+
+@pytest.fixture
+def router() -> Any:
+    return trained_air().eval()
+
+
+@pytest.mark.parametrize("name", ["air", "hierarchical", "topk"])
+def test_batches_add_up_to_one(name: str) -> None:
+    router = trained_air() if name == "air" else build(name)
+    batches = [batch(size) for size in (9, 1, 30, 2)]
+    joined = torch.cat([hidden for hidden, _ in batches]), torch.cat([mask for _, mask in batches])
+    report = metered(router, batches)
+    assert_same(report, metered(router, [joined]))
+    assert sum(report["experts"]) == ((7 - 1) + 1 + (23 - 1) + 2) * router.config.top_k
+
+
+def test_report_is_what_the_single_metrics_say(router: Any) -> None:
+    hidden, mask = batch(40)
+    routing, report = router(hidden, mask), metered(router, [(hidden, mask)])
+    chosen = routing.to_token_routing().expert_ids[routing.valid].flatten()
+    counts = chosen.bincount(minlength=NUM_EXPERTS)
+    shares = counts[counts > 0] / counts.sum()
+    assert report["entropy"] == pytest.approx(-(shares * shares.log()).sum().item())
+    assert report["dead_experts"] == pytest.approx((counts == 0).double().mean().item())
+    assert report["load_imbalance"] == pytest.approx(counts.max().item() / counts.double().mean())
+    for measure in MEASURES:
+        mean = measure(router, hidden, mask).nanmean().item()
+        assert report[measure.__name__] == pytest.approx(mean), measure.__name__
+    codes = router.codebook.assign(hidden[routing.valid]).bincount(minlength=4)
+    assert report["experts"] == counts.tolist() and report["cells"] == codes.tolist()
+    assert report["codeword_perplexity"] == pytest.approx(usage_entropy(codes).exp().item())
+
+
+def test_what_was_not_measured_is_none(router: Any) -> None:
+    nothing = vars(RoutingMeter().compute())
+    assert set(nothing.values()) == {None}
+    hidden, mask = torch.randn(3, DIM), torch.zeros(3, dtype=torch.bool)
+    assert metered(router, [(hidden, mask)]).items() >= nothing.items()
+    meter, exact = RoutingMeter(), build("topk").eval()
+    meter.update(exact(hidden))
+    report = meter.compute()
+    assert report.entropy is not None and report.codeword_perplexity is None
+    assert report.overlap is None and report.mass_recall_bound is None
+    meter.update_quality(exact, hidden)
+    assert (meter.compute().overlap, meter.compute().mass_recall_bound) == (1.0, None)
+
+
+def test_quality_may_be_measured_on_some_batches_only(router: Any) -> None:
+    meter, batches = RoutingMeter(), [batch(8), batch(13), batch(5)]
+    for hidden, mask in batches:
+        meter.update(router(hidden, mask))
+    meter.update_quality(router, *batches[1])
+    measured = overlap(router, *batches[1]).nanmean().item()
+    assert meter.compute().overlap == pytest.approx(measured)
+
+
+def test_the_meter_keeps_no_tokens_and_writes_to_no_routing(router: Any) -> None:
+    meter, routings = RoutingMeter(), []
+    for _ in range(3):
+        hidden, mask = batch(200)
+        routings.append(router(hidden, mask))
+        first = routings[0].expert_counts.clone()
+        meter.update(routings[-1])
+        meter.update_quality(router, hidden, mask)
+        assert torch.equal(routings[0].expert_counts, first)
+    held = sum(leaf.numel() for leaf in tree_leaves(vars(meter)) if isinstance(leaf, Tensor))
+    assert held <= NUM_EXPERTS + 4 + 6
+
+
+def test_peer_has_usage_but_no_quality() -> None:
+    router = PeerRouter.Config(dim=DIM, num_experts=16, top_k=4, num_heads=2).build().eval()
+    meter, hidden = RoutingMeter(), torch.randn(50, DIM)
+    meter.update(router(hidden))
+    assert 0 < (meter.compute().entropy or 0) <= math.log(16)
+    with pytest.raises(ValueError, match="exact by construction"):
+        meter.update_quality(router, hidden)
+
+
+# -- ranks ----------------------------------------------------------------------------------
+
+# Batches of rank 0 and rank 1: unequal sizes and numbers, then one rank that saw nothing.
+SPLITS: list[tuple[list[int], list[int]]] = [([9, 4], [17]), ([11], []), ([], [1, 6])]
+
+
+def batches_of(split: int, rank: int) -> list[Batch]:
+    torch.manual_seed(10 * split + rank)
+    return [batch(size) for size in SPLITS[split][rank]]
+
+
+def meter_this_rank(rank: int, join: Callable[[], None]) -> list[dict[str, Any]]:
+    """`compute` is a collective: ranks call it once, however many batches they have."""
+    join()
+    reports = []
+    for split in range(len(SPLITS)):
+        router, meter = build("air").eval(), RoutingMeter()
+        for hidden, mask in batches_of(split, rank):
+            meter.update(router(hidden, mask))
+            meter.update_quality(router, hidden, mask)
+        report = vars(meter.compute())
+        reports.append(report | {name: counts.tolist() for name, counts in meter.totals.items()})
+    return reports
+
+
+def measure_sharded(rank: int, join: Callable[[], None]) -> list[Tensor]:
+    """All measures with the router as an FSDP2 unit, then inside one, before any forward."""
+    router = build("air", normalize_centroids=False)
+    join()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    hidden, mask = batches_of(0, rank)[0]
+    fully_shard(router, mesh=mesh, reshard_after_forward=True)
+    inner = build("air", normalize_centroids=False)
+    fully_shard(nn.Sequential(inner), mesh=mesh)
+    found = []
+    for sharded in (router, inner):
+        found += [measure(sharded, hidden, mask) for measure in MEASURES]
+        assert isinstance(sharded.centroids, DTensor) and sharded.centroids.requires_grad
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    scenarios = {"meter": meter_this_rank, "sharded": measure_sharded}
+    return run_all(scenarios, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.slow
+def test_ranks_add_up_to_one_process(ranks: dict[str, list[Any]]) -> None:
+    here, there = ranks["meter"]
+    assert isinstance(here, list), here
+    assert here == there  # every rank learns the same, to the last bit
+    for split in range(len(SPLITS)):
+        wanted = metered(build("air"), batches_of(split, 0) + batches_of(split, 1))
+        assert None not in wanted.values()
+        assert_same(here[split], wanted)
+
+
+@pytest.mark.slow
+def test_sharded_routers_are_measured_alike(ranks: dict[str, list[Any]]) -> None:
+    router = build("air", normalize_centroids=False)
+    for rank, found in enumerate(ranks["sharded"]):
+        assert isinstance(found, list), found
+        hidden, mask = batches_of(0, rank)[0]
+        wanted = [measure(router, hidden, mask) for measure in MEASURES]
+        for got, want in zip(found, wanted * 2, strict=True):
+            torch.testing.assert_close(got, want, equal_nan=True)

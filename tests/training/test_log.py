@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import airmoe
 from airmoe.data import open_prepared
-from airmoe.metrics.flops import Workload, count_flops
+from airmoe.flops import Workload, count_flops
 from airmoe.routers import RouterConfig
 from airmoe.training import RunConfig, TrainingOptions, display, loop
 from airmoe.training.config import Tracker

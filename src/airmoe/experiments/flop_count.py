@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,10 @@ from rich.table import Table
 
 from airmoe.data.tokenizer_choice import bpe_vocab_size, is_trained
 from airmoe.errors import ConfigError
-from airmoe.metrics.flops import COLUMNS, PARTS, Cost, Ledger, Workload, count_flops
+from airmoe.flops import COLUMNS, PARTS, Column, Cost, Ledger, Workload, count_flops
 from airmoe.training import RunConfig, method_run
 from airmoe.training.config import workload_of
 
-MILLION = 1e6
-UNITS = {1e18: "E", 1e15: "P", 1e12: "T"}
 PAPER_DEVICES = 4  # of all its runs
 VOCABULARIES = {"llama-3": 128_256, "bytes": 257}  # known without reading the tokenizer
 
@@ -32,22 +30,21 @@ class FlopCount:
     tokens: int | None  # length of the run, where it is known
 
     def to_json(self) -> dict[str, Any]:
-        """Every term with its formula."""
+        """Every term."""
         methods = {name: ledger.to_json(self.tokens) for name, ledger in self.ledgers.items()}
-        return {
-            "preset": self.preset,
-            "workload": dataclasses.asdict(self.workload),
-            "methods": methods,
-        }
+        workload = dataclasses.asdict(self.workload)
+        return {"preset": self.preset, "workload": workload, "methods": methods}
 
     def show(self, console: Console) -> None:
         """One method part by part, or several side by side."""
-        if len(self.ledgers) > 1:
-            for table in side_by_side(self.preset, self.ledgers, self.tokens):
-                console.print(table)
+        if len(self.ledgers) == 1:
+            ((method, ledger),) = self.ledgers.items()
+            columns: list[tuple[str, Ledger, Column]] = [(name, ledger, name) for name in COLUMNS]
+            console.print(self._table(method, columns, ("forward", "backward", "total")))
         else:
-            for name, ledger in self.ledgers.items():
-                console.print(detailed_table(f"{self.preset}, {name}", ledger, self.tokens))
+            for name in COLUMNS:
+                columns = [(method, ledger, name) for method, ledger in self.ledgers.items()]
+                console.print(self._table(name, columns, ("total",)))
         load = self.workload
         console.print(
             f"Blocks of {load.sequence_length:,} tokens; steps of {load.tokens_per_step:,} on "
@@ -55,6 +52,33 @@ class FlopCount:
             highlight=False,
             soft_wrap=True,
         )
+
+    def _table(
+        self, title: str, columns: Sequence[tuple[str, Ledger, Column]], fields: Sequence[str]
+    ) -> Table:
+        """Parts down, (heading, ledger, column) across, with these fields of a cost."""
+        table = Table(title=f"{self.preset}, {title}: M FLOP per token", title_justify="left")
+        table.add_column("part")
+        for heading, *_ in columns:
+            for field in fields:
+                name = heading if field == "total" else f"{heading}\n{field}"
+                table.add_column(name, justify="right")
+
+        def cells(costs: Iterator[Cost]) -> Iterator[str]:
+            for cost in costs:
+                yield from (f"{getattr(cost, field) / 1e6:,.3f}" for field in fields)
+
+        there = {part for _, ledger, _ in columns for part in ledger.parts()}
+        for part in filter(there.__contains__, PARTS):
+            table.add_row(part, *cells(ledger.cost(name, part) for _, ledger, name in columns))
+        table.add_section()
+        table.add_row("all", *cells(ledger.cost(name) for _, ledger, name in columns))
+        if self.tokens is not None:
+            padding = [""] * (len(fields) - 1)
+            runs = (_scaled(ledger.run(self.tokens, name)) for _, ledger, name in columns)
+            cells_of_runs = [cell for run in runs for cell in (*padding, run)]
+            table.add_row(f"run of {self.tokens:,} tokens", *cells_of_runs)
+        return table
 
 
 def count_preset(
@@ -93,61 +117,9 @@ def _ledger(run: RunConfig, workload: Workload) -> Ledger:
     return count_flops(run.model_config(vocab_size, eos_id=0), workload)
 
 
-def detailed_table(title: str, ledger: Ledger, tokens: int | None) -> Table:
-    """Parts of one ledger, forward and backward, in both columns."""
-    table = _table(f"{title}: M FLOP per token", "part")
-    for column in COLUMNS:
-        for name in (f"{column}\nforward", "\nbackward", "\ntotal"):
-            table.add_column(name, justify="right")
-    for part in ledger.parts():
-        table.add_row(part, *_cells(*(ledger.cost(column, part) for column in COLUMNS)))
-    table.add_section()
-    table.add_row("all", *_cells(*(ledger.cost(column) for column in COLUMNS)))
-    if tokens is not None:
-        runs = [_scaled(ledger.run(tokens, column)) for column in COLUMNS]
-        table.add_row(_run_label(tokens), "", "", runs[0], "", "", runs[1])
-    return table
-
-
-def side_by_side(title: str, ledgers: Mapping[str, Ledger], tokens: int | None) -> Iterator[Table]:
-    """A table for each column: parts down, methods across."""
-    there = {part for ledger in ledgers.values() for part in ledger.parts()}
-    for column in COLUMNS:
-        table = _table(f"{title}, {column}: M FLOP per token", "part")
-        for method in ledgers:
-            table.add_column(method, justify="right")
-        for part in filter(there.__contains__, PARTS):
-            costs = [ledger.cost(column, part) for ledger in ledgers.values()]
-            table.add_row(part, *(_million(cost.total) if cost.total else "-" for cost in costs))
-        table.add_section()
-        totals = (ledger.cost(column).total for ledger in ledgers.values())
-        table.add_row("all", *(_million(total) for total in totals))
-        if tokens is not None:
-            runs = (_scaled(ledger.run(tokens, column)) for ledger in ledgers.values())
-            table.add_row(_run_label(tokens), *runs)
-        yield table
-
-
-def _table(title: str, first: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(first)
-    return table
-
-
-def _cells(*costs: Cost) -> Iterator[str]:
-    for cost in costs:
-        yield from (_million(cost.forward), _million(cost.backward), _million(cost.total))
-
-
-def _million(flops: float) -> str:
-    return f"{flops / MILLION:,.3f}"
-
-
 def _scaled(flops: float) -> str:
     """With a unit, as the paper writes totals: 324.1 P."""
-    unit = next((unit for unit in UNITS if flops >= unit), min(UNITS))
-    return f"{flops / unit:,.1f} {UNITS[unit]}"
-
-
-def _run_label(tokens: int) -> str:
-    return f"run of {tokens:,} tokens"
+    for unit, name in ((1e18, "E"), (1e15, "P")):
+        if flops >= unit:
+            return f"{flops / unit:,.1f} {name}"
+    return f"{flops / 1e12:,.1f} T"

@@ -1,16 +1,8 @@
-"""Routing metrics: quality against exact routing, usage, and meters over batches and ranks."""
+"""Routing metrics: quality against exact routing, usage, and a meter over batches and ranks."""
 
-from airmoe.metrics.quality import (
-    RoutingQuality,
-    mass_recall,
-    mass_recall_bound,
-    overlap,
-    routing_quality,
-)
-from airmoe.metrics.streaming import RoutingMeter, RoutingReport
+from airmoe.metrics.quality import mass_recall, mass_recall_bound, overlap, routing_quality
 from airmoe.metrics.usage import (
-    CodewordUsage,
-    codeword_usage,
+    RoutingMeter,
     dead_experts,
     shortlist_staleness,
     unlisted_experts,
@@ -18,11 +10,7 @@ from airmoe.metrics.usage import (
 )
 
 __all__ = [
-    "CodewordUsage",
     "RoutingMeter",
-    "RoutingQuality",
-    "RoutingReport",
-    "codeword_usage",
     "dead_experts",
     "mass_recall",
     "mass_recall_bound",

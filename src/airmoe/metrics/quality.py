@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from airmoe.distributed import full_tensor
 from airmoe.errors import ConfigError
 from airmoe.routers.air import AirRouter
-from airmoe.routers.base import Router, exact_logits
+from airmoe.routers.base import Router
 from airmoe.routers.peer import PeerRouter
 from airmoe.routers.routing import Routing
 
@@ -169,9 +169,8 @@ def _overlap_with_exact(logits: Tensor, picked: Tensor, num_active: int) -> Tens
 def _shortlist_mass(router: AirRouter, codewords: Tensor, shortlists: Tensor) -> Tensor:
     """rho_M(c): share of a codeword's own routing distribution on its shortlist, [g]."""
     mass = codewords.new_empty(codewords.shape[0], dtype=torch.float32)
-    normalize = router.config.normalize_centroids
     for rows in _chunks(torch.arange(codewords.shape[0], device=codewords.device), router):
-        logits = exact_logits(codewords[rows], router.centroids, normalize)  # [g, E]
+        logits = router.full_logits(codewords[rows])  # [g, E]
         inside = logits.gather(1, shortlists[rows]).logsumexp(dim=1)
         mass[rows] = (inside - logits.logsumexp(dim=1)).exp()
     return mass

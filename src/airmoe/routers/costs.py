@@ -22,12 +22,9 @@ from airmoe.flops import (
 from airmoe.routers.settings import CentroidConfig, RouterConfig
 
 
-def candidate_scores(config: RouterConfig, candidates: int, operator: str) -> Iterator[Term]:
-    """M candidates in both columns, and with gradients for all of them."""
-    paper, ours = (
-        flops.product(candidates, config.dim, operator=op) for op in ("aten.bmm", operator)
-    )
-    yield Term(FINE, "scores", paper, ours)
+def candidate_scores(config: RouterConfig, candidates: int) -> Iterator[Term]:
+    """M candidates, with gradients for all of them."""
+    yield flops.both(FINE, "scores", flops.product(candidates, config.dim))
     yield from jitter(config, FINE, candidates)
 
 
@@ -45,13 +42,9 @@ def unit_centroids(
         yield flops.both(FINE, "unit centroids", unit, workload.micro_batches_per_token)
 
 
-def no_gradient(rows: int, width: int, operator: str) -> Operation:
-    return flops.product(rows, width, operator=operator, gradients=0)
-
-
 def summary(experts: int, dim: int) -> Operation:
     """`kernels.softmax_summary`: its backward scores all experts once more."""
-    return flops.product(experts, dim, operator="airmoe::softmax_summary", gradients=3)
+    return flops.product(experts, dim, gradients=3)
 
 
 def slots_of(config: Any, workload: Workload) -> int:
@@ -105,14 +98,13 @@ def count_air(config: Any, workload: Workload, losses: RouterLosses) -> RouterCo
     """Coarse stage, refresh and fine stage of one layer, from an `AirRouter.Config`."""
     codewords, dim, candidates = config.num_codewords, config.dim, config.shortlist_size
     by_token = config.gate != "expert_choice"
-    operator = "airmoe::cell_gates" if by_token else "airmoe::cell_scores"
-    assignment = no_gradient(codewords, dim, "airmoe::nearest_codeword")
+    assignment = flops.product(codewords, dim, gradients=0)
     terms = [
         *_codebook(config, workload),
         flops.both(COARSE, "assignment for routing", assignment),
         flops.both(COARSE, "nearest codeword for routing", flops.top_k(codewords, 1)),
         *_refresh(config, workload),
-        *candidate_scores(config, candidates, operator),
+        *candidate_scores(config, candidates),
     ]
     active: float = config.top_k
     full = active == 1 or not by_token  # gates are probabilities among all candidates
@@ -134,7 +126,7 @@ def count_air(config: Any, workload: Workload, losses: RouterLosses) -> RouterCo
             flops.both(BALANCE, "cosines to codewords", flops.product(codewords, dim, gradients=1))
         )
     terms += balance_of_cells(losses, "codewords", codewords)
-    return RouterCount(tuple(terms), active, candidates, "airmoe::cell_experts")
+    return RouterCount(tuple(terms), active, candidates)
 
 
 def _codebook(config: Any, workload: Workload) -> Iterator[Term]:
@@ -142,7 +134,7 @@ def _codebook(config: Any, workload: Workload) -> Iterator[Term]:
     codewords, dim = config.num_codewords, config.dim
     if config.codebook == "static":
         return
-    assignment = no_gradient(codewords, dim, "airmoe::nearest_codeword")
+    assignment = flops.product(codewords, dim, gradients=0)
     yield flops.both(COARSE, "assignment for the update", assignment)
     yield flops.both(COARSE, "nearest codeword", flops.top_k(codewords, 1))
     each = workload.micro_batches_per_token
@@ -164,7 +156,7 @@ def _refresh(config: Any, workload: Workload) -> Iterator[Term]:
     times = steps / config.refresh_every
     pairs = codewords * experts
     yield flops.both(
-        REFRESH, "codewords times experts", no_gradient(pairs, dim, "airmoe::top_m"), times
+        REFRESH, "codewords times experts", flops.product(pairs, dim, gradients=0), times
     )
     if config.jitter_std > 0:
         yield flops.both(REFRESH, "jitter", flops.add(pairs), times)

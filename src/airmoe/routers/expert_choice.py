@@ -19,7 +19,6 @@ from airmoe.kernels.softmax_summary import softmax_summary
 from airmoe.routers.base import CentroidRouter, Plan
 from airmoe.routers.costs import (
     jitter,
-    no_gradient,
     router_losses,
     slots_of,
     summary,
@@ -43,20 +42,18 @@ class ExpertChoiceRouter(CentroidRouter):
         def count_flops(self, workload: Workload, losses: RouterLosses) -> RouterCount:
             experts, dim, slots = self.num_experts, self.dim, slots_of(self, workload)
             active = experts * slots / workload.tokens_per_micro_batch
-            chosen = flops.product(active, dim, operator="airmoe::gather_dot")
             terms = (
                 *unit_centroids(self, workload),
                 Term(FINE, "scores", flops.product(experts, dim), None),
                 Term(FINE, "softmax over all experts", None, summary(experts, dim)),
-                Term(FINE, "best tokens", None, no_gradient(experts, dim, "aten.mm")),
-                Term(FINE, "their logits", None, chosen),
+                Term(FINE, "best tokens", None, flops.product(experts, dim, gradients=0)),
+                Term(FINE, "their logits", None, flops.product(active, dim)),
                 *jitter(self, FINE, experts),
                 flops.both(FINE, "probabilities", flops.softmax(experts)),
                 flops.both(FINE, "selection", flops.top_k(experts, slots)),
                 *router_losses(self, workload, losses, experts, counted=True),
             )
-            operators = "airmoe::gather_dot, airmoe::scatter_total"
-            return RouterCount(terms, active, active, operators)
+            return RouterCount(terms, active, active)
 
         def build(self) -> ExpertChoiceRouter:
             return ExpertChoiceRouter(self)

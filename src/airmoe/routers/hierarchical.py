@@ -81,14 +81,14 @@ class HierarchicalRouter(CentroidRouter):
                 flops.both(COARSE, "scores of clusters", flops.product(clusters, self.dim)),
                 *jitter(self, COARSE, clusters),
                 flops.both(COARSE, "best clusters", flops.top_k(clusters, selected, gradient=True)),
-                *candidate_scores(self, candidates, "airmoe::cell_scores"),
+                *candidate_scores(self, candidates),
                 flops.both(FINE, "cluster scores added", flops.add(candidates)),
                 flops.both(FINE, "selection", flops.top_k(candidates, active, gradient=True)),
                 flops.both(FINE, "weights", flops.softmax(candidates if active == 1 else active)),
                 *router_losses(self, workload, losses, candidates, counted=active == 1),
                 *balance_of_cells(losses, "clusters", clusters),
             )
-            return RouterCount(terms, active, candidates, "airmoe::cell_experts")
+            return RouterCount(terms, active, candidates)
 
         def build(self) -> HierarchicalRouter:
             return HierarchicalRouter(self)

@@ -74,7 +74,7 @@ class PeerRouter(Router):
             each = self.top_k // heads
             per_side = min(each, side)  # sub-keys of each half that a head's best pairs can have
             sub_keys = 2 * heads * side
-            scores = flops.product(sub_keys, dim // 2, operator="aten.bmm")
+            scores = flops.product(sub_keys, dim // 2)
             best = flops.top_k(side, per_side, lists=2 * heads, gradient=True)
             # With one per head the weight is the probability among all pairs.
             weights = flops.softmax(side, 2 * heads) if each == 1 else flops.softmax(each, heads)
@@ -91,13 +91,13 @@ class PeerRouter(Router):
                 *router_z(losses, side, 2 * heads),
             ]
             if losses.load_balance:
-                pairs = flops.product(self.num_experts, heads, operator="aten.bmm")
+                pairs = flops.product(self.num_experts, heads)
                 terms += [
                     flops.both(BALANCE, "softmax over sub-keys", flops.softmax(side, 2 * heads)),
                     flops.both(BALANCE, "probabilities of pairs", pairs),
                     *balance_of_means(self, workload),
                 ]
-            return RouterCount(tuple(terms), self.top_k, self.top_k, "airmoe::token_experts")
+            return RouterCount(tuple(terms), self.top_k, self.top_k)
 
         def build(self) -> PeerRouter:
             return PeerRouter(self)

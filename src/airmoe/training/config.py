@@ -20,7 +20,7 @@ from airmoe.config import (
 )
 from airmoe.errors import ConfigError
 from airmoe.files import can_be_written, parse_json
-from airmoe.metrics.flops import Workload
+from airmoe.flops import Workload
 from airmoe.model import AirMoeConfig
 from airmoe.model.configuration import refused
 

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from airmoe.data import Prepared
 from airmoe.distributed import on_first_rank, rank, world_size
 from airmoe.errors import ConfigError, say
-from airmoe.metrics.flops import count_flops
+from airmoe.flops import count_flops
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM, draw_weights, parameter_counts
 from airmoe.training.checkpoints import (
     check_checkpoint,

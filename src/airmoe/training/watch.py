@@ -101,20 +101,8 @@ class RoutingWatch:
             sample = self._samples.get(place, _no_tokens(router) if is_distributed() else None)
             if sample is not None and not isinstance(router, PeerRouter):
                 meter.update_quality(router, sample.hidden, sample.valid, rows=sample.compared)
-            report = meter.compute()
-            found.append(
-                {
-                    "entropy": report.entropy,
-                    "dead_experts": report.dead_experts,
-                    "load_imbalance": report.load_imbalance,
-                    "overlap": report.overlap,
-                    "mass_recall": report.mass_recall,
-                    "mass_recall_bound": report.mass_recall_bound,
-                    "codeword_perplexity": report.codewords and report.codewords.perplexity,
-                    "unlisted_experts": _unlisted(router),
-                    "staleness": _staleness(router),
-                }
-            )
+            lists = {"unlisted_experts": _unlisted(router), "staleness": _staleness(router)}
+            found.append(vars(meter.compute()) | lists)
         return _means(found)
 
     def usage(self) -> dict[str, Tensor]:

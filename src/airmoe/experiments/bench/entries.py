@@ -1,6 +1,6 @@
 """Who can be measured, by the names of the command line, and what each computes and moves.
 
-FLOPs are products of the ledger (`metrics.flops`) for one micro-batch, in both columns. The refresh
+FLOPs are products of the ledger (`airmoe.flops`) for one micro-batch, in both columns. The refresh
 of the shortlists, once per optimizer step, is not in them: it is timed apart. A layer in plain
 PyTorch executes what the algorithmic column counts, gradients of all candidates included.
 
@@ -40,8 +40,8 @@ from airmoe.experiments.bench.contenders import (
 )
 from airmoe.experiments.bench.inputs import Inputs
 from airmoe.experiments.bench.timing import Ceilings
+from airmoe.flops import Column, Cost, Workload, count_layer
 from airmoe.kernels.backend import Choice, backend_for, use_backend
-from airmoe.metrics.flops import Column, Cost, Workload, count_layer
 from airmoe.routers import AirRouter, HierarchicalRouter, PeerRouter, RouterConfig
 
 Role = Literal["air", "baseline", "coarse"]  # a coarse layer is no granular baseline

@@ -31,7 +31,7 @@ from airmoe.experiments.bench.timing import (
     sample,
 )
 from airmoe.kernels.backend import backend_for
-from airmoe.metrics.usage import codeword_usage
+from airmoe.metrics import usage_entropy
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM, model_size
 from airmoe.moe import MoELayer
 from airmoe.routers import AirRouter, track_optimizer
@@ -241,8 +241,8 @@ def _measure(step: TrainingStep, run: StepRun, result: Result, *, captured: bool
     }
     for router in step.model.modules():
         if isinstance(router, AirRouter):
-            usage = codeword_usage(router.codebook.counts.cpu())
-            result.work["codeword_perplexity"] = usage.perplexity
+            entropy = usage_entropy(router.codebook.counts)
+            result.work["codeword_perplexity"] = entropy.exp().item()
 
 
 @torch.no_grad()

@@ -113,10 +113,6 @@ def _cell_gates_backward(args: Arguments) -> int:
     return (again + sum(args["wanted"])) * _cells(args)
 
 
-def _cell_scores_backward(args: Arguments) -> int:
-    return sum(args["wanted"]) * _cells(args)
-
-
 def _lists(args: Arguments, ids: str, table: str) -> int:
     """Every listed row of a table once."""
     return 2 * math.prod(args[ids]) * args[table][1]
@@ -133,46 +129,35 @@ def _token_experts_backward(args: Arguments) -> int:
     return products * args["expert_size"] * _lists(args, "expert_ids", "hidden")
 
 
-def _chosen_logits_backward(args: Arguments) -> int:
-    return sum(args["wanted"]) * _lists(args, "ids", "hidden")
-
-
-def _all_pairs(left: str, right: str) -> Callable[[Arguments], int]:
-    def count(args: Arguments) -> int:
-        return 2 * args[left][0] * args[right][0] * args[left][1]
-
-    return count
-
-
-def _softmax_summary_backward(args: Arguments) -> int:
-    """All scores are computed once more."""
-    return (1 + sum(args["wanted"])) * _all_pairs("hidden", "experts")(args)
-
-
-def _linear_cross_entropy(args: Arguments) -> int:
-    return (1 + sum(args["wanted"])) * _all_pairs("hidden", "weight")(args)
+def _all_pairs(args: Arguments, left: str, right: str) -> int:
+    return 2 * args[left][0] * args[right][0] * args[left][1]
 
 
 FORMULAS: dict[str, Callable[[Arguments], int]] = {
-    "best_experts": _all_pairs("hidden", "experts"),
+    "best_experts": lambda args: _all_pairs(args, "hidden", "experts"),
     "cell_experts": _cell_experts,
     "cell_experts_backward": _cell_experts_backward,
     "cell_gates": _cells,
     "cell_gates_backward": _cell_gates_backward,
     "cell_scores": _cells,
-    "cell_scores_backward": _cell_scores_backward,
+    "cell_scores_backward": lambda args: sum(args["wanted"]) * _cells(args),
     "chosen_logits": lambda args: _lists(args, "ids", "hidden"),
-    "chosen_logits_backward": _chosen_logits_backward,
+    "chosen_logits_backward": lambda args: sum(args["wanted"]) * _lists(args, "ids", "hidden"),
     "gather_dot": lambda args: _lists(args, "ids", "table"),
     "gather_total": lambda args: _lists(args, "ids", "table"),
-    "linear_cross_entropy": _linear_cross_entropy,
-    "nearest_codeword": _all_pairs("hidden", "codewords"),
+    "linear_cross_entropy": lambda args: (
+        (1 + sum(args["wanted"])) * _all_pairs(args, "hidden", "weight")
+    ),
+    "nearest_codeword": lambda args: _all_pairs(args, "hidden", "codewords"),
     # Scores that were kept are read, not computed.
     "probs_per_entry": lambda args: 0 if math.prod(args["scores"]) else _cells(args),
     "scatter_total": lambda args: _lists(args, "ids", "rows"),
-    "softmax_summary": _all_pairs("hidden", "experts"),
-    "softmax_summary_backward": _softmax_summary_backward,
+    "softmax_summary": lambda args: _all_pairs(args, "hidden", "experts"),
+    # All scores are computed once more.
+    "softmax_summary_backward": lambda args: (
+        (1 + sum(args["wanted"])) * _all_pairs(args, "hidden", "experts")
+    ),
     "token_experts": _token_experts,
     "token_experts_backward": _token_experts_backward,
-    "top_m": _all_pairs("codewords", "centroids"),
+    "top_m": lambda args: _all_pairs(args, "codewords", "centroids"),
 }
