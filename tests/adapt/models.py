@@ -154,7 +154,8 @@ def both(order: str = "ffn+routers") -> Any:
             airmoe.restore_routers(model)
         else:
             airmoe.swap_ffn(model, layers=[0], router=air())
-    airmoe.calibrate(model, BATCHES, passes=2)
+    if swapped_routers(model):
+        airmoe.calibrate(model, BATCHES, passes=2)
     return model.eval()
 
 

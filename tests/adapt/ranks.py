@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 import airmoe
-from airmoe.adapt.activations import next_token_loss
 from tests.adapt.models import build, ids, swap, swapped_routers
 
 BATCHES = [ids(seed) for seed in range(10, 22)]
@@ -26,23 +25,6 @@ def calibrate_a_part(rank: int | None, join: Callable[[], None]) -> dict[str, An
         "codewords": [router.codebook.codewords for router in swapped_routers(model)],
         "scales": [router.codebook.scales for router in swapped_routers(model)],
         "overlap": [layer.overlap for layer in report.layers],
-        "trials": [trial.overlap for layer in report.layers for trial in layer.trials],
+        "report": str(report),
         "tokens": [report.num_fitted, report.num_measured],
     }
-
-
-def calibrate_one_sequence(rank: int, join: Callable[[], None]) -> dict[str, Any]:
-    """One rank has a single sequence, which cannot be split, and the other one has many."""
-    join()
-    torch.set_num_threads(1)
-    model = swap(build("gpt_oss"))
-    report = airmoe.calibrate(model, [BATCHES[0][:1]] if rank == 0 else BATCHES[1:9], passes=2)
-    return {"report": str(report), "tokens": [report.num_fitted, report.num_measured]}
-
-
-def loss_without_logits(rank: int, join: Callable[[], None]) -> list[float | None]:
-    """One rank's batch has no ids to predict; no rank may wait for the other."""
-    join()
-    model = build("mixtral")
-    embedded = {"inputs_embeds": model.get_input_embeddings()(BATCHES[0]).detach()}
-    return [next_token_loss(model, [embedded] if rank == 0 else [BATCHES[0]])]

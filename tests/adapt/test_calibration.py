@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 import airmoe
-from airmoe import AirRouter, ConfigError, GranularExperts, MoELayer
-from airmoe.adapt.fitting import AirLayer, fit
+from airmoe import ConfigError
 from tests.adapt.models import (
     BATCHES,
     BUILD,
@@ -22,6 +19,7 @@ from tests.adapt.models import (
     build,
     calibrated,
     fresh,
+    granular,
     ids,
     logits_of,
     swap,
@@ -156,9 +154,6 @@ def test_suggestions_are_measured() -> None:
     second = airmoe.calibrate(model, TEXT)
     now = [layer.overlap for layer in second.layers]
     assert min(now) == pytest.approx(found.overlap, abs=1e-5)
-    for layer in report.layers:
-        enough = [trial for trial in layer.trials if trial.overlap >= 0.95]
-        assert layer.suggestion.scored == min(trial.scored for trial in enough)
 
 
 def test_the_report_reads_well() -> None:
@@ -169,57 +164,8 @@ def test_the_report_reads_well() -> None:
     found = report.suggestion
     assert f"num_codewords={found.num_codewords}, shortlist_size={found.shortlist_size}" in text
     assert max(map(len, text.splitlines()[:-2])) <= 120
-    strict: Any = airmoe.calibrate(copy.deepcopy(model), TEXT, criterion="mass_recall")
-    assert strict.suggestion.shortlist_size > 0.9 * EXPERTS  # a flat distribution
-    assert "for mass recall 0.95" in str(strict) and "saves nothing" in str(strict)
-
-
-class Stack(nn.Module):
-    """Our own layers, one after the other; with padding masked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, 16)
-        config = AirRouter.Config(
-            dim=16, num_experts=40, top_k=4, num_codewords=5, shortlist_size=10
-        )
-        self.layers = nn.ModuleList(
-            MoELayer(config.build(), GranularExperts(40, 16)) for _ in range(2)
-        )
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        hidden = self.embed(input_ids)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return hidden
-
-
-def test_layers_of_our_own() -> None:
-    """Untrained AirRouters route exactly while activations are collected, trained ones as ever."""
-    model: Any = Stack()
-    first, second = (layer.router for layer in model.layers)
-    report = airmoe.calibrate(model, BATCHES)
-    assert [layer.name for layer in report.layers] == ["layers.0.router", "layers.1.router"]
-    assert first.codebook.initialized and second.codebook.initialized
-    assert not first._forward_hooks and not first._forward_pre_hooks
-    assert all(layer.overlap > 0.4 for layer in report.layers)
-    # What the second layer saw was exactly routed by the first.
-    exact = airmoe.TopKRouter.Config(dim=16, num_experts=40, top_k=4).build().eval()
-    exact.centroids = first.centroids
-    assert len(BATCHES) >= 4
-    learned = [batch for place, batch in enumerate(BATCHES) if place % 4 != 3]
-    with torch.no_grad():
-        hidden = model.embed(torch.cat(learned))
-        layer = model.layers[0]
-        flat = hidden.reshape(-1, 16)
-        mixed = layer.post_norm(layer.experts(flat, exact(flat)))
-        expected = fit(AirLayer("", second), flat + mixed, 5, passes=10, seed=0).codewords
-    torch.testing.assert_close(second.codebook.codewords, expected, rtol=0, atol=1e-4)
-    moved = first.codebook.codewords.clone()
-    airmoe.calibrate(model, BATCHES[:3])
-    assert not torch.equal(first.codebook.codewords, moved)
-    model.train()(BATCHES[0]).sum().backward()  # and training goes on from there
-    assert first.codebook.updates > 0 and first.micro_batches == 1
+    strict = airmoe.calibrate(copy.deepcopy(model), TEXT, wanted_recall=1.0)
+    assert "For overlap 1 in every" in str(strict) and "saves nothing" in str(strict)
 
 
 def test_padding_teaches_nothing() -> None:
@@ -245,16 +191,16 @@ def test_padding_teaches_nothing() -> None:
 @pytest.mark.parametrize(
     ("batches", "options", "match"),
     [
-        ([], {}, "must show every router some tokens"),
-        ([torch.zeros(1, 4, dtype=torch.int64)], {}, "a single sequence', must hold two"),
-        ([torch.zeros(2, 4, dtype=torch.int64)], {}, "more than one per codeword"),
+        ([], {}, "got \"0 tokens for 'model.layers.0.mlp.gate'"),
+        ([torch.zeros(1, 40, dtype=torch.int64)], {}, "in two sequences or more"),
+        ([torch.zeros(2, 4, dtype=torch.int64)], {}, "must show each router at least 26 tokens"),
         ([torch.zeros(4, dtype=torch.int64)], {}, r"shape \[batch, length\]"),
         ([["text"]], {}, "id tensors or dicts"),
         ({"input_ids": BATCHES[0]}, {}, r"got 'dict', must be a list .* pass \[batch\]"),
         (None, {}, "got 'NoneType', must be a list"),
         (BATCHES, {"wanted_recall": 1.5}, "wanted_recall: got 1.5"),
         (BATCHES, {"wanted_recall": 0.0}, "wanted_recall: got 0.0"),
-        (BATCHES, {"criterion": "recall"}, "criterion: got 'recall'"),
+        (BATCHES[0], {}, "got 'Tensor', must be a list"),
         (BATCHES, {"passes": 0}, "passes: got 0"),
         (BATCHES, {"max_tokens": -1}, "max_tokens: got -1"),
     ],
@@ -267,12 +213,13 @@ def test_bad_input_changes_nothing(batches: Any, options: Any, match: str) -> No
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     router = swapped_routers(model)[0]
-    assert not router.scores_everything and not router._forward_pre_hooks
+    assert router.shortlist_size == 8 and not router._forward_pre_hooks
 
 
-def test_a_model_without_codebooks() -> None:
-    with pytest.raises(ConfigError, match="must have routers with a codebook"):
-        airmoe.calibrate(build("mixtral"), BATCHES)
+@pytest.mark.parametrize("build_model", [lambda: build("mixtral"), granular])
+def test_a_model_without_swapped_routers(build_model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"must have swapped routers.* in training"):
+        airmoe.calibrate(build_model(), BATCHES)
 
 
 def test_few_tokens_give_a_warning() -> None:
@@ -312,20 +259,3 @@ def test_losses_are_those_of_the_model_with_these_sizes() -> None:
     cost = f"suggested sizes {report.losses.suggested - report.losses.exact:+.4f}"
     assert cost in str(report) and "current sizes +" in str(report)
     assert "exact routing with K - 1 experts +" in str(report)
-
-
-def test_offloaded_models_are_refused(tmp_path: Path) -> None:
-    """Offloaded weights come back for a forward only, and buffers of a codebook never."""
-    calibrated("mixtral").save_pretrained(tmp_path)
-    parts = ("embed_tokens", "rotary_emb", "layers.1", "norm")
-    places = {**{f"model.{part}": "cpu" for part in parts}, "lm_head": "cpu"}
-    options: Any = {
-        "device_map": {**places, "model.layers.0": "disk"},
-        "offload_folder": tmp_path / "offloaded",
-    }
-    expected = logits_of(calibrated("mixtral"))
-    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
-    assert torch.equal(logits_of(model), expected)
-    with pytest.raises(ConfigError, match=r"'model\.layers\.0\.mlp\.gate' on the meta device"):
-        airmoe.calibrate(model, BATCHES)
-    assert torch.equal(logits_of(model), expected)

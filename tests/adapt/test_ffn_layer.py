@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import airmoe
-from airmoe import swap_ffn
+from airmoe import MoELayer, MoEOutput, swap_ffn
 from airmoe.kernels.backend import use_backend
 from tests.adapt.models import WIDTH, air, assert_same, dense, ids
 from tests.state.common import checkpoint_activations
@@ -122,12 +121,11 @@ def test_a_layer_in_one_graph_learns_the_same() -> None:
         layer.train().requires_grad_(False)
         for _ in range(2):  # until the host knows that the codebook has started
             layer(torch.randn(2, 4, WIDTH))
-        shared: Any = layer.inputs  # type: ignore[attr-defined]
 
-        def step(x: Tensor, mask: Tensor, layer: Any = layer, shared: Any = shared) -> Tensor:
-            shared._set(None, (), {"attention_mask": mask})
+        def step(x: Tensor, mask: Tensor, layer: Any = layer) -> Tensor:
+            layer.attention_mask = mask
             output = layer(x)
-            shared._clear(None, None, None)
+            layer.attention_mask = None
             return output
 
         outputs = {}
@@ -140,36 +138,36 @@ def test_a_layer_in_one_graph_learns_the_same() -> None:
     assert_same(ends[1], ends[0])
 
 
-def test_masks_that_do_not_fit() -> None:
-    model = swapped()
-    shared = layer_of(model, 0).inputs
-    assert shared is layer_of(model, 2).inputs
-    decoder = model.get_decoder()
-    x = torch.randn(2, 3, WIDTH)
-    for mask, expected in (
-        (torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]]), [0, 1, 1, 1, 0, 1]),  # one is in the cache
-        (torch.ones(2, 1, 3, 3), None),  # who sees whom
-        (torch.ones(4, 3), None),
-        (torch.ones(2, 2), None),
-        (None, None),
-    ):
-        shared._set(decoder, (), {"attention_mask": mask})
-        found = shared.mask_of(x)
-        assert (None if found is None else found.flatten().tolist()) == expected
-        shared._set(decoder, (None, mask), {})  # by position
-        found = shared.mask_of(x)
-        assert (None if found is None else found.flatten().tolist()) == expected
+def test_masks_as_decoders_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = swapped(), []
+
+    def forward(layer: Any, x: Tensor, mask: Tensor | None, **_: Any) -> Any:
+        seen.append(mask)
+        return MoEOutput(x, None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(MoELayer, "forward_with_routing", forward)
+    part = torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]])  # the first position is in the cache
+    layer, x = layer_of(model, 2), torch.randn(2, 3, WIDTH)
+    layer.attention_mask = part
+    layer.forward_with_routing(x)
+    assert torch.equal(seen.pop(), part[:, 1:] != 0)
+    decoder, layer.attention_mask = model.get_decoder(), None
+    whole = torch.ones(2, 1, 3, 3, dtype=torch.bool)  # who sees whom
+    for mask, expected in ((part[:, 1:], part[:, 1:] != 0), (whole, None), (None, None)):
+        for args, kwargs in (((), {"attention_mask": mask}), ((mask,), {})):
+            decoder(ids(batch=2, length=3), *args, **kwargs)
+            first, second = seen.pop(), seen.pop()
+            assert first is second is None if expected is None else torch.equal(first, expected)
+    assert layer.attention_mask is None and not layer.has_cache
 
 
 def test_a_mask_is_forgotten_after_its_batch() -> None:
     model = swapped()
-    shared = layer_of(model, 0).inputs
-    model(**batch())
-    assert shared.mask_of(torch.randn(8, 9, WIDTH)) is None
-    layer_of(model, 2).register_forward_hook(lambda *_: 1 / 0)
+    handle = layer_of(model, 2).register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(**batch())
-    assert shared.mask_of(torch.randn(8, 9, WIDTH)) is None
+    handle.remove()
+    assert layer_of(model, 0).attention_mask is layer_of(model, 2).attention_mask is None
 
 
 def test_nothing_is_learned_from_what_a_model_writes() -> None:
@@ -179,9 +177,3 @@ def test_nothing_is_learned_from_what_a_model_writes() -> None:
     written = model.generate(**batch(), max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert written.shape[1] > batch()["input_ids"].shape[1]
     assert_same(model.state_dict(), before)
-
-
-def test_calibration_and_training_agree_on_padding() -> None:
-    """`calibrate` leaves padding out by its own means."""
-    reports = [airmoe.calibrate(swapped(), [batch(filler)]) for filler in (0, 7)]
-    assert reports[0] == reports[1]

@@ -153,10 +153,6 @@ def test_stock_weights_in_a_swapped_model_start_the_codebook_anew(
     assert_uncalibrated(loaded)
     with pytest.warns(UserWarning, match=r"airmoe\.calibrate"):
         assert torch.equal(logits_of(loaded), logits_of(stock))
-    model.load_state_dict(stock.state_dict())  # strict, as torch has it
-    assert_uncalibrated(model)
-    with pytest.warns(UserWarning, match=r"airmoe\.calibrate"):
-        assert torch.equal(logits_of(model), logits_of(stock))
 
 
 def test_a_torn_codebook_starts_anew(tmp_path: Path) -> None:
@@ -289,7 +285,6 @@ def test_settings_changed_after_the_swap_survive_its_undoing() -> None:
     ("edit", "match"),
     [
         ({"shortlist_size": 1}, "must be >= 2"),
-        ({"layers": [5]}, "got 5"),
         ({"probes": 2}, "is not an option"),
     ],
 )
@@ -394,7 +389,6 @@ def test_a_bare_body_comes_back(tmp_path: Path) -> None:
 def test_shards_tied_embeddings_and_options(family: str, tmp_path: Path) -> None:
     model = dense(family, tie_word_embeddings=True)
     airmoe.swap_ffn(model, layers=[1], router=air())
-    airmoe.calibrate(model, [ids(seed, batch=8) for seed in range(8)])
     model.save_pretrained(tmp_path, max_shard_size="5KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     for options in ({}, {"device_map": "auto"}, {"dtype": "auto", "use_safetensors": True}):

@@ -22,41 +22,33 @@ from airmoe.transformers_internals import (
 
 
 class _SoftmaxFirst(ShortlistRouter):
-    """Softmax over all candidates, then the K largest."""
+    """Softmax over all candidates, then the K largest, renormalised where the config says so."""
 
-    def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    norm_topk_prob = True
+
+    def select(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         probs = logits.softmax(-1, dtype=torch.float32)
         # A candidate's probability may round to 0, which must not tie with those outside.
         inside = probs.masked_fill(logits == -torch.inf, -1.0)
         expert_ids = inside.topk(self.top_k, dim=-1).indices
-        return probs.gather(1, expert_ids), expert_ids
+        weights = probs.gather(1, expert_ids)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(dtype), expert_ids
 
 
 class AirMixtralRouter(_SoftmaxFirst, MixtralTopKRouter):
     """Always renormalised, float32."""
 
     def select(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        weights, expert_ids = self._best(logits)
-        return weights / weights.sum(-1, keepdim=True), expert_ids
+        return super().select(logits, torch.float32)
 
 
-class _Normalisable(_SoftmaxFirst):
-    """Renormalised where the config says so, in the dtype of the model."""
-
-    norm_topk_prob: bool
-
-    def select(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        weights, expert_ids = self._best(logits)
-        if self.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights.to(dtype), expert_ids
-
-
-class AirQwen3MoeRouter(_Normalisable, Qwen3MoeTopKRouter):
+class AirQwen3MoeRouter(_SoftmaxFirst, Qwen3MoeTopKRouter):
     pass
 
 
-class AirOlmoeRouter(_Normalisable, OlmoeTopKRouter):
+class AirOlmoeRouter(_SoftmaxFirst, OlmoeTopKRouter):
     pass
 
 
@@ -79,7 +71,6 @@ class AirDeepseekV3Router(ShortlistRouter, DeepseekV3TopkRouter):
     groups a token selects it finds K candidates and both experts by which a group is judged.
     """
 
-    keeps_candidates = False  # an expert's group may lose to another one
     num_group: Any  # int
     topk_group: Any  # int
 
@@ -138,8 +129,3 @@ ROUTER_CLASSES: dict[type[nn.Module], type[ShortlistRouter]] = {
     DeepseekV3TopkRouter: AirDeepseekV3Router,
     GptOssTopKRouter: AirGptOssRouter,
 }
-
-
-def stock_router_of(router: type) -> type[nn.Module]:
-    """The class a swapped router came from."""
-    return next(stock for stock, air in ROUTER_CLASSES.items() if issubclass(router, air))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from airmoe.adapt.checks import check_available, check_model, check_weights, layer_numbers
 from airmoe.config import check_choice, check_count, config
 from airmoe.errors import ConfigError
 from airmoe.kernels.token_experts import Activation
@@ -100,14 +99,13 @@ def swap_ffn(
     Swap before an optimizer is made, adapters are added or the model is sharded. Hooks on the
     replaced networks are lost. An impossible argument raises `ConfigError` before any change.
     """
-    from airmoe.adapt.models import owner_of, plan_swap
+    from airmoe.adapt.models import check_layers, check_model, set_config, swapped_config
 
     check_model("swap_ffn.model", model)
-    check_weights("swap_ffn.model", model)
-    decoder_layers = layers_of(model)
-    numbers = layer_numbers("swap_ffn.layers", layers)
-    check_available("swap_ffn.layers", numbers, "decoder layer", range(len(decoder_layers)))
-    networks = [_check_network(number, decoder_layers[number]) for number in numbers]
+    decoder = cast(Any, model).get_decoder()
+    available = range(len(getattr(decoder, "layers", ())))
+    numbers = check_layers("swap_ffn.layers", layers, "decoder layer", available)
+    networks = [_check_network(number, decoder.layers[number]) for number in numbers]
     dim = networks[0].gate_proj.in_features
     if router is None:
         raise ConfigError(
@@ -122,58 +120,25 @@ def swap_ffn(
     )
     _check_router(dim, router)
     std = _initializer_range(model)
-    made: list[MoELayer] = [_build_like(network, settings, std) for network in networks]
-    whole = owner_of(model, networks, "swap_ffn.model")
-    change = plan_swap(model, whole, ffn=dict.fromkeys(numbers, settings))
-    # Nothing can fail from here on.
-    for number, layer in zip(numbers, made, strict=True):
-        decoder_layers[number].mlp = layer
-    share_inputs(decoder_of(model))
-    change()
+    made: list[MoELayer] = []
+    for network in networks:
+        weight = network.gate_proj.weight
+        with torch.device(weight.device):
+            made.append(settings.build(std).to(weight.dtype).train(network.training))
+    put_layers(decoder, dict(zip(numbers, made, strict=True)))
+    set_config(model, swapped_config(model, ffn=dict.fromkeys(numbers, settings)))
     return made
 
 
-def build_saved(model: nn.Module, layers: Mapping[str, Mapping[str, Any]]) -> None:
+def build_saved(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:
     """Put the layers that a config lists into a model that was just built from it."""
-    decoder_layers, std = layers_of(model), _initializer_range(model)
-    for number, values in layers.items():
-        decoder_layers[int(number)].mlp = FfnSettings.from_dict(values).build(std)
-    share_inputs(decoder_of(model))
+    std = _initializer_range(model)
+    made = {int(number): FfnSettings.from_dict(v).build(std) for number, v in layers.items()}
+    put_layers(model.get_decoder(), made)
 
 
-def decoder_of(model: nn.Module) -> Any:
-    """The part of a Hugging Face model that runs the decoder layers."""
-    get_decoder = getattr(model, "get_decoder", None)
-    return model if get_decoder is None else get_decoder()
-
-
-def layers_of(model: nn.Module) -> Any:
-    """The decoder layers of a Hugging Face model."""
-    layers = getattr(decoder_of(model), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ConfigError(
-            "swap_ffn.model",
-            type(model).__name__,
-            "must be a decoder with its layers in `layers`, like Llama, Mistral, Qwen2, Qwen3, "
-            "Gemma or OLMo2 of transformers",
-            "Pass such a model.",
-        )
-    return layers
-
-
-def _build_like(network: Any, settings: FfnSettings, std: float) -> SwappedFfn:
-    weight = network.gate_proj.weight
-    with torch.device(weight.device):
-        layer = settings.build(std)
-    layer.to(weight.dtype).train(network.training)
-    return layer
-
-
-def _initializer_range(model: nn.Module) -> float:
-    config = getattr(model, "config", None)
-    get_text_config = getattr(config, "get_text_config", None)
-    config = config if get_text_config is None else get_text_config()
-    return getattr(config, "initializer_range", 0.02)
+def _initializer_range(model: Any) -> float:
+    return getattr(model.config.get_text_config(), "initializer_range", 0.02)
 
 
 def _router_name(router: object) -> str:
@@ -209,8 +174,7 @@ def _check_network(number: int, layer: nn.Module) -> Any:
             field, "MoELayer", "is swapped already", "Leave it out, or start from the dense model."
         )
     children = dict(network.named_children()) if isinstance(network, nn.Module) else {}
-    has_act = callable(getattr(network, "act_fn", None))
-    if {*children, "act_fn"} != {*PROJECTIONS, "act_fn"} or not has_act:
+    if {*children, "act_fn"} != {*PROJECTIONS, "act_fn"} or not hasattr(network, "act_fn"):
         raise ConfigError(
             field,
             "no `mlp`" if network is None else type(network).__name__,
@@ -218,90 +182,61 @@ def _check_network(number: int, layer: nn.Module) -> Any:
             "Leave this layer out; mixture-of-experts layers keep theirs (see swap_routers).",
         )
     for name in PROJECTIONS:
-        _check_projection(f"{field}.{name}", children[name])
+        kind, weight = type(children[name]), children[name].weight
+        if kind is not nn.Linear or hasattr(weight, "full_tensor") or weight.dtype not in DTYPES:
+            raise ConfigError(
+                f"{field}.{name}",
+                kind.__name__ if kind is not nn.Linear else weight.dtype,
+                "must be a plain torch.nn.Linear in float16, bfloat16, float32 or float64, neither "
+                "quantised nor sharded nor wrapped by an adapter",
+                "Load without quantisation; swap before adding adapters and sharding.",
+            )
     return network
 
 
-def _check_projection(field: str, projection: Any) -> None:
-    value: Any = None
-    if type(projection) is not nn.Linear:
-        value = type(projection).__name__
-    elif projection.weight.dtype not in DTYPES:
-        value = projection.weight.dtype
-    elif hasattr(projection.weight, "full_tensor"):
-        value = "sharded"
-    if value is not None:
-        raise ConfigError(
-            field,
-            value,
-            "must be a plain torch.nn.Linear in float16, bfloat16, float32 or float64, neither "
-            "quantised nor sharded nor wrapped by an adapter",
-            "Load without quantisation; swap before adding adapters and sharding.",
-        )
-
-
-# -- the new layer ---
-
-
-class DecoderInputs:
-    """The padding mask and cache of the current forward, which decoders don't pass to their layers.
-
-    Hooks on the decoder set both before its forward and clear them after it.
-    """
-
-    def __init__(self) -> None:
-        self._mask: Tensor | None = None  # [B, positions], those in the cache come first
-        self.has_cache = False  # the model is generating token by token
-
-    def __getstate__(self) -> dict[str, object]:
-        return vars(DecoderInputs())  # a copy of the model has inputs of its own
-
-    def watch(self, decoder: nn.Module) -> None:
-        decoder.register_forward_pre_hook(self._set, with_kwargs=True)
-        decoder.register_forward_hook(self._clear, always_call=True)
-
-    def mask_of(self, x: Tensor) -> Tensor | None:
-        """x [B, L, D] -> [B, L] bool, True for real tokens; None where no mask fits."""
-        mask = self._mask
-        if mask is None or x.ndim != 3:
-            return None
-        batch, length, _ = x.shape
-        if mask.shape[0] != batch or mask.shape[1] < length:
-            return None
-        return mask[:, mask.shape[1] - length :].to(x.device) != 0
-
-    def _set(self, _decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        # Masks with more dimensions say which token attends to which.
-        self._mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-        cache = kwargs.get("past_key_values", args[3] if len(args) > 3 else None)
-        self.has_cache = cache is not None
-
-    def _clear(self, _decoder: nn.Module, _args: Any, _output: Any) -> None:
-        self._mask, self.has_cache = None, False
+# -- the new layer --------------------------------------------------------------------------------
 
 
 class SwappedFfn(MoELayer):
-    """A MoELayer that leaves padding out and doesn't learn from text the model generates."""
+    """A MoELayer that leaves padding out and doesn't learn from text the model generates.
 
-    inputs: DecoderInputs | None = None
+    Decoders tell their layers neither, so hooks on the decoder do.
+    """
+
+    attention_mask: Tensor | None = None  # [B, positions], those in the cache come first
+    has_cache = False  # the model is generating token by token
 
     def forward_with_routing(
         self, x: Tensor, mask: Tensor | None = None, *, learn: bool = True
     ) -> MoEOutput:
-        inputs = self.inputs
-        if inputs is not None:
-            mask = inputs.mask_of(x) if mask is None else mask
-            learn = learn and not inputs.has_cache
-        return super().forward_with_routing(x, mask, learn=learn)
+        if mask is None and self.attention_mask is not None:
+            mask = self.attention_mask[:, -x.shape[1] :].to(x.device) != 0  # [B, L]
+        return super().forward_with_routing(x, mask, learn=learn and not self.has_cache)
 
 
-def share_inputs(decoder: nn.Module) -> None:
-    """Connect all swapped layers of a decoder, also those of earlier calls, to its inputs."""
-    layers = [module for module in decoder.modules() if isinstance(module, SwappedFfn)]
-    known = [layer.inputs for layer in layers if layer.inputs is not None]
-    if not known:
-        known = [DecoderInputs()]
-        known[0].watch(decoder)
-    for layer in layers:
-        layer.inputs = known[0]
+def put_layers(decoder: Any, layers: Mapping[int, MoELayer]) -> None:
+    """Put new layers in the place of networks."""
+    for number, layer in layers.items():
+        decoder.layers[number].mlp = layer
+    if _tell_layers not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(_tell_layers, with_kwargs=True)
+        decoder.register_forward_hook(_clear_layers, always_call=True)
+
+
+def _tell_layers(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    if not isinstance(mask, Tensor) or mask.ndim != 2:  # others say which token attends to which
+        mask = None
+    cache = kwargs.get("past_key_values", args[3] if len(args) > 3 else None)
+    _set_inputs(decoder, mask, cache is not None)
+
+
+def _clear_layers(decoder: Any, _args: Any, _output: Any) -> None:
+    _set_inputs(decoder, None, False)
+
+
+def _set_inputs(decoder: Any, mask: Tensor | None, has_cache: bool) -> None:
+    for layer in decoder.layers:
+        mlp = getattr(layer, "mlp", None)
+        if isinstance(mlp, SwappedFfn):
+            mlp.attention_mask, mlp.has_cache = mask, has_cache

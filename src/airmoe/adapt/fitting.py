@@ -1,28 +1,31 @@
-"""Fit a codebook to hidden states, and measure what its shortlists keep of exact routing."""
+"""The parts of `calibrate`: hidden states of routers, codebooks fitted to them, and what they keep.
+
+All of it runs in evaluation mode and without gradients, which `calibrate` sees to.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from airmoe.adapt.shortlist_router import ScaledCodebook, ShortlistRouter
+from airmoe.adapt.shortlist_router import ScaledCodebook
 from airmoe.distributed import all_reduce_sum, full_tensor
 from airmoe.errors import ConfigError
-from airmoe.routers.air import AirRouter
-from airmoe.routers.codebook import Codebook, k_means
-from airmoe.routers.topk import TopKRouter
 
-CHUNK_ELEMENTS = 1 << 23  # of the exact logits held at a time
-FEW_EXPERTS = 64  # up to here every size of shortlist is tried
+Batch = Tensor | Mapping[str, Any]
+HELD_OUT = 4  # one batch of so many is kept for measuring
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One pair of sizes: means over activations that the codebook had not seen."""
+    """One pair of sizes: means over tokens that the codebook had not seen."""
 
     num_codewords: int
     shortlist_size: int
@@ -32,166 +35,155 @@ class Trial:
     scored: int  # products per token: with the codewords, then with the candidates
 
 
-# -- routers with a codebook ----------------------------------------------------------------------
+# -- running the model ----------------------------------------------------------------------------
 
 
-class CalibratedLayer:
-    """A swapped router, as `calibrate` uses it."""
+def hold_out(batches: Iterable[Batch]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(batches to learn from, batches to measure on), as inputs of the model.
 
-    router: Any
-
-    def __init__(self, name: str, router: Any) -> None:
-        self.name, self.router = name, router
-        self.dim, self.num_experts = router.hidden_dim, router.num_experts
-        self.num_codewords = router.codebook.num_codewords
-        self.shortlist_size = router.shortlist_size
-        # The smallest shortlist that the router's rules allow.
-        self.least_size = min(router.least_shortlist(router), router.num_experts)
-        # Whether one of the exact top-K that is a candidate is always chosen.
-        self.keeps_candidates = router.keeps_candidates
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.router.parameters()).device
-
-    def new_codebook(self, num_codewords: int) -> Codebook:
-        """One of the router's kind that learns by whole steps of k-means."""
-        return ScaledCodebook(num_codewords, self.dim)
-
-    def install(self, fitted: Codebook) -> None:
-        """Take over what a codebook of the same size has learned."""
-        codebook = self.router.codebook
-        # The seed is that of the noise, which is not learned.
-        codebook.load_state_dict({**fitted.state_dict(), "seed": codebook.seed.clone()})
-
-    def route_exactly(self, exactly: bool) -> None:
-        """Score every expert until told otherwise: codebooks are fitted to exact routing."""
-        self.router.scores_everything = exactly
-
-    def largest_norm(self) -> float:
-        """The largest length of an expert's centroid."""
-        return _largest_norm(self.router.weight)
-
-    def representatives(self, codebook: Any) -> Tensor:
-        """The token each codeword stands for: [G, D]."""
-        return codebook.representatives()
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Exact: [T, D] -> [T, E]."""
-        return self.router.full_logits(hidden)
-
-    def ranking(self, representatives: Tensor) -> Tensor:
-        """Experts for each codeword's representative, best first: [G, D] -> [G, E]."""
-        return self.router.ranking(representatives)
-
-    def masses(self, logits: Tensor) -> Tensor:
-        """The routing distribution: [T, E] -> [T, E]."""
-        return self.router.masses(logits)
-
-    def chosen(self, logits: Tensor) -> Tensor:
-        """The experts that logits (-inf: no candidate) select: [T, E] -> [T, K]."""
-        return self.router.select(logits, logits.dtype)[1]
+    Every fourth batch is held out, of fewer the last; a single batch is split by its sequences.
+    Whole texts, because tokens of a text that was learned from would flatter the measure.
+    """
+    # One batch is easily taken for many: a dict would give its keys, a tensor its rows.
+    if isinstance(batches, Mapping | str | Tensor) or not isinstance(batches, Iterable):
+        rule = "must be a list (or other iterable) of batches"
+        remedy = "For a single batch pass [batch]."
+        raise ConfigError("calibrate.batches", type(batches).__name__, rule, remedy)
+    given = [_inputs(batch) for batch in batches]
+    if len(given) == 1:
+        count = max((len(v) for v in given[0].values() if isinstance(v, Tensor)), default=0)
+        given = [
+            {name: v[row : row + 1] if _has_rows(v, count) else v for name, v in given[0].items()}
+            for row in range(count)
+        ]
+    places = range(len(given))
+    held_out = places[HELD_OUT - 1 :: HELD_OUT] or places[-1:]
+    return [given[n] for n in places if n not in held_out], [given[n] for n in held_out]
 
 
-class AirLayer(CalibratedLayer):
-    """An AirRouter, in a layer of the user's own or of `swap_ffn`."""
-
-    def __init__(self, name: str, router: AirRouter) -> None:
-        self.name, self.router = name, router
-        self.config = config = router.config
-        self.dim, self.num_experts = config.dim, config.num_experts
-        self.num_codewords, self.shortlist_size = config.num_codewords, config.shortlist_size
-        self.least_size, self.keeps_candidates = config.top_k, True
-        self._hook: Any = None  # in place while the routing is exact
-
-    def new_codebook(self, num_codewords: int) -> Codebook:
-        return Codebook(num_codewords, self.dim, self.config.codebook, decay=0.0)
-
-    def route_exactly(self, exactly: bool) -> None:
-        """Only untrained routers: a trained model expects the routing it was trained with."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-        untrained = not bool(self.router.codebook.initialized)
-        if exactly and untrained and self.config.gate != "expert_choice":
-            self._hook = self.router.register_forward_hook(_exact_routing, with_kwargs=True)
-
-    def largest_norm(self) -> float:
-        return 1.0 if self.config.normalize_centroids else _largest_norm(self.router.centroids)
-
-    def representatives(self, codebook: Codebook) -> Tensor:
-        return codebook.codewords
-
-    def ranking(self, representatives: Tensor) -> Tensor:
-        return self.logits(representatives).argsort(dim=-1, descending=True, stable=True)
-
-    def masses(self, logits: Tensor) -> Tensor:
-        return logits.softmax(-1)
-
-    def chosen(self, logits: Tensor) -> Tensor:
-        return logits.topk(self.config.top_k, dim=-1).indices
+def _has_rows(value: Any, count: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim >= 2 and len(value) == count
 
 
-def find_layers(model: nn.Module) -> list[CalibratedLayer]:
-    """Every router of a model that has a codebook."""
-    found: list[CalibratedLayer] = []
-    for name, module in model.named_modules():
-        if isinstance(module, ShortlistRouter):
-            found.append(CalibratedLayer(name, module))
-        elif isinstance(module, AirRouter):
-            found.append(AirLayer(name, module))
-    if not found:
-        rule = "must have routers with a codebook"
-        remedy = "Call airmoe.swap_routers or airmoe.swap_ffn first."
-        raise ConfigError("calibrate.model", type(model).__name__, rule, remedy)
-    for layer in found:
-        if any(tensor.is_meta for tensor in layer.router.state_dict().values()):
-            rule = "must have the weights of its routers in memory"
-            remedy = "Load the model without offloading it to CPU or disk, then calibrate."
-            raise ConfigError("calibrate.model", f"{layer.name!r} on the meta device", rule, remedy)
-    return found
+def _inputs(batch: Any) -> dict[str, Any]:
+    """A batch as keyword arguments of the model, without labels: no loss is wanted."""
+    if isinstance(batch, Mapping):
+        return {name: value for name, value in batch.items() if name != "labels"}
+    if not isinstance(batch, Tensor):
+        rule = "must hold id tensors or dicts of the model's inputs"
+        remedy = "Pass, for example, what the tokenizer returns with return_tensors='pt'."
+        raise ConfigError("calibrate.batches", type(batch).__name__, rule, remedy)
+    if batch.ndim != 2 or batch.is_floating_point():
+        rule = "must hold token ids of shape [batch, length]"
+        remedy = "Add a batch dimension, or pass a dict of the model's inputs."
+        raise ConfigError("calibrate.batches", (tuple(batch.shape), batch.dtype), rule, remedy)
+    return {"input_ids": batch}
 
 
-def _exact_routing(router: Any, args: tuple[Any, ...], kwargs: Any, _output: Any) -> Any:
-    """A hook that replaces what an untrained AirRouter returns by the routing over all experts."""
-    config = router.config
-    with torch.device("meta"):  # it borrows the centroids
-        exact = TopKRouter.Config(
-            dim=config.dim,
-            num_experts=config.num_experts,
-            top_k=config.top_k,
-            jitter_std=0.0,
-            normalize_centroids=config.normalize_centroids,
-        ).build()
-    exact.centroids = router.centroids
-    hidden = args[0] if args else kwargs["hidden"]
-    mask = args[1] if len(args) > 1 else kwargs.get("mask")
-    return exact.eval()(hidden, mask)
+def _run(model: nn.Module, inputs: dict[str, Any]) -> Any:
+    device = next(model.parameters()).device
+    return model(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()})
 
 
-def _largest_norm(rows: Tensor) -> float:
-    rows = full_tensor(rows)
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    return float(torch.linalg.vector_norm(rows, dim=1, dtype=dtype).max())
+def _real_tokens(inputs: dict[str, Any]) -> Tensor | None:
+    """[B, L] bool, False for padding."""
+    mask = inputs.get("attention_mask")
+    return mask != 0 if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+@contextmanager
+def changed(routers: Iterable[Any], **values: Sequence[Any]) -> Iterator[None]:
+    """Give the routers other attributes inside the block, each its own: `top_k=[2, 2]`."""
+    routers = list(routers)
+    before = {name: [getattr(router, name) for router in routers] for name in values}
+
+    def give(values: Mapping[str, Sequence[Any]]) -> None:
+        for name, each in values.items():
+            for router, value in zip(routers, each, strict=True):
+                setattr(router, name, value)
+
+    try:
+        give(values)
+        yield
+    finally:
+        give(before)
+
+
+def collect(
+    model: nn.Module,
+    routers: Sequence[Any],
+    batches: Sequence[dict[str, Any]],
+    limit: int,
+    seed: int,
+) -> list[Tensor]:
+    """Hidden states [n, D] of every router, in CPU memory: at most `limit`, of all batches alike.
+
+    Padding (0 in `attention_mask`) is left out, and so are states that are not finite.
+    """
+    kept = [[torch.empty(0, router.hidden_dim, dtype=router.weight.dtype)] for router in routers]
+    share = -(-limit // max(1, len(batches)))
+    generator = torch.Generator().manual_seed(seed)
+    real: Tensor | None = None
+
+    def hook(router: Any, args: tuple[Any, ...]) -> None:
+        hidden = args[0].reshape(-1, router.hidden_dim)
+        valid = hidden.isfinite().all(-1)
+        if real is not None:
+            valid &= real.flatten().to(valid.device)
+        rows = valid.nonzero().squeeze(1)
+        keys = torch.rand(len(rows), generator=generator, dtype=torch.float32)
+        drawn = keys.topk(min(share, len(rows))).indices.sort().values
+        kept[routers.index(router)].append(hidden[rows[drawn.to(rows.device)]].cpu())
+
+    everything = [router.num_experts for router in routers]
+    handles = [router.register_forward_pre_hook(hook) for router in routers]
+    try:
+        with changed(routers, shortlist_size=everything):
+            for inputs in batches:
+                real = _real_tokens(inputs)
+                _run(model, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [torch.cat(parts)[:limit] for parts in kept]
+
+
+def next_token_loss(model: nn.Module, batches: Sequence[dict[str, Any]]) -> float | None:
+    """Mean over the tokens of all ranks; None for a model that gives no logits of tokens."""
+    total = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
+    for inputs in batches:
+        logits, ids = getattr(_run(model, inputs), "logits", None), inputs.get("input_ids")
+        if ids is None or logits is None or logits.ndim != 3:
+            return None
+        real = _real_tokens(inputs)
+        targets = ids if real is None else ids.masked_fill(~real, -100)
+        targets = targets[:, 1:].to(logits.device)
+        for row, target in zip(logits[:, :-1], targets, strict=True):
+            # One sequence at a time: float32 logits of a whole batch may not fit.
+            total[0] += F.cross_entropy(row.float(), target, reduction="sum")
+        total[1] += (targets >= 0).sum()
+    loss, tokens = all_reduce_sum(total).tolist()
+    return loss / max(tokens, 1)
 
 
 # -- fit and measure ------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def fit(
-    layer: CalibratedLayer, hidden: Tensor, num_codewords: int, passes: int, seed: int
-) -> Codebook:
-    """A new codebook of the layer's kind, fitted to hidden [T, D]."""
-    codebook = k_means(lambda: layer.new_codebook(num_codewords), hidden, passes, seed)
-    if isinstance(codebook, ScaledCodebook):
-        codebook.measure_scales(hidden)
+def fit(hidden: Tensor, num_codewords: int, passes: int, seed: int) -> ScaledCodebook:
+    """k-means on hidden [T, D]: each update of the codebook is a whole pass."""
+    with torch.random.fork_rng(devices=[]), torch.device(hidden.device):
+        torch.manual_seed(seed)
+        codebook = ScaledCodebook(num_codewords, hidden.shape[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its advice is about micro-batches of training
+        for _ in range(passes):
+            codebook.update(hidden)
+    codebook.measure_scales(hidden)
     return codebook
 
 
-@torch.no_grad()
 def measure(
-    layer: CalibratedLayer, codebook: Codebook, hidden: Tensor, sizes: Sequence[int]
+    router: Any, codebook: ScaledCodebook, hidden: Tensor, sizes: Sequence[int]
 ) -> list[Trial]:
     """What shortlists of every size keep, as means over tokens [T, D] of all ranks.
 
@@ -199,72 +191,54 @@ def measure(
     those of r, and both softmax and sigmoid turn that into at most this factor of what the
     shortlist keeps of r's own distribution: exp(-2 |w| |h - r|).
     """
-    near, norm, experts = layer.representatives(codebook), layer.largest_norm(), layer.num_experts
-    overlaps = torch.zeros(len(sizes), dtype=torch.float64, device=hidden.device)
-    masses, bounds = (overlaps.new_zeros(experts) for _ in range(2))  # by rank
-    codeword_ids = codebook.nearest(hidden)  # [T]
-    # Chunks of tokens with the same codewords need few rankings at a time.
-    chunks = codeword_ids.argsort(stable=True).split(max(1, CHUNK_ELEMENTS // experts))
-    for rows in chunks:
-        tokens = hidden[rows]
-        used, places = codeword_ids[rows].unique(return_inverse=True)
-        # Each expert's place in the order of the token's codeword. A shortlist of M: those below M.
-        ranks = layer.ranking(near[used]).argsort(-1)[places]  # [t, E]
-        logits = layer.logits(tokens)
-        masses += _by_rank(layer.masses(logits), ranks).sum(0)
-        error = (tokens.to(logits.dtype) - near[used][places]).norm(dim=1)
-        factor = (-2 * norm * error).exp().double()  # [t]
-        own = layer.masses(layer.logits(near[used]))[places]  # [t, E]
-        bounds += factor @ _by_rank(own, ranks)
-        exact = layer.chosen(logits)  # [t, K]
-        right = torch.zeros_like(ranks, dtype=torch.bool).scatter_(1, exact, True)
-        for place, size in enumerate(sizes):
-            if layer.keeps_candidates:
-                found = right & (ranks < size)
-            else:
-                ids = layer.chosen(logits.masked_fill(ranks >= size, -torch.inf))
-                found = right.gather(1, ids)
-            overlaps[place] += found.sum(dtype=torch.float64) / exact.shape[1]
-    total = sum_over_ranks(hidden.shape[0], hidden.device)
-    kept = [all_reduce_sum(values.cumsum(0)) / total for values in (masses, bounds)]
-    kept[0][-1] = 1.0  # whatever rounding says
+    near, codeword_ids = codebook.representatives(), codebook.nearest(hidden)
+    order = router.ranking(near)[codeword_ids]  # [T, E] ids; the first M are the shortlist
+    ranks = order.argsort(-1)  # [T, E] places in that order
+    logits = router.full_logits(hidden)  # [T, E]
+    masses = router.masses(logits).gather(1, order).double()  # [T, E] by rank
+    own = router.masses(router.full_logits(near))[codeword_ids].gather(1, order).double()
+    weight = full_tensor(router.weight).to(logits.dtype)
+    error = (hidden.to(logits.dtype) - near[codeword_ids]).norm(dim=1)  # [T]
+    factor = (-2 * weight.norm(dim=1).max() * error).exp().double()
+    right = torch.zeros_like(ranks, dtype=torch.bool)
+    right.scatter_(1, router.select(logits, logits.dtype)[1], True)
+    found = []
+    for size in sizes:
+        short = logits.masked_fill(ranks >= size, -torch.inf)
+        chosen = router.select(short, logits.dtype)[1]
+        found.append(right.gather(1, chosen).sum() / router.top_k)
+    count = masses.new_tensor([len(hidden)])
+    sums = torch.cat([count, torch.stack(found).double(), masses.sum(0), factor @ own])
+    means = all_reduce_sum(sums)
+    means = means[1:] / means[0]
+    overlaps, masses, bounds = means.split([len(sizes), len(weight), len(weight)])
+    kept, kept_surely = masses.cumsum(0), bounds.cumsum(0)
+    kept[-1] = 1.0  # whatever rounding says
     return [
         Trial(
             num_codewords=codebook.num_codewords,
             shortlist_size=size,
-            overlap=overlap,
-            mass_recall=float(kept[0][size - 1]),
-            bound=float(kept[1][size - 1]),
+            overlap=float(overlap),
+            mass_recall=float(kept[size - 1]),
+            bound=float(kept_surely[size - 1]),
             # Where the shortlist holds every expert, no codeword is compared.
-            scored=experts if size == experts else codebook.num_codewords + size,
+            scored=len(weight) if size == len(weight) else codebook.num_codewords + size,
         )
-        for size, overlap in zip(sizes, (all_reduce_sum(overlaps) / total).tolist(), strict=True)
+        for size, overlap in zip(sizes, overlaps, strict=True)
     ]
 
 
-def _by_rank(masses: Tensor, ranks: Tensor) -> Tensor:
-    """[t, E] by expert -> [t, E] float64 by rank."""
-    return torch.zeros_like(masses, dtype=torch.float64).scatter_(1, ranks, masses.double())
-
-
-def sizes_to_try(layer: CalibratedLayer) -> list[int]:
-    """Shortlist sizes: all where experts are few, else growing by a factor of sqrt(2)."""
-    if layer.num_experts <= FEW_EXPERTS:
-        return list(range(layer.least_size, layer.num_experts + 1))
-    sizes, size = {layer.shortlist_size, layer.num_experts}, float(layer.least_size)
-    while size < layer.num_experts:
+def sizes_to_try(router: Any) -> list[int]:
+    """Shortlist sizes: the present one, and from the smallest to all by steps of sqrt(2)."""
+    size = float(min(router.least_shortlist(router), router.num_experts))
+    sizes = {router.shortlist_size, router.num_experts}
+    while size < router.num_experts:
         sizes.add(round(size))
         size *= 2**0.5
     return sorted(sizes)
 
 
-def codewords_to_try(layer: CalibratedLayer, total: int) -> list[int]:
+def codewords_to_try(now: int, num_tokens: int) -> list[int]:
     """A quarter, half and twice as many codewords as now, where there are tokens for them."""
-    now = layer.num_codewords
     others = {max(1, now // 4), max(1, now // 2), 2 * now}
-    return sorted({now, *(count for count in others if 4 * count <= total)})
-
-
-def sum_over_ranks(count: int, device: torch.device) -> int:
-    """The sum of all ranks' counts, so that every rank decides alike."""
-    return int(all_reduce_sum(torch.tensor(count, device=device)))
+    return sorted({now, *(count for count in others if 4 * count <= num_tokens)})

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
-from airmoe.adapt.checks import check_available, check_model, check_weights, layer_numbers
-from airmoe.adapt.shortlist_router import ShortlistRouter, UncalibratedWarning, new_codebook
+from airmoe.adapt.shortlist_router import ScaledCodebook, ShortlistRouter
 from airmoe.config import check_count, config
 from airmoe.errors import ConfigError
 
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -31,8 +28,6 @@ class RouterSettings:
     def check(self) -> None:
         check_count("swap_routers.num_codewords", self.num_codewords)
         check_count("swap_routers.shortlist_size", self.shortlist_size)
-        if self.layers is not None:
-            layer_numbers("swap_routers.layers", self.layers)
 
 
 def swap_routers(
@@ -48,124 +43,89 @@ def swap_routers(
     `shortlist_size` experts of the nearest of `num_codewords` codewords, and the family's own rule
     selects among them. Until `airmoe.calibrate` has fitted the codebooks every expert is scored.
     `layers` are numbers of decoder layers; None means all that have a router. The model is changed
-    in place and returned; an error changes nothing. If you pass the body of a model, its head saves
-    the swap too, because both share a config; a swap of single layers is saved nowhere.
+    in place and returned; an impossible argument raises `ConfigError` before any change.
     """
-    from airmoe.adapt.models import FAMILIES, family_of, owner_of, plan_swap
+    from airmoe.adapt.models import FAMILIES, check_layers, check_model, set_config, swapped_config
 
     check_model("swap_routers.model", model)
-    settings = RouterSettings(
-        num_codewords=num_codewords,
-        shortlist_size=shortlist_size,
-        layers=None if layers is None else layer_numbers("swap_routers.layers", layers),
-    )
-    _check_not_swapped(model)
     routers = find_routers(model)
-    whole = owner_of(model, routers.values(), "swap_routers.model")
-    if not routers or (whole is not None and family_of(whole.config) is None):
+    if not routers:
         rule = f"must be one of {', '.join(FAMILIES.values())}, with at least one MoE layer"
         remedy = "For dense models there is airmoe.swap_ffn; for your own layers airmoe.MoELayer."
         raise ConfigError("swap_routers.model", type(model).__name__, rule, remedy)
-    check_weights("swap_routers.model", model)
-    _check_forwards(model, routers)
-    change = plan_swap(model, whole, routers=settings)
+    if any(isinstance(router, ShortlistRouter) for router in routers.values()):
+        rule = "must have its stock routers, but is swapped already"
+        remedy = "Call airmoe.restore_routers(model) first, or keep the swap."
+        raise ConfigError("swap_routers.model", type(model).__name__, rule, remedy)
+    if layers is not None:
+        layers = check_layers("swap_routers.layers", layers, "layer with a router", [*routers])
+    settings = RouterSettings(
+        num_codewords=num_codewords, shortlist_size=shortlist_size, layers=layers
+    )
     exchange(routers, settings)
-    # Nothing can fail from here on.
-    change()
+    set_config(model, swapped_config(model, routers=settings))
     return model
 
 
 def restore_routers(model: Model) -> Model:
     """Undo `swap_routers`: the stock modules with their present weights, without codebooks."""
-    from airmoe.adapt.families import stock_router_of
-    from airmoe.adapt.models import has_leftovers, plan_restore
+    from airmoe.adapt.models import restore_configs
 
-    check_model("restore_routers.model", model)
+    if not isinstance(model, nn.Module):
+        value = model if isinstance(model, str) else type(model).__name__
+        raise ConfigError("restore_routers.model", value, "must be a model", "Load it first.")
     swapped = [module for module in model.modules() if isinstance(module, ShortlistRouter)]
-    if not swapped and not has_leftovers(model):
+    if not swapped:
         rule = "must have swapped routers"
         remedy = "Only what airmoe.swap_routers has changed can be restored."
         raise ConfigError("restore_routers.model", type(model).__name__, rule, remedy)
-    change = plan_restore(model)
     for router in swapped:
-        router.give_back(stock_router_of(type(router)))
-    change()
+        router.give_back()
+    restore_configs(model)
     return model
 
 
-def find_routers(model: nn.Module) -> dict[str, nn.Module]:
-    """The stock routers of a model that can be swapped, by name."""
+def find_routers(model: Any) -> dict[int, Any]:
+    """The routers of a model that can be swapped, or are, by the number of their layer."""
     from airmoe.adapt.families import ROUTER_CLASSES
 
-    return {name: part for name, part in model.named_modules() if type(part) in ROUTER_CLASSES}
+    layers: Any = getattr(model.get_decoder(), "layers", ())
+    return {
+        number: part
+        for number, layer in enumerate(layers)
+        for part in layer.modules()
+        if type(part) in ROUTER_CLASSES or isinstance(part, ShortlistRouter)
+    }
 
 
-def exchange(routers: Mapping[str, nn.Module], settings: RouterSettings) -> None:
+def exchange(routers: Mapping[int, Any], settings: RouterSettings) -> None:
     """Swap those of the settings' layers; all that could fail happens before the first change."""
     from airmoe.adapt.families import ROUTER_CLASSES
 
-    chosen: list[Any] = _choose(routers, settings.layers)
+    chosen = [routers[layer] for layer in settings.layers or routers]
     for router in chosen:
-        _check_size(router, settings.shortlist_size)
-    codebooks = []
+        _check_size(router, ROUTER_CLASSES[type(router)], settings.shortlist_size)
+    warned: list[str] = []
     for router in chosen:
-        with torch.device(router.weight.device):
-            codebooks.append(new_codebook(settings.num_codewords, router.weight.shape[1]))
-    warning = UncalibratedWarning()
-    for router, codebook in zip(chosen, codebooks, strict=True):
+        # The program's random numbers are not used up.
+        with torch.random.fork_rng(devices=[]), torch.device(router.weight.device):
+            codebook = ScaledCodebook(settings.num_codewords, router.weight.shape[1])
         router.__class__ = ROUTER_CLASSES[type(router)]
-        router.take_over(codebook, settings.shortlist_size, warning)
+        router.take_over(codebook, settings.shortlist_size, warned)
 
 
-def _choose(routers: Mapping[str, nn.Module], layers: list[int] | None) -> list[nn.Module]:
-    if layers is None:
-        return [*routers.values()]
-    found = {name: LAYER.search(name) for name in routers}
-    numbers = {name: int(match[1]) for name, match in found.items() if match}
-    check_available("swap_routers.layers", layers, "layer with a router", [*numbers.values()])
-    return [routers[name] for name, number in numbers.items() if number in layers]
-
-
-def _check_not_swapped(model: nn.Module) -> None:
-    for name, part in model.named_modules():
-        if isinstance(part, ShortlistRouter):
-            rule = f"must have its stock routers, but {name!r} is swapped already"
-            remedy = "Call airmoe.restore_routers(model) first, or keep the swap."
-            raise ConfigError("swap_routers.model", type(model).__name__, rule, remedy)
-
-
-def _check_forwards(model: nn.Module, routers: Iterable[str]) -> None:
-    """Refuse routers whose own forward would not run.
-
-    The block around a router counts too: kernels from the hub may replace both at once.
-    """
-    blocks = [router.rpartition(".")[0] for router in routers]
-    for name in (*routers, *blocks):
-        attributes = vars(model.get_submodule(name))
-        if "forward" in attributes and "_old_forward" not in attributes:
-            rule = "must run the forward of its class, but another one was put in its place"
-            remedy = "Undo that first (for kernels from the hub: load with use_kernels=False)."
-            raise ConfigError("swap_routers.model", name, rule, remedy)
-
-
-def _check_size(router: Any, shortlist_size: int) -> None:
-    from airmoe.adapt.families import ROUTER_CLASSES
-
+def _check_size(router: Any, kind: type[ShortlistRouter], shortlist_size: int) -> None:
     field, experts, top_k = "swap_routers.shortlist_size", router.num_experts, router.top_k
+    least = min(kind.least_shortlist(router), experts)
     if shortlist_size > experts:
-        raise ConfigError(
-            field, shortlist_size, f"must be <= {experts}, the number of experts", "Lower it."
-        )
-    if shortlist_size < top_k:
-        rule = f"must be >= {top_k}, the experts a token uses, which come from one shortlist"
+        rule = f"must be <= {experts}, the number of experts"
+        raise ConfigError(field, shortlist_size, rule, "Lower it.")
+    if shortlist_size < least:
+        rule = f"must be >= {least}, the experts a token uses, which come from one shortlist"
+        if least > top_k:
+            rule = (
+                f"must be >= {least}: tokens are limited to {router.topk_group} of "
+                f"{router.num_group} expert groups, and a smaller shortlist could leave fewer "
+                f"than {top_k} candidates in them"
+            )
         raise ConfigError(field, shortlist_size, rule, "Raise it.")
-    least = ROUTER_CLASSES[type(router)].least_shortlist(router)
-    if shortlist_size < min(least, experts):
-        raise ConfigError(
-            field,
-            shortlist_size,
-            f"must be >= {least}: tokens are limited to {router.topk_group} of "
-            f"{router.num_group} expert groups, and a smaller shortlist could leave fewer "
-            f"than {top_k} candidates in them",
-            "Raise it.",
-        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,11 @@ from airmoe.routers.lists import TensorIdentity
 from airmoe.routers.routing import read_tokens
 
 # What a swapped router has beyond the stock module.
-ADDED = ("codebook", "shortlist_size", "scores_everything", "_warning", "_cached")
+ADDED = ("codebook", "shortlist_size", "_warned", "_cached")
+UNCALIBRATED = (
+    "The swapped routers have no codebook yet, so they score every expert, as before the swap. "
+    "Call airmoe.calibrate(model, batches) with some of your text."
+)
 # The stock class comes behind this one in every family's class.
 _Base = nn.Module if TYPE_CHECKING else object
 
@@ -42,12 +46,12 @@ class ScaledCodebook(Codebook):
     def __init__(self, num_codewords: int, dim: int) -> None:
         # No decay: every update is one whole step of k-means (Lloyd) on the tokens given.
         super().__init__(num_codewords, dim, "spherical", decay=0.0)
+        self.register_buffer("scales", torch.ones_like(self.counts))
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        if "scales" not in self._buffers:
-            self.register_buffer("scales", torch.empty_like(self.counts))
         super().reset_parameters()
-        with torch.no_grad():
+        if "scales" in self._buffers:  # not yet when the base class is built
             self.scales.fill_(1.0)
 
     @property
@@ -72,35 +76,6 @@ class ScaledCodebook(Codebook):
         self.scales.copy_(torch.where(counts > 0, sums / counts.clamp_min(1), mean))
         self.version = (self.version[0] + 1, self.version[1])
 
-    def empty_state(self, prefix: str) -> dict[str, Any]:
-        """The state dict of a codebook that has seen no token, for checkpoints without one."""
-        device = self.counts.device
-        with torch.device("cpu" if device.type == "meta" else device):
-            fresh = new_codebook(self.num_codewords, self.dim)
-        return {prefix + name: value for name, value in fresh.state_dict().items()}
-
-
-def new_codebook(num_codewords: int, dim: int) -> ScaledCodebook:
-    """A codebook that has seen nothing; the program's random numbers are not used up."""
-    with torch.random.fork_rng(devices=[]):
-        return ScaledCodebook(num_codewords, dim)
-
-
-class UncalibratedWarning:
-    """Warns once per swapped model, whichever of its routers runs first."""
-
-    def __init__(self) -> None:
-        self._given = False
-
-    def give(self) -> None:
-        if not self._given:
-            self._given = True
-            warnings.warn(
-                "The swapped routers have no codebook yet, so they score every expert, as before "
-                "the swap. Call airmoe.calibrate(model, batches) with some of your text.",
-                stacklevel=3,
-            )
-
 
 class ShortlistRouter(_Base):
     """A stock router that scores only the shortlist of a token's codeword.
@@ -116,43 +91,32 @@ class ShortlistRouter(_Base):
     hidden_dim: int
     codebook: ScaledCodebook
     shortlist_size: int
-    scores_everything: bool  # while calibration collects exactly routed activations
-    _warning: UncalibratedWarning
+    _warned: list[str]  # what was said before; one list for all routers of a model
     _cached: tuple[tuple[Any, ...], Tensor] | None  # the key, and the shortlists built for it
 
     # -- swap and restore -------------------------------------------------------------------
 
-    def take_over(
-        self, codebook: ScaledCodebook, shortlist_size: int, warning: UncalibratedWarning
-    ) -> None:
+    def take_over(self, codebook: ScaledCodebook, shortlist_size: int, warned: list[str]) -> None:
         """Set what the stock module, whose class was just changed, does not have."""
         self.codebook = codebook.train(self.training)
-        self.shortlist_size = shortlist_size
-        self.scores_everything = False
-        self._warning = warning
-        self._forget()
+        self.shortlist_size, self._warned = shortlist_size, warned
+        self._cached = None
         _rebind_forward(self)
 
-    def give_back(self, stock: type[nn.Module]) -> None:
+    def give_back(self) -> None:
         """Become the stock module again."""
         for name in ADDED:
             delattr(self, name)
-        self.__class__ = stock  # pyright: ignore[reportAttributeAccessIssue]
+        self.__class__ = type(self).__bases__[-1]  # pyright: ignore[reportAttributeAccessIssue]
         _rebind_forward(self)
-
-    def _forget(self) -> None:
-        self._cached = None
 
     def train(self, mode: bool = True) -> Any:
         # Also where the mode stays: code that changes weights without moving their version counter
         # (a fused optimizer, `.data` of averaged weights) calls `model.eval()` to tell us.
-        self._forget()
+        self._cached = None
         return super().train(mode)
 
     # -- what families override -------------------------------------------------------------
-
-    # Whether an expert of the exact selection that is a candidate is always selected.
-    keeps_candidates: ClassVar[bool] = True
 
     def select(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Weights and ids [T, K] from float32 logits [T, E], -inf outside the shortlist.
@@ -186,9 +150,13 @@ class ShortlistRouter(_Base):
     # -- coarse stage -----------------------------------------------------------------------
 
     @torch.no_grad()
+    @own_precision
     def full_logits(self, hidden: Tensor) -> Tensor:
         """Exact logits over all experts: [T, D] -> [T, E] float32 or wider."""
-        return _logits(hidden, self.weight, self.expert_bias)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logits = hidden.to(dtype) @ full_tensor(self.weight).to(dtype).T
+        bias = self.expert_bias
+        return logits if bias is None else logits + full_tensor(bias).to(dtype)
 
     @torch.no_grad()
     def ranking(self, representatives: Tensor) -> Tensor:
@@ -201,7 +169,7 @@ class ShortlistRouter(_Base):
         """[G, M] ascending expert ids."""
         learned = any(tensor.requires_grad for tensor in self.ranked_by())
         if learned and (self.training or torch.is_grad_enabled()):
-            self._forget()
+            self._cached = None
             return self._build()
         key = self._cache_key()
         cached = self._cached  # read once: another thread may forget it
@@ -218,6 +186,7 @@ class ShortlistRouter(_Base):
     def _cache_key(self) -> tuple[Any, ...]:
         """Changes when the cached shortlists must be built anew."""
         return (
+            self.shortlist_size,
             self.codebook.version,
             self.codebook.codewords.device,
             *map(
@@ -233,7 +202,7 @@ class ShortlistRouter(_Base):
 
         Where every expert is scored, the stock module's own code does it.
         """
-        if self.shortlist_size == self.num_experts or self.scores_everything:
+        if self.shortlist_size == self.num_experts:
             return super().forward(hidden_states)
         logits = self._routed_logits(hidden_states)
         if logits is None:
@@ -244,7 +213,9 @@ class ShortlistRouter(_Base):
     @run_eagerly
     def _routed_logits(self, hidden_states: Tensor) -> Tensor | None:
         if not self.codebook.calibrated:
-            self._warning.give()
+            if not self._warned:
+                self._warned.append(UNCALIBRATED)
+                warnings.warn(UNCALIBRATED, stacklevel=3)
             return None
         hidden = hidden_states.reshape(-1, self.hidden_dim)
         return self.shortlist_logits(hidden, self.shortlists())
@@ -263,29 +234,6 @@ class ShortlistRouter(_Base):
             scores = scores + bias.to(scores.dtype)[candidates]
         empty = scores.new_full((hidden.shape[0], self.num_experts), -torch.inf)
         return empty.scatter(1, candidates, scores)
-
-    # -- loading ----------------------------------------------------------------------------
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """A stock checkpoint has no codebook: one learned for other weights must not stay."""
-        inside = prefix + "codebook."
-        if prefix + "weight" in state_dict and not any(k.startswith(inside) for k in state_dict):
-            state_dict.update(self.codebook.empty_state(inside))
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        self._forget()
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.num_experts} experts, top {self.top_k}, shortlists of {self.shortlist_size} "
-            f"for {self.codebook.num_codewords} codewords"
-        )
-
-
-@own_precision
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    logits = hidden.to(dtype) @ full_tensor(weight).to(dtype).T
-    return logits if bias is None else logits + full_tensor(bias).to(dtype)
 
 
 def _rebind_forward(module: nn.Module) -> None:

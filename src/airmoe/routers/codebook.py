@@ -245,15 +245,3 @@ class Codebook(Float32State):
 def _after_load(module: nn.Module, _incompatible: object) -> None:
     assert isinstance(module, Codebook)
     module._forget()
-
-
-def k_means(new: Callable[[], Codebook], hidden: Tensor, passes: int, seed: int) -> Codebook:
-    """k-means on hidden [T, D]: what `new` makes, learned in whole passes."""
-    with torch.random.fork_rng(devices=[]), torch.device(hidden.device):
-        torch.manual_seed(seed)
-        codebook = new()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its advice is about micro-batches of training
-        for _ in range(passes):
-            codebook.update(hidden)
-    return codebook
