@@ -53,7 +53,8 @@ def test_samples_come_from_all_batches_and_leave_padding_out() -> None:
     real = [hidden.reshape(-1, 32)[mask.flatten() != 0] for hidden in seen[:5]]
     torch.testing.assert_close(everything[0], torch.cat(real), rtol=0, atol=0)
     assert [len(rows) for rows in few] == [23, 23]
-    places = [[(part == row).all(-1).any() for part in real].index(True) for row in few[0]]
+    found = [[bool((part == row).all(-1).any()) for part in real] for row in few[0]]
+    places = [row.index(True) for row in found]
     assert places == sorted(places)
     assert [places.count(batch) for batch in range(5)] == [5, 5, 5, 5, 3]
 
