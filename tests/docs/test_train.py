@@ -91,7 +91,7 @@ def test_preset_table() -> None:
             assert (run.data.block_size, run.training.batch_size) == (int(block), int(sequences))
             steps, epochs = run.training.steps, run.training.epochs
             assert length == (f"{epochs} epochs" if steps is None else f"{steps:,} steps")
-            assert (run.data.tokenizer, run.training.precision) == ("llama-3", "fp16")
+            assert (run.data.tokenizer, run.training.precision) == ("llama-3", "auto")
             assert (run.training.learning_rate, run.training.warmup) == (3e-4, 0.05)
     assert found == set(PRESETS) - {"tiny"}
 

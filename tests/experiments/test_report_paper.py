@@ -13,7 +13,7 @@ from airmoe.experiments.report.claims import SINGLE_PAIR, Claim, claims, claims_
 from airmoe.experiments.report.paper import beside_paper
 from airmoe.experiments.report.tables import Table
 from airmoe.experiments.suites import SUITES
-from airmoe.training import preset
+from airmoe.training import method_run, preset
 from tests.experiments.report_toys import WIKIPEDIA_HASH, only_group, write_run, write_suite
 
 BALANCED = (
@@ -105,11 +105,12 @@ def test_ablations_have_their_own_paper_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suite", ["main", "ablations", None])
 def test_unchanged_settings_are_the_papers(tmp_path: Path, suite: str | None) -> None:
     variants = SUITES[suite or "main"].variants(preset("small"))
+    fp16 = "training.precision=fp16"
     if suite is None:  # single runs
         for method in variants:
-            write_run(tmp_path / "s" / method, preset("small", method))
+            write_run(tmp_path / "s" / method, method_run("small", method, [fp16]))
     else:
-        small(tmp_path, dict.fromkeys(variants, 30.0), suite=suite)
+        small(tmp_path, dict.fromkeys(variants, 30.0), fp16, suite=suite)
     table, (length, *balanced) = beside(tmp_path / "s")
     assert len(table.rows) == 5
     assert length.startswith("length: ")

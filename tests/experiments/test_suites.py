@@ -210,7 +210,10 @@ def test_seeds_and_budgets() -> None:
             ["granularity", "tiny", "model.num_experts=4100"],
             ["model.num_experts: got 4100", "must be a multiple of num_experts_per_tok = 32"],
         ),
-        (["main", "small", "--tokens", "100000"], ["training.precision: got 'fp16'"]),
+        (
+            ["main", "small", "--tokens", "100000", "training.precision=fp16"],
+            ["training.precision: got 'fp16'"],
+        ),
     ],
 )
 def test_wrong_suites(arguments: list[str], parts: list[str], tmp_path: Path) -> None:

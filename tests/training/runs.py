@@ -98,6 +98,9 @@ def small_run(
                 "log_every": 3,
                 "learning_rate": 1e-2,
                 "quality_tokens": 16,
+                "precision": "fp32",
+                "compile": False,
+                "cuda_graph": False,
                 "track": "none",
                 **training,
             }

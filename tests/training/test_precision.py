@@ -11,8 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from airmoe.errors import ConfigError
-from airmoe.training.devices import check_device
 from tests.training.runs import small_model, small_run, timeless_log, train_here, trained
 
 
@@ -94,20 +92,3 @@ def test_graphs_train_the_same(tmp_path: Path, micro_batch_size: int, refresh_ev
     for name, tensor in one.items():
         if "micro_batches" in name or "counts" in name:  # observed as often
             torch.testing.assert_close(other[name], tensor, rtol=0.05, atol=0.05, msg=name)
-
-
-@pytest.mark.parametrize(
-    ("option", "reason"),
-    [({}, "no CUDA device"), ({"gradient_checkpointing": True}, "runs forwards again")],
-)
-def test_graphs_are_refused_where_they_cannot_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: dict[str, Any], reason: str
-) -> None:
-    config = small_run(tmp_path, cuda_graph=True, **option)
-    if option:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match=reason):
-        check_device(config, num_processes=1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="2 processes"):
-        check_device(config, num_processes=2)

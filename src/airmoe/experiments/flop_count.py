@@ -93,7 +93,9 @@ def count_preset(
     runs = {name: method_run(preset, name, overrides) for name in methods}
     options = runs[methods[0]].training
     if devices is None:
-        parts = options.batch_size // options.micro_batch_size
+        parts = options.batch_size
+        if options.micro_batch_size != "auto":
+            parts //= options.micro_batch_size
         devices = max(n for n in range(1, PAPER_DEVICES + 1) if parts % n == 0)
     workload = workload_of(runs[methods[0]], devices)
     if tokens is None and options.steps is not None:

@@ -1,11 +1,13 @@
 """Micro-batches as CUDA graphs: a small model spends more time launching kernels than running them.
 
 A graph repeats what the device did, and nothing of what Python did beside it. The one thing Python
-decides between micro-batches is which cached lists are due, so there is one graph per answer.
+decides between micro-batches is which cached lists are due, so there is one graph per answer. Where
+a capture is refused, or modules have hooks, micro-batches run plainly, and one line says why.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +19,7 @@ from airmoe.routers.lists import Due
 
 Inputs = dict[str, Tensor]
 Step = Callable[[Inputs], Tensor]  # forward and backward of one micro-batch -> its loss
+LOG = logging.getLogger("airmoe")
 PLAIN_STEPS = 4  # before the first capture: compilers, codebooks and the optimizer have started
 
 
@@ -39,11 +42,15 @@ class CapturedSteps:
         self._inputs: Inputs = {}  # a graph reads and writes at fixed addresses: these,
         self._grads: dict[nn.Parameter, Tensor] = {}  # and these
         self._graphs: dict[tuple[Due, ...], _Graph] = {}
+        self._is_on = True
 
     def run(self, inputs: Inputs) -> Tensor:
         """One micro-batch; returns its loss."""
-        if self._plain_steps:
-            self._plain_steps -= 1
+        self._plain_steps -= 1
+        if self._plain_steps >= 0 or not self._is_on:
+            return self._step(inputs)
+        if has_hooks(self._model):
+            self._switch_off("a module has a hook, which a graph would not call")
             return self._step(inputs)
         if not self._inputs:
             self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
@@ -56,13 +63,25 @@ class CapturedSteps:
         self._use_own_gradients()
         before = self._due()
         if before not in self._graphs:
-            self._graphs[before] = self._capture()
+            try:
+                self._graphs[before] = self._capture()
+            except RuntimeError as error:
+                self._switch_off(str(error).strip().partition("\n")[0])
+                return self._step(inputs)
         captured = self._graphs[before]
         captured.graph.replay()
         for router, due, left in zip(self._routers, before, captured.due, strict=True):
             if left != due:
                 router.lists_renewed(due)
         return captured.loss.clone()  # the next replay overwrites it
+
+    def _switch_off(self, reason: str) -> None:
+        """Run plainly from now on."""
+        self._is_on = False
+        self._graphs.clear()
+        for router in self._routers:  # a capture that failed may have noted lists it never built
+            router.on_parameters_changed()
+        LOG.warning("CUDA graphs are off, steps are launched one by one: %s.", reason)
 
     def _due(self) -> tuple[Due, ...]:
         return tuple(router.lists_due for router in self._routers)
@@ -85,6 +104,12 @@ class CapturedSteps:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             loss = self._step(self._inputs)
         return _Graph(graph, loss, self._due())
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Whether calling the model runs Python code that belongs to no module."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for module in model.modules() for kind in kinds)
 
 
 def _shapes(inputs: Inputs) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -24,7 +24,8 @@ from airmoe.flops import Workload
 from airmoe.model import AirMoeConfig
 from airmoe.model.configuration import refused
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Auto = Literal["auto"]  # what this machine supports: automatic.py
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Sharding = Literal["none", "fsdp2"]
 Tracker = Literal[  # as Accelerate calls them
     "tensorboard",
@@ -104,7 +105,7 @@ class TrainingOptions:
     label: ClassVar[str] = "training"
 
     batch_size: int  # sequences per optimizer step, over all devices and micro-batches
-    micro_batch_size: int  # sequences per device and forward
+    micro_batch_size: int | Auto = "auto"  # sequences per device and forward
     epochs: int | None = None  # one of epochs and steps
     steps: int | None = None
     learning_rate: float = 3e-4
@@ -114,7 +115,7 @@ class TrainingOptions:
     beta2: float = 0.95
     epsilon: float = 1e-8
     max_grad_norm: float = 1.0
-    precision: Precision = "fp32"
+    precision: Precision = "auto"
     seed: int = 42
     eval_every: int | Literal["epoch"] = "epoch"  # steps; a checkpoint follows each evaluation
     eval_blocks: int | None = None  # validate on the first so many blocks; None: all
@@ -123,14 +124,16 @@ class TrainingOptions:
     keep_checkpoints: int = 2  # the best one and the newest count among them
     quality_tokens: int = 512  # sample for overlap and mass recall at every log
     gradient_checkpointing: bool = False
-    compile: bool = False
-    cuda_graph: bool = False  # of whole micro-batches, on one GPU
+    compile: bool | Auto = "auto"
+    cuda_graph: bool | Auto = "auto"  # of whole micro-batches, on one GPU
     sharding: Sharding = "none"  # of several processes: none is DDP
     track: Tracker = "tensorboard"  # where else log lines go; log.jsonl has them in any case
 
     def check(self) -> None:
-        for name in ("batch_size", "micro_batch_size", "log_every", "quality_tokens"):
+        for name in ("batch_size", "log_every", "quality_tokens"):
             check_count(f"training.{name}", getattr(self, name))
+        if self.micro_batch_size != "auto":
+            check_count("training.micro_batch_size", self.micro_batch_size)
         check_count("training.keep_checkpoints", self.keep_checkpoints, least=2)
         check_count("training.seed", self.seed, least=0)
         check_number("training.seed", self.seed, below=2**32)  # numpy takes no larger one
@@ -145,8 +148,10 @@ class TrainingOptions:
         check_number("training.weight_decay", self.weight_decay)
         for name in ("warmup", "beta1", "beta2"):
             check_number(f"training.{name}", getattr(self, name), below=1.0)
-        for name in ("gradient_checkpointing", "compile", "cuda_graph"):
-            check_flag(f"training.{name}", getattr(self, name))
+        check_flag("training.gradient_checkpointing", self.gradient_checkpointing)
+        for name in ("compile", "cuda_graph"):
+            if getattr(self, name) != "auto":
+                check_flag(f"training.{name}", getattr(self, name))
         check_choice("training.precision", self.precision, Precision)
         check_choice("training.sharding", self.sharding, Sharding)
         check_choice("training.track", self.track, Tracker)
@@ -160,7 +165,7 @@ class TrainingOptions:
                 f"must be given exactly when epochs is not (epochs = {self.epochs})",
                 "Set one of training.steps and training.epochs, and the other to null.",
             )
-        if self.batch_size % self.micro_batch_size:
+        if self.micro_batch_size != "auto" and self.batch_size % self.micro_batch_size:
             raise ConfigError(
                 "training.micro_batch_size",
                 self.micro_batch_size,
@@ -169,19 +174,19 @@ class TrainingOptions:
             )
 
     def accumulation_steps(self, num_processes: int) -> int:
-        """Micro-batches per optimizer step on each of `num_processes`."""
-        together = self.micro_batch_size * num_processes
+        """Micro-batches per optimizer step on each of `num_processes`; with "auto", one."""
+        size = 1 if self.micro_batch_size == "auto" else self.micro_batch_size
+        together = size * num_processes
         if self.batch_size % together:
-            most = self.batch_size // self.micro_batch_size
+            most = self.batch_size // size
             fitting = ", ".join(str(count) for count in range(1, most + 1) if most % count == 0)
             raise ConfigError(
                 "training.batch_size",
                 self.batch_size,
-                f"must be a multiple of micro_batch_size x processes = {self.micro_batch_size} x "
-                f"{num_processes}",
+                f"must be a multiple of micro_batch_size x processes = {size} x {num_processes}",
                 f"With these settings use {fitting} processes, or start a run with others.",
             )
-        return self.batch_size // together
+        return 1 if self.micro_batch_size == "auto" else self.batch_size // together
 
     def total_steps(self, steps_per_epoch: int) -> int:
         if self.steps is not None:
@@ -299,11 +304,11 @@ def _check_text(field: str, value: object) -> None:
 def workload_of(run: RunConfig, devices: int) -> Workload:
     """One optimizer step of a run on `devices` devices, for the FLOP ledger."""
     options, block = run.training, run.data.block_size
-    options.accumulation_steps(devices)  # refuses what does not divide
+    parts = devices * options.accumulation_steps(devices)  # refuses what does not divide
     return Workload(
         sequence_length=block,
         tokens_per_step=options.batch_size * block,
-        tokens_per_micro_batch=options.micro_batch_size * block,
+        tokens_per_micro_batch=options.batch_size // parts * block,
         devices=devices,
     )
 

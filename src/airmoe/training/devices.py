@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from airmoe.errors import ConfigError
 from airmoe.model import AirMoeForCausalLM
 from airmoe.model.blocks import keep_apart
+from airmoe.training.automatic import Machine, against_cuda_graph
 from airmoe.training.config import Precision, RunConfig
 
 VARIABLE, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16"
@@ -40,8 +41,14 @@ def check_device(run: RunConfig, num_processes: int) -> None:
         )
     if options.precision == "bf16":
         check_bfloat16("training.precision", "cuda" if torch.cuda.is_available() else "cpu")
-    if options.cuda_graph:
-        _check_cuda_graph(run, num_processes)
+    obstacle = against_cuda_graph(options, Machine.this(num_processes))
+    if options.cuda_graph is True and obstacle is not None:
+        raise ConfigError(
+            "training.cuda_graph",
+            True,
+            f"cannot be, because {obstacle}",
+            "Set training.cuda_graph=auto, or change that.",
+        )
 
 
 def check_sharding(run: RunConfig, num_processes: int) -> None:
@@ -53,24 +60,6 @@ def check_sharding(run: RunConfig, num_processes: int) -> None:
             "needs more than one process",
             "Start with: torchrun --nproc-per-node N -m airmoe train ..., or leave it at none.",
         )
-
-
-def _check_cuda_graph(run: RunConfig, num_processes: int) -> None:
-    options = run.training
-    against = {
-        "there is no CUDA device": not torch.cuda.is_available(),
-        f"there are {num_processes} processes": num_processes > 1,
-        "precision is fp16, whose steps may be skipped": options.precision == "fp16",
-        "gradient_checkpointing runs forwards again": options.gradient_checkpointing,
-    }
-    for reason, holds in against.items():
-        if holds:
-            raise ConfigError(
-                "training.cuda_graph",
-                True,
-                f"cannot be, because {reason}",
-                "Set training.cuda_graph=false, or change that.",
-            )
 
 
 @cache

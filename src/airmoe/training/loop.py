@@ -29,6 +29,7 @@ from airmoe.files import write_json
 from airmoe.model import AirMoeForCausalLM
 from airmoe.routers import Router, track_optimizer
 from airmoe.training import checkpoints
+from airmoe.training.automatic import Execution
 from airmoe.training.capture import CapturedSteps
 from airmoe.training.config import TrainingOptions
 from airmoe.training.devices import autocast_of, placed
@@ -69,6 +70,7 @@ class TrainingLoop:
         train_blocks: Any,
         eval_blocks: Any,
         save_tokenizer: Callable[[Path], None],
+        way: Execution,
     ) -> None:
         self.run, self.model, self.accelerator = run, model, accelerator
         self.options = options = run.config.training
@@ -77,7 +79,7 @@ class TrainingLoop:
         self.step, self.last_step = 0, options.total_steps(self.batches.steps_per_epoch)
         self.best_step: int | None = None
         self.best_loss = math.inf
-        slow_start = options.compile or options.cuda_graph
+        slow_start = way.compile or way.cuda_graph
         self.clock = Clock(starting_steps=STARTING_STEPS if slow_start else 0)
         if options.gradient_checkpointing:
             checkpoint_activations(model)
@@ -87,7 +89,7 @@ class TrainingLoop:
         if any(isinstance(module, Router) for module in model.modules()):
             track_optimizer(model, self.optimizer)
         self.watch = RoutingWatch(model, options.quality_tokens)
-        self._graphs = CapturedSteps(model, self._forward_backward) if options.cuda_graph else None
+        self._graphs = CapturedSteps(model, self._forward_backward) if way.cuda_graph else None
         self._router_losses: dict[str, Tensor] = {}  # of the last watched micro-batch
         self._usage: tuple[int, dict[str, Tensor]] = (0, {})  # step of an evaluation, its counts
         self._last_logged = 0

@@ -75,18 +75,14 @@ def _recipe(name: str, size: str) -> tuple[dict[str, Any], dict[str, Any]]:
         data = {"corpus": "wikitext103", "tokenizer": "llama-3", "block_size": 256}
         return data, {
             "batch_size": 64,  # 16 sequences on each of 4 devices
-            "micro_batch_size": 16,
             "epochs": 10,
-            "precision": "fp16",
         }
     corpus = name.partition("-")[2]
     data = {"corpus": corpus, "tokenizer": "llama-3", "block_size": 1024}
     return data, {
         "batch_size": 128 if size == "large" else 64,
-        "micro_batch_size": 8,
         "steps": WEB_STEPS[name],
         "eval_every": 500,
-        "precision": "fp16",
     }
 
 

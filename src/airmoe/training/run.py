@@ -22,6 +22,7 @@ from airmoe.distributed import on_first_rank, rank, world_size
 from airmoe.errors import ConfigError, say
 from airmoe.flops import count_flops
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM, draw_weights, parameter_counts
+from airmoe.training.automatic import Machine, compile_layers, execution, settle
 from airmoe.training.checkpoints import (
     check_checkpoint,
     checkpoints,
@@ -69,6 +70,9 @@ def train(config: RunConfig, folder: Path | str, console: Console | None = None)
     folder, console = Path(folder), surviving(console)
     _start_processes(config)
     check_sharding(config, PartialState().num_processes)
+    config, chosen = settle(config, Machine.this(PartialState().num_processes))
+    for line in chosen:
+        _say(console, line)
     with ExitStack() as stack:
         # Claimed before the hours that preparing may take.
         on_first_rank(lambda: stack.enter_context(claimed(folder, config)))
@@ -159,13 +163,18 @@ def _run(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path 
     transformers_logging.disable_progress_bar()  # one bar, and it is ours
     set_seed(options.seed)
     model = build_model(config, prepared)
+    way = execution(options, Machine.this(PartialState().num_processes))
+    for line in way.lines:
+        _say(console, line)
+    if way.compile:
+        compile_layers(model, may_fail=options.compile == "auto")
     counts = parameter_counts(model.config)
     size = f"{counts.total / 1e6:.2f} M parameters, {counts.active / 1e6:.2f} M active per token"
     tokens = options.batch_size * config.data.block_size
     _say(console, f"{run.path.name}: {size}; {last_step:,} steps of {tokens:,} tokens")
     accelerator = _accelerator(run, console)
     save_tokenizer = prepared.tokenizer().save
-    loop = TrainingLoop(run, model, accelerator, train_blocks, eval_blocks, save_tokenizer)
+    loop = TrainingLoop(run, model, accelerator, train_blocks, eval_blocks, save_tokenizer, way)
     if checkpoint is not None:
         loop.restore(checkpoint)
     stopped_by = _trained(loop, console)
@@ -272,9 +281,6 @@ def build_model(config: RunConfig, prepared: Prepared) -> AirMoeForCausalLM:
     """A freshly initialised model for the vocabulary of the data."""
     model = AirMoeForCausalLM(_model_config(config, prepared))
     draw_weights(model, config.training.seed)
-    if config.training.compile:
-        for layer in model.model.layers:  # layer by layer: compiles once, keeps parameter names
-            layer.compile()
     return model
 
 

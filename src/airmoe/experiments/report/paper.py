@@ -42,6 +42,7 @@ SAID = (
     *("text.corpus", "text.split_rule", "text.max_tokens"),
     *("training.precision", "training.seed", "training.log_every"),
     *("training.save_every", "training.keep_checkpoints", "training.quality_tokens"),
+    *("training.micro_batch_size", "training.compile", "training.cuda_graph"),
 )
 
 

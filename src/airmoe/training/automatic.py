@@ -1,0 +1,145 @@
+"""What `auto` stands for on this machine: precision, micro-batch, compiler and CUDA graphs.
+
+Precision and micro-batch change what a run computes, so they are settled once, when it starts, and
+stand in its run.json. Compiler and CUDA graphs change its speed only: they are looked at in every
+process, and where they cannot be had the run takes the slower path to the same result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from airmoe.kernels.backend import backend_for
+from airmoe.model import AirMoeConfig, AirMoeForCausalLM, parameter_counts
+from airmoe.training.config import RunConfig, TrainingOptions
+
+GIB = 2**30
+USED_SHARE = 0.8  # of a GPU's memory; the rest is for fragments and other programs
+FIXED_BYTES = 3 * GIB  # a chunk of logits, partial sums of weight gradients, libraries
+USUAL_VOCABULARY = 2**17  # the text and its tokenizer are not there yet
+STATE_BYTES = 16  # a parameter, its gradient and two moments in float32
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the decisions depend on."""
+
+    cuda: bool
+    bf16: bool  # fast, that is on a GPU
+    triton: bool
+    memory: int  # bytes of one GPU
+    processes: int
+
+    @classmethod
+    def this(cls, processes: int) -> Machine:
+        if not torch.cuda.is_available():
+            return cls(cuda=False, bf16=False, triton=False, memory=0, processes=processes)
+        device = torch.device("cuda", torch.cuda.current_device())
+        return cls(
+            cuda=True,
+            bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+            triton=backend_for(device, torch.float32) == "triton",
+            memory=torch.cuda.get_device_properties(device).total_memory,
+            processes=processes,
+        )
+
+
+def settle(run: RunConfig, machine: Machine) -> tuple[RunConfig, list[str]]:
+    """The run with precision and micro-batch instead of `auto`, and a line for each choice."""
+    options, lines = run.training, []
+    if options.precision == "auto":
+        options = replace(options, precision="bf16" if machine.bf16 else "fp32")
+        why = "the GPU has it" if machine.bf16 else "only GPUs with bfloat16 gain by it"
+        lines.append(f"training.precision=auto: {options.precision}, because {why}")
+    if options.micro_batch_size == "auto":
+        model = run.model_config(run.model.get("vocab_size") or USUAL_VOCABULARY, eos_id=1)
+        size = fitting_micro_batch(options, model, run.data.block_size, machine)
+        options = replace(options, micro_batch_size=size)
+        lines.append(
+            f"training.micro_batch_size=auto: {size} sequences, "
+            f"{options.accumulation_steps(machine.processes)} per step and process"
+        )
+    return replace(run, training=options), lines
+
+
+def fitting_micro_batch(
+    options: TrainingOptions, model: AirMoeConfig, block_size: int, machine: Machine
+) -> int:
+    """The largest part of a step's sequences that fits a GPU; 16 at most on a CPU."""
+    most = options.batch_size // machine.processes
+    divisors = [n for n in range(1, most + 1) if most % n == 0] or [1]
+    if not machine.cuda:
+        return max(n for n in divisors if n <= 16)
+    free = USED_SHARE * machine.memory - FIXED_BYTES
+    free -= STATE_BYTES * parameter_counts(model).total
+    sequence = block_size * token_bytes(model)
+    return max((n for n in divisors if n * sequence <= free), default=1)
+
+
+def token_bytes(model: AirMoeConfig) -> int:
+    """Memory that a token needs until its backward, not compiled; rounded up generously."""
+    dense = model.num_hidden_layers * (32 * model.hidden_size + 8 * model.intermediate_size)
+    candidates = 4 * model.num_experts_per_tok * model.expert_size  # of a shortlist, for example
+    return dense + 16 * candidates * len(model.moe_layers or ())
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the steps of one process run, and a line for each `auto`."""
+
+    compile: bool
+    cuda_graph: bool
+    lines: list[str]
+
+
+def execution(options: TrainingOptions, machine: Machine) -> Execution:
+    """Compiler and CUDA graphs where they are supported; explicit settings stay as they are."""
+    found, lines = {}, []
+    for name, look in (("compile", against_compile), ("cuda_graph", against_cuda_graph)):
+        found[name] = wanted = getattr(options, name)
+        if wanted == "auto":
+            obstacle = look(options, machine)
+            found[name] = obstacle is None
+            text = "on" if obstacle is None else f"off, because {obstacle}"
+            lines.append(f"training.{name}=auto: {text}")
+    return Execution(lines=lines, **found)
+
+
+def against_compile(_: TrainingOptions, machine: Machine) -> str | None:
+    """Why the layers cannot be compiled; None where they can."""
+    if not machine.cuda:
+        return "there is no CUDA device"
+    return compiler_fault() if machine.triton else "Triton cannot be used"
+
+
+def compiler_fault() -> str | None:
+    """Why a trial failed, such as an old driver or no C compiler; None where it did not."""
+    try:
+        torch.compile(lambda values: values * 2 + 1)(torch.ones(64, device="cuda"))
+    except Exception as error:  # whatever the compiler raises
+        return f"a trial failed ({str(error).strip().splitlines()[0]})"
+    return None
+
+
+def against_cuda_graph(options: TrainingOptions, machine: Machine) -> str | None:
+    """Why whole micro-batches cannot run as CUDA graphs; None where they can."""
+    obstacles = {
+        "there is no CUDA device": not machine.cuda,
+        f"there are {machine.processes} processes": machine.processes > 1,
+        "precision is fp16, whose steps may be skipped": options.precision == "fp16",
+        "gradient_checkpointing runs forwards again": options.gradient_checkpointing,
+    }
+    return next((obstacle for obstacle, holds in obstacles.items() if holds), None)
+
+
+def compile_layers(model: AirMoeForCausalLM, *, may_fail: bool) -> None:
+    """Layer by layer: compiles once, and keeps the names of parameters.
+
+    With `may_fail` a layer that does not compile runs as it is, and torch logs why.
+    """
+    if may_fail:
+        torch._dynamo.config.suppress_errors = True
+    for layer in model.model.layers:
+        layer.compile()
