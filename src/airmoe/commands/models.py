@@ -137,7 +137,7 @@ def evaluate(
     prepared = open_prepared(data or data_folder(options.data))
     check_same_tokenizer(trained.tokenizer, prepared)
     blocks = prepared.blocks(split, options.data.block_size)
-    batch_size = options.training.micro_batch_size
+    batch_size = options.training.sequences
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(split, total=num_batches(blocks, batch_size))

@@ -173,6 +173,12 @@ class TrainingOptions:
                 "Choose a divisor; gradient accumulation makes up the rest.",
             )
 
+    @property
+    def sequences(self) -> int:
+        """Of a micro-batch, in a run whose settings are settled."""
+        assert self.micro_batch_size != "auto"
+        return self.micro_batch_size
+
     def accumulation_steps(self, num_processes: int) -> int:
         """Micro-batches per optimizer step on each of `num_processes`; with "auto", one."""
         size = 1 if self.micro_batch_size == "auto" else self.micro_batch_size

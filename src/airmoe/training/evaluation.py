@@ -119,7 +119,7 @@ def measure_test(
     result = evaluate(
         model,
         blocks,
-        batch_size=options.micro_batch_size,
+        batch_size=options.sequences,
         quality_tokens=options.quality_tokens,
         autocast=autocast_of(options.precision, device),
     )

@@ -212,7 +212,7 @@ class TrainingLoop:
         result = evaluate(
             self.model,
             self._eval_blocks,
-            batch_size=self.options.micro_batch_size,
+            batch_size=self.options.sequences,
             quality_tokens=self.options.quality_tokens,
             autocast=autocast_of(self.options.precision, self.accelerator.device),
         )

@@ -114,7 +114,7 @@ class MicroBatches:
     def of_step(self, step: int) -> Iterator[dict[str, Tensor]]:
         """This process's share of a step, counted from 0: keyword arguments for the model."""
         options = self._options
-        size = options.micro_batch_size
+        size = options.sequences
         epoch, place = divmod(step, self.steps_per_epoch)
         order = epoch_order(len(self._blocks), options.batch_size, options.seed, epoch)
         batch = order[place * options.batch_size :][: options.batch_size]
