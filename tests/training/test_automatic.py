@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from airmoe.metrics.flops import count_flops
 from safetensors.torch import load_file
 
 from airmoe.errors import ConfigError
+from airmoe.flops import count_flops
 from airmoe.training import automatic, method_run, preset
 from airmoe.training import capture as capturing
 from airmoe.training.automatic import Machine, execution, settle
