@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from airmoe import AirRouter, PeerRouter, track_optimizer
+from airmoe import AirRouter, track_optimizer
 from tests.model.common import VARIANTS, batch, build, learn_a_little
 
 peft: Any = pytest.importorskip("peft")
@@ -37,46 +37,6 @@ def test_every_adapter_gets_a_gradient(variant: str) -> None:
     assert ("query" in " ".join(adapters)) == (variant == "peer")
     for name, grad in adapters.items():
         assert grad is not None and grad.abs().sum() > 0, name
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_adapter_on_queries_is_the_sum_of_both_products(dtype: torch.dtype) -> None:
-    """Without one nothing changes: the product is in float32 at any dtype of the weights."""
-    torch.manual_seed(0)
-    router = PeerRouter.Config(dim=8, num_experts=36, top_k=4, num_heads=2).build().to(dtype)
-    hidden = torch.randn(50, 8).to(dtype)
-    plain = hidden.float() @ router.query.weight.float().T
-    assert list(router.query.state_dict()) == ["weight"]
-    assert torch.equal(router.query(hidden), plain)
-    before = router.full_logits(hidden)
-    settings = peft.LoraConfig(target_modules=["query"], r=2, init_lora_weights=False)
-    query = peft.inject_adapter_in_model(settings, router).query
-    added = query.lora_B["default"](query.lora_A["default"](hidden)) * query.scaling["default"]
-    halves = (plain + added.float()).view(50, 2, 2, 4)  # [T, P, 2, D / 2]
-    first, second = torch.einsum("tphd,phsd->tphs", halves, router.keys.float()).unbind(2)
-    expected = (first.unsqueeze(-1) + second.unsqueeze(-2)).flatten(2)
-    found = router.full_logits(hidden)
-    torch.testing.assert_close(found, expected)
-    assert (found - before).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("items", [None, 40])
-def test_an_adapter_on_the_head_counts_in_the_loss(items: int | None) -> None:
-    """The chunked loss multiplies with plain heads itself, but calls a head with an adapter."""
-    model = adapted(build("topk", router_options={"jitter_std": 0.0}), ["lm_head"])
-    labels = batch(2).clone()
-    labels[0, 4:] = -100
-    output = model(input_ids=batch(2), labels=labels, return_logits=True, num_items_in_batch=items)
-    logits = output.logits[:, :-1].flatten(0, 1)
-    summed = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
-    expected = summed / ((labels[:, 1:] != -100).sum() if items is None else items)
-    torch.testing.assert_close(output.language_loss, expected)
-    adapters = [w for name, w in model.named_parameters() if "lora_" in name]
-    wanted = torch.autograd.grad(expected, adapters, retain_graph=True)
-    output.loss.backward()
-    for weight, grad in zip(adapters, wanted, strict=True):
-        assert grad.abs().sum() > 0
-        torch.testing.assert_close(weight.grad, grad)
 
 
 def fine_tuned(base: Any, folder: Path, **options: Any) -> tuple[Tensor, Tensor]:

@@ -53,13 +53,6 @@ def test_it_survives_json_files_and_copies(variant: str, tmp_path: Path) -> None
         assert one.router_config() == config.router_config()
 
 
-def test_options_not_given_come_from_the_routers_budget() -> None:
-    for name, router in ROUTERS.items():
-        config = AirMoeConfig(**{**SMALL, "router": name, "router_options": {"jitter_std": 0.5}})
-        start = router.Config.for_budget(dim=16, num_experts=36, top_k=4)
-        assert vars(config.router_config()) == {**vars(start), "jitter_std": 0.5}
-
-
 class OwnRouter(TopKRouter):
     """A router from outside the tree, with a setting that has no default."""
 
@@ -162,14 +155,6 @@ def test_changes_at_loading_are_checked_too(tmp_path: Path) -> None:
     assert AirMoeConfig.from_pretrained(tmp_path, num_experts=49).num_experts == 49
     with pytest.raises(ConfigError, match="num_experts"):
         AirMoeConfig.from_pretrained(tmp_path, num_experts=-1)
-
-
-def test_a_config_copies_its_arguments() -> None:
-    options, layers = {"jitter_std": 0.5}, [0]
-    config = AirMoeConfig(**{**SMALL, "router_options": options, "moe_layers": layers})
-    options["jitter_std"] = 0.1
-    layers.append(1)
-    assert config.router_options == {"jitter_std": 0.5} and config.moe_layers == [0]
 
 
 def test_only_experts_that_choose_tokens_are_not_causal() -> None:

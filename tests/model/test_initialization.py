@@ -8,7 +8,7 @@ from torch import Tensor
 
 from airmoe.model import draw_weights
 from tests.model.common import VARIANTS, build
-from tests.state.common import assert_same, snapshot
+from tests.state.common import assert_same
 
 MOE_LAYER = "model.layers.1.mlp."
 
@@ -21,19 +21,15 @@ def drawn(variant: str, seed: int = 1, before: int = 0) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_body_does_not_depend_on_the_method(variant: str) -> None:
+def test_what_methods_share_does_not_depend_on_the_method(variant: str) -> None:
     air, other = drawn("air"), drawn(variant)
     body = [name for name in air if not name.startswith(MOE_LAYER)]
     assert len(body) > 20
+    if variant in ("topk", "hierarchical", "expert_choice", "air-expert-choice"):
+        parts = ("experts.gate", "experts.up", "experts.down", "router.centroids")
+        body += [MOE_LAYER + part for part in parts]
     for name in body:
         assert torch.equal(air[name], other[name]), name
-
-
-@pytest.mark.parametrize("variant", ["topk", "hierarchical", "expert_choice", "air-expert-choice"])
-def test_nor_do_experts_and_centroids(variant: str) -> None:
-    air, other = drawn("air"), drawn(variant)
-    for name in ("experts.gate", "experts.up", "experts.down", "router.centroids"):
-        assert torch.equal(air[MOE_LAYER + name], other[MOE_LAYER + name]), name
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -45,25 +41,6 @@ def test_the_seed_decides_and_nothing_else(variant: str) -> None:
     for name in matrices:
         if "sums" not in name:  # zeros before the first batch
             assert not torch.equal(one[name], other[name]), name
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_no_two_matrices_are_alike(variant: str) -> None:
-    values = [value.flatten() for name, value in drawn(variant).items() if name.endswith("weight")]
-    matrices = [value for value in values if value.unique().numel() > 1]
-    firsts = {float(value[0]) for value in matrices}
-    tied = 1  # the head is the embedding
-    assert len(firsts) == len(matrices) - tied
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_sizes_are_those_of_a_new_model(variant: str) -> None:
-    new = build(variant)
-    wanted = snapshot(new)
-    draw_weights(new, 1)
-    for name, value in snapshot(new).items():
-        if value.ndim > 1 and value.is_floating_point() and "codebook" not in name:
-            assert float(value.std()) == pytest.approx(float(wanted[name].std()), rel=0.3), name
 
 
 def test_the_global_generator_is_left_alone() -> None:

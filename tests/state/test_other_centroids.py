@@ -115,20 +115,6 @@ def test_two_sets_of_weights_before_one_backward(training: bool) -> None:
         torch.testing.assert_close(found, expected)
 
 
-def test_a_forward_that_nobody_observes_leaves_no_norms() -> None:
-    layer, optimizer = tracked(refresh_every=3)
-    optimizer.step()
-    router, hidden = layer.router, batch(1, 22)
-    functional_call(router, {"centroids": other_centroids(0)}, (hidden,))
-    layer.forward_with_routing(batch(1), learn=False)
-    with torch.no_grad():
-        router.centroids.mul_(2)  # by hand, before anybody has observed
-    layer(batch(1))
-    torch.testing.assert_close(
-        router.training_lists.inverse_norms, 1 / router.centroids.detach().norm(dim=-1)
-    )
-
-
 def test_copies_derive_their_own() -> None:
     layer = evaluated()
     saved = io.BytesIO()

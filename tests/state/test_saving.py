@@ -143,18 +143,6 @@ def test_a_load_refreshes_lists_in_both_modes(assign: bool) -> None:
     assert torch.equal(layer(batch(2)), source(batch(2)))
 
 
-def test_loading_only_the_codebook_refreshes_the_lists() -> None:
-    """A calibrated codebook put into a model that is being trained."""
-    calibrated = build_router("air", seed=5)
-    calibrated.codebook.update(batch(3, 22))
-    router = build_router("air", jitter_std=0.0)
-    optimizer = torch.optim.SGD(router.parameters(), 0.1)
-    airmoe.track_optimizer(router, optimizer)
-    router.observe(batch(0, 22))
-    router.codebook.load_state_dict(calibrated.codebook.state_dict())
-    assert torch.equal(router.shortlists(), plain_shortlists(router))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_meta_construction_then_reset_gives_a_working_layer(case: str) -> None:
     with torch.device("meta"):

@@ -122,16 +122,6 @@ def test_an_optimizer_without_the_centroids_cannot_track_them() -> None:
         airmoe.track_optimizer(layer, nn.Linear(2, 2))
 
 
-def test_frozen_centroids_need_no_place_in_the_optimizer() -> None:
-    layer = build_layer("air")
-    air_of(layer).centroids.requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in layer.parameters() if p.requires_grad])
-    airmoe.track_optimizer(layer, optimizer)
-    train(layer, optimizer, 0)
-    backward(layer, 1)
-    assert int(layer.router.micro_batches) == 2
-
-
 def test_remove_ends_tracking_and_stays_correct() -> None:
     layer = build_layer("air", jitter_std=0.0)
     router, optimizer = air_of(layer), adamw(layer, "fused")
@@ -287,20 +277,6 @@ def test_evaluation_never_replaces_the_training_lists() -> None:
     assert torch.equal(router.shortlists(), training)
     layer(batch(2))  # still the same window
     assert torch.equal(router.shortlists(), training)
-
-
-def test_evaluation_between_step_and_next_micro_batch_does_not_use_up_the_refresh() -> None:
-    outcomes = []
-    for evaluate in (False, True):
-        layer, router, optimizer = tracked_layer()
-        train(layer, optimizer, 0)
-        if evaluate:
-            layer.eval()
-            layer(batch(7))
-            layer.train()
-        layer(batch(1))
-        outcomes.append(router.shortlists().clone())
-    assert torch.equal(outcomes[0], outcomes[1])
 
 
 @pytest.mark.parametrize("what", ["centroids", "codewords", "codebook"])
