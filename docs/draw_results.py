@@ -13,10 +13,10 @@ from typing import Any
 
 from airmoe.experiments.report import metrics
 from airmoe.experiments.report.contents import Report, make_report
-from airmoe.experiments.report.figures.drawing import Drawing
-from airmoe.experiments.report.groups import Group, machines, torch_versions
+from airmoe.experiments.report.drawing import Drawing
+from airmoe.experiments.report.groups import Group, machines, text_of, torch_versions
 from airmoe.experiments.report.metrics import DASH
-from airmoe.experiments.report.paper import paper_cell, paper_runs
+from airmoe.experiments.report.paper import paper_perplexity, paper_runs
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.record import Run
 from airmoe.experiments.report.rendering import environment, with_part
@@ -64,7 +64,7 @@ def make(root: Path = ROOT) -> Made:
 
 def figures(report: Report) -> dict[str, list[Drawing]]:
     """Those of the page, each in a list of its own, under the end of its name."""
-    slug = report.sections[0].slug
+    slug = report.sections[0].group.slug
     named = {one.name.removeprefix(f"{slug}-"): one for one in report.drawings}
     return {name: [replace(named[name], name=name)] if name in named else [] for name in SHOWN}
 
@@ -83,21 +83,21 @@ def perplexity(run: Run) -> str:
 
 def about(group: Group) -> str:
     """What all rows have in common."""
-    first, paper = group.runs[0], paper_runs(group.key.preset)
+    first, (_, tokens) = group.runs[0], paper_runs(group.key.preset)
     seeds = sorted({run.seed for run in group.runs})
     parts = [
         f"Preset {group.key.preset}",
-        group.key.corpus,
+        text_of(first)[0],
         f"{first.tokens:,} tokens",
         f"seed {', '.join(map(str, seeds))}",
         first.config["training"]["precision"],
         " or ".join(machines(group.runs)),
         f"torch {' or '.join(torch_versions(group.runs))}",
     ]
-    share = 100 * first.tokens / paper.tokens
+    share = 100 * first.tokens / tokens
     return (
         f"{', '.join(parts)}. Perplexities are per token; the paper's are those of WikiText-103 "
-        f"after {paper.tokens:,} tokens, ours had {share:.3g} % of that."
+        f"after {tokens:,} tokens, ours had {share:.3g} % of that."
     )
 
 
@@ -107,8 +107,8 @@ def readme_table(group: Group) -> Table:
     method, _, ours, *others = table.columns
     rows = []
     for variant, (name, _, perplexity, *rest) in zip(group.variants, table.rows, strict=True):
-        found = paper_cell(group.key.suite, group.key.preset, variant)
-        paper = Cell(text=DASH if found is None else f"{found.perplexity:.2f}", grey=name.grey)
+        found = paper_perplexity(group, variant)
+        paper = Cell(text=DASH if found is None else f"{found:.2f}", grey=name.grey)
         rows.append([name, perplexity, paper, *rest])
     return replace(table, columns=[method, ours, "the paper's", *others], rows=rows)
 

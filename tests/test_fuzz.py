@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from airmoe import ConfigError
-from airmoe.experiments.report import write_report
-from airmoe.experiments.report.reading import read_all
 from airmoe.files import write_json
 from airmoe.model import METHODS
 from airmoe.training import method_run
@@ -147,7 +145,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_here(config, folder / "mine")
     numbers = {"step": 4, "tokens": 640, "loss": 5.5, "perplexity": 244.7}
     write_json(folder / "mine" / "test.json", numbers)
-    write_report([folder / "mine"], folder / "report", folder / "records")
     return folder
 
 
@@ -170,36 +167,13 @@ def read_test_file(folder: Path) -> object:
     return bool(read_test(folder / "mine" / "test.json"))
 
 
-def read_records(folder: Path) -> object:
-    return _without_problems([folder / "records"])
-
-
-def read_result_file(folder: Path) -> object:
-    """The run as a report sees it."""
-    return _without_problems([folder / "mine"])
-
-
-def _without_problems(paths: list[Path]) -> object:
-    """What differs in a valid record is another record: only errors count, in words."""
-    try:
-        problems = read_all(paths).problems
-    except ConfigError as error:
-        problems = [str(error)]
-    for problem in problems:
-        raise ConfigError("record", str(paths[0]), problem, "")
-    return None
-
-
 READERS: dict[str, Callable[[Path], object]] = {
     "mine/run.json": read_model,
     "mine/checkpoint-4/config.json": read_model,
     "mine/checkpoint-4/generation_config.json": read_model,
     "mine/checkpoint-4/training.json": read_to_resume,
     "mine/checkpoint-4/manifest.json": read_model,
-    "mine/result.json": read_result_file,
     "mine/test.json": read_test_file,
-    "report/report.json": lambda made: _without_problems([made / "report" / "report.json"]),
-    "records/single/mine.json": read_records,
 }
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from airmoe.experiments.report.reading import read_everything
-from airmoe.losses import BALANCE
+from airmoe.experiments.report.reading import read_all
 from airmoe.training import preset
 from tests.docs.common import ROOT, load_script
 
@@ -36,15 +35,14 @@ def test_the_page_is_short() -> None:
 
 
 def test_every_record_is_read() -> None:
-    record = read_everything([RECORDS])
+    record = read_all([RECORDS])
     assert record.problems == []
     assert len(record.runs) == len(list(RECORDS.rglob("*.json"))) >= 5
-    assert {run.balance for run in record.runs} == {BALANCE}
 
 
 def test_the_presets_are_those_of_the_records() -> None:
     """Otherwise a new run would be another row than the same run before, and refused its file."""
-    for run in read_everything([RECORDS / "main"]).runs:
+    for run in read_all([RECORDS / "main"]).runs:
         assert run.settings.model == preset("small", run.variant).model, run.name
 
 

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from airmoe.experiments.report.groups import Group, Grouped, group_runs
-from airmoe.experiments.report.names import KNOWN
+from airmoe.experiments.report.groups import KNOWN, Group, group_runs
 from airmoe.experiments.report.reading import read_all
-from airmoe.experiments.report.record import Record
 from airmoe.experiments.suites import SUITES
 from airmoe.files import read_json, write_json
 from airmoe.losses import BALANCE
@@ -48,6 +46,7 @@ def write_run(
         config = override(preset("tiny"), config)
     about = {
         "data_sha256": HASH,
+        "data_recipe": {"corpus": config.data.corpus, "max_tokens": None},
         "versions": VERSIONS,
         "git": {"commit": "c" * 40, "changed": False},
         "machine": MACHINE,
@@ -58,8 +57,6 @@ def write_run(
     evaluations = [line for line in lines if line["kind"] == "eval"]
     folder.mkdir(parents=True)
     write_json(folder / "run.json", {"format": FORMAT, "config": config.to_json(), **about})
-    text = "\n".join(str(line).replace("'", '"') for line in lines)
-    (folder / "log.jsonl").write_text(text + "\n", encoding="utf-8")
     if result:
         best = min(evaluations, key=lambda line: line["loss"])
         summary = {
@@ -182,11 +179,6 @@ def change_config(run: Path, section: str, **options: object) -> None:
         values = read_json(run / name)
         values["config"][section] |= options
         write_json(run / name, values)
-
-
-def grouped(record: Record) -> Grouped:
-    """As a report compares them."""
-    return group_runs(record.runs)
 
 
 def only_group(folder: Path) -> Group:

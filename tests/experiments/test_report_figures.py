@@ -10,52 +10,43 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from airmoe import ConfigError
-from airmoe.experiments.report.figures.curves import (
+from airmoe.experiments.report.curves import (
     HEALTH,
     PERPLEXITY,
     curve_figures,
     reduction,
     series,
 )
-from airmoe.experiments.report.figures.drawing import styles_of
-from airmoe.experiments.report.figures.granularity import fit_scaling_law
-from airmoe.experiments.report.groups import Group, group_runs
-from airmoe.experiments.report.reading import read_all
+from airmoe.experiments.report.drawing import styles_of
+from airmoe.experiments.report.granularity import ScalingLaw, fit_scaling_law
+from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.record import Run
 from airmoe.experiments.report.usage import (
     expert_map,
     grid_shape,
     relative_usage,
     structure,
+    structure_by_chance,
 )
-from tests.experiments.report_toys import write_suite
+from tests.experiments.report_toys import only_group, write_suite
 
 MAIN = ["air", "peer", "hierarchical", "exact", "coarse"]
-ABLATIONS = ["air", "no_projection", "static", "expert_choice", "euclidean"]
+ABLATIONS = ["no_projection", "static", "expert_choice", "euclidean"]
 
 
 @pytest.mark.parametrize(
     "variants",
     [
         MAIN,
-        ABLATIONS,
-        [*MAIN, *ABLATIONS[1:]],
+        [*MAIN, *ABLATIONS],
         ["air", "peer", "air (one)", "air (two)", "exact (one)", "coarse"],
         [f"q{2**power}" for power in range(10)],
-        [*MAIN, *(f"air ({index})" for index in range(10))],
     ],
 )
-def test_markers_and_dashes_differ(variants: list[str]) -> None:
+def test_markers_differ(variants: list[str]) -> None:
     styles = styles_of(variants)
     assert sorted(styles) == sorted(variants)
-    assert len({style.marker for style in styles.values()}) == len(variants)
-    assert len({style.dashes for style in styles.values()}) == len(variants)
-
-
-def test_more_lines_than_markers_still_differ() -> None:
-    styles = styles_of([f"run {index}" for index in range(60)])
-    assert len({(style.marker, style.dashes) for style in styles.values()}) == 60
+    assert len({style["marker"] for style in styles.values()}) == len(variants)
 
 
 def test_known_variants_keep_their_style() -> None:
@@ -77,8 +68,7 @@ def group(tmp_path: Path) -> Group:
         "hierarchical": {"perplexity": [66.0, 66.0], "codeword_perplexity": 14.0},
     }
     write_suite(tmp_path / "s", "main", runs, seeds=(42, 43))
-    (group,) = group_runs(read_all([tmp_path / "s"]).runs).groups
-    return group
+    return only_group(tmp_path)
 
 
 def test_what_is_kept_of_the_log(group: Group) -> None:
@@ -161,7 +151,7 @@ def test_shuffled_experts_have_the_expected_structure() -> None:
     counts = random.poisson(random.lognormal(3, 1, 12 * 20))
     shares = [structure(random.permutation(counts).reshape(12, 20)) for _ in range(2000)]
     found = np.array(shares, float)
-    chance = expert_map(counts.reshape(12, 20)).structure_by_chance
+    chance = structure_by_chance(expert_map(counts.reshape(12, 20)))
     assert chance == (12 + 20 - 2) / (12 * 20 - 1)
     error = found.std() / math.sqrt(len(found))
     assert abs(found.mean() - chance) < 4 * error
@@ -185,7 +175,7 @@ def test_maps_come_back_within_a_level() -> None:
     grid[3, 4] = 0
     found = expert_map(grid)
     back = relative_usage(found)
-    assert back.shape == (30, 40) and found.steps == [1, 1]
+    assert back.shape == (30, 40)
     assert np.isnan(back[3, 4]) and np.isnan(back).sum() == (grid == 0).sum()
     used = grid > 0
     ratio = back[used] / (grid[used] / grid.mean())
@@ -195,35 +185,35 @@ def test_maps_come_back_within_a_level() -> None:
 def test_large_maps_keep_evenly_spaced_rows() -> None:
     grid = np.arange(1, 1024 * 64 + 1).reshape(1024, 64)
     found = expert_map(grid)
-    assert (found.shape, found.steps) == ([1024, 64], [8, 1])
+    assert found.shape == [1024, 64]
     back = relative_usage(found)
     assert back.shape == (128, 64)
     assert back[100, 7] == pytest.approx(grid[800, 7] / grid.mean(), rel=0.03)
     assert found.structure == structure(grid)  # of all of it
 
 
-def test_a_single_row_has_no_structure() -> None:
-    found = expert_map(np.array([[1, 2, 3]]))
-    assert (found.structure, found.structure_by_chance) == (None, None)
-
-
 # The scaling law L(Q) = a / Q^b + c: exact data gives its constants back, doubtful fits say so.
+
+
+def fit(granularities: list[int], losses: list[float]) -> ScalingLaw:
+    law = fit_scaling_law(granularities, losses)
+    assert law is not None
+    return law
 
 
 @pytest.mark.parametrize(("a", "b", "c"), [(1.2, 0.5, 3.0), (0.3, 1.7, 2.5), (4.0, 0.15, 1.0)])
 def test_exact_data_gives_its_constants_back(a: float, b: float, c: float) -> None:
     amounts = [1, 2, 4, 8, 16, 64]
-    law = fit_scaling_law(amounts, [a / q**b + c for q in amounts])
+    law = fit(amounts, [a / q**b + c for q in amounts])
     assert (law.a, law.b, law.c) == pytest.approx((a, b, c), rel=1e-5)
-    assert law.loss(32) == pytest.approx(a / 32**b + c, rel=1e-8)
     assert law.residual < 1e-7
-    assert law.warnings == ()
+    assert law.warnings == []
 
 
 def test_no_other_constants_are_better() -> None:
-    amounts = np.array([1.0, 2, 4, 8, 16])
+    amounts = np.array([1, 2, 4, 8, 16])
     losses = 0.8 / amounts**0.6 + 3 + np.array([0.01, -0.02, 0.015, -0.005, 0.0])
-    law = fit_scaling_law(amounts.tolist(), losses.tolist())
+    law = fit(amounts.tolist(), losses.tolist())
     ours = np.sqrt(np.mean((law.a / amounts**law.b + law.c - losses) ** 2))
     assert law.residual == pytest.approx(ours)
     for a in law.a * np.array([0.98, 1, 1.02]):
@@ -234,24 +224,16 @@ def test_no_other_constants_are_better() -> None:
 
 
 def test_three_points_fit_anything_and_it_says_so() -> None:
-    law = fit_scaling_law([1, 2, 4], [4.0, 3.5, 3.3])
+    assert fit_scaling_law([1, 2, 2], [4.0, 3.5, 3.3]) is None
+    law = fit([1, 2, 4], [4.0, 3.5, 3.3])
     assert law.residual < 1e-6
     assert "says nothing about the law" in law.warnings[0]
 
 
 def test_constants_stay_positive() -> None:
-    rising = fit_scaling_law([1, 2, 4, 8], [3.0, 3.1, 3.2, 3.4])
+    rising = fit([1, 2, 4, 8], [3.0, 3.1, 3.2, 3.4])
     assert rising.a == 0 and rising.c == pytest.approx(3.175)
-    assert "does not fall" in rising.warnings[0]
-    straight = fit_scaling_law([1, 2, 4, 8, 16], [4.0, 3.0, 2.0, 1.0, 0.2])
+    assert "end of its range" in rising.warnings[0]
+    straight = fit([1, 2, 4, 8, 16], [4.0, 3.0, 2.0, 1.0, 0.2])
     assert straight.c == 0 and straight.a > 0
-    assert "no floor" in straight.warnings[0]
-
-
-@pytest.mark.parametrize(
-    ("amounts", "losses"),
-    [([1, 2], [3.0, 2.0]), ([1, 2, 2], [3.0, 2.0, 2.0]), ([1, 2, 4], [3.0, float("nan"), 2.0])],
-)
-def test_what_cannot_be_fitted_is_refused(amounts: list[float], losses: list[float]) -> None:
-    with pytest.raises(ConfigError, match="granularity"):
-        fit_scaling_law(amounts, losses)
+    assert "end of its range" in straight.warnings[0]

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal
 
-from airmoe.experiments.report.groups import Group
+from airmoe.experiments.report.groups import Group, title_of
 from airmoe.experiments.report.metrics import DASH, sees_future
-from airmoe.experiments.report.names import title_of
-from airmoe.experiments.report.paper import paper_cell
+from airmoe.experiments.report.paper import paper_perplexity
 from airmoe.experiments.report.tables import FUTURE_MARK, Cell, Table
 
 OURS = "air"
@@ -96,10 +95,8 @@ def half_width(differences: Sequence[float]) -> float:
 
 
 def _papers_effect(group: Group, other: str) -> float | None:
-    ours, theirs = (paper_cell(group.key.suite, group.key.preset, one) for one in (OURS, other))
-    if ours is None or theirs is None:
-        return None
-    return math.log(ours.perplexity / theirs.perplexity)
+    ours, theirs = (paper_perplexity(group, one) for one in (OURS, other))
+    return None if ours is None or theirs is None else math.log(ours / theirs)
 
 
 def claims_table(group: Group) -> Table | None:

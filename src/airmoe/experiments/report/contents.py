@@ -8,21 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from airmoe.experiments.report.claims import claims_table
-from airmoe.experiments.report.figures.curves import (
+from airmoe.experiments.report.curves import (
     HEALTH,
     PERPLEXITY,
     QUALITY,
     curve_figures,
     reduction_figure,
 )
-from airmoe.experiments.report.figures.drawing import Drawing, can_draw
-from airmoe.experiments.report.figures.granularity import fitted, granularity_figure
-from airmoe.experiments.report.figures.usage_maps import usage_figure
-from airmoe.experiments.report.groups import Group, group_runs
-from airmoe.experiments.report.names import granularity_of
+from airmoe.experiments.report.drawing import Drawing, can_draw
+from airmoe.experiments.report.granularity import fit_in_words, granularity_figure
+from airmoe.experiments.report.groups import Group, granularity_of, group_runs
 from airmoe.experiments.report.paper import Beside, beside_paper
 from airmoe.experiments.report.record import Record
 from airmoe.experiments.report.tables import Table, group_table, settings_table
+from airmoe.experiments.report.usage import usage_figure
 
 TITLE = "airmoe report"
 NO_FIGURES = (
@@ -37,26 +36,15 @@ INTRODUCTION = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
-    """Figures that belong together."""
-
-    title: str
-    slug: str
-    drawings: list[Drawing]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Section:
     """Everything about the runs of one table; parts that a group has not are None or empty."""
 
-    title: str
-    slug: str  # its anchor
     group: Group
     claims: Table | None
     table: Table
     fit: str | None  # of the granularity suite
     paper: Beside | None
-    figures: list[Figures]
+    figures: dict[str, list[Drawing]]  # title -> those that belong together
     settings: Table
 
 
@@ -72,8 +60,8 @@ class Report:
 
     @property
     def drawings(self) -> list[Drawing]:
-        parts = (part for section in self.sections for part in section.figures)
-        return [drawing for part in parts for drawing in part.drawings]
+        parts = (part for section in self.sections for part in section.figures.values())
+        return [drawing for part in parts for drawing in part]
 
     @property
     def problems(self) -> list[str]:
@@ -93,34 +81,25 @@ def make_report(record: Record) -> Report:
 
 def _section(group: Group, *, draws: bool) -> Section:
     is_sweep = all(granularity_of(variant) is not None for variant in group.variants)
-    fit = fitted(group) if is_sweep else None
     return Section(
-        title=group.title,
-        slug=group.slug,
         group=group,
         claims=claims_table(group),
         table=group_table(group),
-        fit=None if fit is None else fit.words,
+        fit=fit_in_words(group) if is_sweep else None,
         paper=beside_paper(group),
-        figures=_figures(group, is_sweep=is_sweep) if draws else [],
+        figures=_figures(group, is_sweep=is_sweep) if draws else {},
         settings=settings_table(group),
     )
 
 
-def _figures(group: Group, *, is_sweep: bool) -> list[Figures]:
+def _figures(group: Group, *, is_sweep: bool) -> dict[str, list[Drawing]]:
     perplexity = curve_figures(group, PERPLEXITY)
     if is_sweep:
-        drawn = [granularity_figure(group, fitted(group).law), *perplexity]
-        parts = [("Granularity", "law", drawn)]
-    else:
-        parts = [
-            ("Perplexity through training", "curves", [*perplexity, *reduction_figure(group)]),
-            ("Who is used", "used", usage_figure(group)),
-            ("Against exact routing", "quality", curve_figures(group, QUALITY)),
-            ("Health of the router", "health", curve_figures(group, HEALTH)),
-        ]
-    return [
-        Figures(title=title, slug=f"{group.slug}-{name}", drawings=drawings)
-        for title, name, drawings in parts
-        if drawings
-    ]
+        return {"Granularity": [granularity_figure(group), *perplexity]}
+    parts = {
+        "Perplexity through training": [*perplexity, *reduction_figure(group)],
+        "Who is used": usage_figure(group),
+        "Against exact routing": curve_figures(group, QUALITY),
+        "Health of the router": curve_figures(group, HEALTH),
+    }
+    return {title: drawings for title, drawings in parts.items() if drawings}

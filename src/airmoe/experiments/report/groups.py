@@ -1,25 +1,79 @@
-"""Runs that may share a table: same suite, preset, corpus and budget. The rest is named."""
+"""Runs that may share a table: same suite, preset, text and budget; and what all of it is called.
+
+Whatever else makes runs of a table hard to compare is said in a note, the rules of fairness.py too.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
-from airmoe.experiments.fairness import ALL_RULES, Rule, Violation, violations
-from airmoe.experiments.report.names import PREPARING, corpus_title, own_recipe, place_of
-from airmoe.experiments.report.record import OLD_BALANCE, Run
+from airmoe.experiments.fairness import ALL_RULES, violations
+from airmoe.experiments.report.record import Run
 from airmoe.experiments.suites import SUITES
 from airmoe.experiments.suites.folder import flat
 
-MOST_NAMED = 4  # differing settings in one line
-SEEDS = "training.seed"
-LONGEST_SLUG = 180  # file systems take names of 255 bytes; those of figures say more
+TITLES = {
+    "air": "AIR",
+    "peer": "PEER",
+    "hierarchical": "Hierarchical",
+    "exact": "Exact granular",
+    "coarse": "Coarse",
+    "dense": "Dense",
+    "no_projection": "No projection",
+    "static": "Static codebook",
+    "expert_choice": "Expert choice",
+    "euclidean": "Euclidean",
+}
+ORDER = tuple(TITLES)  # of rows: the paper's
+GRANULARITY = re.compile(r"q([1-9]\d*)")
+CODEBOOK = re.compile(r"g([1-9]\d*)-m([1-9]\d*)")
+SEED = "training.seed"
+# How a text came about; runs of one table have the same text anyway.
+PREPARING = ("corpus", "tokenizer", "folder", "validation", "validation_fraction", "max_tokens")
+TEXT_OPTIONS = tuple(f"data.{name}" for name in PREPARING)
+# By data_sha256, the hash of the tokens: texts with a proper name, and what their test splits are.
+KNOWN = {
+    "08f75da0b97d11669f691c5e267dbcffe0ac262e8f77ab8bc0d6396b97ae6866": (
+        "English Wikipedia 2015 extract",
+        "WikiText-103's validation split in its tokenised form, while training and validation text "
+        "are plain",
+    ),
+}
+
+
+def granularity_of(variant: str) -> int | None:
+    found = GRANULARITY.fullmatch(variant)
+    return int(found[1]) if found else None
+
+
+def title_of(variant: str) -> str:
+    if found := GRANULARITY.fullmatch(variant):
+        return f"Q = {found[1]}"
+    if found := CODEBOOK.fullmatch(variant):
+        return f"G = {found[1]}, M = {found[2]}"
+    method, bracket, rest = variant.partition(" (")
+    return TITLES.get(method, method) + bracket + rest
+
+
+def place_of(variant: str) -> tuple[int, tuple[int, ...], str]:
+    """Sorts variants: known ones in the paper's order, numbers as numbers, then by name."""
+    method = variant.partition(" (")[0]
+    if method in ORDER:
+        return 0, (ORDER.index(method),), variant
+    if found := GRANULARITY.fullmatch(variant) or CODEBOOK.fullmatch(variant):
+        return 1, tuple(map(int, found.groups())), variant
+    return 2, (), variant
+
+
+def text_of(run: Run) -> tuple[str, str | None]:
+    """What the text of a run is called, and its test split if that comes from elsewhere."""
+    return KNOWN.get(run.data_sha256, (run.recipe["corpus"], None))
 
 
 @dataclass(frozen=True)
@@ -28,13 +82,8 @@ class Key:
 
     suite: str | None
     preset: str
-    corpus: str
+    data_sha256: str
     budget: str
-
-    @property
-    def title(self) -> str:
-        suite = (self.suite or "single runs").capitalize()
-        return f"{suite}: {self.preset}, {self.corpus}, {self.budget}"
 
 
 @dataclass(frozen=True)
@@ -43,8 +92,19 @@ class Group:
 
     key: Key
     runs: list[Run]
-    slug: str  # its name in files and anchors; unique in a report
-    changes: str = ""  # settings that differ from those of the first table
+    title: str  # unique in a report
+
+    @property
+    def slug(self) -> str:
+        """Its name in files and anchors."""
+        key = self.key
+        parts = (
+            key.suite or "single",
+            key.preset,
+            key.budget.replace(",", ""),
+            key.data_sha256[:8],
+        )
+        return re.sub(r"\W+", "-", "-".join(parts).lower())
 
     @cached_property
     def variants(self) -> dict[str, list[Run]]:
@@ -54,14 +114,6 @@ class Group:
             name: sorted((run for run in self.runs if run.variant == name), key=lambda r: r.seed)
             for name in names
         }
-
-    @property
-    def title(self) -> str:
-        return _title(self.key, self.changes)
-
-
-def _title(key: Key, changes: str) -> str:
-    return f"{key.title}, with {changes}" if changes else key.title
 
 
 @dataclass(frozen=True)
@@ -74,33 +126,23 @@ class Grouped:
 
 
 def group_runs(runs: Iterable[Run]) -> Grouped:
-    """Sort runs into groups that share a text, a balance loss and each variant's settings."""
+    """Sort runs into groups: suites in the order in which they are read, single runs last."""
     by_key: dict[Key, list[Run]] = {}
     for run in runs:
         by_key.setdefault(key_of(run), []).append(run)
     grouped = Grouped([], [], [])
     for key in sorted(by_key, key=_place):
-        kept = _without_repeats(by_key[key], grouped.left_out)
-        kept = _of_one_balance(_of_one_text(kept, grouped.left_out), grouped)
-        for changes, runs_alike in _by_settings(kept).items():
-            slug = _slug(_title(key, changes), {group.slug for group in grouped.groups})
-            grouped.groups.append(group := Group(key, runs_alike, slug, changes))
-            grouped.notes.extend(_differences(group))
-    return replace(grouped, groups=[_without_offenders(one, grouped) for one in grouped.groups])
-
-
-def _slug(title: str, taken: Collection[str]) -> str:
-    """A title in letters and digits for any file system; a number tells equal ones apart."""
-    plain = re.sub(r"[^a-z0-9]+", "-", title.lower().replace(",", ""))[:LONGEST_SLUG]
-    return plain if plain not in taken else _numbered(plain, taken)
-
-
-def _numbered(name: str, taken: Collection[str]) -> str:
-    return next(one for n in count(2) if (one := f"{name}-{n}") not in taken)
+        named = _rows(by_key[key], grouped.left_out)
+        suite = (key.suite or "single runs").capitalize()
+        title = f"{suite}: {key.preset}, {text_of(named[0])[0]}, {key.budget}"
+        if title in (group.title for group in grouped.groups):
+            title += f", data hash {key.data_sha256[:12]}"
+        grouped.groups.append(group := Group(key, named, title))
+        grouped.notes.extend(f"{title}: {note}" for note in _notes(group))
+    return grouped
 
 
 def _place(key: Key) -> tuple[int, str]:
-    """Suites in the order in which they are read, single runs last."""
     names = list(SUITES)
     return names.index(key.suite) if key.suite in names else len(names), str(key)
 
@@ -112,115 +154,36 @@ def key_of(run: Run) -> Key:
     else:
         tokens = training["steps"] * training["batch_size"] * data["block_size"]
         budget = f"{tokens:,} tokens"
-    return Key(run.suite, run.config["preset"], corpus_title(run), budget)
+    return Key(run.suite, run.config["preset"], run.data_sha256, budget)
 
 
-def _without_repeats(runs: list[Run], left_out: list[str]) -> list[Run]:
-    """One run per variant, seed and settings."""
-    kept: dict[tuple[str, int, str, str | None], Run] = {}
+def _rows(runs: list[Run], left_out: list[str]) -> list[Run]:
+    """One run per seed and settings; a variant's other settings are rows named by a folder."""
+    kept: dict[tuple[str, str, int], Run] = {}
+    rows: dict[tuple[str, str], str] = {}  # variant and settings -> the name of the row
     for run in runs:
-        key = (run.variant, run.seed, settings_of(run), run.data_sha256)
-        if (same := kept.setdefault(key, run)) is not run:
+        row = (run.variant, settings_of(run))
+        if (same := kept.setdefault((*row, run.seed), run)) is not run:
             left_out.append(f"{run.name}: the same variant and seed as {same.name}: left out")
-    return list(kept.values())
+        elif row not in rows:
+            rows[row] = _row_name(run, [*rows.values()])
+    return [replace(run, variant=rows[key[:2]]) for key, run in kept.items()]
 
 
-def _of_one_text(runs: list[Run], left_out: list[str]) -> list[Run]:
-    """Perplexities on different texts do not compare: keep the text of most runs."""
-    common = Counter(run.data_sha256 for run in runs).most_common(1)[0][0]
-    for run in runs:
-        if run.data_sha256 != common:
-            found, usual = ((one or "unknown")[:12] for one in (run.data_sha256, common))
-            left_out.append(
-                f"{run.name}: other text than the rest of its group (data hash {found}, not "
-                f"{usual}): left out"
-            )
-    return [run for run in runs if run.data_sha256 == common]
-
-
-def _of_one_balance(runs: list[Run], grouped: Grouped) -> list[Run]:
-    """Balance losses of the two conventions differ by a factor K, so keep today's and never mix."""
-    old = [run for run in runs if not run.is_current]
-    if old and not any(run.convention is not None for run in runs if run not in old):
-        about = f"{OLD_BALANCE}, K times weaker than today's: compares with no run of today"
-        grouped.notes.append(f"{_title(key_of(runs[0]), '')}: the balance loss is that of {about}")
-        return runs
-    for run in old:
-        grouped.left_out.append(
-            f"{run.name}: balance loss with {OLD_BALANCE}, K times weaker than that of the rest of "
-            "its group: left out"
-        )
-    return [run for run in runs if run.is_current]
-
-
-def _by_settings(runs: list[Run]) -> dict[str, list[Run]]:
-    """Settings that differ from the first run of a variant ("": none) -> runs.
-
-    The seeds of a variant share its settings. A suite that was run again with others is a table of
-    its own; a single run gets a row of its own.
-    """
-    rows: dict[str, dict[str, list[Run]]] = {}  # variant -> settings -> its seeds
-    for run in runs:
-        rows.setdefault(run.variant, {}).setdefault(settings_of(run), []).append(run)
-    tables: dict[str, list[Run]] = {"": []}
-    for variant, of_settings in rows.items():
-        first, *others = of_settings.values()
-        tables[""] += first
-        if first[0].suite is None:
-            names = _row_names([first, *others])[1:]
-            for row, name in zip(others, names, strict=True):
-                tables[""] += [replace(run, variant=f"{variant} ({name})") for run in row]
-        else:
-            for row in others:
-                tables.setdefault(_changes(first[0], row[0]), []).extend(row)
-    return tables
+def _row_name(run: Run, taken: Sequence[str]) -> str:
+    folders = chain([run.name.rpartition("/")[2], run.name], (f"{run.name} {n}" for n in count(2)))
+    names = chain([run.variant], (f"{run.variant} ({folder})" for folder in folders))
+    return next(name for name in names if name not in taken)
 
 
 def settings_of(run: Run) -> str:
-    """All settings but the seed: runs with the same are one row of a table."""
-    values = {key: value for key, value in options_of(run).items() if value is not None}
-    values.pop(SEEDS, None)
-    equal_numbers = json.loads(json.dumps(values), parse_int=float)  # 1 is 1.0
-    return json.dumps(equal_numbers, sort_keys=True)
+    """All settings but seed and text: runs with the same are one row of a table."""
+    ignored = (SEED, *TEXT_OPTIONS)
+    values = {key: value for key, value in flat(run.config).items() if key not in ignored}
+    return json.dumps(values, sort_keys=True)
 
 
-def _row_names(rows: list[list[Run]]) -> list[str]:
-    """Names of rows: the last parts of their folders, as many as it takes to tell them apart."""
-    folders = [row[0].name.split("/") for row in rows]
-    names: list[str] = []
-    for length in range(1, max(map(len, folders)) + 1):
-        names = ["/".join(parts[-length:]) for parts in folders]
-        if len(set(names)) == len(names):
-            return names
-    taken: list[str] = []  # runs of several reports may have the same name
-    for name in names:
-        taken.append(_numbered(name, {*names, *taken}) if name in taken else name)
-    return taken
-
-
-def _changes(one: Run, other: Run) -> str:
-    """The settings of `other` that differ: `training.warmup = 0.1`."""
-    mine, theirs = options_of(one), options_of(other)
-    found = [
-        f"{key} = {json.dumps(theirs.get(key))}"
-        for key in sorted(mine.keys() | theirs.keys())
-        if key != SEEDS and mine.get(key) != theirs.get(key)
-    ]
-    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-    return ", ".join(found[:MOST_NAMED]) + more
-
-
-def options_of(run: Run) -> dict[str, Any]:
-    """Settings as `section.option` -> value; for a ready-made text, how it was prepared."""
-    options, recipe = flat(run.config), own_recipe(run)
-    if recipe is None:
-        return options
-    used = {key: value for key, value in options.items() if key not in PREPARING}
-    names = ("corpus", "split_rule", "max_tokens")
-    return used | {f"text.{name}": recipe.get(name) for name in names}
-
-
-def _differences(group: Group) -> list[str]:
+def _notes(group: Group) -> list[str]:
     """What makes means or times of a group hard to compare."""
     seeds: dict[str, list[str]] = {}
     for variant, runs in group.variants.items():
@@ -228,67 +191,30 @@ def _differences(group: Group) -> list[str]:
     notes = []
     if len(seeds) > 1:  # means over different seeds do not compare
         listed = "; ".join(f"{which} of {', '.join(names)}" for which, names in seeds.items())
-        notes.append(f"{group.title}: not every variant has every seed ({listed})")
+        notes.append(f"not every variant has every seed ({listed})")
     values = {
         "machines": machines(group.runs),
         "versions of torch": torch_versions(group.runs),
-        "commits": sorted({str(run.git.get("commit"))[:10] for run in group.runs}),
+        "commits": sorted({str(run.git["commit"])[:10] for run in group.runs}),
     }
     for what, found in values.items():
         if len(found) > 1:
-            listed = "; ".join(found)
-            notes.append(f"{group.title}: different {what} ({listed}): times do not compare")
-    return notes
+            notes.append(f"different {what} ({'; '.join(found)}): times do not compare")
+    suite = SUITES.get(group.key.suite or "")
+    rules = ALL_RULES if suite is None else suite.rules
+    firsts = {variant: runs[0].settings for variant, runs in group.variants.items()}
+    broken = violations(firsts, rules)
+    return notes + [str(one) for one in broken if one.what not in (SEED, *TEXT_OPTIONS)]
 
 
 def machines(runs: Sequence[Run]) -> list[str]:
-    return sorted({f"{run.machine.get('count')} x {run.machine.get('device')}" for run in runs})
+    return sorted({f"{run.machine['count']} x {run.machine['device']}" for run in runs})
 
 
 def torch_versions(runs: Sequence[Run]) -> list[str]:
-    return sorted({run.versions.get("torch", "?") for run in runs})
+    return sorted({run.versions["torch"] for run in runs})
 
 
-def _without_offenders(group: Group, grouped: Grouped) -> Group:
-    """Drop variants that alone break a rule of their suite; every violation gets a line."""
-    suite = SUITES.get(group.key.suite or "")
-    rules = ALL_RULES if suite is None else suite.rules
-    while found := _violations(group, rules):
-        offenders = ((_offender(one, group), one) for one in found)
-        offender, violation = next((pair for pair in offenders if pair[0]), (None, None))
-        if offender is None or group.key.suite is None:  # single runs promise no equality
-            grouped.notes.extend(f"{group.title}: {one}" for one in found)
-            break
-        grouped.left_out.append(f"{group.title}: {offender} is left out. {violation}")
-        group = _without(offender, group)
-    return group
-
-
-def _offender(violation: Violation, group: Group) -> str | None:
-    """The one variant without which the rule would hold; None where there are several."""
-    if len(group.variants) < 3:
-        return None
-    mending = [
-        variant
-        for variant in group.variants
-        if all(
-            one.what != violation.what
-            for one in _violations(_without(variant, group), [violation.rule])
-        )
-    ]
-    return mending[0] if len(mending) == 1 else None
-
-
-def _without(variant: str, group: Group) -> Group:
-    return replace(group, runs=[run for run in group.runs if run.variant != variant])
-
-
-def _violations(group: Group, rules: Sequence[Rule]) -> list[Violation]:
-    """Of one run per variant: its seeds share their settings and are compared by `_differences`.
-
-    A group has one text, so what a run would have prepared does not matter where it was not asked.
-    """
-    firsts = {variant: seeds[0] for variant, seeds in group.variants.items()}
-    ignored = PREPARING if all(map(own_recipe, firsts.values())) else ()
-    found = violations({variant: run.settings for variant, run in firsts.items()}, rules)
-    return [one for one in found if one.what not in (SEEDS, *ignored)]
+def options_of(run: Run) -> dict[str, Any]:
+    """Settings as `section.option` -> value, and how the text was prepared."""
+    return flat(run.config) | flat({"text": run.recipe})

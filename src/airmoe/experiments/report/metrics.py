@@ -13,7 +13,7 @@ from airmoe.experiments.report.record import Run
 Kind = Literal["flops", "seconds", "count", "share", "plain", "tiny"]
 DASH = "–"
 PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
-PLAIN_DIGITS = 2
+DIGITS = {"flops": 4}  # of the largest number of a column; 3 of other kinds
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,7 @@ class Summary:
     """A number over the seeds that have it."""
 
     mean: float
-    spread: float | None  # sample standard deviation; None with one seed
-    n: int
+    spread: float | None = None  # sample standard deviation; None with one seed
 
 
 @dataclass(frozen=True)
@@ -72,22 +71,20 @@ def most_entropy(run: Run) -> float | None:
     return math.log(experts) if experts and run.best.get("entropy") is not None else None
 
 
+def perplexity_of_test(run: Run) -> float | None:
+    return None if run.test is None else run.test["perplexity"]
+
+
 PERPLEXITY = Metric("perplexity", "plain", best("perplexity"), "low")
-TEST = Metric(
-    "perplexity, test text",
-    "plain",
-    lambda run: (run.test or {}).get("perplexity"),
-    "low",
-    optional=True,
-)
+TEST = Metric("perplexity, test text", "plain", perplexity_of_test, "low", optional=True)
 LOSS = Metric("loss, nats", "plain", best("loss"), "low")
 FLOPS = Metric("FLOPs, algorithmic", "flops", best("flops"), "low")
 EXECUTED = Metric("FLOPs, executed", "flops", best("executed_flops"), "low")
 SECONDS = Metric("time", "seconds", best("seconds"), "low")
 SPEED = Metric("tokens/s", "count", lambda run: run.tokens_per_second, "high")
 MEMORY = Metric("peak memory (GiB)", "plain", lambda run: run.peak_memory_gib, "low", optional=True)
-TOTAL = Metric("parameters", "count", lambda run: run.parameters.total)
-ACTIVE = Metric("active", "count", lambda run: run.parameters.active)
+TOTAL = Metric("parameters", "count", lambda run: run.parameters["total"])
+ACTIVE = Metric("active", "count", lambda run: run.parameters["active"])
 DEAD = Metric("dead experts", "share", best("dead_experts"), "low")
 ENTROPY = Metric("entropy, nats", "plain", best("entropy"), "high", most_entropy)
 OVERLAP = Metric("overlap", "plain", against_exact("overlap"), "high")
@@ -98,52 +95,35 @@ BOUND = Metric("its bound", "tiny", against_exact("mass_recall_bound"))
 def summarize(metric: Metric, runs: Sequence[Run]) -> Summary | None:
     """Mean and spread over seeds; None where no run has it."""
     values = [value for run in runs if (value := metric.read(run)) is not None]
-    return summary(values)
-
-
-def summary(values: Sequence[float]) -> Summary | None:
     if not values:
         return None
-    return Summary(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
+    return Summary(fmean(values), stdev(values) if len(values) > 1 else None)
 
 
 def unit_of(kind: Kind, values: Sequence[float]) -> Unit:
     """One unit for a whole column or axis, so that its numbers compare at a glance."""
     largest = max((abs(value) for value in values), default=0.0)
-    digits = 4 if kind == "flops" else 3
     if kind == "share":
         return Unit("%", 0.01, 1)
+    if kind in ("plain", "tiny"):
+        return Unit("", 1.0, 2)
     if kind == "seconds":
-        for name, factor in (("h", 3600.0), ("min", 60.0)):
-            if largest >= 2 * factor:
-                return Unit(name, factor, _decimals(largest / factor, digits))
-        return Unit("s", 1.0, _decimals(largest, digits))
-    if kind in ("flops", "count"):
+        units = (("h", 3600.0), ("min", 60.0))
+        name, factor = next((one for one in units if largest >= 2 * one[1]), ("s", 1.0))
+    else:
         power = min(int(math.log10(largest) // 3), len(PREFIXES) - 1) if largest >= 1 else 0
-        rounded = round(largest / 1000.0**power, digits - 3)
-        if rounded >= 1000 and power + 1 < len(PREFIXES):  # 999.96 would be written 1,000.0
-            power += 1
-        factor = 1000.0**power
-        return Unit(PREFIXES[power], factor, _decimals(largest / factor, digits))
-    return Unit("", 1.0, PLAIN_DIGITS)
-
-
-def _decimals(largest: float, digits: int) -> int:
-    """So many digits for the largest, as it is written: 324.1, 12.34, 1.234 are four."""
-    before = next((n for n in (1, 2) if round(largest, digits - n) < 10**n), 3)
-    return digits - before
+        name, factor = PREFIXES[power], 1000.0**power
+    before = len(str(round(largest / factor)))
+    return Unit(name, factor, max(DIGITS.get(kind, 3) - before, 0))
 
 
 def written(found: Summary | None, kind: Kind, unit: Unit) -> str:
     """`mean ± spread` in the column's unit; the mean alone where all seeds agree."""
     if found is None:
         return DASH
-    if not found.spread:
-        found = Summary(found.mean, None, found.n)
     if kind == "tiny":  # over many orders of magnitude
-        mean = f"{found.mean:.2g}"
-        return mean if found.spread is None else f"{mean} ± {found.spread:.1g}"
-    mean = f"{found.mean / unit.factor:,.{unit.decimals}f}"
-    if found.spread is None:
-        return mean
-    return f"{mean} ± {found.spread / unit.factor:,.{unit.decimals}f}"
+        mean, spread = f"{found.mean:.2g}", f"{found.spread or 0.0:.1g}"
+    else:
+        mean = f"{found.mean / unit.factor:,.{unit.decimals}f}"
+        spread = f"{(found.spread or 0.0) / unit.factor:,.{unit.decimals}f}"
+    return f"{mean} ± {spread}" if found.spread else mean

@@ -2,47 +2,46 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
-from typing import TypeGuard
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
 from airmoe.errors import ConfigError
-from airmoe.experiments.fairness import Rule
-from airmoe.experiments.report.finished import Member, finished_run
-from airmoe.experiments.report.groups import Key, key_of, settings_of
-from airmoe.experiments.report.record import Record, Run, read_record
-from airmoe.experiments.report.usage import ExpertMap, read_usage
-from airmoe.experiments.suites.folder import FORMAT as SUITE_FORMAT
+from airmoe.experiments.report.record import Curve, Numbers, Record, Run, method_of, read_record
+from airmoe.experiments.report.usage import read_usage
 from airmoe.experiments.suites.folder import SuiteFolder
-from airmoe.files import parse_json, read_json
+from airmoe.files import read_json
+from airmoe.losses import BALANCE
 from airmoe.training.checkpoints import USAGE
-from airmoe.training.config import RunConfig
 from airmoe.training.run_folder import open_run
 
-RUN_FILES = ("run.json", "result.json", "log.jsonl")
-# What may be left, without any of these, of a run that was killed or copied in part.
-REMAINS = ("run.json.draft", "result.json.draft", "suite.json.draft", "checkpoint-*", USAGE)
-HALF_WRITTEN = "is half written: no run.json"
+REPORT = "report.json"
 NEVER_RUNS = ("tensorboard", "report", "figures")
-WRONG_JSON = (ValueError, KeyError, TypeError, AttributeError)
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
+MOST_POINTS = 600  # of a curve: ten passes of `small`, a point every 100 steps, are whole
+ROUTING_FIELDS = (
+    *("overlap", "mass_recall", "mass_recall_bound", "dead_experts", "entropy"),
+    *("codeword_perplexity", "unlisted_experts"),
+)
+EVALUATION_FIELDS = (
+    *("step", "tokens", "seconds", "flops", "executed_flops", "loss", "perplexity"),
+    *ROUTING_FIELDS,
+)
+# No figure shows the loss: it is for readers who want to know whether training was smooth.
+TRAINING_FIELDS = ("step", "tokens", "tokens_per_second", "loss", *ROUTING_FIELDS, "staleness")
+PATHS = ("corpus", "folder", "validation", "tokenizer")  # options of data that may be paths
 
 
 def read_all(paths: Sequence[Path]) -> Record:
-    """Everything under `paths`, without the maps that no report draws."""
-    return one_map_each(read_everything(paths))
-
-
-def read_everything(paths: Sequence[Path], ignored: Path | None = None) -> Record:
-    """Everything under `paths` except one file; raises where there is no run at all."""
-    reader = Reader(seen=set() if ignored is None else {ignored.resolve()})
+    """Everything under `paths`; raises where there is no run at all."""
+    reader = Reader()
     for path in paths:
-        with reader.unreadable(str(path)):
-            reader.read(path)
+        reader.read(path, path.resolve().name)
     if not reader.runs:
         found = f" ({'; '.join(reader.problems)})" if reader.problems else ""
         raise ConfigError(
@@ -54,20 +53,6 @@ def read_everything(paths: Sequence[Path], ignored: Path | None = None) -> Recor
     return Record(runs=reader.runs, problems=reader.problems)
 
 
-def one_map_each(record: Record) -> Record:
-    """Keep one map per row: only one is drawn, and maps are most of a report.json."""
-    drawn: set[tuple[Key, str, str]] = set()
-    kept = []
-    for run in record.runs:
-        if run.usage is not None and run.usage.levels is not None:
-            row = (key_of(run), run.variant, settings_of(run))
-            if row in drawn:
-                run = replace(run, usage=replace(run.usage, levels=None))
-            drawn.add(row)
-        kept.append(run)
-    return replace(record, runs=kept)
-
-
 @dataclass
 class Reader:
     """Collects runs and problems; a folder or file met twice counts once."""
@@ -76,199 +61,163 @@ class Reader:
     problems: list[str] = field(default_factory=list)
     seen: set[Path] = field(default_factory=set)
 
-    def problem(self, name: str, text: str) -> None:
+    def read(self, path: Path, name: str) -> None:
+        """A file of a report, a suite, a run, or a folder of them."""
+        if path.resolve() in self.seen:
+            return
+        self.seen.add(path.resolve())
+        with self._named(name):
+            if not path.exists():
+                self._problem(str(path), "there is no such file or folder")
+            elif path.is_file():
+                record = read_record(path)
+                self.runs += record.runs
+                self.problems += record.problems
+            elif (path / "suite.json").is_file():
+                self._read_suite(path, name)
+            elif (path / "run.json").is_file():
+                self._read_run(path, name)
+            elif below := _below(path):
+                for child in below:
+                    self.read(child, f"{name}/{child.name}")
+            else:
+                self._problem(name, "holds no run")
+
+    def _problem(self, name: str, text: str) -> None:
         """Add a problem, as one line."""
         self.problems.append(f"{name}: {' '.join(text.split())}")
 
     @contextmanager
-    def unreadable(self, name: str) -> Iterator[None]:
-        """Turn an error of the file system into a problem."""
+    def _named(self, name: str) -> Iterator[None]:
+        """Turn what is wrong with a file into a problem."""
         try:
             yield
-        except OSError as error:
-            self.problem(name, f"cannot be read ({type(error).__name__}: {error.strerror})")
-
-    def read(self, path: Path) -> None:
-        if path.is_file():
-            self.read_report(path, path.name)
-        elif path.is_dir():
-            self.read_folder(path, path.resolve().name)
-        else:
-            self.problem(str(path), "there is no such file or folder")
-
-    def _is_new(self, path: Path) -> bool:
-        found = path.resolve()
-        is_new = found not in self.seen
-        self.seen.add(found)
-        return is_new
-
-    def read_report(self, path: Path, name: str) -> None:
-        """A report.json or the record of one run."""
-        if not self._is_new(path):
-            return
-        try:
-            record = read_record(path, name)
         except ConfigError as error:
-            self.problem(name, str(error))
-            return
-        self.runs += record.runs
-        self.problems += record.problems
+            self._problem(name, str(error))
+        except UNREADABLE as error:
+            self._problem(name, f"cannot be read ({type(error).__name__}: {error})")
 
-    def read_folder(self, path: Path, name: str) -> None:
-        """A suite, a run, or a folder of them and of records."""
-        if not self._is_new(path):
-            return
-        if (path / "suite.json").is_file():
-            self.read_suite(path, name)
-        elif _any_of(RUN_FILES, path):
-            self.read_run(Member(path, name))
-        else:
-            if _any_of(REMAINS, path):
-                self.problem(name, HALF_WRITTEN)
-            elif not any(path.iterdir()):
-                self.problem(name, "is empty")
-            for child in [*_records(path), *_folders(path)]:
-                below = f"{name}/{child.name}"
-                with self.unreadable(below):
-                    (self.read_report if child.is_file() else self.read_folder)(child, below)
+    def _read_suite(self, path: Path, name: str) -> None:
+        """Its runs, of which some may have crashed or not begun."""
+        suite = SuiteFolder(path)
+        plan = suite.read()
+        for run in plan["runs"]:
+            folder = run["folder"]
+            below, failure = f"{name}/{folder}", suite.failure(folder)
+            self.seen.add(suite.run(folder).resolve())
+            with self._named(below):
+                if suite.state(folder) == "finished":
+                    self._read_run(suite.run(folder), below, plan["suite"], run["variant"])
+                elif failure.is_file():
+                    crash = read_json(failure)
+                    self._problem(below, f"crashed: {crash['message']} (exit code {crash['code']})")
+                elif suite.state(folder) == "begun":
+                    self._problem(below, "is not finished")
+                else:
+                    self._problem(below, "has not begun")
+        for other in _below(path):
+            if other.resolve() not in self.seen and other.is_dir():
+                self._problem(f"{name}/{other.name}", "is not in suite.json: left out")
 
-    def read_suite(self, path: Path, name: str) -> None:
-        try:
-            suite = read_json(path / "suite.json")
-            if suite["format"] != SUITE_FORMAT:
-                rule = f"has format {suite['format']!r}, this airmoe reads {SUITE_FORMAT}: left out"
-                self.problem(f"{name}/suite.json", rule)
-                return
-            title, planned = str(suite["suite"]), list(suite["runs"])
-        except WRONG_JSON as error:
-            self.problem(f"{name}/suite.json", f"cannot be read ({_short(error)}): left out")
-            return
-        own = replace(self, runs=[])  # compared with each other before they count
-        listed: set[str] = set()
-        for index, plan in enumerate(planned):
-            folder = plan.get("folder") if isinstance(plan, dict) else None
-            if not is_name(folder) or folder in listed:
-                rule = f"runs[{index}].folder is {folder!r}, no name of its own"
-                self.problem(f"{name}/suite.json", f"{rule}: left out")
-                continue
-            listed.add(folder)
-            member = Member(path / folder, f"{name}/{folder}", title, plan)
-            with self.unreadable(member.name):
-                own.read_member(member)
-        self.runs += self._of_one_length_and_corpus(own.runs)
-        for child in _folders(path):
-            if child.name not in listed and _any_of(RUN_FILES + REMAINS, child):
-                self.problem(f"{name}/{child.name}", "is not in suite.json: left out")
-
-    def _of_one_length_and_corpus(self, runs: list[Run]) -> list[Run]:
-        """A suite has one length and one corpus (rule E): keep what most of its runs have."""
-        keys = [key_of(run) for run in runs]
-        common = Counter(keys).most_common(1)[0][0] if keys else None
-        for run, key in zip(runs, keys, strict=True):
-            if key != common:
-                pairs = ((getattr(key, part), getattr(common, part)) for part in vars(key))
-                found = ", ".join(f"{one} instead of {two}" for one, two in pairs if one != two)
-                rule = f"{Rule.REST}: {found} as in the rest of its suite: left out"
-                self.problem(run.name, rule)
-        return [run for run, key in zip(runs, keys, strict=True) if key == common]
-
-    def read_member(self, member: Member) -> None:
-        """A run of a suite, which may have crashed or not begun."""
-        path = member.path
-        self.seen.add(path.resolve())
-        failed = SuiteFolder(path.parent).failure(path.name)
-        if failed.is_file() and not _is_finished(member):
-            try:
-                crash = read_json(failed)
-                reason = f"{crash['message']} (exit code {crash['code']})"
-            except WRONG_JSON as error:
-                reason = f"its message cannot be read ({_short(error)})"
-            self.problem(member.name, f"crashed{_progress(path)}: {reason}")
-        elif not path.is_dir():
-            self.problem(member.name, "has not begun")
-        else:
-            self.read_run(member)
-
-    def read_run(self, member: Member) -> None:
-        path, name = member.path, member.name
-        if not any(path.iterdir()):
-            self.problem(name, "is empty")
-            return
-        if not (path / "run.json").is_file():
-            self.problem(name, f"{HALF_WRITTEN}{_progress(path)}")
-            return
-        try:
-            config = open_run(path).config
-        except (ConfigError, *WRONG_JSON) as error:
-            self.problem(name, str(error).replace(str(path / "run.json"), "run.json"))
-            return
+    def _read_run(
+        self, path: Path, name: str, suite: str | None = None, variant: str | None = None
+    ) -> None:
+        _ = open_run(path)  # raises where another version wrote it
         if not (path / "result.json").is_file():
-            self.problem(name, f"is not finished: no result.json{_progress(path, config)}")
+            self._problem(name, "is not finished")
             return
-        try:
-            about = read_json(path / "run.json") | {"config": config.to_json()}
-            run = finished_run(member, about, read_json(path / "result.json"))
-        except WRONG_JSON as error:
-            self.problem(name, f"result.json cannot be read ({_short(error)}): left out")
-            return
-        self.runs.append(replace(run, usage=self._usage(path / USAGE, run)))
-
-    def _usage(self, path: Path, run: Run) -> ExpertMap | None:
-        """The map of a run that wrote one; an unreadable file costs the map, not the run."""
-        if not path.is_file():
-            return None
-        try:
-            return read_usage(path, run.config)
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
-            self.problem(run.name, f"{path.name} cannot be read ({_short(error)}): no usage map")
-            return None
+        about, result = read_json(path / "run.json"), read_json(path / "result.json")
+        numbers = finished_run(about, result)
+        model = numbers["config"]["model"]
+        usage = read_usage(path / USAGE, model) if (path / USAGE).is_file() else None
+        variant = variant or method_of(model)
+        self.runs.append(Run(name=name, suite=suite, variant=variant, usage=usage, **numbers))
 
 
-def is_name(text: object) -> TypeGuard[str]:
-    """Whether it is a plain name for a folder; a path from a file could lead anywhere."""
-    return isinstance(text, str) and text not in ("", "..") and text == PurePosixPath(text).name
+def _below(path: Path) -> list[Path]:
+    """Folders and records in a folder; a report.json in it is no record of a run."""
+    return [
+        child
+        for child in sorted(path.iterdir())
+        if not child.name.startswith((".", "checkpoint-"))
+        and (
+            child.name not in NEVER_RUNS
+            if child.is_dir()
+            else child.suffix == ".json" and child.name != REPORT
+        )
+    ]
 
 
-def _any_of(patterns: Sequence[str], path: Path) -> bool:
-    return any(any(path.glob(pattern)) for pattern in patterns)
+def finished_run(about: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a Run, from run.json (`about`) and result.json."""
+    if about.get("balance") != BALANCE:
+        raise ValueError("its balance loss is the one of old, K times weaker than today's")
+    start = _start(result["log"])
+    lines = [_timed(line, start) for line in result["log"]]
+    logged = {kind: [one for one in lines if one["kind"] == kind] for kind in ("eval", "train")}
+    best, test = _numbers(_timed(result["best"], start)), result["test"]
+    if best["perplexity"] is None:
+        raise ValueError("its best evaluation has no finite perplexity")
+    config = _portable(about["config"])
+    return {
+        "seed": config["training"]["seed"],
+        "config": config,
+        "data_sha256": about["data_sha256"],
+        "recipe": about["data_recipe"],
+        **{key: result[key] for key in ("versions", "git", "machine", "parameters", "tokens")},
+        "best": best,
+        "tokens_per_second": result["tokens_per_second"],
+        "evaluations": curve(logged["eval"], EVALUATION_FIELDS),
+        "training": curve(logged["train"], TRAINING_FIELDS),
+        "test": None if test is None else _numbers(test),
+        "peak_memory_gib": result["peak_memory_gib"],
+        "whole_seconds": result["seconds"],
+    }
 
 
-def _records(path: Path) -> list[Path]:
-    files = (file for file in path.glob("*.json") if not file.name.startswith("."))
-    return sorted(file for file in files if file.is_file())
+def _portable(config: dict[str, Any]) -> dict[str, Any]:
+    """Settings without the folders of one machine, and without where log lines go.
+
+    Of an absolute path only the name stays.
+    """
+    data = {
+        key: Path(value).name if key in PATHS and str(value).startswith("/") else value
+        for key, value in config["data"].items()
+    }
+    training = {key: value for key, value in config["training"].items() if key != "track"}
+    return config | {"data": data, "training": training}
 
 
-def _folders(path: Path) -> Iterator[Path]:
-    for child in sorted(path.iterdir()):
-        hidden = child.name.startswith((".", "checkpoint-")) or child.name in NEVER_RUNS
-        if child.is_dir() and not hidden:
-            yield child
+def _numbers(line: dict[str, Any]) -> Numbers:
+    return {key: number(value) for key, value in line.items() if key != "kind"}
 
 
-def _is_finished(member: Member) -> bool:
-    """Whether it has a result with the planned settings; then no recorded failure matters."""
-    try:
-        return read_json(member.path / "result.json")["config"] == member.plan.get("config")
-    except (OSError, *WRONG_JSON):
-        return False
+def _start(log: list[dict[str, Any]]) -> float:
+    """Time of the first step, where it is logged: it goes into compiling, not into the method."""
+    first = next((line for line in log if line["kind"] == "train"), {"step": None})
+    return 0.0 if first["step"] != 1 else first.get("training_seconds") or 0.0
 
 
-def _progress(path: Path, config: RunConfig | None = None) -> str:
-    """How far an unfinished run came, from its log; its last line may be torn."""
-    try:
-        lines = (path / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return ", nothing logged"
-    steps = None if config is None else config.training.steps
-    of_all = "" if steps is None else f" of {steps}"
-    for line in reversed(lines):
-        try:
-            values = parse_json(line)
-            return f", step {values['step']}{of_all}, loss {values['loss']:.3f}"
-        except (ValueError, KeyError, TypeError):
-            continue
-    return ", nothing logged"
+def _timed(line: dict[str, Any], start: float) -> dict[str, Any]:
+    """Time of the steps after the first, without evaluations, which cost all methods alike."""
+    seconds = line.get("training_seconds")
+    return line | {"seconds": None if seconds is None else seconds - start}
 
 
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def curve(lines: Sequence[dict[str, Any]], names: Sequence[str]) -> Curve:
+    """The fields of log lines as columns, thinned evenly; first and last line stay."""
+    kept = lines
+    if len(lines) > MOST_POINTS:
+        last = len(lines) - 1
+        kept = [lines[round(place * last / (MOST_POINTS - 1))] for place in range(MOST_POINTS)]
+    columns = {name: [number(line.get(name)) for line in kept] for name in names}
+    return {
+        name: values
+        for name, values in columns.items()
+        if name == "step" or any(value is not None for value in values)
+    }
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    return value if isinstance(value, int | float) and math.isfinite(value) else None

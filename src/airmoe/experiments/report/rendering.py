@@ -1,52 +1,90 @@
-"""A report as HTML, Markdown and LaTeX: Jinja templates, each with the escapes of its format."""
+"""A report as files: HTML, Markdown and LaTeX by Jinja templates, its figures, its record."""
 
 from __future__ import annotations
 
 import re
-import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from airmoe.errors import ConfigError, visible
-from airmoe.experiments.report.contents import Report
+from airmoe.experiments.report.contents import Report, make_report
+from airmoe.experiments.report.reading import REPORT, read_all
+from airmoe.experiments.report.record import Record, Run, read_record, write_record
 from airmoe.experiments.report.tables import Cell
+from airmoe.files import write_bytes
 
 TEMPLATES = Path(__file__).parent / "templates"
 FORMATS = ("md", "tex", "html")
 MARKDOWN_SPECIAL = re.compile(r"([\\`*_\[\]<>|#~$])")
-TEX = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        "{": r"\{",
-        "}": r"\}",
-        "$": r"\$",
-        "&": r"\&",
-        "#": r"\#",
-        "%": r"\%",
-        "_": r"\_",
-        "^": r"\textasciicircum{}",
-        "~": r"\textasciitilde{}",
-        "<": r"\textless{}",
-        ">": r"\textgreater{}",
-        "|": r"\textbar{}",
-        '"': r"\textquotedbl{}",
-        "±": r"$\pm$",
-        "×": r"$\times$",
-        "−": r"$-$",
-        "√": r"$\surd$",
-        "–": "--",
-        "†": r"$\dagger$",
-        "‡": r"$\ddagger$",
-    }
-)
-# What T1 fonts have besides ASCII; anything else stops pdflatex.
-TEX_LETTERS = frozenset(
-    "ÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÐÑÒÓÔÕÖØÙÚÛÜÝÞßàáâãäåæçèéêëìíîïðñòóôõöøùúûüýþÿ"
-    "ĂăĄąĆćČčĎďĐđĘęĚěĞğİıĹĺĽľŁłŃńŇňŊŋŐőŒœŔŕŘřŚśŞşŠšŢţŤťŮůŰűŸŹźŻżŽž‘’“”—"
-)
-LONGEST_WORD = 32  # a hash has no place to break a line
+TEX = {one: f"\\{one}" for one in "&%$#_{}"}
+TEX |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
+SINGLE = "single"  # the folder of records of runs of no suite
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was made, and what a reader must know about it."""
+
+    files: list[Path]  # without the figures
+    records: list[Path]
+    runs: int
+    problems: list[str]
+
+
+def write_report(
+    paths: Sequence[Path], out: Path | None = None, records: Path | None = None
+) -> Written:
+    """Report on everything under `paths`; by default in or beside the first of them.
+
+    `records`: a folder that gets a file per run too.
+    """
+    record = read_all(paths)
+    planned = {} if records is None else plan_records(record.runs, records)
+    report = make_report(record)
+    folder = out or default_folder(paths)
+    figures = folder / "figures"
+    (figures if report.drawings else folder).mkdir(parents=True, exist_ok=True)
+    for drawing in report.drawings:
+        write_bytes(figures / f"{drawing.name}.svg", drawing.svg.encode())
+        write_bytes(figures / f"{drawing.name}.pdf", drawing.pdf)
+    texts = {f"report.{ending}": render(report, ending) for ending in FORMATS}
+    for name, text in texts.items():
+        write_bytes(folder / name, text.encode())
+    write_record(record, folder / REPORT)
+    for path, run in planned.items():
+        write_record(Record(runs=[run], problems=[]), path)
+    files = [folder / name for name in (*texts, REPORT)]
+    return Written(files, [*planned], len(record.runs), report.problems)
+
+
+def default_folder(paths: Sequence[Path]) -> Path:
+    """`report/` in the first path that exists; where a report.json is, it is replaced."""
+    first = next(path for path in paths if path.exists())
+    if first.is_file():
+        return first.parent if first.name == REPORT else first.parent / "report"
+    return first / "report"
+
+
+def plan_records(runs: Sequence[Run], folder: Path) -> dict[Path, Run]:
+    """The file of each run; raises where it would hold two runs, or another run than before."""
+    planned: dict[Path, Run] = {}
+    for run in runs:
+        path = folder / (run.suite or SINGLE) / f"{Path(run.name).name}.json"
+        before = read_record(path).runs if path.exists() else []
+        for other in (*before, planned.setdefault(path, run)):
+            if _identity(other) != _identity(run):
+                rule = f"cannot take {run.name}: {other.name} has that name too, another run"
+                remedy = "Rename one of the run folders, or give another folder for the records."
+                raise ConfigError("records", str(path), rule, remedy)
+    return planned
+
+
+def _identity(run: Run) -> tuple[Any, ...]:
+    return run.suite, run.variant, run.settings, run.data_sha256
 
 
 def render(report: Report, ending: str) -> str:
@@ -80,8 +118,6 @@ def environment(folder: Path) -> Environment:
         "md_cell": markdown_cell,
         "tex": tex,
         "tex_cell": tex_cell,
-        "tex_head": tex_head,
-        "breakable": breakable,
     }
     made.filters.update(filters)
     return made
@@ -101,41 +137,12 @@ def markdown_cell(cell: Cell) -> str:
 
 
 def tex(text: str) -> str:
-    """Text escaped for LaTeX; a character without a glyph becomes its number."""
-    words = unicodedata.normalize("NFC", " ".join(text.split()))
-    return "".join(map(_settable, words)).translate(TEX)
-
-
-def _settable(character: str) -> str:
-    ascii_glyph = character.isascii() and character.isprintable()
-    if ascii_glyph or character in TEX_LETTERS or ord(character) in TEX:
-        return character
-    return f"U+{ord(character):04X}"
-
-
-def breakable(text: str) -> str:
-    """LaTeX that may break long words."""
-    words = []
-    for word in text.split():
-        pieces = [word[at : at + LONGEST_WORD] for at in range(0, len(word), LONGEST_WORD)]
-        words.append(r"\allowbreak ".join(tex(piece) for piece in pieces))
-    return " ".join(words)
+    """Text escaped for LaTeX."""
+    return "".join(TEX.get(one, one) for one in text)
 
 
 def tex_cell(cell: Cell) -> str:
-    """Bold or grey, with the mark of its footnote."""
+    """Bold, or in italics as in Markdown."""
     text = tex(cell.text)
-    if cell.bold:
-        text = f"\\textbf{{{text}}}"
-    if cell.grey:
-        text = f"\\textcolor{{gray}}{{{text}}}"
-    return text + tex(cell.mark)
-
-
-def tex_head(title: str) -> str:
-    """A heading of several lines, broken at commas and before units: tables are wide."""
-    parts = title.replace(" (", "\n(").replace(", ", ",\n").split("\n")
-    if len(parts) == 1:
-        return tex(title)
-    inner = r" \\ ".join(tex(part) for part in parts)
-    return f"\\begin{{tabular}}[b]{{@{{}}r@{{}}}}{inner}\\end{{tabular}}"
+    text = rf"\textbf{{{text}}}" if cell.bold else rf"\textit{{{text}}}" if cell.grey else text
+    return text + cell.mark

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from airmoe.experiments.report import metrics
-from airmoe.experiments.report.groups import Group, options_of
+from airmoe.experiments.report.groups import (
+    Group,
+    granularity_of,
+    options_of,
+    text_of,
+    title_of,
+)
 from airmoe.experiments.report.metrics import (
     DASH,
     Metric,
@@ -18,41 +23,26 @@ from airmoe.experiments.report.metrics import (
     unit_of,
     written,
 )
-from airmoe.experiments.report.names import granularity_of, known_text, title_of
 from airmoe.experiments.report.record import Run
 from airmoe.experiments.suites.folder import flat
 
-COSTS = (metrics.SECONDS, metrics.SPEED, metrics.MEMORY)
+COSTS = (metrics.FLOPS, metrics.EXECUTED, metrics.SECONDS, metrics.SPEED, metrics.MEMORY)
 PERPLEXITIES = (metrics.PERPLEXITY, metrics.TEST)
 AGREEMENT = (metrics.OVERLAP, metrics.RECALL)  # with exact routing
-MOVED_BY_SEEDS = (*PERPLEXITIES, metrics.LOSS, metrics.DEAD, metrics.ENTROPY, *AGREEMENT)
+USE = (metrics.DEAD, metrics.ENTROPY)
+MOVED_BY_SEEDS = (*PERPLEXITIES, metrics.LOSS, *USE, *AGREEMENT)
 
 # Suite -> its columns and caption; everything else is a comparison of methods.
 OF_SUITE = {
-    "ablations": (
-        (
-            *(*PERPLEXITIES, metrics.FLOPS, *COSTS),
-            *(metrics.DEAD, metrics.OVERLAP, metrics.RECALL, metrics.ENTROPY),
-        ),
-        "AIR without one of its parts.",
-    ),
+    "ablations": ((*PERPLEXITIES, *COSTS, *USE, *AGREEMENT), "AIR without one of its parts."),
     "codebook": (
-        (
-            *(metrics.OVERLAP, metrics.RECALL, metrics.BOUND, metrics.PERPLEXITY),
-            *(metrics.FLOPS, metrics.EXECUTED, metrics.SECONDS, metrics.DEAD),
-        ),
+        (*AGREEMENT, metrics.BOUND, metrics.PERPLEXITY, *COSTS, metrics.DEAD),
         "Codewords G and shortlists of M experts.",
     ),
-    "granularity": (
-        (metrics.LOSS, metrics.PERPLEXITY, metrics.FLOPS, metrics.SECONDS, metrics.DEAD),
-        "Experts Q times as small.",
-    ),
+    "granularity": ((metrics.LOSS, *PERPLEXITIES, *COSTS, *USE), "Experts Q times as small."),
 }
 OF_METHODS = (
-    (
-        *(*PERPLEXITIES, metrics.FLOPS, metrics.EXECUTED, *COSTS),
-        *(metrics.TOTAL, metrics.ACTIVE, metrics.DEAD, metrics.ENTROPY, metrics.OVERLAP),
-    ),
+    (*PERPLEXITIES, *COSTS, metrics.TOTAL, metrics.ACTIVE, *USE, metrics.OVERLAP),
     "All methods at their lowest validation perplexity.",
 )
 
@@ -107,27 +97,49 @@ def variant_table(group: Group, columns: Sequence[Metric], caption: str) -> Tabl
         rows.append([Cell(text=title_of(variant), grey=grey, mark=mark), seeds])
     shown = [one for one in columns if not one.optional or summarize(one, group.runs)]
     for metric in shown:
-        found = {variant: summarize(metric, runs) for variant, runs in group.variants.items()}
-        unit = unit_of(metric.kind, [one.mean for one in found.values() if one is not None])
-        titles.append(f"{metric.title} ({unit.name})" if unit.name else metric.title)
-        texts = {variant: written(one, metric.kind, unit) for variant, one in found.items()}
-        means = {  # as they are written: equal texts are equally good
-            variant: written(one and Summary(one.mean, None, 1), metric.kind, unit)
-            for variant, one in found.items()
-        }
-        best = _best(metric, group, found)
-        for row, (variant, runs) in zip(rows, group.variants.items(), strict=True):
-            one, is_best = found[variant], best is not None and means[variant] == means[best]
-            ideal = metric.ideal(runs[0]) if metric.ideal is not None else None
-            cell = Cell(
-                text=texts[variant] if ideal is None else f"{texts[variant]} of {ideal:.2f}",
-                value=None if one is None else one.mean,
-                bold=is_best and _competes(metric, runs),
-                grey=is_reference(runs[0]),
-                mark=FUTURE_MARK if metric in PERPLEXITIES and sees_future(runs[0]) else "",
-            )
+        title, cells = _column(metric, group)
+        titles.append(title)
+        for row, cell in zip(rows, cells, strict=True):
             row.append(cell)
     return Table(caption=caption, columns=titles, rows=rows, notes=_notes(group, shown))
+
+
+def _column(metric: Metric, group: Group) -> tuple[str, list[Cell]]:
+    """Heading and cells."""
+    found = {variant: summarize(metric, runs) for variant, runs in group.variants.items()}
+    unit = unit_of(metric.kind, [one.mean for one in found.values() if one is not None])
+    best = _best(metric, {variant: one.mean for variant, one in found.items() if one}, group)
+    cells = []
+    for variant, runs in group.variants.items():
+        one, text = found[variant], written(found[variant], metric.kind, unit)
+        ideal = metric.ideal(runs[0]) if metric.ideal is not None else None
+        cell = Cell(
+            text=text if ideal is None else f"{text} of {ideal:.2f}",
+            value=None if one is None else one.mean,
+            bold=variant in best,
+            grey=is_reference(runs[0]),
+            mark=FUTURE_MARK if metric in PERPLEXITIES and sees_future(runs[0]) else "",
+        )
+        cells.append(cell)
+    return f"{metric.title} ({unit.name})" if unit.name else metric.title, cells
+
+
+def _best(metric: Metric, means: dict[str, float], group: Group) -> list[str]:
+    """The variants with the best mean as it is written; none without a contest that is fair."""
+    competing = {
+        variant: runs
+        for variant, runs in group.variants.items()
+        if variant in means and _competes(metric, runs)
+    }
+    seeds = {frozenset(run.seed for run in runs) for runs in competing.values()}
+    ideals = {metric.ideal and metric.ideal(runs[0]) for runs in competing.values()}
+    is_moved = metric in MOVED_BY_SEEDS and len(seeds) > 1
+    unit = unit_of(metric.kind, list(means.values()))
+    texts = {one: written(Summary(means[one]), metric.kind, unit) for one in competing}
+    if metric.better is None or is_moved or len(ideals) > 1 or len(set(texts.values())) < 2:
+        return []
+    best = (min if metric.better == "low" else max)(competing, key=means.__getitem__)
+    return [variant for variant, text in texts.items() if text == texts[best]]
 
 
 def _notes(group: Group, shown: Sequence[Metric]) -> list[str]:
@@ -145,27 +157,8 @@ def _notes(group: Group, shown: Sequence[Metric]) -> list[str]:
 
 def note_on_test(runs: Sequence[Run]) -> list[str]:
     """What the test text is, where a run was measured on one of another origin."""
-    text = known_text(runs[0])
-    measured = summarize(metrics.TEST, runs) is not None
-    return [f"Test text: {text.test}."] if measured and text and text.test else []
-
-
-def _best(metric: Metric, group: Group, found: dict[str, Summary | None]) -> str | None:
-    """The variant with the best mean; None without a contest that is fair."""
-    means = {
-        variant: one.mean
-        for variant, runs in group.variants.items()
-        if (one := found[variant]) is not None and _competes(metric, runs)
-    }
-    if metric.better is None or len(set(means.values())) < 2:
-        return None
-    competing = [group.variants[variant] for variant in means]
-    seeds = {frozenset(run.seed for run in runs) for runs in competing}
-    if metric in MOVED_BY_SEEDS and len(seeds) > 1:
-        return None
-    if metric.ideal is not None and len({metric.ideal(runs[0]) for runs in competing}) > 1:
-        return None
-    return (min if metric.better == "low" else max)(means, key=means.__getitem__)
+    _, test = text_of(runs[0])
+    return [f"Test text: {test}."] if test and summarize(metrics.TEST, runs) else []
 
 
 def _competes(metric: Metric, runs: Sequence[Run]) -> bool:
@@ -200,21 +193,10 @@ def settings_table(group: Group) -> Table:
 
 def _described(runs: Sequence[Run]) -> dict[str, str]:
     """Setting -> its value, or all the values that the seeds of a variant have."""
-    found: dict[str, dict[str, None]] = {}  # an ordered set
+    found: dict[str, list[str]] = {}
     for run in runs:
-        about = {
-            "data hash": run.data_sha256,
-            "balance loss": run.convention,
-            "git": run.git,
-            "machine": run.machine,
-            "versions": run.versions,
-        }
-        for key, value in (options_of(run) | flat(about)).items():
-            found.setdefault(key, {})[_text(value)] = None
-    return {key: ", ".join(values) for key, values in found.items()}
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return DASH
-    return value if isinstance(value, str) else json.dumps(value)
+        about = {"git": run.git, "machine": run.machine, "versions": run.versions}
+        for key, value in ({"data hash": run.data_sha256} | options_of(run) | flat(about)).items():
+            text = value if isinstance(value, str) else DASH if value is None else json.dumps(value)
+            found.setdefault(key, []).append(text)
+    return {key: ", ".join(dict.fromkeys(values)) for key, values in found.items()}

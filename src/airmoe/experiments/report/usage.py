@@ -10,59 +10,48 @@ from __future__ import annotations
 import base64
 import math
 import zlib
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors.numpy import load_file
 
-from airmoe.errors import ConfigError
+from airmoe.experiments.report.drawing import (
+    WIDTH,
+    Drawing,
+    label_of,
+    matplotlib_style,
+    plain_numbers,
+)
+from airmoe.experiments.report.groups import Group, title_of
+from airmoe.experiments.report.record import ExpertMap
 
-Natural = Annotated[int, 0]  # whole numbers, with their smallest value
-Count = Annotated[int, 1]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-LARGEST_SIDE = 128
+LARGEST_SIDE = 128  # of what is kept: every second row (column) of 256, and so on
 DECADES = 3  # levels 1 to 255 reach from 10^-3 to 10^3 times the mean; 0 is no token at all
 LEVELS = 254
+UNUSED = "#e4e4e4"  # an expert without a token: a light grey, which the colour map lacks
+FRINGE = 0.5  # per cent of experts at either end that may lie beyond the colour scale
+CAPTION = (
+    "Tokens per expert over the validation text, relative to the mean, on one log scale; light "
+    "grey: none. PEER's experts by sub-keys, hierarchical ones by cluster (rows), the others in "
+    "the order of their numbers. Above each map: the share of the variance of log counts that its "
+    "rows and columns explain, in brackets that of shuffled experts. A router that couples experts "
+    "shows stripes; a product of sub-keys gives 100 %."
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertMap:
-    """Tokens per expert as a picture, and how much of it rows and columns explain.
-
-    Of the first MoE layer, at the best checkpoint, over the validation text.
-    """
-
-    layer: Natural
-    shape: list[Count]  # of the whole grid
-    steps: list[Count]  # one row (column) in so many is kept
-    # The kept grid: uint8 on a log scale of count / mean, zlib, base64. None: only another seed's.
-    levels: str | None
-    structure: float | None  # share of the variance of log counts; None: a grid of one row
-    structure_by_chance: float | None  # its expectation when experts are shuffled
-
-    def check(self, path: str) -> None:
-        """Raise unless the kept grid is one of this shape."""
-        for name in ("shape", "steps"):
-            if len(getattr(self, name)) != 2:
-                raise ConfigError(f"{path}.{name}", "list", "must be a list of 2", "")
-        try:
-            if self.levels is not None:
-                kept_levels(self)
-        except ValueError as error:
-            rule = f"must be a map of its shape ({error})"
-            raise ConfigError(f"{path}.levels", self.levels, rule, "") from error
-
-
-def read_usage(path: Path, config: dict[str, Any]) -> ExpertMap | None:
+def read_usage(path: Path, model: dict[str, Any]) -> ExpertMap | None:
     """The map of a run's usage.safetensors; None where it has no experts."""
     tensors = load_file(path)
     layers = sorted(int(name.partition(".")[2]) for name in tensors if name.startswith("experts."))
     if not layers:
         return None
     counts = tensors[f"experts.{layers[0]}"]  # [E]
-    return expert_map(counts.reshape(grid_shape(counts.size, config["model"])), layers[0])
+    return expert_map(counts.reshape(grid_shape(counts.size, model)))
 
 
 def grid_shape(num_experts: int, model: dict[str, Any]) -> tuple[int, int]:
@@ -76,21 +65,20 @@ def grid_shape(num_experts: int, model: dict[str, Any]) -> tuple[int, int]:
     return side, num_experts // side
 
 
-def expert_map(grid: np.ndarray, layer: int = 0) -> ExpertMap:
-    """A grid of counts, quantised; too large a side keeps evenly spaced rows (or columns)."""
-    rows, columns = grid.shape
-    steps = [math.ceil(side / LARGEST_SIDE) for side in grid.shape]
-    levels = quantised(grid)[:: steps[0], :: steps[1]]
-    packed = zlib.compress(np.ascontiguousarray(levels).tobytes(), 9)
-    proper = min(rows, columns) > 1
+def expert_map(grid: np.ndarray) -> ExpertMap:
+    """A grid of counts, quantised; of too large a side evenly spaced rows (or columns)."""
+    rows, columns = _steps(grid.shape)
+    packed = zlib.compress(quantised(grid)[::rows, ::columns].tobytes(), 9)
     return ExpertMap(
-        layer=layer,
-        shape=[rows, columns],
-        steps=steps,
+        shape=list(grid.shape),
         levels=base64.b64encode(packed).decode("ascii"),
-        structure=structure(grid) if proper else None,
-        structure_by_chance=(rows + columns - 2) / (rows * columns - 1) if proper else None,
+        structure=structure(grid) if min(grid.shape) > 1 else None,
     )
+
+
+def _steps(shape: Sequence[int]) -> list[int]:
+    """One row (column) in so many is kept."""
+    return [math.ceil(side / LARGEST_SIDE) for side in shape]
 
 
 def quantised(grid: np.ndarray) -> np.ndarray:
@@ -104,21 +92,10 @@ def quantised(grid: np.ndarray) -> np.ndarray:
     return np.where(grid > 0, levels, 0).astype(np.uint8)
 
 
-def kept_levels(found: ExpertMap) -> np.ndarray:
-    """The kept grid of levels; raises ValueError where the text holds no such grid."""
-    assert found.levels is not None
-    kept = [-(-side // step) for side, step in zip(found.shape, found.steps, strict=True)]
-    unpacking = zlib.decompressobj()
-    try:  # a few bytes can unpack to gigabytes: one more than needed shows it
-        unpacked = unpacking.decompress(base64.b64decode(found.levels), math.prod(kept) + 1)
-    except (zlib.error, OverflowError) as error:
-        raise ValueError(str(error)) from error
-    return np.frombuffer(unpacked, np.uint8).reshape(kept)
-
-
 def relative_usage(found: ExpertMap) -> np.ndarray:
     """The kept grid as count / mean, NaN where there was no token."""
-    levels = kept_levels(found)
+    kept = [-(-side // step) for side, step in zip(found.shape, _steps(found.shape), strict=True)]
+    levels = np.frombuffer(zlib.decompress(base64.b64decode(found.levels)), np.uint8).reshape(kept)
     decades = (levels.astype(float) - 1) * 2 * DECADES / LEVELS - DECADES
     return np.where(levels > 0, 10.0**decades, np.nan)
 
@@ -136,3 +113,78 @@ def structure(grid: np.ndarray) -> float | None:
     rows, columns = logs.mean(axis=1, keepdims=True), logs.mean(axis=0, keepdims=True)
     left = ((logs - rows - columns + logs.mean()) ** 2).sum()
     return float(1 - left / total)
+
+
+def structure_by_chance(found: ExpertMap) -> float:
+    """The expectation of `structure` where experts are shuffled."""
+    rows, columns = found.shape
+    return (rows + columns - 2) / (rows * columns - 1)
+
+
+def maps(group: Group) -> dict[str, ExpertMap]:
+    """Variant -> the map of its first seed that has one; a few large experts make no picture."""
+    return {
+        variant: found[0]
+        for variant, runs in group.variants.items()
+        if runs[0].method != "coarse" and (found := [run.usage for run in runs if run.usage])
+    }
+
+
+def usage_figure(group: Group) -> list[Drawing]:
+    found = maps(group)
+    if not found:
+        return []
+    caption = CAPTION
+    if thinned := [title_of(name) for name, one in found.items() if max(_steps(one.shape)) > 1]:
+        caption += f" Evenly spaced rows or columns only: {', '.join(thinned)}."
+    shares = ", ".join(f"{title_of(name)} {_stripes(one)}" for name, one in found.items())
+    alt = f"Maps of expert usage. Variance explained by rows and columns: {shares}."
+    name = f"{group.slug}-usage"
+    with matplotlib_style(name):
+        return [Drawing(name, caption, alt, _draw_maps(found), wide=True)]
+
+
+def _draw_maps(found: dict[str, ExpertMap]) -> Figure:
+    import matplotlib
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
+
+    grids = {variant: relative_usage(one) for variant, one in found.items()}
+    used = np.concatenate([grid[np.isfinite(grid)] for grid in grids.values()])
+    low, high = np.percentile(used, [FRINGE, 100 - FRINGE]) if used.size else (0.1, 10.0)
+    scale = LogNorm(min(low, 0.5), max(high, 2.0))
+    colours = matplotlib.colormaps["cividis"].with_extremes(bad=UNUSED)
+    columns = 3 if len(grids) > 4 else min(2, len(grids))
+    rows = math.ceil(len(grids) / columns)
+    side = WIDTH / max(columns, 2)
+    size = (side * columns, (side + 0.6) * rows + 0.8)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    image = None
+    for axes, (variant, grid) in zip(panels, grids.items(), strict=False):
+        image = axes.imshow(grid, norm=scale, cmap=colours, aspect="auto", interpolation="none")
+        axes.set_title(f"{label_of(variant)}\n{_stripes(found[variant])}", fontsize=10)
+        axes.set_box_aspect(1)
+        axes.grid(visible=False)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        height, width = found[variant].shape
+        axes.set_xlabel(f"{width} columns", fontsize=9)
+        axes.set_ylabel(f"{height} rows", fontsize=9)
+    for axes in panels[len(grids) :]:
+        axes.set_visible(False)
+    assert image is not None
+    label = "tokens / mean tokens of an expert"
+    bar = figure.colorbar(
+        image, ax=list(panels), location="bottom", label=label, shrink=0.8, aspect=30
+    )
+    bar.ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    plain_numbers(bar.ax.xaxis)
+    return figure
+
+
+def _stripes(one: ExpertMap) -> str:
+    if one.structure is None:
+        return "no rows and columns"
+    return f"stripes {100 * one.structure:.1f} % ({100 * structure_by_chance(one):.1f} %)"

@@ -16,7 +16,7 @@ from html import escape
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from airmoe.experiments.report.names import ORDER, title_of
+from airmoe.experiments.report.groups import ORDER, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,46 +41,27 @@ STYLE: dict[str, Any] = {
     "lines.linewidth": 1.6,
     "axes.formatter.useoffset": False,
 }
-# Of Okabe and Ito those that show on white, then of Tol; every line has its own marker as well.
+# Of Okabe and Ito those that show on white, then of Tol.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#E69F00", "#56B4E9")
 COLOURS += ("#882255", "#999933", "#332288")
-GREY = "#767676"
-DASHES = (
-    *("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1)), (0, (8, 3)), (0, (2, 2))),
-    *((0, (6, 2, 1, 2, 1, 2)), (0, (3, 1, 1, 1)), (0, (9, 1)), (0, (1, 3)), (0, (8, 2, 3, 2))),
-    *((0, (3, 4)), (0, (9, 2, 1, 2, 1, 2, 1, 2))),
-)
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (8, 3)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*", "h", "d", "8")
-HEADER = re.compile(r"^.*?(?=<svg)", re.DOTALL)
-METADATA = re.compile(r"\s*<metadata>.*?</metadata>", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Style:
-    """A line of a figure."""
-
-    colour: str
-    dashes: str | tuple[float, tuple[float, ...]]
-    marker: str
+EXACT = {"color": "#767676", "linestyle": (0, (4, 1.5)), "marker": "x"}  # the paper greys it out
 
 
-EXACT = Style(GREY, (0, (4, 1.5)), "x")  # scores all experts: the paper greys it out
-
-
-def style_at(slot: int) -> Style:
-    """Different for every slot: those that share a marker differ in their dashes."""
-    dashes = (slot + slot // len(MARKERS)) % len(DASHES)
-    return Style(COLOURS[slot % len(COLOURS)], DASHES[dashes], MARKERS[slot % len(MARKERS)])
-
-
-def styles_of(variants: Sequence[str]) -> dict[str, Style]:
+def styles_of(variants: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Of the lines of one figure: a known variant has its own in all, the others those left."""
-    slots = {one: ORDER.index(one) for one in variants if one in ORDER and one != "exact"}
-    free = (slot for slot in count() if slot not in slots.values())
-    return {
-        one: EXACT if one == "exact" else style_at(slots[one] if one in slots else next(free))
-        for one in variants
-    }
+    known = {one: ORDER.index(one) for one in variants if one in ORDER}
+    free = (slot for slot in count() if slot not in known.values())
+    slots = {one: known[one] if one in known else next(free) for one in variants}
+    return {one: EXACT if one == "exact" else _style(slot) for one, slot in slots.items()}
+
+
+def _style(slot: int) -> dict[str, Any]:
+    cycles = {"color": COLOURS, "linestyle": DASHES, "marker": MARKERS}
+    return {name: cycle[slot % len(cycle)] for name, cycle in cycles.items()}
 
 
 def label_of(variant: str) -> str:
@@ -104,29 +85,23 @@ class Drawing:
         text = io.StringIO()
         with matplotlib_style(self.name):
             self.figure.savefig(text, format="svg", metadata={"Date": None})
-        svg = METADATA.sub("", text.getvalue(), count=1)
+        svg = re.sub(r"\s*<metadata>.*?</metadata>", "", text.getvalue(), count=1, flags=re.DOTALL)
         svg = svg.replace(f"'{MEASURED}'", FONTS)
-        for before in (' id="', "url(#", 'href="#'):
-            svg = svg.replace(before, f"{before}{self.name}-")
-        return svg
+        return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{self.name}-", svg)
 
-    @cached_property
+    @property
     def pdf(self) -> bytes:
-        _ = self.svg  # decides the layout, which stays
         content = io.BytesIO()
         with matplotlib_style(self.name):
-            self.figure.set_layout_engine("none")
             self.figure.savefig(content, format="pdf", metadata={"CreationDate": None})
         return content.getvalue()
 
     @property
     def inline(self) -> str:
         """The SVG as an element of a page: scales with it, and is named for screen readers."""
-        element = HEADER.sub("", self.svg, count=1)
-        opening, rest = element.split(">", 1)
+        opening, rest = self.svg[self.svg.index("<svg") :].split(">", 1)
         opening = re.sub(r'\s(width|height|version)="[^"]*"', "", opening)
-        label = f' role="img" aria-label="{escape(self.alt)}"'
-        return f"{opening}{label}>{rest}".strip()
+        return f'{opening} role="img" aria-label="{escape(self.alt)}">{rest}'.strip()
 
 
 def can_draw() -> bool:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from airmoe.experiments.report.figures.drawing import (
+from airmoe.experiments.report.drawing import (
     Drawing,
-    Style,
     label_of,
     legend,
     matplotlib_style,
@@ -19,32 +18,22 @@ from airmoe.experiments.report.figures.drawing import (
     plain_numbers,
     styles_of,
 )
-from airmoe.experiments.report.groups import Group
+from airmoe.experiments.report.groups import Group, title_of
 from airmoe.experiments.report.metrics import Kind, scores_every_expert, unit_of
-from airmoe.experiments.report.names import title_of
 from airmoe.experiments.report.record import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Source = Literal["evaluations", "training"]
 BASELINE = "peer"
 MANY_POINTS = 25  # markers then stand on some of them only
-
-
-@dataclass(frozen=True)
-class Horizontal:
-    """What an x axis shows."""
-
-    field: str
-    label: str
-    kind: Kind
-
-
-FLOPS = Horizontal("flops", "training FLOPs, algorithmic", "flops")
-EXECUTED = Horizontal("executed_flops", "training FLOPs, executed", "flops")
-SECONDS = Horizontal("seconds", "time", "seconds")
-TOKENS = Horizontal("tokens", "training tokens", "count")
+# What an x axis shows: field -> label, kind.
+ACROSS: dict[str, tuple[str, Kind]] = {
+    "flops": ("training FLOPs, algorithmic", "flops"),
+    "executed_flops": ("training FLOPs, executed", "flops"),
+    "seconds": ("time", "seconds"),
+    "tokens": ("training tokens", "count"),
+}
 
 
 @dataclass(frozen=True)
@@ -55,53 +44,48 @@ class Curves:
     field: str
     label: str
     caption: str
-    across: Horizontal = TOKENS
-    source: Source = "training"
-    scale: Literal["log", "from 0", "0 to 1"] = "from 0"
+    across: str = "tokens"
+    log: Literal["evaluations", "training"] = "evaluations"
+    is_logarithmic: bool = False
     factor: float = 1.0
     approximate: bool = False  # only routers that approximate exact routing
 
 
-def _perplexity(across: Horizontal) -> Curves:
+def _perplexity(across: str) -> Curves:
+    name, label = f"perplexity-{across.replace('_', '-')}", "validation perplexity"
+    caption = f"Validation perplexity against {ACROSS[across][0]} (lower is better)."
+    return Curves(name, "perplexity", label, caption, across=across, is_logarithmic=True)
+
+
+def _quality(field: str, label: str) -> Curves:
+    name, caption = field.replace("_", "-"), f"{label} through training, of a sample of tokens."
+    is_tiny = field == "mass_recall_bound"
     return Curves(
-        f"perplexity-{across.field.replace('_', '-')}",
-        "perplexity",
-        "validation perplexity",
-        f"Validation perplexity against {across.label} (lower is better).",
-        across=across,
-        source="evaluations",
-        scale="log",
+        name, field, label, caption, log="training", is_logarithmic=is_tiny, approximate=True
     )
 
 
-def _quality(field: str, label: str, scale: Literal["log", "0 to 1"] = "0 to 1") -> Curves:
-    caption = f"{label[0].upper()}{label[1:]} through training, of a sample of tokens."
-    name = field.replace("_", "-")
-    return Curves(name, field, label, caption, scale=scale, approximate=True)
+def _share(field: str, caption: str, log: Literal["evaluations", "training"]) -> Curves:
+    name, label = field.replace("_", "-"), f"{field.replace('_', ' ')} (%)"
+    return Curves(name, field, label, caption, log=log, factor=100.0)
 
 
-PERPLEXITY = tuple(_perplexity(across) for across in (FLOPS, EXECUTED, SECONDS))
+PERPLEXITY = tuple(map(_perplexity, ("flops", "executed_flops", "seconds")))
 QUALITY = (
-    _quality("overlap", "overlap with exact routing"),
-    _quality("mass_recall", "mass recall"),
-    _quality("mass_recall_bound", "bound of the mass recall", scale="log"),
+    _quality("overlap", "Overlap with exact routing"),
+    _quality("mass_recall", "Mass recall"),
+    _quality("mass_recall_bound", "Bound of the mass recall"),
 )
 HEALTH = (
-    Curves(
-        "dead-experts",
+    _share(
         "dead_experts",
-        "dead experts (%)",
         "Experts without a token of the validation text, in per cent.",
-        source="evaluations",
-        factor=100.0,
+        "evaluations",
     ),
-    Curves(
-        "unlisted-experts",
+    _share(
         "unlisted_experts",
-        "unlisted experts (%)",
         "Experts that no shortlist holds, in per cent: no token can choose them.",
-        source="evaluations",
-        factor=100.0,
+        "evaluations",
     ),
     Curves(
         "codeword-perplexity",
@@ -109,14 +93,13 @@ HEALTH = (
         "codewords in use",
         "Codewords (hierarchical: clusters) in use: how many, equally used, would be as even as "
         "those of one training step.",
+        log="training",
     ),
-    Curves(
+    _share(
         "staleness",
-        "staleness",
-        "stale shortlist entries (%)",
         "Entries of the shortlists that a rebuild would replace, in per cent. Lists that live "
         "several steps are of different age at the steps shown.",
-        factor=100.0,
+        "training",
     ),
 )
 REDUCTION = Curves(
@@ -125,7 +108,6 @@ REDUCTION = Curves(
     "reduction against PEER (%)",
     "Perplexity below PEER's with the same seed after as many tokens, in per cent (larger is "
     "better).",
-    source="evaluations",
 )
 
 
@@ -170,8 +152,8 @@ def _over_seeds(variant: str, x: list[float], values: list[list[float]]) -> Seri
 
 def _points(run: Run, shown: Curves) -> dict[float, tuple[float, float]]:
     """step -> (x, y), where a line has both."""
-    columns = run.evaluations if shown.source == "evaluations" else run.training
-    x, y = columns.get(shown.across.field, []), columns.get(shown.field, [])
+    columns = run.evaluations if shown.log == "evaluations" else run.training
+    x, y = columns.get(shown.across, []), columns.get(shown.field, [])
     return {
         step: (across, shown.factor * up)
         for step, across, up in zip(columns["step"], x, y, strict=False)
@@ -198,7 +180,6 @@ def reduction(variant: str, runs: Sequence[Run], baseline: Sequence[Run]) -> Ser
     """
     theirs = {run.seed: run for run in baseline}
     pairs = [_cuts(run, theirs[run.seed]) for run in runs if run.seed in theirs]
-    pairs = [cuts for cuts in pairs if cuts]
     shared = sorted(set.intersection(*map(set, pairs))) if pairs else []
     values = [[of_pair[tokens] for of_pair in pairs] for tokens in shared]
     return _over_seeds(variant, shared, values) if shared else None
@@ -213,20 +194,19 @@ def _cuts(ours: Run, theirs: Run) -> dict[float, float]:
 
 
 def _draw(group: Group, shown: Curves, curves: Sequence[Series]) -> Drawing:
-    name, across = f"{group.slug}-{shown.name}", shown.across
+    name = f"{group.slug}-{shown.name}"
+    label, kind = ACROSS[shown.across]
     with matplotlib_style(name):
         figure, axes = new_plot()
-        unit = unit_of(across.kind, [x for one in curves for x in one.x])
+        unit = unit_of(kind, [x for one in curves for x in one.x])
         styles = styles_of([one.variant for one in curves])
         for one in curves:
             _line(axes, one, styles[one.variant], unit.factor)
-        if shown.scale == "log":
+        if shown.is_logarithmic:
             _log_axis(axes, [y for one in curves for y in one.y])
-        elif shown.scale == "from 0":
-            axes.axhline(0, color="#444444", linewidth=1)
         else:
-            axes.set_ylim(0, 1.02)
-        axes.set_xlabel(f"{across.label} ({unit.name})" if unit.name else across.label)
+            axes.axhline(0, color="#444444", linewidth=1)
+        axes.set_xlabel(f"{label} ({unit.name})" if unit.name else label)
         axes.set_ylabel(shown.label)
         axes.set_xlim(left=0)
         legend(axes, len(curves))
@@ -234,30 +214,19 @@ def _draw(group: Group, shown: Curves, curves: Sequence[Series]) -> Drawing:
     return Drawing(name, shown.caption, f"{shown.caption} At the end: {ends}.", figure)
 
 
-def _line(axes: Axes, one: Series, style: Style, factor: float) -> None:
+def _line(axes: Axes, one: Series, style: dict[str, Any], factor: float) -> None:
     x, y, spread = np.array(one.x) / factor, np.array(one.y), np.array(one.spread)
-    axes.plot(
-        x,
-        y,
-        color=style.colour,
-        linestyle=style.dashes,
-        marker=style.marker,
-        markevery=max(1, len(x) // MANY_POINTS),
-        label=label_of(one.variant),
-    )
+    sparse = max(1, len(x) // MANY_POINTS)
+    axes.plot(x, y, **style, markevery=sparse, label=label_of(one.variant))
     if spread.any():
-        low = np.maximum(y - spread, y * 1e-3) if (y > 0).all() else y - spread
-        axes.fill_between(x, low, y + spread, color=style.colour, alpha=0.15, linewidth=0)
+        axes.fill_between(x, y - spread, y + spread, color=style["color"], alpha=0.15, linewidth=0)
 
 
 def _log_axis(axes: Axes, values: Sequence[float]) -> None:
     """Plain numbers between the powers of ten where there are few of these; none for tiny ones."""
     from matplotlib.ticker import LogLocator
 
-    if min(values) <= 0:
-        return
-    axes.set_yscale("log")
-    if max(values) / min(values) > 1e4 or min(values) < 1e-2:
-        return
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    plain_numbers(axes.yaxis)
+    axes.set_yscale("log", nonpositive="clip")
+    if max(values) < 1e4 * min(values) and min(values) > 1e-2:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        plain_numbers(axes.yaxis)

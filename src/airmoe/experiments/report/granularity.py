@@ -7,19 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from airmoe.errors import ConfigError
 from airmoe.experiments.report import metrics
-from airmoe.experiments.report.figures.drawing import (
-    Drawing,
-    legend,
-    matplotlib_style,
-    new_plot,
-    plain_numbers,
-    style_at,
-)
-from airmoe.experiments.report.groups import Group
+from airmoe.experiments.report.drawing import Drawing, legend, matplotlib_style, new_plot
+from airmoe.experiments.report.groups import Group, granularity_of
 from airmoe.experiments.report.metrics import Summary, summarize
-from airmoe.experiments.report.names import granularity_of
 
 SMALLEST_POWER, LARGEST_POWER = 1e-3, 10.0
 GRID = 400  # powers tried, first in the whole range, then between the neighbours of the best
@@ -37,40 +28,30 @@ class ScalingLaw:
     residual: float  # root mean square, in the unit of the losses
     points: int
 
-    def loss(self, granularity: float) -> float:
+    def loss(self, granularity: np.ndarray) -> np.ndarray:
         return self.a / granularity**self.b + self.c
 
     @property
-    def warnings(self) -> tuple[str, ...]:
+    def warnings(self) -> list[str]:
         """Reasons not to believe it, each a sentence."""
         found = []
         if self.points <= CONSTANTS:
-            found.append(
-                f"{self.points} points for {CONSTANTS} constants: a good fit says nothing about "
-                "the law."
-            )
-        if self.a == 0:
-            found.append("The loss does not fall with Q: a = 0, and b means nothing.")
-        elif not 1.01 * SMALLEST_POWER < self.b < 0.99 * LARGEST_POWER:
-            found.append("b is at the end of the range searched: the points do not determine it.")
-        elif self.c == 0:
-            found.append("c is at its limit 0: the points show no floor.")
-        return tuple(found)
+            few = f"{self.points} points for {CONSTANTS} constants"
+            found.append(f"{few}: a good fit says nothing about the law.")
+        inside = 1.01 * SMALLEST_POWER < self.b < 0.99 * LARGEST_POWER
+        if not (inside and self.a and self.c):
+            found.append("A constant is at the end of its range: the points do not determine it.")
+        return found
 
 
-def fit_scaling_law(granularities: Sequence[float], losses: Sequence[float]) -> ScalingLaw:
-    """Least squares with a, b, c >= 0: for a given b linear in a and c, so b alone is searched."""
+def fit_scaling_law(granularities: Sequence[float], losses: Sequence[float]) -> ScalingLaw | None:
+    """Least squares with a, b, c >= 0: for a given b linear in a and c, so b alone is searched.
+
+    None where there are fewer different granularities than constants.
+    """
     amounts, values = np.asarray(granularities, float), np.asarray(losses, float)
-    if amounts.shape != values.shape or len(set(amounts.tolist())) < CONSTANTS:
-        raise ConfigError(
-            "granularity",
-            list(granularities),
-            f"must be at least {CONSTANTS} different values with one loss each, because the law "
-            f"has {CONSTANTS} constants",
-            "Add runs.",
-        )
-    if not (np.isfinite(values).all() and (amounts > 0).all()):
-        raise ConfigError("granularity", list(losses), "must have finite losses", "Leave it out.")
+    if len(set(granularities)) < CONSTANTS:
+        return None
     low, high, power = SMALLEST_POWER, LARGEST_POWER, SMALLEST_POWER
     for _ in range(REFINEMENTS):
         grid = np.geomspace(low, high, GRID)
@@ -98,26 +79,22 @@ def _linear(amounts: np.ndarray, values: np.ndarray, power: float) -> tuple[floa
     )
 
 
-@dataclass(frozen=True)
-class Fit:
-    """No law where there are too few points; what to say of it in any case."""
-
-    law: ScalingLaw | None
-    words: str
-
-
-def fitted(group: Group) -> Fit:
+def law_of(group: Group) -> ScalingLaw | None:
     """The law of a group's losses."""
     found = _losses(group)
-    try:
-        law = fit_scaling_law(list(found), [one.mean for one in found.values()])
-    except ConfigError as error:
-        return Fit(None, f"No fit of L(Q) = a / Q^b + c: {error}")
+    return fit_scaling_law(list(found), [one.mean for one in found.values()])
+
+
+def fit_in_words(group: Group) -> str:
+    """The fit, and what it is worth."""
+    law = law_of(group)
+    if law is None:
+        return f"No fit of L(Q) = a / Q^b + c: it needs {CONSTANTS} granularities."
     words = (
         f"Fit of L(Q) = a / Q^b + c to {law.points} points: a = {law.a:.4g}, b = {law.b:.4g}, "
         f"c = {law.c:.4g}; root mean square distance {law.residual:.2g} nats."
     )
-    return Fit(law, " ".join([words, *law.warnings]))
+    return " ".join([words, *law.warnings])
 
 
 def _losses(group: Group) -> dict[int, Summary]:
@@ -130,33 +107,22 @@ def _losses(group: Group) -> dict[int, Summary]:
     return found
 
 
-def granularity_figure(group: Group, law: ScalingLaw | None) -> Drawing:
+def granularity_figure(group: Group) -> Drawing:
     """Losses with their spread, and the fitted curve."""
-    found, name = _losses(group), f"{group.slug}-law"
+    found, law, name = _losses(group), law_of(group), f"{group.slug}-law"
     with matplotlib_style(name):
-        from matplotlib.ticker import FixedLocator, NullLocator
-
         figure, axes = new_plot()
-        amounts = np.array(list(found), float)
-        axes.errorbar(
-            amounts,
-            [one.mean for one in found.values()],
-            [one.spread or 0.0 for one in found.values()],
-            color=style_at(0).colour,
-            marker=style_at(0).marker,
-            linestyle="none",
-            capsize=3,
-            label="runs (mean ± spread)",
+        means, spreads = zip(
+            *((one.mean, one.spread or 0.0) for one in found.values()), strict=True
         )
+        axes.errorbar(list(found), means, spreads, fmt="o", capsize=3, label="runs (mean ± spread)")
         if law is not None:
-            dense = np.geomspace(amounts.min(), amounts.max(), 100)
+            dense = np.geomspace(min(found), max(found), 100)
             label = f"{law.a:.3g} / Q^{law.b:.3g} + {law.c:.3g}"
-            curve, style = [law.loss(amount) for amount in dense], style_at(1)
-            axes.plot(dense, curve, color=style.colour, linestyle=style.dashes, label=label)
+            axes.plot(dense, law.loss(dense), "--", label=label)
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(FixedLocator(amounts.tolist()))
-        axes.xaxis.set_minor_locator(NullLocator())
-        plain_numbers(axes.xaxis)
+        axes.set_xticks(list(found), map(str, found))
+        axes.set_xticks([], minor=True)
         axes.set_xlabel("granularity Q (times as small as the coarse expert)")
         axes.set_ylabel("validation loss (nats per token)")
         legend(axes, 2)

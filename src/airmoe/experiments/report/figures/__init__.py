@@ -1,1 +1,0 @@
-"""The figures of a report, each drawn from what its record keeps."""
