@@ -106,12 +106,12 @@ class Reader:
             below, failure = f"{name}/{folder}", suite.failure(folder)
             self.seen.add(suite.run(folder).resolve())
             with self._named(below):
-                if suite.state(folder) == "finished":
+                if suite.is_finished(folder):
                     self._read_run(suite.run(folder), below, plan["suite"], run["variant"])
                 elif failure.is_file():
                     crash = read_json(failure)
                     self._problem(below, f"crashed: {crash['message']} (exit code {crash['code']})")
-                elif suite.state(folder) == "begun":
+                elif suite.is_begun(folder):
                     self._problem(below, "is not finished")
                 else:
                     self._problem(below, "has not begun")
