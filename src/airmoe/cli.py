@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -12,24 +11,10 @@ import typer
 from rich.console import Console
 
 from airmoe import __version__
-from airmoe.commands.comparisons import report, suite
-from airmoe.commands.costs import bench, doctor, flops
 from airmoe.commands.models import evaluate, generate, prepare, train
+from airmoe.commands.studies import bench, doctor, flops, report, suite
 from airmoe.errors import ConfigError, RunError, say
-from airmoe.files import KeptStream, can_be_written, disk_is_full
-
-# A path that cannot be made or read is the user's to change.
-PATH_ERRORS = (
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EEXIST,
-    errno.ELOOP,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENAMETOOLONG,
-)
+from airmoe.files import KeptStream, disk_is_full
 
 app = typer.Typer(
     help="Granular mixtures-of-experts: prepare text, train, evaluate, generate, measure.",
@@ -79,45 +64,27 @@ app.command()(doctor)
 def main() -> None:
     """Run a command; mistakes of the user end with code 2, failed runs with 1, one line each."""
     _let_waiting_threads_sleep()
-    keep_streams()
+    # A stream whose reader goes away must not end this process.
+    sys.stdout, sys.stderr = (
+        cast(Any, KeptStream(stream or open(os.devnull, "w")))  # noqa: SIM115
+        for stream in (sys.stdout, sys.stderr)
+    )
     try:
-        _check_arguments(sys.argv[1:])
         app(prog_name="airmoe")
     except ConfigError as error:
         _stop(str(error), 2)
     except RunError as error:
         _stop(str(error), 1)
     except OSError as error:
-        if error.errno in PATH_ERRORS and error.filename is not None:
-            _stop(f"{error.filename}: {error.strerror}. Choose a path that can be used.", 2)
-        if not disk_is_full(error):
+        if disk_is_full(error):
+            _stop("the disk is full. Make room and run the same command again: it goes on.", 1)
+        if error.filename is None:
             raise
-        _stop("the disk is full. Make room and run the same command again: it goes on.", 1)
+        _stop(f"{error.filename}: {error.strerror}. Choose a path that can be used.", 2)
     except KeyboardInterrupt:
         _stop("interrupted", 128 + signal.SIGINT)
     finally:
         _leave_process_group()
-
-
-def keep_streams() -> None:
-    """Let no stream that is lost, or was closed from the start, end this process."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:  # or the next file to be opened would get what is printed
-            os.open(os.devnull, os.O_RDWR)
-    sys.stdout, sys.stderr = (
-        cast(Any, KeptStream(stream or open(os.devnull, "w")))  # noqa: SIM115
-        for stream in (sys.stdout, sys.stderr)
-    )
-
-
-def _check_arguments(arguments: list[str]) -> None:
-    """Refuse what is not UTF-8: no JSON can hold it, and libraries cannot open such paths."""
-    for number, argument in enumerate(arguments, 1):
-        if not can_be_written(argument):
-            rule = "must be UTF-8, also where it is a path"
-            raise ConfigError(f"argument {number}", argument, rule, "Rename it.")
 
 
 def _let_waiting_threads_sleep() -> None:

@@ -20,7 +20,7 @@ def prepare(
         str,
         typer.Argument(
             help="python-docs, wikitext103, c5, openwebtext2, or a file or folder of .txt, "
-            ".jsonl, .parquet (also .gz, .xz, .zst)"
+            ".jsonl, .parquet (text also .gz, .xz)"
         ),
     ],
     out: Annotated[str, typer.Option(help="folder to make")],
