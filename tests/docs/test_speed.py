@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from xml.etree import ElementTree
 import pytest
 
 from airmoe.experiments.bench.measure import Result
-from airmoe.experiments.bench.page import cpu_block, gpu_block
 from tests.docs.common import load_script
 
 draw_speed = load_script("docs/draw_speed.py")
@@ -22,129 +20,71 @@ def test_tables_are_what_the_script_makes() -> None:
     assert draw_speed.page() == found, "run docs/draw_speed.py"
 
 
-def test_figure_is_drawn_from_these_results() -> None:
+def test_figure_is_drawn_from_these_results(tmp_path: Path) -> None:
+    digest = draw_speed.digest(draw_speed.load("paper"))
     text = draw_speed.FIGURE.read_text(encoding="utf-8")
     ElementTree.fromstring(text)
     drawn = re.search(r"drawn from: (.*?)<", text)
-    assert drawn and drawn[1] == draw_speed.digest(draw_speed.load()), (
-        "run: python docs/draw_speed.py"
-    )
+    assert drawn and drawn[1] == digest, "run: python docs/draw_speed.py"
+    pytest.importorskip("matplotlib")
+    draw_speed.draw(draw_speed.load("paper"), tmp_path / "cells.svg")
+    assert digest in (tmp_path / "cells.svg").read_text(encoding="utf-8")
 
 
-def made_up_gpu_report() -> dict[str, Any]:
-    """The layout of benchmarks/results/paper.json."""
-
-    def result(key: str, name: str, role: str, ms: float) -> dict[str, Any]:
-        return {
-            "key": key, "name": name, "role": role, "status": "timed", "backend": "triton",
-            "peak_bytes": int(ms * 2**30), "median": {"forward_ms": ms / 3, "total_ms": ms},
-            "apart_median_ms": {"refresh (all)": 1.5, "launched one by one": 9.0},
-            "captured": key != "exact", "parts": 2 if key == "peer" else 1,
-        }  # fmt: skip
-
-    results = [
-        result("air-triton", "AIR Triton", "air", 8.0),
-        result("coarse", "coarse", "coarse", 3.0),
-        result("exact", "exact", "baseline", 96.0),
-        result("peer", "PEER", "baseline", 48.0),
-    ]
+def stored(*results: Result) -> dict[str, Any]:
+    """The layout of a file in benchmarks/results."""
+    shown = [one.as_json() for one in results]
     return {
-        "device": {"name": "a GPU"},
-        "shape": {"num_tokens": 65536},
-        "shape_text": "T = 65,536",
+        "device": {"name": "a device", "threads": 2},
+        "shape": {"num_tokens": 65536, "num_experts": 65536, "size": "small"},
+        "shape_text": "T = 65,536, K = 512",
         "versions": {"torch": "2.11.0", "triton": "3.6.0"},
-        "results": [*results, {"key": "listing", "status": "wrong"}],
+        "results": shown,
+        "by": {one["key"]: one for one in shown},
     }
 
 
-def made_up_steps(*ways: tuple[str, str, float]) -> dict[str, Any]:
-    return {
-        "shape": {"size": "small"},
-        "shape_text": "small, 64 x 256 tokens",
-        "results": [
-            {
-                "key": key, "name": key, "role": role, "status": "timed", "total_ms": [ms],
-                "work": {"tokens_per_second": [1000 / ms]},
-            }
-            for key, role, ms in ways
-        ],
-    }  # fmt: skip
+def result(key: str, role: str, ms: float, **more: Any) -> Result:
+    made = Result(key, key, role, forward_ms=[ms / 4], total_ms=[ms], **more)
+    made.peak_bytes = int(ms * 2**30)
+    made.apart_ms = {"refresh (all)": [1.5], "casts": [0.5], "launched one by one": [9.0]}
+    made.work = {"tokens_per_second": [1000 / ms]}
+    return made
 
 
-def write(folder: Path, name: str, report: dict[str, Any]) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(report), encoding="utf-8")
-
-
-def test_gpu_block_says_what_the_mixture_takes_of_a_step(tmp_path: Path) -> None:
-    write(tmp_path, "paper", made_up_gpu_report())
-    eager, graph = ("eager", "air", 50.0), ("compiled-graph", "air", 20.0)
-    dense = ("dense", "dense", 15.0)
-    for ways, end in (
-        ((eager, graph, dense), "takes 20.0 ms, 5.0 of them (25 %) more"),
-        ((eager, graph), "tokens per second: compiled-graph, 50; eager, 20."),
+def test_what_the_tables_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = Result("listing", "listing", "baseline", "out of memory", "out of memory, needs much")
+    ours = result("air", "air", 8.0, captured=True)
+    paper = stored(
+        ours,
+        result("coarse", "coarse", 3.0, captured=True),
+        result("exact", "baseline", 96.0),
+        result("peer", "baseline", 48.0, captured=True),
+        lost,
+    )
+    steps = [("eager", "air", 50.0), ("compiled-graph", "air", 20.0), ("dense", "dense", 15.0)]
+    files = {
+        "cpu": stored(result("air", "air", 1000.0), lost),
+        "cpu-swiglu": stored(result("air", "air", 2000.0), result("listing", "baseline", 12_000.0)),
+        "cpu-growth": stored(result("air", "air", 1000.0), result("air-16-times", "air", 1250.0)),
+        "step-text": stored(*(result(*step) for step in steps)),
+    }
+    monkeypatch.setattr(draw_speed, "load", lambda name: files.get(name, paper))
+    page = draw_speed.page()
+    for part in (
+        "| coarse | 0.75 | 3.00 | 9.00 | 0.38 | 3.0 |",
+        "| exact | 24.0 | 96.0 | 96.0 | 12.0 | 96.0 |",  # no graph: that is its time
+        "| listing | out of memory, needs much | | | | |",
+        "The fastest granular baseline is peer: AIR takes 1/6.00 of its time.",
+        "the refresh of the shortlists 1.50 ms, casts from float32 0.50 ms.",
+        "| T = 16,384 | 8.00 | 9.00 | 1.50 | peer | 48.0 | 9.00 | 6.00 |",
+        "tokens per second: compiled-graph, 50; eager, 20. A captured",
+        "takes 20.0 ms, 5.0 of them (25 %) more than",
+        "2 threads of a device, torch 2.11.0.",
+        "| air | 1.00 | 1.0 | 1000.00 | 1.0 |",
+        "| listing | out of memory | | | |",
+        "the paper's listing 12.00 s (6.0 times)",
+        "E = 1,048,576: the forward takes 1.25 times as long as with 65,536",
+        "takes 0.00 s against 0.00 s.",
     ):
-        write(tmp_path, "step-text", made_up_steps(*ways))
-        found = gpu_block(tmp_path)
-        assert end in found and "dense" not in found
-
-
-def test_gpu_block_names_the_fastest_baseline(tmp_path: Path) -> None:
-    assert "Not measured yet" in gpu_block(tmp_path)
-    report = made_up_gpu_report()
-    write(tmp_path, "paper", report)
-    write(tmp_path, "paper-16k", report)
-    report["results"] = report["results"][:1]
-    write(tmp_path, "decode-8", report)
-    write(tmp_path / "broken", "paper", report)
-    assert "Not measured yet" in gpu_block(tmp_path / "broken"), "no baseline has a time"
-    block = gpu_block(tmp_path)
-    assert "| PEER, in 2 parts | 16.0 | 48.0 | 9.00 | 6.00 | 48.0 |" in block
-    assert "| coarse | 1.00 | 3.00 | 9.00 | 0.38 | 3.0 |" in block
-    assert "| exact | 32.0 | 96.0 | 96.0 | 12.0 | 96.0 |" in block, "without a graph: its own time"
-    assert "The fastest granular baseline is PEER: AIR takes 1/6.00 of its time." in block
-    assert "refresh (all) 1.50 ms." in block
-    assert "| T = 16,384 | 8.00 | 9.00 | 1.50 | PEER | 48.0 | 9.00 | 6.00 |" in block
-    assert "(forward) | 8.00 | 9.00 | 1.50 | not measured | | | |" in block
-
-
-def test_cpu_block_states_ratios_and_what_is_missing(tmp_path: Path) -> None:
-    assert "Not measured yet" in cpu_block(tmp_path)
-
-    def results(*seconds: tuple[str, str, float]) -> dict[str, Any]:
-        made = [
-            Result(
-                key, name, "air", forward_ms=[250 * s], total_ms=[1e3 * s],
-                peak_bytes=int(s * 2**30), apart_ms={"refresh (all)": [2e3 * s]},
-            )
-            for key, name, s in seconds
-        ]  # fmt: skip
-        lost = Result("peer-pytorch", "PEER-pytorch", "baseline", "skipped", "not installed")
-        return {
-            "shape": {"num_experts": 65_536},
-            "shape_text": "T = 4,096",
-            "device": {"name": "a processor", "threads": 2},
-            "versions": {"torch": "2.13.0"},
-            "results": [result.as_json() for result in (*made, lost)],
-        }
-
-    write(tmp_path, "cpu", results(("air", "AIR", 1.0), ("listing", "paper's listing", 9.0)))
-    assert cpu_block(tmp_path).endswith("| PEER-pytorch | skipped | | | |")
-    write(tmp_path, "cpu-swiglu", results(("air", "AIR", 2.0), ("listing", "listing", 12.0)))
-    write(tmp_path, "cpu-growth", results(("air", "AIR", 1.0), ("air-16-times", "more", 1.25)))
-    table = cpu_block(tmp_path)
-    assert "2 threads of a processor, torch 2.13.0." in table
-    assert "| paper's listing | 9.00 | 9.0 | 9.00 | 9.0 |" in table
-    assert "| PEER-pytorch | skipped | | | |" in table
-    assert "listing 12.00 s (6.0 times)" in table
-    assert "E = 1,048,576: the forward takes 1.25 times as long as with 65,536" in table
-    assert "takes 2.50 s against 2.00 s." in table
-
-
-@pytest.mark.parametrize("measured", [True, False])
-def test_figure_can_be_drawn(measured: bool, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    report = made_up_gpu_report() if measured else None
-    draw_speed.draw(report, tmp_path / "cells.svg")
-    text = (tmp_path / "cells.svg").read_text(encoding="utf-8")
-    assert draw_speed.digest(report) in text
+        assert part in page, part

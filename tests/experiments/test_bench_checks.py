@@ -4,48 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from airmoe.experiments.bench import contenders
-from airmoe.experiments.bench.cases import CASES, Dtype, Shape, toy
+from airmoe.experiments.bench import plain
+from airmoe.experiments.bench.cases import CASES, Dtype, Shape, make_inputs, toy
 from airmoe.experiments.bench.checks import check
-from airmoe.experiments.bench.contenders import (
-    Air,
-    Answer,
-    BalancedAir,
-    Contender,
-    Hierarchical,
-    Listing,
-    PeerPackage,
-)
-from airmoe.experiments.bench.entries import ENTRIES, Entry, backend
-from airmoe.experiments.bench.inputs import Inputs, make_inputs
+from airmoe.experiments.bench.contenders import Air, Answer, BalancedAir, Contender
+from airmoe.experiments.bench.entries import ENTRIES
 from airmoe.experiments.bench.measure import Result, Setting, measure
-from airmoe.experiments.bench.timing import Ceilings, Limits, Timer
+from airmoe.experiments.bench.plain import Listing
+from airmoe.experiments.bench.timing import Ceilings, Limits
+from airmoe.kernels.backend import use_backend
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = replace(toy(CASES["paper"]).shape, num_tokens=128, dim=32)
-INPUTS = make_inputs(SMALL, DEVICE, seed=3)
+CEILINGS = Ceilings("float32", 1e12, 1e12)
 
 
-def measured(
-    build: Callable[[Inputs], Contender],
-    backend: Any = None,
-    experts_times: int = 1,
-    shape: Shape = SMALL,
-) -> Result:
-    inputs = INPUTS if shape is SMALL else make_inputs(shape, DEVICE, seed=0)
-    entry = Entry("tested", "tested", "baseline", build, Shape.air, backend, experts_times)
-    ceilings = Ceilings("float32", 1e12, 1e12)
-    return measure(entry, Setting(inputs, "training", Timer(DEVICE), ceilings, Limits(repeats=1)))
+def measured(kind: Callable[..., Contender], key: str = "listing", shape: Shape = SMALL) -> Result:
+    setting = Setting(shape, "training", DEVICE, CEILINGS, Limits(repeats=1))
+    return measure(replace(ENTRIES[key], kind=kind), setting)
 
 
 @pytest.mark.parametrize("dtype", get_args(Dtype))
-@pytest.mark.parametrize("key", [key for key in ENTRIES if key != "air-triton"])
+@pytest.mark.parametrize("key", ENTRIES)
 def test_right_answers_pass_in_every_dtype(key: str, dtype: Dtype) -> None:
     if key == "peer-pytorch":
         pytest.importorskip("PEER_pytorch")
@@ -54,15 +41,16 @@ def test_right_answers_pass_in_every_dtype(key: str, dtype: Dtype) -> None:
     entry = ENTRIES[key]
     form = "gelu" if key == "peer-pytorch" else "swiglu"
     shape = replace(SMALL, dtype=dtype, cells="zipf", activation=form)
-    inputs = entry.inputs(make_inputs(shape, DEVICE, seed=1))
-    with backend(entry, inputs):
+    inputs = make_inputs(shape, DEVICE, seed=1)
+    with use_backend("reference"):
         found = check(entry.build(inputs), inputs.batches[0], inputs.cotangent)
     assert not found.problems
     assert found.num_tokens == 32
     assert 0 < found.worst_share <= 1
     assert found.experts_per_token == (1 if key == "coarse" else 32)
-    names = [deviation.what for deviation in found.deviations]
+    names = [deviation["what"] for deviation in found.deviations]
     assert names[:2] == ["output", "gradient of hidden"]
+    assert (names[-1] == "output with jitter") != entry.plain
     tables = [name for name in names if "gate" in name or "up" in name or "down" in name]
     assert len(tables) >= (3 if form == "swiglu" else 2)
 
@@ -70,13 +58,9 @@ def test_right_answers_pass_in_every_dtype(key: str, dtype: Dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("cells", ["even", "zipf"])
 def test_triton_passes(cells: Any) -> None:
-    shape = Shape(4096, 128, 4096, 64, 64, 256, cells=cells)
-    inputs = make_inputs(shape, DEVICE, seed=1)
-    entry = ENTRIES["air-triton"]
-    with backend(entry, inputs) as used:
-        assert used == "triton"
-        found = check(entry.build(inputs), inputs.batches[0], inputs.cotangent)
-    assert not found.problems
+    result = measured(Air, "air", Shape(4096, 128, 4096, 64, 64, 256, cells=cells))
+    assert (result.status, result.backend, result.captured) == ("timed", "triton", True)
+    assert "launched one by one" in result.apart_ms
 
 
 def no_router_gradient(layer: Listing, hidden: Tensor, answer: Answer) -> Answer:
@@ -88,7 +72,7 @@ def no_router_gradient(layer: Listing, hidden: Tensor, answer: Answer) -> Answer
 def worse_expert(layer: Listing, hidden: Tensor, answer: Answer) -> Answer:
     """Takes the candidate after the K-th instead of the K-th."""
     order = layer.scores(hidden, layer.values(), answer.cells).argsort(dim=-1, descending=True)
-    ids = torch.cat([order[..., : layer.top_k - 1], order[..., [layer.top_k]]], dim=-1)
+    ids = torch.cat([order[..., : SMALL.top_k - 1], order[..., [SMALL.top_k]]], dim=-1)
     return replace(answer, expert_ids=ids)
 
 
@@ -139,87 +123,59 @@ def test_a_wrong_contender_gets_no_time_but_its_error(
     assert not content["forward_ms"] and not content["total_ms"] and "median" not in content
 
 
-def stale_shortlists(inputs: Inputs) -> Listing:
-    """Centroids moved, shortlists did not."""
-    built = Listing(inputs)
-    with torch.no_grad():
-        built.module.centroids.copy_(built.module.centroids.roll(1, 0))
-    return built
+def test_shortlists_of_other_centroids_are_wrong() -> None:
+    def stale(*arguments: Any) -> Listing:
+        built = Listing(*arguments)
+        with torch.no_grad():
+            built.module.centroids.copy_(built.module.centroids.roll(1, 0))
+        return built
+
+    result = measured(stale)
+    assert result.status == "wrong" and "shortlist: one is" in result.reason
 
 
-def less_jitter_than_said(inputs: Inputs) -> Air:
-    built = Air(inputs)
-    built.jitter_std *= 2
-    return built
+def test_an_output_that_does_not_fit_the_jittered_weights_is_wrong() -> None:
+    class Wrong(Air):
+        def answer(self, hidden: Tensor) -> Answer:
+            answer = super().answer(hidden)
+            return replace(answer, output=answer.output * (1.0001 if self.module.training else 1))
+
+    result = measured(Wrong, "air")
+    assert result.status == "wrong" and "output with jitter: error" in result.reason
+
+
+def raising(error: Exception, *_: Any) -> Contender:
+    raise error
 
 
 @pytest.mark.parametrize(
-    ("build", "backend", "complaint"),
+    ("error", "status", "reason"),
     [
-        (stale_shortlists, None, "shortlist: one is"),
-        (less_jitter_than_said, "reference", "expected 2.00e-02"),
+        (NotImplementedError("no such kernel\nand more"), "failed",
+         "NotImplementedError: no such kernel"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB. GPU 0"),
+         "out of memory", "out of memory, needs about 64 GiB"),
     ],
-)
-def test_wrong_state_is_found(
-    build: Callable[[Inputs], Contender], backend: Any, complaint: str
-) -> None:
-    result = measured(build, backend)
-    assert result.status == "wrong" and complaint in result.reason
-
-
-class Greedy(Listing):
-    """Has memory for half of the batch only."""
-
-    seen: list[int] = []  # noqa: RUF012
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.seen.append(hidden.shape[0])
-        return super().forward(hidden)
-
-    def answer(self, hidden: Tensor) -> Answer:
-        if hidden.shape[0] > SMALL.num_tokens // 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB. GPU 0")
-        return super().answer(hidden)
-
-
-@pytest.mark.parametrize("backend", [None, "reference"])
-def test_only_plain_layers_are_run_in_parts(backend: Any) -> None:
-    Greedy.seen.clear()
-    result, lack = measured(Greedy, backend), "out of memory, needs about 64 GiB"
-    if backend is not None:
-        assert (result.status, result.reason, result.parts) == ("out of memory", lack, 1)
-        return
-    assert (result.status, result.parts, result.backend) == ("timed", 2, "plain PyTorch")
-    assert result.reason == f"in one part {lack}"
-    assert set(Greedy.seen) == {SMALL.num_tokens // 2}
-    (forward,), (total,) = result.forward_ms, result.total_ms
-    assert 0 < forward < total
-    assert result.as_json()["median"] == {"forward_ms": forward, "total_ms": total}
-
-
-def test_a_crash_is_a_result() -> None:
-    def build(_inputs: Inputs) -> Contender:
-        raise NotImplementedError("no such kernel\nand more")
-
-    result = measured(build)
-    assert (result.status, result.reason) == ("failed", "NotImplementedError: no such kernel")
+)  # fmt: skip
+def test_what_goes_wrong_is_a_result(error: Exception, status: str, reason: str) -> None:
+    result = measured(partial(raising, error))
+    assert (result.status, result.reason) == (status, reason)
 
 
 def test_who_cannot_be_built_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = measured(Hierarchical, "auto", shape=replace(SMALL, num_codewords=2))
-    assert result.status == "skipped"
-    assert "do not add up" in result.reason
-    monkeypatch.setattr(contenders, "find_spec", lambda _name: None)
-    result = measured(PeerPackage)
-    assert result.status == "skipped"
-    assert "pip install" in result.reason
+    kind = ENTRIES["hierarchical"].kind
+    result = measured(kind, "hierarchical", replace(SMALL, num_codewords=2))
+    assert result.status == "skipped" and "do not add up" in result.reason
+    monkeypatch.setattr(plain, "find_spec", lambda _name: None)
+    result = measured(plain.PeerPackage, "peer-pytorch")
+    assert result.status == "skipped" and "pip install" in result.reason
 
 
 def test_the_balance_loss_has_a_gradient_too() -> None:
-    gradients = []
-    for build in (Air, BalancedAir):
-        contender = build(INPUTS)
-        output = contender.forward(INPUTS.batches[0])
+    gradients, inputs = [], make_inputs(SMALL, DEVICE)
+    for kind in (Air, BalancedAir):
+        contender = kind(inputs, SMALL.air())
+        output = contender.forward(inputs.batches[0])
         contender.backward(output, torch.zeros_like(output))
         grad = contender.router.centroids.grad
         gradients.append(0.0 if grad is None else grad.abs().sum().item())
@@ -227,14 +183,7 @@ def test_the_balance_loss_has_a_gradient_too() -> None:
 
 
 def test_more_experts_for_the_same_tokens() -> None:
-    built: list[Inputs] = []
-
-    def build(inputs: Inputs) -> Contender:
-        built.append(inputs)
-        return Air(inputs)
-
-    result = measured(build, "reference", experts_times=4)
-    assert result.status == "timed", result.reason
-    assert built[0].shape.num_experts == 4 * SMALL.num_experts
-    assert built[0].batches is INPUTS.batches
-    assert result.parameter_bytes == 4 * 4 * SMALL.num_experts * SMALL.dim * 4
+    given = make_inputs(SMALL, DEVICE)
+    built = ENTRIES["air-16-times"].build(given)
+    assert built.inputs.batches is given.batches
+    assert built.values()["experts.up"].shape == (16 * SMALL.num_experts, SMALL.dim)

@@ -1,27 +1,27 @@
-"""The parts of `airmoe bench`: cases, tokens, counting, sampling, turns."""
+"""The parts of `airmoe bench`: cases, tokens, counting, sampling, memory."""
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from safetensors.torch import save_file
 
 from airmoe.errors import ConfigError
-from airmoe.experiments.bench import turns
-from airmoe.experiments.bench.cases import CASES, DECODE, SCALING, Shape, toy
+from airmoe.experiments.bench.cases import (
+    CASES,
+    DECODE,
+    SCALING,
+    Shape,
+    make_inputs,
+    summarize_cells,
+    toy,
+)
 from airmoe.experiments.bench.entries import ENTRIES, Work
-from airmoe.experiments.bench.inputs import make_inputs, read_captured, summarize_cells
-from airmoe.experiments.bench.measure import Result
+from airmoe.experiments.bench.measure import Setting, measure_alone
 from airmoe.experiments.bench.timing import (
     Ceilings,
     Limits,
@@ -31,7 +31,6 @@ from airmoe.experiments.bench.timing import (
     sample,
     step_of,
 )
-from airmoe.experiments.bench.turns import Subject, measure_in_turns, own_process
 
 CPU = torch.device("cpu")
 PAPER = CASES["paper"].shape
@@ -60,11 +59,13 @@ def test_cases_have_the_promised_sizes() -> None:
 
 
 def test_equal_budgets() -> None:
-    assert PAPER.num_coarse_experts == 128
-    assert PAPER.num_selected_clusters == 32
-    assert replace(PAPER, num_experts=1_048_576).num_selected_clusters == 2
-    assert replace(PAPER, num_codewords=8).num_selected_clusters is None
-    assert CASES["cpu"].shape.num_selected_clusters == 4
+    assert PAPER.coarse().num_experts == 128
+    for shape, clusters in (
+        (PAPER, 32), (replace(PAPER, num_experts=1_048_576), 2), (CASES["cpu"].shape, 4)
+    ):  # fmt: skip
+        assert shape.hierarchical().num_selected_clusters == clusters
+    with pytest.raises(ConfigError, match="do not add up"):
+        replace(PAPER, num_codewords=8).hierarchical()
 
 
 @pytest.mark.parametrize("cells", ["even", "zipf", "topics"])
@@ -73,14 +74,14 @@ def test_tokens_fall_into_the_cells_that_were_asked_for(cells: Any) -> None:
     shape = replace(CASES["cpu" if topics else "paper"].shape, dim=64, dtype="float32", cells=cells)
     inputs = make_inputs(shape, CPU, seed=0)
     found = summarize_cells(inputs)
-    assert found.mean_size == shape.num_tokens / shape.num_codewords
+    assert found["mean_size"] == shape.num_tokens / shape.num_codewords
     low, high = {"even": (1, 2), "zipf": (20, 1000), "topics": (2.5, 1000)}[cells]
-    assert low * found.mean_size < found.largest < high * found.mean_size
+    assert low * found["mean_size"] < found["largest"] < high * found["mean_size"]
     if topics:
-        assert 0.6 < found.mean_cosine < 0.8
+        assert 0.6 < found["mean_cosine"] < 0.8
     else:
-        assert found.mean_cosine == pytest.approx(1 / math.sqrt(1.36), abs=0.02)
-        assert (found.empty > 0) == (cells == "zipf")
+        assert found["mean_cosine"] == pytest.approx(1 / math.sqrt(1.36), abs=0.02)
+        assert (found["empty"] > 0) == (cells == "zipf")
     torch.testing.assert_close(inputs.codewords.norm(dim=-1), torch.ones(shape.num_codewords))
     torch.testing.assert_close(inputs.batches[1].norm(dim=-1), torch.full((shape.num_tokens,), 8.0))
     assert not torch.equal(inputs.batches[0], inputs.batches[1])
@@ -92,48 +93,6 @@ def test_inputs_are_the_same_for_the_same_seed() -> None:
     assert torch.equal(first.batches[2], second.batches[2])
     assert torch.equal(first.cotangent, second.cotangent)
     assert not torch.equal(first.batches[2], other.batches[2])
-
-
-def test_captured_states_decide_the_sizes(tmp_path: Path) -> None:
-    hidden = torch.randn(96, 24)
-    shape = replace(toy(CASES["paper-captured"]).shape, num_tokens=64)
-    save_file({"hidden": hidden}, tmp_path / "plain.safetensors")
-    inputs = make_inputs(shape, CPU, 0, read_captured(tmp_path / "plain.safetensors"))
-    assert (inputs.shape.num_tokens, inputs.shape.dim) == (64, 24)
-    assert torch.equal(inputs.batches[0], hidden[:64])
-    assert torch.equal(inputs.batches[1], hidden[24:88])
-    assert torch.equal(inputs.batches[3], torch.cat([hidden[72:], hidden[:40]]))
-    torch.testing.assert_close(inputs.codewords.norm(dim=-1), torch.ones(16))
-    tensors = {"hidden": hidden, "codewords": torch.randn(5, 24), "centroids": torch.randn(256, 24)}
-    save_file(tensors, tmp_path / "all.safetensors")
-    shape = replace(shape, num_tokens=1000, dtype="bfloat16")
-    inputs = make_inputs(shape, CPU, 0, read_captured(tmp_path / "all.safetensors"))
-    assert (inputs.shape.num_tokens, inputs.shape.num_codewords) == (96, 5)
-    assert inputs.shape.num_experts == 256
-    assert inputs.centroids is not None and inputs.batches[0].dtype == torch.bfloat16
-    torch.testing.assert_close(inputs.codewords, F.normalize(tensors["codewords"], dim=-1))
-
-
-@pytest.mark.parametrize(
-    ("tensors", "complaint"),
-    [
-        (None, "must be a safetensors file"),
-        ("text", "cannot be read"),
-        ({"states": torch.ones(2, 2)}, "must hold a tensor `hidden`"),
-        ({"hidden": torch.ones(2)}, "hidden is \\(2,\\)"),
-        ({"hidden": torch.ones(2, 4), "codewords": torch.ones(2, 3)}, "codewords is \\(2, 3\\)"),
-        ({"hidden": torch.full((2, 2), torch.nan)}, "must be finite"),
-        ({"hidden": torch.ones(2, 2, dtype=torch.int64)}, "must be finite numbers"),
-    ],
-)
-def test_captured_states_that_are_none(tensors: Any, complaint: str, tmp_path: Path) -> None:
-    file = tmp_path / "states.safetensors"
-    if isinstance(tensors, str):
-        file.write_text(tensors)
-    elif tensors is not None:
-        save_file(tensors, file)
-    with pytest.raises(ConfigError, match=complaint):
-        read_captured(file)
 
 
 def work(key: str, shape: Shape = PAPER) -> Work:
@@ -153,10 +112,8 @@ def test_flops_of_the_papers_shape() -> None:
     assert listing.executed.forward == product * (1024 + 2048 + 3 * 512)
     assert exact.algorithmic.forward == product * (65_536 + 3 * 512)
     assert exact.executed.backward == product * 2 * 4 * 512
-    assert work("exact-gathered").executed == exact.algorithmic
     assert work("coarse").algorithmic.forward == product * (128 + 3 * 512)
     assert work("peer").executed.forward == product * (8 * 256 + 8 * 256 + 3 * 512)
-    assert work("peer-gathered") == work("peer")
     assert work("hierarchical").executed.forward == product * (1024 + 4 * 2048)
     gelu = work("air", replace(PAPER, activation="gelu"))
     assert gelu.executed.backward == product * 2 * 3 * 2048
@@ -227,50 +184,14 @@ def test_a_graph_reads_the_batch_of_its_step() -> None:
         assert outputs[-1].tolist() == [2.0 * number] * 4
 
 
-TURNS = replace(
-    toy(CASES["cpu"]).shape, num_tokens=512, dim=64, shortlist_size=512, num_experts=1024
-)
-CEILINGS = Ceilings("float32", 1e12, 1e12)
-
-
-def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In alternating order; who cannot go on drops out, and slow ones get fewer turns."""
-    seen: list[tuple[str, int]] = []
-
-    class Scripted:
-        def __init__(self, key: str, *_: Any) -> None:
-            self.key = key
-
-        def prepare(self) -> int:
-            return 3 if self.key == "air" else 2
-
-        def turn(self, number: int) -> None:
-            seen.append((self.key, number))
-            if (self.key, number) == ("peer", 1):
-                raise RuntimeError("its process ended")
-
-        def finish(self) -> Result:
-            return Result(self.key, self.key, "air", backend="reference")
-
-    @contextmanager
-    def here(_make: Any, *arguments: Any) -> Iterator[Any]:
-        subject = Scripted(*arguments)
-        yield lambda method, *given: getattr(subject, method)(*given)
-
-    monkeypatch.setattr(turns, "own_process", here)
-    keys = ("air", "peer", "exact")
-    air, peer, exact = measure_in_turns(keys, TURNS, 0, CEILINGS, Limits(repeats=3))
-    assert seen == [
-        ("exact", 1), ("peer", 1), ("air", 1), ("air", 2), ("exact", 2), ("air", 3)
-    ]  # fmt: skip
-    assert (air.status, air.backend, exact.status) == ("timed", "reference", "timed")
-    assert (peer.status, peer.reason) == ("failed", "RuntimeError: its process ended")
-
-
 @pytest.mark.slow
 def test_memory_of_the_listing_holds_its_gathered_candidates() -> None:
+    shape = replace(
+        toy(CASES["cpu"]).shape, num_tokens=512, dim=64, shortlist_size=512, num_experts=1024
+    )
     limits = Limits(repeats=2, seconds=1e-9, least=2)
-    (listing,) = measure_in_turns(("listing",), TURNS, 0, CEILINGS, limits)
+    setting = Setting(shape, "training", CPU, Ceilings("float32", 1e12, 1e12), limits)
+    listing = measure_alone(ENTRIES["listing"], setting)
     assert listing.status == "timed", listing.reason
     assert listing.check is not None and listing.check.worst_share <= 1
     pairs = list(zip(listing.forward_ms, listing.total_ms, strict=True))
@@ -279,22 +200,12 @@ def test_memory_of_the_listing_holds_its_gathered_candidates() -> None:
     assert listing.peak_bytes is not None and gathered <= listing.peak_bytes <= 4 * gathered
 
 
-def test_a_subject_is_checked_before_its_turns() -> None:
-    limits = Limits(repeats=2, seconds=1e-9, least=2)
-    subject = Subject("air", replace(TURNS, num_tokens=64), 0, CEILINGS, limits)
-    assert subject.prepare() == 2
-    assert subject.result.check is not None and len(subject.result.check.deviations) > 3
-    subject.turn(1)
-    result = subject.finish()
-    assert (result.status, result.backend) == ("timed", "reference")
-    assert len(result.forward_ms) == len(result.total_ms) == 1, "warm-up is no sample"
-    assert result.peak_bytes is not None and result.peak_bytes > 0
-    assert "refresh (1/|w|, shortlists, reverse index)" in result.apart_ms
+def dies(*_: Any) -> Any:
+    os._exit(7)
 
 
 @pytest.mark.slow
 def test_a_process_that_dies_is_reported() -> None:
-    with own_process(importlib.import_module, "os") as ask:
-        assert ask("getpid") != os.getpid()
-        with pytest.raises(RuntimeError, match="ended with exit code 7"):
-            ask("_exit", 7)
+    setting = Setting(PAPER, "training", CPU, Ceilings("float32", 1e12, 1e12), Limits())
+    result = measure_alone(replace(ENTRIES["air"], kind=dies), setting)
+    assert result.status == "failed" and "terminated abruptly" in result.reason

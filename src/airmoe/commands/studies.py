@@ -73,8 +73,8 @@ def bench(
     cases: Annotated[
         list[str] | None,
         typer.Argument(
-            help="paper (the default), paper-16k, paper-768, paper-g256, paper-zipf, "
-            "paper-captured; cpu, cpu-swiglu, cpu-growth"
+            help="paper (the default), paper-16k, paper-768, paper-g256, paper-zipf; "
+            "cpu, cpu-swiglu, cpu-growth"
         ),
     ] = None,
     step: Annotated[
@@ -84,30 +84,18 @@ def bench(
     scaling: Annotated[
         bool, typer.Option("--scaling", help="from 4,096 to 1,048,576 experts")
     ] = False,
-    swapped: Annotated[
-        bool, typer.Option("--swapped", help="a swapped router beside the stock one, on a CPU")
-    ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="toy sizes, also on a CPU, to see that it runs")
     ] = False,
     only: Annotated[
-        list[str] | None, typer.Option(help="air-triton, exact, listing, ...; may be repeated")
+        list[str] | None, typer.Option(help="air, exact, listing, ...; may be repeated")
     ] = None,
-    repeats: Annotated[int, typer.Option(help="samples; fewer if they take too long")] = 20,
+    repeats: Annotated[int, typer.Option(help="samples; fewer if they take too long", min=1)] = 20,
     out: Annotated[Path, typer.Option(help="folder of the JSON files")] = Path(
         "benchmarks/results"
     ),
-    activations: Annotated[
-        Path | None, typer.Option(help="hidden states for paper-captured, .safetensors")
-    ] = None,
     data: Annotated[
         Path | None, typer.Option(help="with --step: train on what `prepare` wrote, then time")
-    ] = None,
-    capture: Annotated[
-        Path | None, typer.Option(help="with --step: write --activations of the model here")
-    ] = None,
-    figure: Annotated[
-        Path | None, typer.Option(help="draw here; without anything to measure: stored results")
     ] = None,
 ) -> None:
     """Time AIR and its alternatives on a GPU or a CPU, after checking their results."""
@@ -118,15 +106,11 @@ def bench(
         step=step,
         decode=decode,
         scaling=scaling,
-        swapped=swapped,
         quick=quick,
         only=tuple(only or ()),
         repeats=repeats,
         out=out,
-        activations=activations,
         data=data,
-        capture=capture,
-        figure=figure,
     )
     if not Bench(options, wide_console()).run():
         raise typer.Exit(1)

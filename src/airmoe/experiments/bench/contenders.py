@@ -1,4 +1,4 @@
-"""The layers under test: how each is built, run, and what it is defined to be.
+"""The layers under test: how each is built and run, and what it is defined to compute.
 
 Parameters and tokens have the dtype of the shape; none has a post-norm. Ours run as in training:
 codebook update, jitter, and an optimizer that is never stepped, so that caches last.
@@ -8,36 +8,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from airmoe.experiments.bench.cases import Shape
-from airmoe.experiments.bench.inputs import Inputs
-from airmoe.experiments.bench.plain import (
-    GatheredExact,
-    GatheredLayer,
-    GatheredPeer,
-    InvertedIndex,
-    ListingLayer,
-    Tables,
-    clustered_scores,
-    product_key_scores,
-    unit,
-)
+from airmoe.experiments.bench.cases import SEED, Inputs, Shape
 from airmoe.losses import load_balance_loss
 from airmoe.moe import CoarseExperts, GranularExperts, MoELayer
-from airmoe.routers import AirRouter, CellRouting, RouterConfig, track_optimizer
+from airmoe.routers import AirRouter, CellRouting, PeerRouter, RouterConfig, track_optimizer
 from airmoe.routers.routing import by_token
 
+ROWS = 65_536  # of a table in float64 at once
 Values = dict[str, Tensor]  # the module's parameters by name, in any dtype
-
-
-class NotHereError(RuntimeError):
-    """A contender cannot be built here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +45,18 @@ class Contender(ABC):
 
     module: Any  # a torch module, with the parameters that get gradients
     neurons_per_expert = 1
-    jitter_std = 0.0  # of a logit in training mode; 0 where jitter cannot be compared
 
-    def __init__(self, inputs: Inputs, make: Callable[[], nn.Module]) -> None:
-        self.inputs, self.top_k = inputs, inputs.shape.top_k
+    def __init__(self, inputs: Inputs, config: RouterConfig) -> None:
+        self.inputs, self.config = inputs, config
+        self.num_heads = config.num_heads if isinstance(config, PeerRouter.Config) else 1
         self.score_dtype = inputs.shape.torch_dtype  # in which its logits are meant to be computed
-        torch.manual_seed(inputs.seed)
+        torch.manual_seed(SEED)
         with torch.device(inputs.device):
-            self.module = make().to(inputs.shape.torch_dtype)
+            self.module = self.make(inputs.shape).to(inputs.shape.torch_dtype)
+
+    @abstractmethod
+    def make(self, shape: Shape) -> nn.Module:
+        """The layer, in float32."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, D] -> [T, D]: in training mode all that a micro-batch does before its backward."""
@@ -81,150 +70,80 @@ class Contender(ABC):
 
     @abstractmethod
     def answer(self, hidden: Tensor) -> Answer:
-        """The layer with its choices, as its mode (training or evaluation) has it."""
+        """A forward with its choices, from which the layer learns nothing."""
 
     @abstractmethod
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
         """Its logits by definition, in hidden's dtype: [T, heads, E], -inf = no candidate."""
 
-    @abstractmethod
-    def tables(self, values: Values) -> Tables:
-        """The experts, a row per neuron."""
+    def tables(self, values: Values) -> Values:
+        """Neurons, one row each [E, D]: `up`, `down`, and `gate` where experts are SwiGLU."""
+        parts = {name.removeprefix("experts."): value for name, value in values.items()}
+        return {n: parts[n].flatten(0, -2) for n in ("gate", "up", "down") if n in parts}
 
     def cell_scores(self, hidden: Tensor, values: Values) -> Tensor:
-        """By which cells are chosen: [T, G]."""
+        """By which cells are chosen, if it has cells: [T, G]."""
         raise NotImplementedError(f"{type(self).__name__} has no cells")
-
-    def inverted_index(self, values: Values) -> InvertedIndex | None:
-        """Where candidates come from, if from an index."""
-        return None
 
     def apart(self) -> dict[str, Callable[[], Any]]:
         """Actions that belong to training but not to every forward: name -> function."""
         return {}
 
 
-class Gathered(Contender):
-    """A layer that gathers the rows of each token."""
+class Shortlisted(Contender):
+    """Candidates come from an inverted index: codeword -> the M experts that score best with it."""
 
-    kind: ClassVar[type[GatheredLayer]]
+    centroids = "centroids"  # name of the parameter
+    projects = False  # whether scores take w_e / |w_e|
 
-    def __init__(self, inputs: Inputs) -> None:
-        super().__init__(inputs, lambda: self.kind(inputs))
+    @property
+    @abstractmethod
+    def codewords(self) -> Tensor:
+        """[G, D]."""
 
-    def answer(self, hidden: Tensor) -> Answer:
-        lists = self.module.route(hidden)
-        return Answer(self.module.run_experts(hidden, *lists), *lists)
+    @property
+    @abstractmethod
+    def shortlists(self) -> Tensor:
+        """[G, M] expert ids."""
 
-    def tables(self, values: Values) -> Tables:
-        return Tables(values.get("gate"), values["up"], values["down"])
-
-
-class PlainExact(Gathered):
-    kind = GatheredExact
-
-    def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
-        return (hidden @ values["centroids"].to(hidden.dtype).T).unsqueeze(1)
-
-
-class PlainPeer(Gathered):
-    kind = GatheredPeer
-
-    def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
-        return product_key_scores(hidden, values["query"], values["keys"])
-
-
-class Listing(Gathered):
-    """The paper's listing."""
-
-    kind = ListingLayer
-    module: ListingLayer
-
-    def __init__(self, inputs: Inputs) -> None:
-        super().__init__(inputs)
-        self.module.refresh()
-
-    def answer(self, hidden: Tensor) -> Answer:
-        return replace(super().answer(hidden), cells=self.module.assign(hidden).unsqueeze(-1))
-
-    def inverted_index(self, values: Values) -> InvertedIndex:
-        layer = self.module
-        return InvertedIndex(layer.codewords, layer.shortlists, values["centroids"], project=False)
+    def directions(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the centroids as they enter scores."""
+        return unit(rows, dtype) if self.projects else rows.to(dtype)
 
     def cell_scores(self, hidden: Tensor, values: Values) -> Tensor:
-        return hidden @ self.module.codewords.to(hidden.dtype).T
+        return hidden @ self.codewords.to(hidden.dtype).T
+
+    def codeword_scores(self, used: Tensor, values: Values, dtype: torch.dtype) -> Tensor:
+        """<c_g, w_e> of some codewords with all experts, by which shortlists are made: [n, E]."""
+        codewords, parts = self.codewords[used].to(dtype), values[self.centroids].split(ROWS)
+        return torch.cat([codewords @ self.directions(rows, dtype).T for rows in parts], dim=-1)
 
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
+        """<h, w_e> for e in the shortlist of the token's cell."""
         assert cells is not None
-        return self.inverted_index(values).scores(hidden, cells.squeeze(-1))
-
-
-class PeerPackage(Contender):
-    """PyPI's PEER-pytorch, two matrices with GELU between them.
-
-    `non_competing_scores=False` matters: the package's default takes one expert per head.
-    """
-
-    def __init__(self, inputs: Inputs) -> None:
-        if find_spec("PEER_pytorch") is None:
-            raise NotHereError(
-                "PEER-pytorch is not installed. It is needed for this comparison only: "
-                "pip install -c constraints/cpu.txt 'airmoe[bench]'"
-            )
-        from PEER_pytorch import PEER
-
-        shape = inputs.shape
-        sizes = {
-            "heads": shape.num_heads,
-            "num_experts": shape.num_experts,
-            "num_experts_per_head": shape.top_k // shape.num_heads,
-        }
-        super().__init__(inputs, lambda: PEER(shape.dim, **sizes, non_competing_scores=False))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.module(hidden.unsqueeze(0)).squeeze(0)
-
-    def answer(self, hidden: Tensor) -> Answer:
-        """With the expert ids as the package itself looks them up."""
-        seen: list[Tensor] = []
-        handle = self.module.weight_down_embed.register_forward_pre_hook(
-            lambda _module, inputs: seen.append(inputs[0])
-        )
-        try:
-            output = self.forward(hidden)
-        finally:
-            handle.remove()
-        (ids,) = seen
-        return Answer(output, ids.squeeze(0))
-
-    def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
-        keys = values["keys"].permute(0, 2, 1, 3)  # [P, 2, sqrt(E), D / 2]
-        query = values["to_queries.0.weight"]  # [2 * P * D / 2, D]: halves come first
-        query = query.unflatten(0, (2, len(keys), -1)).transpose(0, 1).flatten(0, 2)
-        return product_key_scores(hidden, query, keys)
-
-    def tables(self, values: Values) -> Tables:
-        up, down = (values[f"weight_{name}_embed.weight"] for name in ("down", "up"))
-        return Tables(None, up, down)
+        candidates = self.shortlists[cells.squeeze(-1)]  # [T, M]
+        rows = self.directions(values[self.centroids][candidates], hidden.dtype)  # [T, M, D]
+        logits = (hidden.unsqueeze(1) @ rows.mT).squeeze(1)  # [T, M]
+        everywhere = logits.new_full((len(hidden), self.config.num_experts), -torch.inf)
+        return everywhere.scatter(1, candidates, logits).unsqueeze(1)
 
 
 class OwnLayer(Contender):
-    """An airmoe layer in training mode, with jitter."""
+    """An airmoe layer, in training mode unless told otherwise."""
 
     module: MoELayer
 
     def __init__(self, inputs: Inputs, config: RouterConfig) -> None:
-        super().__init__(
-            inputs,
-            lambda: MoELayer(config.build(), self.make_experts(inputs.shape), post_norm="none"),
-        )
-        self.top_k, self.jitter_std = config.top_k, config.jitter_std
+        super().__init__(inputs, config)
         self.score_dtype = torch.promote_types(inputs.shape.torch_dtype, torch.float32)
         self.router = self.module.router
         # Never stepped: its hook tells the router that caches last from one step to the next.
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.0)
         track_optimizer(self.module, self.optimizer)
         self.module.train()
+
+    def make(self, shape: Shape) -> nn.Module:
+        return MoELayer(self.config.build(), self.make_experts(shape), post_norm="none")
 
     def make_experts(self, shape: Shape) -> GranularExperts | CoarseExperts:
         return GranularExperts(shape.num_experts, shape.dim, activation=shape.activation)
@@ -233,69 +152,43 @@ class OwnLayer(Contender):
         return self.module(hidden.unsqueeze(0)).squeeze(0)
 
     def answer(self, hidden: Tensor) -> Answer:
-        if self.module.training:
-            routing = self.router(hidden)  # without `observe`: the state stays as it is
-            output = self.module.experts(hidden, routing)
-        else:
-            result = self.module.forward_with_routing(hidden.unsqueeze(0))
-            routing, output = result.routing, result.hidden.squeeze(0)
-        listed = routing.to_token_routing()
-        heads = (listed.num_tokens, getattr(self.router.config, "num_heads", 1), -1)
-        found = Answer(output, listed.expert_ids.view(heads), listed.weights.view(heads))
-        if not isinstance(routing, CellRouting):
-            return found
-        return replace(
-            found, cells=by_token(routing.cells.cell_of_row.unsqueeze(-1), routing.cells)
-        )
-
-    def tables(self, values: Values) -> Tables:
-        gate = values.get("experts.gate")
-        up, down = (values[f"experts.{name}"].flatten(0, -2) for name in ("up", "down"))
-        return Tables(None if gate is None else gate.flatten(0, -2), up, down)
+        result = self.module.forward_with_routing(hidden.unsqueeze(0), learn=False)
+        routing = result.routing
+        listed, cells = routing.to_token_routing(), None
+        if isinstance(routing, CellRouting):
+            cells = by_token(routing.cells.cell_of_row.unsqueeze(-1), routing.cells)
+        shape = (listed.num_tokens, self.num_heads, -1)
+        ids, weights = listed.expert_ids.view(shape), listed.weights.view(shape)
+        return Answer(result.hidden.squeeze(0), ids, weights, cells)
 
 
-class Air(OwnLayer):
+class Air(OwnLayer, Shortlisted):
     """AIR, with the codebook that everybody is given."""
 
     router: AirRouter
+    centroids, projects = "router.centroids", True
 
-    def __init__(self, inputs: Inputs) -> None:
-        super().__init__(inputs, inputs.shape.air())
-        if inputs.centroids is not None:
-            with torch.no_grad():
-                self.router.centroids.copy_(inputs.centroids)
+    def __init__(self, inputs: Inputs, config: RouterConfig) -> None:
+        super().__init__(inputs, config)
         self.router.codebook.load_state_dict(inputs.codebook_state())
         self.router.observe(inputs.batches[-1])  # which also builds the shortlists
 
-    def inverted_index(self, values: Values) -> InvertedIndex:
-        codewords, shortlists = self.router.codebook.codewords, self.router.shortlists()
-        return InvertedIndex(codewords, shortlists, values["router.centroids"], project=True)
+    @property
+    def codewords(self) -> Tensor:
+        return self.router.codebook.codewords
 
-    def cell_scores(self, hidden: Tensor, values: Values) -> Tensor:
-        return hidden @ unit(self.router.codebook.codewords, hidden.dtype).T
-
-    def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
-        assert cells is not None
-        return self.inverted_index(values).scores(hidden, cells.squeeze(-1))
+    @property
+    def shortlists(self) -> Tensor:
+        return self.router.shortlists()
 
     def apart(self) -> dict[str, Callable[[], Any]]:
         """The codebook update is in every forward too; the others belong to an optimizer step."""
-        batch, parameters = self.inputs.batches[0], list(self.module.parameters())
-        masters = [parameter.detach().float() for parameter in parameters]
-
-        def cast() -> None:
-            for master in masters:
-                master.to(self.inputs.shape.torch_dtype)
-
-        def make_gradients() -> None:
-            for parameter in parameters:
-                torch.zeros_like(parameter)
-
+        batch, dtype = self.inputs.batches[0], self.inputs.shape.torch_dtype
+        masters = [parameter.detach().float() for parameter in self.module.parameters()]
         return {
             "codebook update": lambda: self.router.observe(batch),
             "refresh (1/|w|, shortlists, reverse index)": self.router.rebuild_shortlists,
-            "casts from float32": cast,
-            "zeroed gradient buffers": make_gradients,
+            "casts from float32": lambda: [master.to(dtype) for master in masters],
         }
 
 
@@ -312,10 +205,7 @@ class BalancedAir(Air):
 
 
 class Exact(OwnLayer):
-    """Exact routing, our own."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        super().__init__(inputs, inputs.shape.exact())
+    """Exact routing."""
 
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
         return (hidden @ unit(values["router.centroids"], hidden.dtype).T).unsqueeze(1)
@@ -324,38 +214,43 @@ class Exact(OwnLayer):
 class Coarse(Exact):
     """Few experts of K neurons, of which a token takes one: as many active parameters."""
 
-    def __init__(self, inputs: Inputs) -> None:
-        OwnLayer.__init__(self, inputs, inputs.shape.coarse())
-        self.neurons_per_expert = inputs.shape.top_k
-        self.jitter_std = 0.0  # one weight among all experts shows no jitter
-
     def make_experts(self, shape: Shape) -> CoarseExperts:
-        count, size = shape.num_coarse_experts, shape.top_k
+        self.neurons_per_expert = shape.top_k
+        count, size = self.config.num_experts, shape.top_k
         return CoarseExperts(count, shape.dim, size, activation=shape.activation)
 
 
 class Hierarchical(OwnLayer):
     """Learned clusters, as many candidates as AIR."""
 
-    def __init__(self, inputs: Inputs) -> None:
-        super().__init__(inputs, inputs.shape.hierarchical())
-        self.jitter_std = 0.0  # it moves the candidates too, so the definition would need the draws
-
     def cell_scores(self, hidden: Tensor, values: Values) -> Tensor:
         return hidden @ unit(values["router.cluster_centroids"], hidden.dtype).T
 
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
+        """Expert's + cluster's score where the cluster is chosen."""
         assert cells is not None
-        centroids = values["router.centroids"]
-        return clustered_scores(hidden, centroids, values["router.cluster_centroids"], cells)
+        clusters = self.cell_scores(hidden, values)  # [T, G]
+        kept = torch.full_like(clusters, -torch.inf).scatter(1, cells, clusters.gather(1, cells))
+        experts = hidden @ unit(values["router.centroids"], hidden.dtype).T  # [T, E]
+        per_cluster = experts.shape[1] // clusters.shape[1]
+        return (experts + kept.repeat_interleave(per_cluster, dim=-1)).unsqueeze(1)
 
 
 class Peer(OwnLayer):
-    """Product keys, our own."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        super().__init__(inputs, inputs.shape.peer())
-        self.jitter_std *= 2**0.5  # a logit is the sum of two jittered scores
+    """Product keys."""
 
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
         return product_key_scores(hidden, values["router.query.weight"], values["router.keys"])
+
+
+def product_key_scores(hidden: Tensor, query: Tensor, keys: Tensor) -> Tensor:
+    """PEER: a_i + b_j. query [P * D, D], keys [P, 2, sqrt(E), D / 2] -> [T, P, E]."""
+    queries = hidden @ query.to(hidden.dtype).T
+    queries = queries.view(hidden.shape[0], keys.shape[0], 2, -1)
+    first, second = torch.einsum("tphd,phsd->htps", queries, keys.to(hidden.dtype))
+    return (first.unsqueeze(-1) + second.unsqueeze(-2)).flatten(2)
+
+
+def unit(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of norm 1 in another precision."""
+    return F.normalize(rows.to(dtype), dim=-1)

@@ -18,12 +18,11 @@ with 2 or 4 bytes for a number; intermediate results could stay on the chip and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from airmoe.experiments.bench.cases import Shape
+from airmoe.experiments.bench.cases import Inputs, Shape
 from airmoe.experiments.bench.contenders import (
     Air,
     BalancedAir,
@@ -31,17 +30,11 @@ from airmoe.experiments.bench.contenders import (
     Contender,
     Exact,
     Hierarchical,
-    Listing,
-    NotHereError,
     Peer,
-    PeerPackage,
-    PlainExact,
-    PlainPeer,
 )
-from airmoe.experiments.bench.inputs import Inputs
+from airmoe.experiments.bench.plain import Listing, PeerPackage
 from airmoe.experiments.bench.timing import Ceilings
 from airmoe.flops import Column, Cost, Workload, count_layer
-from airmoe.kernels.backend import Choice, backend_for, use_backend
 from airmoe.routers import AirRouter, HierarchicalRouter, PeerRouter, RouterConfig
 
 Role = Literal["air", "baseline", "coarse"]  # a coarse layer is no granular baseline
@@ -98,37 +91,34 @@ def _router_rows(config: RouterConfig, num_tokens: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a table."""
+    """Who can be measured, by the names of the command line."""
 
     key: str
     name: str
     role: Role
-    build: Callable[[Inputs], Contender]
+    kind: Callable[[Inputs, RouterConfig], Contender]
     config: Callable[[Shape], RouterConfig]  # whose FLOPs are its own
-    backend: Choice | None = "auto"  # None: plain PyTorch, nothing of ours
+    plain: bool = False  # PyTorch as other people write it, nothing of ours
     experts_times: int = 1  # as many experts as the case has, times so many
 
-    @property
-    def splits(self) -> bool:
-        """Whether a batch that does not fit is run in parts."""
-        return self.backend is None
+    def shape(self, given: Shape) -> Shape:
+        return replace(given, num_experts=self.experts_times * given.num_experts)
 
-    def inputs(self, given: Inputs) -> Inputs:
-        experts = self.experts_times * given.shape.num_experts
-        return replace(given, shape=replace(given.shape, num_experts=experts))
+    def build(self, given: Inputs) -> Contender:
+        shape = self.shape(given.shape)
+        return self.kind(replace(given, shape=shape), self.config(shape))
 
-    def work(self, shape: Shape) -> Work:
+    def work(self, given: Shape) -> Work:
+        shape = self.shape(given)
         config = self.config(shape)
         algorithmic = _flops(shape, config, "algorithmic")
-        executed = algorithmic if self.splits else _flops(shape, config, "executed")
+        executed = algorithmic if self.plain else _flops(shape, config, "executed")
         return Work(algorithmic, executed, _moved(shape, config))
 
 
 ENTRIES = {
     entry.key: entry
     for entry in (
-        Entry("air-triton", "AIR Triton", "air", Air, Shape.air, "triton"),
-        Entry("air-reference", "AIR reference", "air", Air, Shape.air, "reference"),
         Entry("air", "AIR", "air", Air, Shape.air),
         Entry("air-balanced", "AIR + balance loss", "air", BalancedAir, Shape.air),
         Entry("air-16-times", "AIR, 16 E", "air", Air, Shape.air, experts_times=16),
@@ -136,24 +126,7 @@ ENTRIES = {
         Entry("hierarchical", "hierarchical", "baseline", Hierarchical, Shape.hierarchical),
         Entry("exact", "exact", "baseline", Exact, Shape.exact),
         Entry("peer", "PEER", "baseline", Peer, Shape.peer),
-        Entry("exact-gathered", "exact, gathered", "baseline", PlainExact, Shape.exact, None),
-        Entry("peer-gathered", "PEER, gathered", "baseline", PlainPeer, Shape.peer, None),
-        Entry("listing", "paper's listing", "baseline", Listing, Shape.listing, None),
-        Entry("peer-pytorch", "PEER-pytorch", "baseline", PeerPackage, Shape.peer, None),
+        Entry("listing", "paper's listing", "baseline", Listing, Shape.listing, plain=True),
+        Entry("peer-pytorch", "PEER-pytorch", "baseline", PeerPackage, Shape.peer, plain=True),
     )
 }
-
-
-@contextmanager
-def backend(entry: Entry, inputs: Inputs) -> Iterator[str]:
-    """Compute with the backend of an entry; gives the name of what is used."""
-    if entry.backend == "triton" and inputs.device.type != "cuda":
-        raise NotHereError("Triton's interpreter on a CPU has no speed to measure")
-    if entry.backend is None:
-        yield "plain PyTorch"
-        return
-    with use_backend(entry.backend):
-        used = backend_for(inputs.device, inputs.shape.torch_dtype)
-        if entry.backend not in ("auto", used):
-            raise NotHereError(f"backend {entry.backend} is not available, {used} is")
-        yield used

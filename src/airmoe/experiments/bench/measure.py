@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
+import os
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
@@ -15,29 +18,32 @@ import torch
 from torch import Tensor
 
 from airmoe.errors import ConfigError
-from airmoe.experiments.bench.cases import Phase
+from airmoe.experiments.bench.cases import Phase, Shape, make_inputs
 from airmoe.experiments.bench.checks import Check, check
-from airmoe.experiments.bench.contenders import Contender, NotHereError
-from airmoe.experiments.bench.entries import Entry, backend
-from airmoe.experiments.bench.inputs import Inputs
+from airmoe.experiments.bench.contenders import Contender
+from airmoe.experiments.bench.entries import Entry
 from airmoe.experiments.bench.timing import (
     Ceilings,
     Limits,
     Step,
     Timer,
     action_in_graph,
-    in_graphs,
     peak_bytes,
     sample,
+    step_in_graphs,
     step_of,
 )
+from airmoe.kernels.backend import backend_for
 
 Status = Literal["timed", "wrong", "skipped", "out of memory", "failed"]
-MOST_PARTS = 16
 GIB = 2**30
 SHORT = Limits(repeats=10, seconds=0.5)
 LOG = logging.getLogger("airmoe")
 ASKED = re.compile(r"Tried to allocate ([\d.]+) (MiB|GiB)")
+
+
+class WrongAnswerError(RuntimeError):
+    """A contender that gets no time."""
 
 
 @dataclass
@@ -51,7 +57,6 @@ class Result:
     reason: str = ""
     backend: str = ""
     check: Check | None = None
-    parts: int = 1  # the batch was run in so many micro-batches, because it did not fit
     captured: bool = False  # in a CUDA graph
     peak_bytes: int | None = None
     parameter_bytes: int = 0
@@ -59,11 +64,6 @@ class Result:
     total_ms: list[float] = field(default_factory=list)  # forward + backward
     apart_ms: dict[str, list[float]] = field(default_factory=dict)
     work: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, laps: Sequence[Sequence[float]]) -> None:
-        """Samples of `training_step`."""
-        self.forward_ms += [sum(lap[::2]) for lap in laps]
-        self.total_ms += [sum(lap) for lap in laps]
 
     def as_json(self) -> dict[str, Any]:
         content = vars(self) | {"check": self.check and self.check.as_json()}
@@ -73,62 +73,61 @@ class Result:
             content["apart_median_ms"] = {n: median(laps) for n, laps in self.apart_ms.items()}
         return content
 
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """What goes wrong in the block is the result of this one; the others go on."""
+        try:
+            yield
+        except ConfigError as error:  # a shape or a machine that this layer does not take
+            self.status, self.reason = "skipped", str(error)
+        except WrongAnswerError as error:
+            self.status, self.reason = "wrong", str(error)
+        except torch.OutOfMemoryError as error:
+            self.status, self.reason = "out of memory", _needs(str(error))
+        except Exception as error:  # a kernel that does not compile must not end the others' run
+            LOG.exception("%s failed", self.name)
+            first_line = str(error).strip().partition("\n")[0]
+            self.status, self.reason = "failed", f"{type(error).__name__}: {first_line}"
+
 
 @dataclass(frozen=True)
 class Setting:
     """What the contenders of a case share."""
 
-    inputs: Inputs
+    shape: Shape
     phase: Phase
-    timer: Timer
+    device: torch.device
     ceilings: Ceilings
     limits: Limits
 
+    @property
+    def timer(self) -> Timer:
+        return Timer(self.device)
+
 
 def measure(entry: Entry, setting: Setting) -> Result:
-    """Build, check and time one contender; in parts where it may and must."""
-    whole = result = _attempt(entry, setting, 1)
-    while result.status == "out of memory" and entry.splits and result.parts < MOST_PARTS:
+    """Build, check and time one contender."""
+    result = Result(entry.key, entry.name, entry.role)
+    with result.recorded():
+        contender = _build_and_check(entry, setting, result)
         free_memory()
-        result = _attempt(entry, setting, 2 * result.parts)
-    if result is not whole and result.status == "timed":
-        result.reason = f"in one part {whole.reason}"
+        if setting.phase == "training":
+            _train(contender, setting, result)
+        else:
+            _decode(contender, setting, result)
     return result
 
 
-def _attempt(entry: Entry, setting: Setting, parts: int) -> Result:
-    result = Result(entry.key, entry.name, entry.role, parts=parts)
-
-    def attempt() -> None:
-        with backend(entry, setting.inputs) as result.backend:
-            contender = build_and_check(entry, setting, result)
-            if contender is None:
-                return
-            free_memory()
-            if setting.phase == "training":
-                _train(contender, setting, result, in_graph=not entry.splits)
-            else:
-                _decode(contender, setting, result)
-
-    return guarded(result, attempt)
-
-
-def guarded(result: Result, attempt: Callable[[], None]) -> Result:
-    """What goes wrong is the result of this one; the others go on."""
-    try:
-        attempt()
-    except (NotHereError, ConfigError) as error:  # a shape that this layer does not take
-        result.status, result.reason = "skipped", str(error)
-    except torch.OutOfMemoryError as error:
-        result.status, result.reason = "out of memory", _needs(str(error))
-    except Exception as error:  # a kernel that does not compile must not end the others' run
-        LOG.exception("%s failed", result.name)
-        result.status, result.reason = "failed", f"{type(error).__name__}: {_first_line(error)}"
+def measure_alone(entry: Entry, setting: Setting) -> Result:
+    """The same in a process of its own: its peak memory and the heap are those of one contender."""
+    # Idle OpenMP threads of the process sleep after some microseconds. On a quiet machine it
+    # changes nothing. On a busy one the default, a spin of a millisecond at the end of each small
+    # operation, can slow a layer of many operations by fifty times.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    result = Result(entry.key, entry.name, entry.role)
+    with result.recorded(), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        result = pool.submit(measure, entry, setting).result()
     return result
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _needs(message: str) -> str:
@@ -150,40 +149,37 @@ def free_memory() -> None:
             torch.cuda.reset_peak_memory_stats()
 
 
-def build_and_check(entry: Entry, setting: Setting, result: Result) -> Contender | None:
-    """A contender, if its answers are right."""
-    inputs = entry.inputs(setting.inputs)
-    contender = entry.build(inputs)
+def _build_and_check(entry: Entry, setting: Setting, result: Result) -> Contender:
+    """A contender whose answers are right."""
+    given = make_inputs(setting.shape, setting.device)
+    contender = entry.build(given)
+    result.backend = "plain PyTorch"
+    if not entry.plain:
+        result.backend = backend_for(setting.device, given.shape.torch_dtype)
     result.parameter_bytes = sum(value.nbytes for value in contender.module.parameters())
-    hidden, cotangent = (
-        tensor.chunk(result.parts)[0] for tensor in (inputs.batches[0], inputs.cotangent)
-    )
     gradients = setting.phase == "training"
-    result.check = check(contender, hidden, cotangent, gradients=gradients)
-    work = entry.work(inputs.shape)
+    result.check = check(contender, given.batches[0], given.cotangent, gradients=gradients)
+    work = entry.work(given.shape)
     result.work = asdict(work) | {
         "forward_floor_ms": work.floor_ms(setting.ceilings, backward=False),
         "total_floor_ms": work.floor_ms(setting.ceilings, backward=True),
     }
-    if not result.check.problems:
-        return contender
-    result.status, result.reason = "wrong", "; ".join(result.check.problems)
-    return None
+    if result.check.problems:
+        raise WrongAnswerError("; ".join(result.check.problems))
+    return contender
 
 
-def _train(contender: Contender, setting: Setting, result: Result, *, in_graph: bool) -> None:
-    step = training_step(contender, setting, result.parts)
-    step(0)
-    result.peak_bytes = peak_bytes(setting.timer, lambda: step(0))
-    if in_graph and result.backend == "triton" and setting.timer.on_gpu:
-        step = _captured(contender, setting, step, result)
-    result.add(sample(setting.timer, step, setting.limits))
-    time_apart(contender, setting, result)
-
-
-def time_apart(contender: Contender, setting: Setting, result: Result) -> None:
-    """What belongs to training but not to every forward."""
+def _train(contender: Contender, setting: Setting, result: Result) -> None:
+    """Forward and backward, what they need, and what belongs to training beside them."""
     timer = setting.timer
+    step = _training_step(contender, timer)
+    step(0)
+    result.peak_bytes = peak_bytes(timer, lambda: step(0))
+    if timer.on_gpu and result.backend == "triton":  # what our kernels take, not their Python
+        result.apart_ms["launched one by one"] = [sum(lap) for lap in sample(timer, step, SHORT)]
+        step, result.captured = step_in_graphs(timer, contender), True
+    laps = sample(timer, step, setting.limits)
+    result.forward_ms, result.total_ms = [lap[0] for lap in laps], [sum(lap) for lap in laps]
     for name, action in contender.apart().items():
         if result.captured:
             action = action_in_graph(timer, action)
@@ -191,36 +187,17 @@ def time_apart(contender: Contender, setting: Setting, result: Result) -> None:
         result.apart_ms[name] = [sum(lap) for lap in laps]
 
 
-def _captured(contender: Contender, setting: Setting, eager: Step, result: Result) -> Step:
-    """The step in CUDA graphs: what our kernels take, not their Python.
-
-    The same step launched one by one is measured too, and kept apart.
-    """
-    timer, inputs, module = setting.timer, setting.inputs, contender.module
-    laps = sample(timer, eager, SHORT)
-    try:
-        step = in_graphs(timer, contender.forward, module, inputs.batches, inputs.cotangent)
-    except RuntimeError as error:
-        result.reason = f"no CUDA graph: {_first_line(error)}"
-        return eager
-    result.captured = True
-    result.apart_ms["launched one by one"] = [sum(lap) for lap in laps]
-    return step
-
-
-def training_step(contender: Contender, setting: Setting, parts: int) -> Step:
-    """Forward and backward of a micro-batch; laps are forward, backward, forward, ... by parts."""
-    inputs, timer = setting.inputs, setting.timer
+def _training_step(contender: Contender, timer: Timer) -> Step:
+    """Forward and backward of a micro-batch."""
+    inputs = contender.inputs
 
     def step(number: int) -> Sequence[Any]:
-        batch = inputs.batches[number % len(inputs.batches)]
+        hidden = inputs.batches[number % len(inputs.batches)]
         marks = [timer.mark()]
-        pieces = zip(batch.chunk(parts), inputs.cotangent.chunk(parts), strict=True)
-        for hidden, cotangent in pieces:
-            output = contender.forward(hidden.detach().requires_grad_())
-            marks.append(timer.mark())
-            contender.backward(output, cotangent)
-            marks.append(timer.mark())
+        output = contender.forward(hidden.detach().requires_grad_())
+        marks.append(timer.mark())
+        contender.backward(output, inputs.cotangent)
+        marks.append(timer.mark())
         contender.module.zero_grad(set_to_none=True)  # the next step pays for dense gradients again
         return marks
 
@@ -230,7 +207,7 @@ def training_step(contender: Contender, setting: Setting, parts: int) -> Step:
 @torch.no_grad()
 def _decode(contender: Contender, setting: Setting, result: Result) -> None:
     """Forwards without gradients, from a CUDA graph where there is a GPU."""
-    timer, batches = setting.timer, setting.inputs.batches
+    timer, batches = setting.timer, contender.inputs.batches
     static = batches[0].clone()  # [T, D]
     contender.module.eval()
 
@@ -240,10 +217,7 @@ def _decode(contender: Contender, setting: Setting, result: Result) -> None:
     forward()  # what is made once and kept, such as shortlists, is not decoding
     result.peak_bytes = peak_bytes(timer, forward)
     action = forward
-    if timer.on_gpu:
-        try:
-            action, result.captured = action_in_graph(timer, forward), True
-        except RuntimeError as error:
-            result.reason = f"no CUDA graph: {_first_line(error)}"
+    if timer.on_gpu and result.backend == "triton":
+        action, result.captured = action_in_graph(timer, forward), True
     step = step_of(timer, action, before=lambda n: static.copy_(batches[n % len(batches)]))
     result.forward_ms = [sum(lap) for lap in sample(timer, step, setting.limits)]

@@ -1,51 +1,65 @@
-"""Plain PyTorch: layers as other people write them, then the formulas all are held against.
-
-The paper's listing (App. C), PEER and exact top-K let each token gather its own rows. They do less
-than ours: no jitter, no projection of the centroids, no codebook update, cached shortlists.
-[T, K, D] is held three times. Rows are fetched by `F.embedding`, which beats the listing's own
-indexing by a quarter on a CPU.
-"""
+"""Layers as other people write them: the paper's listing, and the package PEER-pytorch."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from airmoe.experiments.bench.inputs import Inputs
+from airmoe.errors import ConfigError
+from airmoe.experiments.bench.cases import Inputs, Shape
+from airmoe.experiments.bench.contenders import (
+    Answer,
+    Contender,
+    Shortlisted,
+    Values,
+    product_key_scores,
+)
+from airmoe.routers import RouterConfig
 
-TOKENS_AT_ONCE = 8192  # scores are made for so many, because [T, E] would be as large as [T, K, D]
-EXPERTS_AT_ONCE = 65_536
 
+class ListingLayer(nn.Module):
+    """The paper's listing (App. C): VQ, shortlist, gathered [T, M, D] candidates, top-K.
 
-class GatheredLayer(nn.Module):
-    """Single-neuron experts, gathered per token; how tokens choose them is left to `choose`."""
+    It does less than AIR: no jitter, no projection of the centroids, no codebook update. Rows are
+    fetched by `F.embedding`, which beats the listing's own indexing by a quarter on a CPU.
+    """
 
-    def __init__(self, inputs: Inputs) -> None:
+    codewords: Tensor  # [G, D], unit norm
+    shortlists: Tensor  # [G, M]
+
+    def __init__(self, shape: Shape, codewords: Tensor) -> None:
         super().__init__()
-        shape = inputs.shape
         size, std = (shape.num_experts, shape.dim), shape.dim**-0.5
-        gated = shape.activation == "swiglu"
         self.top_k = shape.top_k
+        gated = shape.activation == "swiglu"
         self.gate = nn.Parameter(torch.randn(size) * std) if gated else None
         self.up = nn.Parameter(torch.randn(size) * std)
         self.down = nn.Parameter(torch.randn(size) * std)
+        self.centroids = nn.Parameter(F.normalize(torch.randn(size), dim=-1))
+        self.register_buffer("codewords", codewords.clone())
 
-    def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Expert ids and weights of some tokens: [T, heads, K / heads] each."""
-        raise NotImplementedError
+    @torch.no_grad()
+    def refresh(self, shortlist_size: int) -> None:
+        """Listing, step 2. Cached, as the paper's full version does."""
+        scores = self.codewords @ self.centroids.T  # [G, E]
+        self.shortlists = scores.topk(shortlist_size, dim=-1).indices
+
+    def assign(self, hidden: Tensor) -> Tensor:
+        """Listing, step 1: [T, D] -> [T]."""
+        return (hidden.detach() @ self.codewords.T).argmax(-1)
 
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """`choose` for all tokens."""
-        ids, weights = zip(*map(self.choose, hidden.split(TOKENS_AT_ONCE)), strict=True)
-        return torch.cat(ids), torch.cat(weights)
+        """Listing, steps 1 and 3 to 5: expert ids and weights [T, K]."""
+        candidates = self.shortlists[self.assign(hidden)]  # [T, M]
+        features = F.embedding(candidates, self.centroids)  # [T, M, D]
+        best = torch.einsum("td,tmd->tm", hidden, features).topk(self.top_k, dim=-1)  # [T, K]
+        return candidates.gather(1, best.indices), best.values.softmax(-1)
 
     def run_experts(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """[T, D] -> [T, D]."""
-        ids, weights = ids.flatten(1), weights.flatten(1)  # [T, K]
+        """[T, D] -> [T, D]; each token gathers its K experts."""
         active = torch.einsum("td,tkd->tk", hidden, F.embedding(ids, self.up))
         if self.gate is None:
             active = F.gelu(active)
@@ -55,148 +69,74 @@ class GatheredLayer(nn.Module):
         return torch.einsum("tk,tkd->td", active * weights, F.embedding(ids, self.down))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [T, D] -> [T, D]."""
         return self.run_experts(hidden, *self.route(hidden))
 
 
-class GatheredExact(GatheredLayer):
-    """Scores of all experts by one product."""
+class Listing(Shortlisted):
+    """The paper's listing."""
 
-    def __init__(self, inputs: Inputs) -> None:
-        super().__init__(inputs)
-        self.centroids = nn.Parameter(F.normalize(torch.randn_like(self.up), dim=-1))
+    module: ListingLayer
 
-    def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        best = (hidden @ self.centroids.T).topk(self.top_k, dim=-1)
-        return best.indices.unsqueeze(1), best.values.softmax(-1).unsqueeze(1)
+    def make(self, shape: Shape) -> nn.Module:
+        return ListingLayer(shape, self.inputs.codewords)
 
+    def __init__(self, inputs: Inputs, config: RouterConfig) -> None:
+        super().__init__(inputs, config)
+        self.module.refresh(inputs.shape.shortlist_size)
 
-class ListingLayer(GatheredExact):
-    """The paper's listing: VQ, shortlist, gathered [T, M, D] candidates, top-K."""
+    @property
+    def codewords(self) -> Tensor:
+        return self.module.codewords
 
-    codewords: Tensor  # [G, D], unit norm
-    shortlists: Tensor  # [G, M]
+    @property
+    def shortlists(self) -> Tensor:
+        return self.module.shortlists
 
-    def __init__(self, inputs: Inputs) -> None:
-        super().__init__(inputs)
-        self.shortlist_size = inputs.shape.shortlist_size
-        self.register_buffer("codewords", inputs.codewords.clone())
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Listing, step 2. Cached, as the paper's full version does."""
-        scores = self.codewords @ self.centroids.T  # [G, E]
-        self.shortlists = scores.topk(self.shortlist_size, dim=-1).indices
-
-    def assign(self, hidden: Tensor) -> Tensor:
-        """Listing, step 1: [T, D] -> [T]."""
-        return (hidden.detach() @ self.codewords.T).argmax(-1)
-
-    def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Listing, steps 1 and 3 to 5, for all tokens at once."""
-        candidates = self.shortlists[self.assign(hidden)]  # [T, M]
-        features = F.embedding(candidates, self.centroids)  # [T, M, D]
-        scores = torch.einsum("td,tmd->tm", hidden, features)
-        best = scores.topk(self.top_k, dim=-1)  # [T, K]
-        expert_ids = candidates.gather(1, best.indices)
-        return expert_ids.unsqueeze(1), best.values.softmax(-1).unsqueeze(1)
+    def answer(self, hidden: Tensor) -> Answer:
+        ids, weights = self.module.route(hidden)
+        output, cells = self.module.run_experts(hidden, ids, weights), self.module.assign(hidden)
+        return Answer(output, ids.unsqueeze(1), cells=cells.unsqueeze(-1))
 
 
-class GatheredPeer(GatheredLayer):
-    """Product keys: the best of both halves of a query, then the best of all their pairs."""
+class PeerPackage(Contender):
+    """PyPI's PEER-pytorch, two matrices with GELU between them.
 
-    def __init__(self, inputs: Inputs) -> None:
-        super().__init__(inputs)
-        shape = inputs.shape
-        heads, half, side = shape.num_heads, shape.dim // 2, math.isqrt(shape.num_experts)
-        self.per_head = shape.top_k // heads
-        self.query = nn.Parameter(torch.randn(heads * shape.dim, shape.dim) * shape.dim**-0.5)
-        self.keys = nn.Parameter(F.normalize(torch.randn(heads, 2, side, half), dim=-1))
-
-    def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        heads, _, side, half = self.keys.shape
-        queries = (hidden @ self.query.T).view(-1, heads, 2, half)
-        scores = torch.einsum("tphd,phsd->tphs", queries, self.keys)
-        best = scores.topk(min(self.per_head, side), dim=-1)
-        first, second = best.values.unbind(2)  # [T, P, depth] each
-        pairs = (first.unsqueeze(-1) + second.unsqueeze(-2)).flatten(2)
-        top = pairs.topk(self.per_head, dim=-1)
-        depth = first.shape[-1]
-        rows, columns = best.indices.unbind(2)
-        ids = rows.gather(-1, top.indices // depth) * side + columns.gather(-1, top.indices % depth)
-        return ids, top.values.softmax(-1)
-
-
-# -- formulas, in any dtype (mostly float64) --------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Tables:
-    """Neurons of the experts, one row each: [E, D]. Gated experts are SwiGLU, others GELU."""
-
-    gate: Tensor | None
-    up: Tensor
-    down: Tensor
-
-
-@dataclass(frozen=True)
-class InvertedIndex:
-    """Codeword -> M experts, those with the largest <c_g, w_e>."""
-
-    codewords: Tensor  # [G, D]
-    shortlists: Tensor  # [G, M]
-    centroids: Tensor  # [E, D]
-    project: bool  # whether scores take w_e / |w_e|
-
-    def scores(self, hidden: Tensor, cells: Tensor) -> Tensor:
-        """<h, w_e> for e in the shortlist of the token's cell [T], -inf elsewhere: [T, 1, E]."""
-        candidates = self.shortlists[cells]  # [T, M]
-        rows = self._directions(self.centroids[candidates], hidden.dtype)  # [T, M, D]
-        logits = (hidden.unsqueeze(1) @ rows.mT).squeeze(1)  # [T, M]
-        everywhere = logits.new_full((hidden.shape[0], self.centroids.shape[0]), -torch.inf)
-        return everywhere.scatter(1, candidates, logits).unsqueeze(1)
-
-    def codeword_scores(self, used: Tensor, dtype: torch.dtype) -> Tensor:
-        """<c_g, w_e> of some codewords with all experts, by which shortlists are made: [n, E]."""
-        codewords, parts = self.codewords[used].to(dtype), self.centroids.split(EXPERTS_AT_ONCE)
-        return torch.cat([codewords @ self._directions(rows, dtype).T for rows in parts], dim=-1)
-
-    def _directions(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        return unit(rows, dtype) if self.project else rows.to(dtype)
-
-
-def product_key_scores(hidden: Tensor, query: Tensor, keys: Tensor) -> Tensor:
-    """PEER: a_i + b_j. query [P * D, D], keys [P, 2, sqrt(E), D / 2] -> [T, P, E]."""
-    queries = hidden @ query.to(hidden.dtype).T
-    queries = queries.view(hidden.shape[0], keys.shape[0], 2, -1)
-    first, second = torch.einsum("tphd,phsd->htps", queries, keys.to(hidden.dtype))
-    return (first.unsqueeze(-1) + second.unsqueeze(-2)).flatten(2)
-
-
-def clustered_scores(hidden: Tensor, centroids: Tensor, clusters: Tensor, chosen: Tensor) -> Tensor:
-    """Hierarchical: expert + cluster score where the cluster is chosen, else -inf: [T, 1, E].
-
-    centroids [E, D], cluster centroids [G, D], chosen [T, R]; all projected onto the unit sphere.
+    `non_competing_scores=False` matters: the package's default takes one expert per head.
     """
-    scores = hidden @ unit(clusters, hidden.dtype).T  # [T, G]
-    kept = torch.full_like(scores, -torch.inf).scatter(1, chosen, scores.gather(1, chosen))
-    experts = hidden @ unit(centroids, hidden.dtype).T  # [T, E]
-    per_cluster = experts.shape[1] // scores.shape[1]
-    return (experts + kept.repeat_interleave(per_cluster, dim=-1)).unsqueeze(1)
 
+    def make(self, shape: Shape) -> nn.Module:
+        if find_spec("PEER_pytorch") is None:
+            install = "Run: pip install -c constraints/cpu.txt 'airmoe[bench]'"
+            raise ConfigError("bench.case", "PEER-pytorch", "is not installed", install)
+        from PEER_pytorch import PEER
 
-def mixture(hidden: Tensor, ids: Tensor, weights: Tensor, tables: Tables) -> Tensor:
-    """sum over chosen e of weight_e act(<up_e, h>) down_e, gated where the experts are: [T, D]."""
-    ids, dtype = ids.flatten(1), hidden.dtype
-    active = (tables.up[ids].to(dtype) @ hidden.unsqueeze(-1)).squeeze(-1)  # [T, K]
-    if tables.gate is None:
-        active = F.gelu(active)
-    else:
-        active = active * F.silu((tables.gate[ids].to(dtype) @ hidden.unsqueeze(-1)).squeeze(-1))
-    active = active * weights.flatten(1).to(dtype)
-    return (active.unsqueeze(1) @ tables.down[ids].to(dtype)).squeeze(1)
+        return PEER(
+            shape.dim,
+            heads=shape.num_heads,
+            num_experts=shape.num_experts,
+            num_experts_per_head=shape.top_k // shape.num_heads,
+            non_competing_scores=False,
+        )
 
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.module(hidden.unsqueeze(0)).squeeze(0)
 
-def unit(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of norm 1 in another precision."""
-    return F.normalize(rows.to(dtype), dim=-1)
+    def answer(self, hidden: Tensor) -> Answer:
+        """With the expert ids as the package itself looks them up."""
+        seen: list[Tensor] = []
+        handle = self.module.weight_down_embed.register_forward_pre_hook(
+            lambda _module, inputs: seen.append(inputs[0])
+        )
+        output = self.forward(hidden)
+        handle.remove()
+        return Answer(output, seen[0].squeeze(0))
+
+    def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
+        keys = values["keys"].permute(0, 2, 1, 3)  # [P, 2, sqrt(E), D / 2]
+        query = values["to_queries.0.weight"]  # [2 * P * D / 2, D]: halves come first
+        query = query.unflatten(0, (2, len(keys), -1)).transpose(0, 1).flatten(0, 2)
+        return product_key_scores(hidden, query, keys)
+
+    def tables(self, values: Values) -> Values:
+        """The package calls them the other way round."""
+        return {"up": values["weight_down_embed.weight"], "down": values["weight_up_embed.weight"]}

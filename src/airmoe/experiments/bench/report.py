@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -11,6 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 GIB = 2**30
+HEADINGS = (
+    *("forward ms", "total ms", "min-max", "peak GiB", "TFLOP/s", "executed"),
+    *("of floor", "error", "n"),
+)
+STEP_HEADINGS = ("tokens/s", "step ms", "forward", "backward", "optimizer", "peak GiB", "n")
 LEGEND = (
     "total is forward + backward; TFLOP/s counts what the method needs, executed what was "
     "computed; of floor is the least possible time over the measured; error is a share of the "
@@ -30,7 +34,8 @@ def timed(content: Content, key: str | None = None) -> list[Content]:
 
 def typical(result: Content) -> float:
     """Milliseconds of forward + backward, or of the forward where there is no backward."""
-    return result["median"].get("total_ms", result["median"]["forward_ms"])
+    middle = result["median"]
+    return middle["total_ms"] if "total_ms" in middle else middle["forward_ms"]
 
 
 def fastest(content: Content, role: str) -> Content | None:
@@ -40,57 +45,43 @@ def fastest(content: Content, role: str) -> Content | None:
 
 
 def print_case(console: Console, content: Content) -> None:
-    """The table of a case, fastest first, then who has no time and why."""
-    headings = ["forward ms", "total ms", "min-max", "peak GiB", "TFLOP/s", "executed"]
-    rows = [(_label(result), _cells(result)) for result in sorted(timed(content), key=typical)]
-    _print_table(console, content, [*headings, "of floor", "error", "n"], rows)
-    console.print(f"ms are medians of n; {LEGEND}", style="dim", highlight=False)
+    """The table of a case or of training steps, then who has no time and why."""
+    console.print(f"\n{content['case']}: {content['shape_text']}", style="bold", highlight=False)
+    is_step, table = content["phase"] == "step", Table(box=SIMPLE)
+    table.add_column("", no_wrap=True)
+    for heading in STEP_HEADINGS if is_step else HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in sorted(timed(content), key=typical):
+        name = result["name"] + (", CUDA graph" if result["captured"] and not is_step else "")
+        table.add_row(name, *(_step_cells(result) if is_step else _cells(result)))
+    console.print(table)
+    if not is_step:
+        console.print(f"ms are medians of n; {LEGEND}", style="dim", highlight=False)
     for result in content["results"]:
-        if remark := remarks(result["status"], result["reason"]):
+        if result["reason"]:
             style = "red" if result["status"] in ("wrong", "failed") else "yellow"
-            text = f"{result['name']}: {remark}"
+            text = f"{result['name']}: {summary(result)}"
             console.print(text, style=style, markup=False, highlight=False)
 
 
-def print_step(console: Console, content: Content) -> None:
-    rows = []
-    for result in content["results"]:
-        if result["status"] != "timed":
-            rows.append((result["name"], [f"{result['status']}: {result['reason']}"]))
-            continue
-        speed, middle = median(result["work"]["tokens_per_second"]), result["median"]
-        parts = ["-"] * 3  # a captured step is one piece
-        if not result["captured"]:
-            apart = result["apart_median_ms"].values()
-            parts = [f"{ms:.2f}" for ms in (middle["forward_ms"], *apart)]
-        cells = [f"{speed:,.0f}", f"{middle['total_ms']:.2f}", *parts, _peak(result)]
-        rows.append((result["name"], [*cells, str(len(result["total_ms"]))]))
-    headings = ["tokens/s", "step ms", "forward", "backward", "optimizer", "peak GiB", "n"]
-    _print_table(console, content, headings, rows)
+def summary(result: Content) -> str:
+    """In a few words: times, or what happened."""
+    if result["status"] == "out of memory":
+        return result["reason"]
+    if result["status"] != "timed":
+        return f"{result['status']}: {result['reason']}"
+    samples = {"forward": result["forward_ms"], "in all": result["total_ms"]}
+    parts = [f"{what} {median(laps):.3g} ms" for what, laps in samples.items() if laps]
+    return ", ".join([*parts, f"{_peak(result)} GiB"])
 
 
-def _print_table(
-    console: Console, content: Content, headings: list[str], rows: list[tuple[str, list[str]]]
-) -> None:
-    console.print(f"\n{content['case']}: {content['shape_text']}", style="bold", highlight=False)
-    table = Table(box=SIMPLE)
-    table.add_column("", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=len(headings) > 7)
-    for name, cells in rows:
-        table.add_row(name, *cells)
-    console.print(table)
-
-
-def remarks(status: str, reason: str) -> str:
-    """In words what happened, where the reason does not say so itself."""
-    return reason if status in ("timed", "out of memory") else f"{status}: {reason}"
-
-
-def _label(result: Content) -> str:
-    notes = [f"in {result['parts']} parts"] if result["parts"] > 1 else []
-    notes += ["CUDA graph"] if result["captured"] else []
-    return ", ".join([result["name"], *notes])
+def _step_cells(result: Content) -> list[str]:
+    speed, middle = median(result["work"]["tokens_per_second"]), result["median"]
+    parts = ["-"] * 3  # a captured step is one piece
+    if not result["captured"]:
+        parts = [f"{ms:.2f}" for ms in (middle["forward_ms"], *result["apart_median_ms"].values())]
+    times = f"{speed:,.0f}", f"{middle['total_ms']:.2f}", *parts
+    return [*times, _peak(result), str(len(result["total_ms"]))]
 
 
 def _cells(result: Content) -> list[str]:
@@ -118,23 +109,8 @@ def _peak(result: Content) -> str:
     return "-" if peak is None else f"{peak / GIB:.2f}"
 
 
-def closing_lines(contents: Sequence[Content]) -> list[str]:
-    """What to remember of all cases of a run."""
-    lines, growth = [], {}
-    for content in contents:
-        if content["phase"] != "step":
-            lines += _case_lines(content)
-        if content["case"].startswith("scaling-"):  # what more experts do to each contender
-            for result in timed(content):
-                growth.setdefault(result["name"], []).append(
-                    f"E = {content['shape']['num_experts']:,}: "
-                    f"{result['median']['forward_ms']:.3g} / {typical(result):.3g}"
-                )
-    what = "forward / forward + backward, ms"
-    return lines + [f"{name}, {what}: {'; '.join(steps)}" for name, steps in growth.items()]
-
-
-def _case_lines(content: Content) -> list[str]:
+def closing_lines(content: Content) -> list[str]:
+    """What to remember of a case: what AIR does beside each forward, and who comes next."""
     ours, other = fastest(content, "air"), fastest(content, "baseline")
     if ours is None:
         return []

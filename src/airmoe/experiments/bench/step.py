@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from airmoe.data import BlockDataset, open_prepared
 from airmoe.errors import ConfigError
-from airmoe.experiments.bench.measure import Result, guarded
+from airmoe.experiments.bench.cases import NUM_BATCHES, SEED
+from airmoe.experiments.bench.measure import Result, WrongAnswerError
 from airmoe.experiments.bench.timing import (
     Limits,
     Step,
@@ -32,12 +32,11 @@ from airmoe.experiments.bench.timing import (
 )
 from airmoe.kernels.backend import backend_for
 from airmoe.metrics import usage_entropy
-from airmoe.model import AirMoeConfig, AirMoeForCausalLM, model_size
-from airmoe.moe import MoELayer
+from airmoe.model import AirMoeForCausalLM, model_size
 from airmoe.routers import AirRouter, track_optimizer
 from airmoe.training import preset
+from airmoe.training.loop import make_optimizer
 
-NUM_BATCHES = 4
 WARMUP_STEPS = 5  # a compiled step is compiled in the first ones
 TEXT_STEPS = 300  # before the clock, and batches of text that take turns
 
@@ -54,12 +53,6 @@ class StepShape:
     @property
     def num_tokens(self) -> int:
         return self.num_sequences * self.block_size
-
-    def config(self) -> AirMoeConfig:
-        config = model_size(self.size)
-        config.vocab_size = self.vocab_size
-        config.check()
-        return config
 
 
 FULL = StepShape()
@@ -97,11 +90,12 @@ class TrainingStep:
     """A model, its optimizer and some batches; call it with the number of the step."""
 
     def __init__(
-        self, shape: StepShape, way: Way, timer: Timer, seed: int, text: BlockDataset | None = None
+        self, way: Way, shape: StepShape, timer: Timer, text: BlockDataset | None = None
     ) -> None:
         recipe = preset(shape.size).training
-        torch.manual_seed(seed)
-        config = shape.config()
+        torch.manual_seed(SEED)
+        config = model_size(shape.size)
+        config.vocab_size = shape.vocab_size
         if way.dense:
             config.moe_layers = []
         model = AirMoeForCausalLM(config).train()
@@ -110,15 +104,9 @@ class TrainingStep:
             for layer in self.model.model.layers:
                 layer.compile()
         self.timer, self.most = timer, recipe.max_grad_norm
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=recipe.learning_rate,
-            betas=(recipe.beta1, recipe.beta2),
-            eps=recipe.epsilon,
-            weight_decay=recipe.weight_decay,
-            fused=timer.on_gpu,
-            capturable=way.captured,
-        )
+        self.optimizer = make_optimizer(self.model, recipe)
+        for group in self.optimizer.param_groups:
+            group["capturable"] = way.captured
         if not way.dense:
             track_optimizer(self.model, self.optimizer)
         self.batches = [batch.to(timer.device) for batch in _batches(shape, text)]
@@ -185,86 +173,42 @@ def open_text(folder: Path, shape: StepShape) -> BlockDataset:
     return blocks
 
 
-@dataclass(frozen=True)
-class StepRun:
-    """What the ways share."""
-
-    shape: StepShape
-    timer: Timer
-    limits: Limits
-    seed: int
-    text: BlockDataset | None = None
-    activations: Path | None = None  # written by the way `eager`
-
-
-def measure_step(way: Way, run: StepRun) -> Result:
+def measure_step(
+    way: Way, shape: StepShape, timer: Timer, limits: Limits, text: BlockDataset | None = None
+) -> Result:
     """Tokens per second of one way; a step that learns nothing gets no time."""
     result = Result(way.key, way.name, way.role)
-    if (way.compiled or way.captured) and not run.timer.on_gpu:
-        result.status, result.reason = "skipped", "measured on a GPU only"
-        return result
-
-    def attempt() -> None:
-        step = TrainingStep(run.shape, way, run.timer, run.seed, run.text)
-        _measure(step, run, result, captured=way.captured)
-        if run.activations is not None and way.key == "eager":
-            write_activations(step, run.activations)
-
-    return guarded(result, attempt)
-
-
-def _measure(step: TrainingStep, run: StepRun, result: Result, *, captured: bool) -> None:
-    result.backend = backend_for(run.timer.device, torch.bfloat16)
-    result.parameter_bytes = sum(parameter.nbytes for parameter in step.model.parameters())
-    for number in range(WARMUP_STEPS):
-        step(number)
-    result.peak_bytes = peak_bytes(run.timer, lambda: step(0))
-    result.captured = captured
-    timed = step.capture() if captured else step
-    laps = sample(run.timer, timed, run.limits, warmup=max(WARMUP_STEPS, len(step.batches)))
-    losses = torch.stack(step.losses).tolist()
-    first, last = losses[0], losses[-1]
-    if not (all(map(math.isfinite, losses)) and last < first):
-        result.status = "wrong"
-        result.reason = f"the loss goes from {first:.2f} to {last:.2f}: nothing is learned"
-        return
-    result.total_ms = [sum(lap) for lap in laps]
-    if not captured:
-        result.forward_ms, backward, optimizer = ([lap[n] for lap in laps] for n in range(3))
-        result.apart_ms = {"backward": backward, "clipping and optimizer": optimizer}
-    num_tokens = run.shape.num_tokens
-    result.work = {
-        "num_tokens": num_tokens,
-        "tokens_per_second": [1e3 * num_tokens / ms for ms in result.total_ms],
-        "first_loss": first,
-        "last_loss": last,
-    }
-    for router in step.model.modules():
-        if isinstance(router, AirRouter):
-            entropy = usage_entropy(router.codebook.counts)
-            result.work["codeword_perplexity"] = entropy.exp().item()
-
-
-@torch.no_grad()
-def write_activations(step: TrainingStep, path: Path) -> None:
-    """What the first mixture layer of the trained model is given, for `paper-captured`."""
-    layer = next(part for part in step.model.modules() if isinstance(part, MoELayer))
-    assert isinstance(layer.router, AirRouter)
-    hidden: list[Tensor] = []
-    hook = layer.router.register_forward_pre_hook(
-        lambda _, inputs: hidden.append(inputs[0].bfloat16().cpu())
-    )
-    step.model.eval()
-    for ids in step.batches[:NUM_BATCHES]:
-        with torch.autocast(step.timer.device.type, dtype=torch.bfloat16):
-            step.model(input_ids=ids, labels=ids)
-    hook.remove()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {
-            "hidden": torch.cat(hidden),
-            "codewords": layer.router.codebook.codewords.cpu(),
-            "centroids": layer.router.centroids.bfloat16().cpu(),
-        },
-        path,
-    )
+    with result.recorded():
+        if (way.compiled or way.captured) and not timer.on_gpu:
+            rule = "is measured on a GPU only"
+            raise ConfigError("bench.step", way.key, rule, "Use --only eager here.")
+        step = TrainingStep(way, shape, timer, text)
+        result.backend = backend_for(timer.device, torch.bfloat16)
+        result.parameter_bytes = sum(parameter.nbytes for parameter in step.model.parameters())
+        for number in range(WARMUP_STEPS):
+            step(number)
+        result.peak_bytes = peak_bytes(timer, lambda: step(0))
+        result.captured = way.captured
+        timed = step.capture() if way.captured else step
+        laps = sample(timer, timed, limits, warmup=max(WARMUP_STEPS, len(step.batches)))
+        losses = torch.stack(step.losses).tolist()
+        first, last = losses[0], losses[-1]
+        if not (all(map(math.isfinite, losses)) and last < first):
+            found = f"the loss goes from {first:.2f} to {last:.2f}: nothing is learned"
+            raise WrongAnswerError(found)
+        result.total_ms = [sum(lap) for lap in laps]
+        if not way.captured:
+            result.forward_ms, backward, optimizer = ([lap[n] for lap in laps] for n in range(3))
+            result.apart_ms = {"backward": backward, "clipping and optimizer": optimizer}
+        num_tokens = shape.num_tokens
+        result.work = {
+            "num_tokens": num_tokens,
+            "tokens_per_second": [1e3 * num_tokens / ms for ms in result.total_ms],
+            "first_loss": first,
+            "last_loss": last,
+        }
+        for router in step.model.modules():
+            if isinstance(router, AirRouter):
+                entropy = usage_entropy(router.codebook.counts)
+                result.work["codeword_perplexity"] = entropy.exp().item()
+    return result

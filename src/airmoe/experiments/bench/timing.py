@@ -7,18 +7,24 @@ is wall-clock time.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+
+from airmoe.experiments.bench.contenders import Contender
 
 WARMUP_STEPS = 2
 GRAPH_WARMUP_STEPS = 3
+STATUS = Path("/proc/self/status")
 
 
 def best_device() -> torch.device:
@@ -86,16 +92,32 @@ def sample(timer: Timer, step: Step, limits: Limits, warmup: int = WARMUP_STEPS)
 
 
 def peak_bytes(timer: Timer, action: Callable[[], Any]) -> int | None:
-    """Memory an action needs beyond what was allocated before it; known on a GPU only."""
+    """Memory an action needs beyond what was allocated before it.
+
+    On a CPU it is the kernel's high-water mark of resident memory, reset before the action, less
+    what was resident. Only Linux tells.
+    """
     if not timer.on_gpu:
+        if not STATUS.exists():
+            action()
+            return None
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # freed heap would hide a part of what the action needs
+        before = _status_bytes("VmRSS")
+        (STATUS.parent / "clear_refs").write_text("5")  # resets the high-water mark
         action()
-        return None
+        return _status_bytes("VmHWM") - before
     timer.wait()
     before = torch.cuda.memory_allocated(timer.device)
     torch.cuda.reset_peak_memory_stats(timer.device)
     action()
     timer.wait()
     return torch.cuda.max_memory_allocated(timer.device) - before
+
+
+def _status_bytes(key: str) -> int:
+    (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024
 
 
 def step_of(
@@ -114,27 +136,18 @@ def step_of(
     return step
 
 
-def in_graphs(
-    timer: Timer,
-    forward: Callable[[Tensor], Tensor],
-    module: nn.Module,
-    batches: Sequence[Tensor],
-    cotangent: Tensor,
-) -> Step:
+def step_in_graphs(timer: Timer, contender: Contender) -> Step:
     """A step that replays forward and backward from one CUDA graph each."""
+    batches, cotangent = contender.inputs.batches, contender.inputs.cotangent
     static = batches[0].clone().requires_grad_()
-
-    def both() -> None:
-        forward(static).backward(cotangent)
-
-    _warm_up(timer, both)
-    module.zero_grad(set_to_none=True)  # gradients must get the graph's own memory
+    _warm_up(timer, lambda: contender.backward(contender.forward(static), cotangent))
+    contender.module.zero_grad(set_to_none=True)  # gradients must get the graph's own memory
     static.grad = None
     forwards, backwards = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(forwards):
-        output = forward(static)
+        output = contender.forward(static)
     with torch.cuda.graph(backwards, pool=forwards.pool()):
-        output.backward(cotangent)
+        contender.backward(output, cotangent)
 
     def copy(number: int) -> None:
         static.detach().copy_(batches[number % len(batches)])
@@ -175,12 +188,14 @@ class Ceilings:
     bytes: float  # per second, read and written, of one large copy
 
 
-def measure_ceilings(timer: Timer, dtype: torch.dtype) -> Ceilings:
+@cache
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """8192 x 8192 x 8192 and a copy of 2 GiB; toy sizes on a CPU."""
+    timer = Timer(device)
     size, length = (8192, 2**31) if timer.on_gpu else (256, 2**24)
-    left, right = (torch.randn(size, size, device=timer.device).to(dtype) for _ in range(2))
-    product = torch.empty(size, size, device=timer.device, dtype=dtype)
-    source = torch.zeros(length, device=timer.device, dtype=torch.int8)
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    product = torch.empty(size, size, device=device, dtype=dtype)
+    source = torch.zeros(length, device=device, dtype=torch.int8)
     target = torch.empty_like(source)
     limits = Limits(seconds=0.5)
 
