@@ -323,7 +323,7 @@ def test_one_thing_given_for_another() -> None:
             metric(layer, torch.randn(5, 8))
     for change in (
         lambda model: swap_routers(model, num_codewords=4, shortlist_size=8),
-        lambda model: swap_ffn(model, layers=[0]),
+        lambda model: swap_ffn(model, layers=[0], router=cast(Any, None)),
         lambda model: calibrate(model, []),
         restore_routers,
     ):

@@ -134,8 +134,7 @@ def granular(dtype: torch.dtype = torch.float32) -> Any:
     """A Llama with two kinds of new experts, by two calls, after three batches of training."""
     model = dense(dtype=dtype)
     airmoe.swap_ffn(model, layers=[0], router=air())
-    experts = airmoe.FfnExperts(expert_size=2, activation="geglu")
-    airmoe.swap_ffn(model, layers=[2], router=air(top_k=8), experts=experts)
+    airmoe.swap_ffn(model, layers=[2], router=air(top_k=8))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no optimizer is tracked, and batches are small
         for seed in range(3):

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import airmoe
-from airmoe import ConfigError, FfnExperts, MoELayer, swap_ffn
+from airmoe import ConfigError, MoELayer, swap_ffn
 from tests.adapt.models import DENSE, VOCAB, WIDTH, air, dense, granular, ids, logits_of, unchanged
 
 pytestmark = pytest.mark.filterwarnings("ignore:AirRouter is trained without", "ignore:codebook")
@@ -57,13 +57,12 @@ def test_new_experts_train(family: str) -> None:
 @pytest.mark.parametrize("name", ["peer", "hierarchical", "topk"])
 def test_any_router_that_lets_tokens_choose(name: str) -> None:
     config = airmoe.ROUTERS[name].Config.for_budget(dim=WIDTH, num_experts=64, top_k=8)
-    experts = FfnExperts(expert_size=2, activation="geglu")
-    (layer,) = swap_ffn(dense(), layers=[2], router=config, experts=experts, post_norm="none")
+    (layer,) = swap_ffn(dense(), layers=[2], router=config)
     x = torch.randn(2, 5, WIDTH)
     output = layer.eval().forward_with_routing(x)
-    direct = layer.experts(x.view(-1, WIDTH), output.routing)
+    assert layer.post_norm is not None
+    direct = layer.post_norm(layer.experts(x.view(-1, WIDTH), output.routing))
     assert torch.equal(output.hidden.view(-1, WIDTH), direct)
-    assert (layer.experts.expert_size, layer.experts.activation) == (2, "geglu")
     assert isinstance(layer.router, airmoe.ROUTERS[name])
 
 
@@ -124,7 +123,7 @@ def refused(model: nn.Module, arguments: dict[str, Any], field: str, words: str)
         ({"layers": []}, "layers", "must name each layer once, and at least one"),
         ({"layers": None}, "layers", "got None, must be a list"),
         ({"layers": [1, 0, 1]}, "layers", "must name each layer once"),
-        ({"router": None}, "router", "must be given, because it says"),
+        ({"router": None}, "router", "for_budget(dim=32"),
         ({"router": air().build()}, "router", "must be the Config of"),
         ({"router": air(dim=8)}, "router.dim", "must be 32"),
         (
@@ -133,18 +132,10 @@ def refused(model: nn.Module, arguments: dict[str, Any], field: str, words: str)
             "see future tokens",
         ),
         ({"router": air(gate="expert_choice")}, "router", "see future tokens"),
-        ({"experts": 48}, "experts", "must be an airmoe.FfnExperts"),
-        ({"post_norm": "rms"}, "post_norm", "one of"),
     ],
 )
 def test_arguments(arguments: dict[str, Any], field: str, words: str) -> None:
     refused(dense(), NEW | arguments, field, words)
-
-
-@pytest.mark.parametrize("option", [{"expert_size": 0}, {"activation": "tanh"}])
-def test_experts_that_cannot_be(option: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"swap_ffn\.experts\."):
-        FfnExperts(**option)
 
 
 def test_swapped_already() -> None:

@@ -24,7 +24,8 @@ from airmoe.adapt.fitting import (
     next_token_loss,
     sizes_to_try,
 )
-from airmoe.adapt.shortlist_router import ScaledCodebook, ShortlistRouter
+from airmoe.adapt.router_swap import swapped_routers
+from airmoe.adapt.shortlist_router import ScaledCodebook
 from airmoe.config import check_count, check_number
 from airmoe.distributed import all_reduce_sum
 from airmoe.errors import ConfigError
@@ -51,7 +52,7 @@ def calibrate(
     process group every rank must call it, with text of its own: codebooks learn from the tokens of
     all, and all get the same report.
     """
-    routers = _find_routers(model)
+    routers = swapped_routers("calibrate.model", model)
     check_number("calibrate.wanted_recall", wanted_recall, strict=True)
     if wanted_recall > 1:
         rule = "must be <= 1, a share"
@@ -88,20 +89,6 @@ def calibrate(
     for router, codebooks in zip(routers.values(), fitted, strict=True):
         router.codebook.load_state_dict(codebooks[router.codebook.num_codewords].state_dict())
     return replace(report, losses=losses)
-
-
-def _find_routers(model: nn.Module) -> dict[str, Any]:
-    if not isinstance(model, nn.Module):
-        rule, remedy = "must be a model", "Load it first, then call airmoe.swap_routers."
-        value = model if isinstance(model, str) else type(model).__name__
-        raise ConfigError("calibrate.model", value, rule, remedy)
-    parts = model.named_modules()
-    found: dict[str, Any] = {name: p for name, p in parts if isinstance(p, ShortlistRouter)}
-    if not found:
-        rule = "must have swapped routers"
-        remedy = "Call airmoe.swap_routers first. An AirRouter learns its codebook in training."
-        raise ConfigError("calibrate.model", type(model).__name__, rule, remedy)
-    return found
 
 
 @contextmanager

@@ -4,97 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any, ClassVar, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from airmoe.config import check_choice, check_count, config
 from airmoe.errors import ConfigError
-from airmoe.kernels.token_experts import Activation
 from airmoe.moe import GranularExperts, MoELayer, MoEOutput
-from airmoe.moe.layer import PostNorm
 from airmoe.routers import ADD_YOURS, ROUTERS, ExpertChoiceRouter, RouterConfig
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-@config
-class FfnExperts:
-    """What the experts of a swapped layer are; the router says how many there are."""
-
-    label: ClassVar[str] = "swap_ffn.experts"
-
-    expert_size: int = 1  # neurons per expert
-    activation: Activation = "swiglu"
-
-    def check(self) -> None:
-        check_count(f"{self.label}.expert_size", self.expert_size)
-        check_choice(f"{self.label}.activation", self.activation, Activation)
-
-
-@config
-class FfnSettings:
-    """A layer that replaces a feed-forward network, as the model's config keeps it."""
-
-    label: ClassVar[str] = "swap_ffn"
-
-    router: RouterConfig
-    experts: FfnExperts
-    post_norm: PostNorm
-
-    def check(self) -> None:
-        if not isinstance(self.experts, FfnExperts):
-            rule = "must be an airmoe.FfnExperts"
-            raise ConfigError("swap_ffn.experts", self.experts, rule, "Give FfnExperts(...).")
-        check_choice("swap_ffn.post_norm", self.post_norm, PostNorm)
-        _router_name(self.router)
-
-    def build(self, std: float) -> SwappedFfn:
-        """The layer with starting values, on torch's default device and in its default dtype.
-
-        Experts start like the other matrices of the model: the norm after them sets their scale.
-        """
-        router, form = self.router, self.experts
-        experts = GranularExperts(router.num_experts, router.dim, form.activation, form.expert_size)
-        with torch.no_grad():
-            for weight in experts.parameters():
-                nn.init.normal_(weight, std=std)
-        return SwappedFfn(router.build(), experts, self.post_norm)
-
-    def to_dict(self) -> dict[str, Any]:
-        router = {"name": _router_name(self.router), **asdict(self.router)}
-        return {"router": router, "experts": asdict(self.experts), "post_norm": self.post_norm}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        router = dict(values["router"])
-        name = router.pop("name")
-        if name not in ROUTERS:
-            field, known = "airmoe_ffn.router.name", ", ".join(ROUTERS)
-            raise ConfigError(field, name, f"must be one of {known}", ADD_YOURS)
-        return cls(
-            router=ROUTERS[name].Config(**router),
-            experts=FfnExperts(**values["experts"]),
-            post_norm=values["post_norm"],
-        )
-
-
 def swap_ffn(
     model: nn.Module,
     *,
     layers: Iterable[int],
-    router: RouterConfig | None = None,
-    experts: FfnExperts | None = None,
-    post_norm: PostNorm = "layernorm",
+    router: RouterConfig,
 ) -> list[MoELayer]:
     """Replace the feed-forward networks of these decoder layers by new mixtures of experts.
 
     Works for models of transformers whose `mlp` has gate_proj, up_proj, down_proj and act_fn:
     Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 4, OLMo2 and their like. `router` says how many experts
-    there are and how they are chosen. They start at random and need training; their outputs pass a
-    LayerNorm, as in the paper. The model is changed in place; the new layers are returned.
+    there are and how they are chosen. They are single SwiGLU neurons, start at random and need
+    training; their outputs pass a LayerNorm, as in the paper. The model is changed in place; the
+    new layers are returned.
 
     Swap before an optimizer is made, adapters are added or the model is sharded. Hooks on the
     replaced networks are lost. An impossible argument raises `ConfigError` before any change.
@@ -106,56 +41,60 @@ def swap_ffn(
     available = range(len(getattr(decoder, "layers", ())))
     numbers = check_layers("swap_ffn.layers", layers, "decoder layer", available)
     networks = [_check_network(number, decoder.layers[number]) for number in numbers]
-    dim = networks[0].gate_proj.in_features
-    if router is None:
-        raise ConfigError(
-            "swap_ffn.router",
-            None,
-            "must be given, because it says how many experts there are",
-            f"Give for example AirRouter.Config.for_budget(dim={dim}, num_experts=65536, "
-            "top_k=512).",
-        )
-    settings = FfnSettings(
-        router=router, experts=FfnExperts() if experts is None else experts, post_norm=post_norm
-    )
-    _check_router(dim, router)
+    saved = {"name": _check_router(router, networks[0].gate_proj.in_features), **asdict(router)}
     std = _initializer_range(model)
     made: list[MoELayer] = []
     for network in networks:
         weight = network.gate_proj.weight
         with torch.device(weight.device):
-            made.append(settings.build(std).to(weight.dtype).train(network.training))
+            made.append(_build(router, std).to(weight.dtype).train(network.training))
     put_layers(decoder, dict(zip(numbers, made, strict=True)))
-    set_config(model, swapped_config(model, ffn=dict.fromkeys(numbers, settings)))
+    set_config(model, swapped_config(model, ffn=dict.fromkeys(map(str, numbers), saved)))
     return made
 
 
 def build_saved(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:
     """Put the layers that a config lists into a model that was just built from it."""
-    std = _initializer_range(model)
-    made = {int(number): FfnSettings.from_dict(v).build(std) for number, v in layers.items()}
+    made: dict[int, MoELayer] = {}
+    for number, values in layers.items():
+        settings = dict(values)
+        name = settings.pop("name")
+        if name not in ROUTERS:
+            field, known = "airmoe_ffn.name", ", ".join(ROUTERS)
+            raise ConfigError(field, name, f"must be one of {known}", ADD_YOURS)
+        router = ROUTERS[name].Config(**settings)
+        made[int(number)] = _build(router, _initializer_range(model))
     put_layers(model.get_decoder(), made)
+
+
+def _build(router: RouterConfig, std: float) -> SwappedFfn:
+    """A layer with starting values, on torch's default device and in its default dtype.
+
+    Experts start like the other matrices of the model: the norm after them sets their scale.
+    """
+    experts = GranularExperts(router.num_experts, router.dim)
+    with torch.no_grad():
+        for weight in experts.parameters():
+            nn.init.normal_(weight, std=std)
+    return SwappedFfn(router.build(), experts)
 
 
 def _initializer_range(model: Any) -> float:
     return getattr(model.config.get_text_config(), "initializer_range", 0.02)
 
 
-def _router_name(router: object) -> str:
-    """The name under which this kind of settings is known."""
-    for name, kind in ROUTERS.items():
-        if type(router) is kind.Config:
-            return name
-    raise ConfigError(
-        "swap_ffn.router",
-        type(router).__qualname__,
-        f"must be the Config of a router in airmoe.ROUTERS ({', '.join(ROUTERS)}), so that the "
-        "model can be loaded again",
-        "Give for example airmoe.AirRouter.Config(...), or register the router.",
-    )
-
-
-def _check_router(dim: int, router: RouterConfig) -> None:
+def _check_router(router: RouterConfig, dim: int) -> str:
+    """The name under which this kind of router is known."""
+    names = [name for name, kind in ROUTERS.items() if type(router) is kind.Config]
+    if not names:
+        raise ConfigError(
+            "swap_ffn.router",
+            type(router).__qualname__,
+            f"must be the Config of a router in airmoe.ROUTERS ({', '.join(ROUTERS)}), so that the "
+            "model can be loaded again",
+            f"Give for example airmoe.AirRouter.Config.for_budget(dim={dim}, num_experts=65536, "
+            "top_k=512), or register the router.",
+        )
     if router.dim != dim:
         rule = f"must be {dim}, the width of the model"
         raise ConfigError("swap_ffn.router.dim", router.dim, rule, f"Give dim={dim}.")
@@ -163,6 +102,7 @@ def _check_router(dim: int, router: RouterConfig) -> None:
     if chooses or getattr(router, "gate", None) == "expert_choice":
         rule = "must let tokens choose, because experts that choose see future tokens"
         raise ConfigError("swap_ffn.router", "expert_choice", rule, "Take another router or gate.")
+    return names[0]
 
 
 def _check_network(number: int, layer: nn.Module) -> Any:

@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from airmoe.adapt.ffn_swap import FfnSettings, SwappedFfn, build_saved
+from airmoe.adapt.ffn_swap import SwappedFfn, build_saved
 from airmoe.adapt.router_swap import RouterSettings, exchange, find_routers
 from airmoe.adapt.shortlist_router import ScaledCodebook, ShortlistRouter
 from airmoe.errors import ConfigError
@@ -142,15 +142,14 @@ def swapped_config(
     model: Any,
     *,
     routers: RouterSettings | None = None,
-    ffn: Mapping[int, FfnSettings] | None = None,
+    ffn: Mapping[str, Any] | None = None,
 ) -> Any:
     """A copy of a model's config that says what was swapped."""
     new = _copy_as(config_class_for(type(model.config)), model.config)
     if routers is not None:
         new.airmoe = asdict(routers)
     if ffn is not None:
-        noted = {str(number): settings.to_dict() for number, settings in ffn.items()}
-        new.airmoe_ffn = {**(new.airmoe_ffn or {}), **noted}
+        new.airmoe_ffn = {**(new.airmoe_ffn or {}), **ffn}
     return new
 
 

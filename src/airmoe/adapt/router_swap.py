@@ -71,18 +71,23 @@ def restore_routers(model: Model) -> Model:
     """Undo `swap_routers`: the stock modules with their present weights, without codebooks."""
     from airmoe.adapt.models import restore_configs
 
-    if not isinstance(model, nn.Module):
-        value = model if isinstance(model, str) else type(model).__name__
-        raise ConfigError("restore_routers.model", value, "must be a model", "Load it first.")
-    swapped = [module for module in model.modules() if isinstance(module, ShortlistRouter)]
-    if not swapped:
-        rule = "must have swapped routers"
-        remedy = "Only what airmoe.swap_routers has changed can be restored."
-        raise ConfigError("restore_routers.model", type(model).__name__, rule, remedy)
-    for router in swapped:
+    for router in swapped_routers("restore_routers.model", model).values():
         router.give_back()
     restore_configs(model)
     return model
+
+
+def swapped_routers(field: str, model: object) -> dict[str, Any]:
+    """The swapped routers of a model or of what wraps it, by name."""
+    if not isinstance(model, nn.Module):
+        value = model if isinstance(model, str) else type(model).__name__
+        raise ConfigError(field, value, "must be a model", "Load it first.")
+    found = {name: m for name, m in model.named_modules() if isinstance(m, ShortlistRouter)}
+    if not found:
+        rule = "must have swapped routers"
+        remedy = "Call airmoe.swap_routers first. An AirRouter learns its codebook in training."
+        raise ConfigError(field, type(model).__name__, rule, remedy)
+    return found
 
 
 def find_routers(model: Any) -> dict[int, Any]:
