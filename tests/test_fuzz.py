@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import random
 import zlib
@@ -21,7 +22,7 @@ from airmoe.training.checkpoints import check_checkpoint
 from airmoe.training.config import SECTIONS
 from airmoe.training.run_folder import open_run, read_test
 from airmoe.training.trained import load_trained
-from tests.mutations import HOSTILE, damaged, dump
+from tests.mutations import HOSTILE, damaged
 from tests.test_config_errors import CONFIGS, GOOD
 from tests.training.runs import small_run, train_here
 
@@ -132,7 +133,7 @@ def _random_assignment(chance: random.Random) -> tuple[str, list[str], Any]:
     value = _random_value(chance, before)
     if chance.random() < 0.05:
         path[-1] += "x"
-    return f"{'.'.join(path)}={dump(value)}", path, value
+    return f"{'.'.join(path)}={json.dumps(value)}", path, value
 
 
 # One whole run and its data; each test damages one file of them and puts it back.

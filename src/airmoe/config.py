@@ -12,12 +12,11 @@ import inspect
 import math
 import sys
 from collections.abc import Iterable
-from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
+from typing import Any, TypeVar, dataclass_transform, get_args
 
 from airmoe.errors import ConfigError
 
 ConfigClass = TypeVar("ConfigClass", bound=type)
-Values = TypeVar("Values")
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -51,19 +50,6 @@ def config(cls: ConfigClass) -> ConfigClass:
     strict_init.__qualname__ = f"{made.__qualname__}.__init__"
     made.__init__ = strict_init
     return made
-
-
-def read_fields(cls: type[Values], values: Any) -> Values:
-    """Undo `asdict` of a dataclass of plain values; raises ValueError for what it cannot be."""
-    hints = get_type_hints(cls)
-    needed = {name for name in hints if not hasattr(cls, name)}  # a default is a class attribute
-    if not isinstance(values, dict) or not needed <= values.keys() <= hints.keys():
-        found = list(values) if isinstance(values, dict) else type(values).__name__
-        raise ValueError(f"must have the fields {', '.join(hints)}, not {found}")
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, hints[name]):
-            raise ValueError(f"{name} is {value!r}")
-    return cls(**values)
 
 
 def check_count(field: str, value: object, *, least: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, locked, and JSON read with care."""
+"""Files: written whole or not at all, locked, hashed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import fcntl
 import hashlib
 import json
 import os
-import socket
-import stat
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,12 +14,7 @@ from typing import Any
 
 from airmoe.errors import ConfigError
 
-# JSON beyond these limits is not ours, and would cost memory or end in a traceback.
-MOST_JSON_BYTES = 64 * 2**20
-MOST_JSON_LEVELS = 64  # lists and objects in each other
-MOST_JSON_DIGITS = 1_000  # of an integer; Python itself raises above 4,300
 LOCK = "lock"  # file in a locked folder; never replaced
-CHUNK = 2**22
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -51,58 +43,16 @@ def disk_is_full(error: BaseException) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON of a file that anybody may have written, by the rules of `parse_json`."""
-    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would make us wait
-        raise ValueError("it is not a regular file")
-    with path.open("rb") as file:
-        return parse_json(file.read(MOST_JSON_BYTES + 1))
+    """The JSON of a file; ValueError if it is none."""
+    return parse_json(path.read_bytes())
 
 
 def parse_json(text: str | bytes) -> Any:
-    """JSON from outside; anything wrong with it is a ValueError of one line.
-
-    Refused: text that is not UTF-8, a name given twice in one object, and what is too large, too
-    deeply nested, or an integer too long. NaN and infinity pass, because Python writes them.
-    """
-    if len(text) > MOST_JSON_BYTES:
-        raise ValueError(f"it is larger than {MOST_JSON_BYTES:,} bytes")
+    """Anything wrong with the text is a ValueError."""
     try:
-        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
-        values = json.loads(decoded, object_pairs_hook=_object, parse_int=_integer)
+        return json.loads(text)
     except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    _check_levels(values)
-    return values
-
-
-_TOO_DEEP = f"it is nested deeper than {MOST_JSON_LEVELS} levels"
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"it gives {name[:60]!r} twice in one object")
-        found[name] = value
-    return found
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > MOST_JSON_DIGITS:
-        raise ValueError(f"it holds an integer of more than {MOST_JSON_DIGITS:,} digits")
-    return int(digits)
-
-
-def _check_levels(values: Any) -> None:
-    level = [values]
-    for _ in range(MOST_JSON_LEVELS + 1):
-        level = [one for one in level if isinstance(one, dict | list)]
-        if not level:
-            return
-        level = [
-            child for one in level for child in (one.values() if isinstance(one, dict) else one)
-        ]
-    raise ValueError(_TOO_DEEP)
+        raise ValueError("it is nested too deeply") from None
 
 
 def can_be_written(text: str) -> bool:
@@ -111,12 +61,9 @@ def can_be_written(text: str) -> bool:
 
 
 def file_sha256(path: Path) -> str:
-    """Hash of a file's contents, read in pieces."""
-    digest = hashlib.sha256()
+    """Hash of a file's contents."""
     with path.open("rb") as file:
-        while piece := file.read(CHUNK):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def json_sha256(values: Any) -> str:
@@ -132,8 +79,7 @@ def locked(folder: Path, field: str, work: str) -> Iterator[None]:
     """
     handle = _lock(folder, field, work)
     try:
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        note = f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode()
+        note = f"process {os.getpid()} on {os.uname().nodename}\n".encode()
         os.pwrite(handle, note, 0)
         os.ftruncate(handle, len(note))
         yield
@@ -147,27 +93,9 @@ def check_unlocked(folder: Path, field: str, work: str) -> None:
         os.close(_lock(folder, field, work))
 
 
-def _open_lock(folder: Path, field: str) -> int:
-    """A plain file, because writing through a link would overwrite what it leads to."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        handle = os.open(folder / LOCK, flags, 0o644)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            raise
-        handle = None
-    if handle is None or not stat.S_ISREG(os.fstat(handle).st_mode):
-        if handle is not None:
-            os.close(handle)
-        raise ConfigError(
-            field, str(folder / LOCK), "must be a plain file, or not be there", "Remove it."
-        )
-    return handle
-
-
 def _lock(folder: Path, field: str, work: str) -> int:
     while True:
-        handle = _open_lock(folder, field)
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -161,7 +161,7 @@ def test_before_the_first_checkpoint(options: dict[str, Any], text: Path, tmp_pa
 def test_a_run_that_still_goes_on(unfinished: Path) -> None:
     before = sorted(unfinished.rglob("*"))
     with open_run(unfinished).lock():
-        holder = f"is being trained by process {os.getpid()} on {socket.gethostname()} since 20"
+        holder = f"is being trained by process {os.getpid()} on {socket.gethostname()}"
         assert_one_line(resume(unfinished), 2, holder)
     assert sorted(unfinished.rglob("*")) == before
     assert resume(unfinished).code == 0
