@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -269,20 +268,6 @@ def test_a_log_without_its_copy_is_not_taken(run: Path) -> None:
     write_manifest(checkpoint, 4, open_run(run).sha256())
     assert_one_line(airmoe("train", "--resume", run), 2, str(checkpoint), "copy of the run's log")
     assert airmoe("eval", run).code == 0
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_a_lock_that_is_no_plain_file(kind: str, run: Path, tmp_path: Path) -> None:
-    precious, lock = tmp_path / "precious", run / "lock"
-    precious.write_text("mine")
-    lock.unlink(missing_ok=True)
-    {
-        "link": lambda: lock.symlink_to(precious),
-        "pipe": lambda: os.mkfifo(lock),
-        "folder": lock.mkdir,
-    }[kind]()
-    assert_one_line(airmoe("train", "--resume", run), 2, str(lock), "must be a plain file")
-    assert precious.read_text() == "mine"
 
 
 @pytest.mark.parametrize("change", CHANGES)
