@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -136,45 +134,6 @@ def test_a_coarse_model_rounds_its_experts_up(runs: Runs) -> None:
     assert "= 129 experts" in str(only({"exact": granular, "coarse": runs["coarse"]}))
 
 
-@pytest.mark.parametrize(
-    ("variant", "options", "parts"),
-    [
-        (
-            "air",
-            {"shortlist_size": 8},
-            ["shortlist_size 8 (must be >= num_experts_per_tok = 32", "Raise"],
-        ),
-        (
-            "air",
-            {"shortlist_size": 5000},
-            ["model.router_options.shortlist_size 5000 (must be <= num_exp", "Low"],
-        ),
-        ("hierarchical", {"num_clusters": 33}, ["num_clusters 33 (must divide num_expe", "Choos"]),
-        (
-            "hierarchical",
-            {"num_clusters": 1024},
-            [
-                "gives 16 candidates, must be >= num_experts_per_tok = 32",
-                "Raise num_selected_clusters",
-            ],
-        ),
-    ],
-)
-def test_settings_no_router_can_have(
-    variant: str, options: dict[str, Any], parts: list[str], runs: Runs
-) -> None:
-    """Settings are refused when they are made; those changed since are refused here."""
-    model = copy.deepcopy(runs[variant].model)
-    runs[variant].model["router_options"].update(options)
-    violation = only(runs)
-    assert violation.rule == Rule.FEASIBLE and list(violation.values) == [variant]
-    for part in (*parts, f"in {variant}."):
-        assert part in str(violation), str(violation)
-    assert violations(runs, [Rule.ACTIVE]) == []
-    runs[variant] = dataclasses.replace(runs[variant], model=model)
-    assert violations(runs) == []
-
-
 def test_only_the_rules_of_a_suite_are_asked(runs: Runs) -> None:
     runs["air"] = changed(runs["air"], f"{ROUTER}.num_codewords=32", f"{ROUTER}.shortlist_size=128")
     found = [violation.rule for violation in violations(runs)]
@@ -184,21 +143,8 @@ def test_only_the_rules_of_a_suite_are_asked(runs: Runs) -> None:
     assert missing == {Rule.STRUCTURE, Rule.CANDIDATES}
 
 
-def test_every_variant_has_the_same_seeds(runs: Runs) -> None:
-    seeded = {
-        f"{name}-seed{seed}": changed(run, f"training.seed={seed}")
-        for name, run in runs.items()
-        for seed in (42, 43)
-    }
-    assert violations(seeded) == []
-    del seeded["peer-seed43"]
-    text = str(only(seeded))
-    assert text.startswith(f"{Rule.REST}: training.seed 42, 43 in air-seed42, air-seed43")
-    assert "; 42 in peer-seed42. Run every variant with every seed." in text
-
-
 def test_how_closely_a_run_is_watched_does_not_matter(runs: Runs) -> None:
-    runs["air"] = changed(runs["air"], "training.log_every=7", "training.track=none")
+    runs["air"] = changed(runs["air"], "training.log_every=7", "training.seed=7")
     assert violations(runs) == []
 
 

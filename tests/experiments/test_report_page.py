@@ -108,19 +108,6 @@ def test_a_click_sorts_and_another_turns_it_round(desktop: Visit) -> None:
     assert desktop.column(2) == pytest.approx(SORTED[::-1])
 
 
-def test_the_keyboard_sorts_too(desktop: Visit) -> None:
-    page = desktop.page
-    page.get_by_role("button", name="method").first.focus()
-    page.keyboard.press("Tab")  # seeds
-    page.keyboard.press("Tab")  # perplexity
-    page.keyboard.press("Enter")
-    assert desktop.column(2) == pytest.approx(SORTED)
-    page.keyboard.press("Space")
-    assert desktop.column(2) == pytest.approx(SORTED[::-1])
-    sorts = page.eval_on_selector_all("th[aria-sort]:not([aria-sort=none])", "all => all.length")
-    assert sorts == 1
-
-
 def test_names_sort_as_words_and_missing_numbers_stay_last(desktop: Visit) -> None:
     page = desktop.page
     first = (

@@ -27,9 +27,10 @@ STUDENT = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # 97.5 %, fr
 FEWEST_FOR_STUDENT = 3
 NOTE = (
     "Effect: AIR's perplexity against the other's with the same seed. Interval: 95 %, Student's "
-    f"from three seeds on; with fewer ±{100 * SINGLE_PAIR:.1f} % / √seeds, from the spread between "
-    "seeds of earlier runs. Holds: the whole interval lies on the paper's side of 0. Not seen: it "
-    "lies on the other side, or has 0 in it but not the paper's effect. Open: neither."
+    f"from three seeds on; ±{100 * SINGLE_PAIR:.1f} % with one and "
+    f"±{100 * SINGLE_PAIR / math.sqrt(2):.1f} % with two, from the spread between seeds of earlier "
+    "runs. Holds: the whole interval lies on the paper's side of 0. Not seen: it lies on the other "
+    "side, or has 0 in it but not the paper's effect. Open: neither."
 )
 COLUMNS = ["AIR against", "the paper (%)", "effect (%)", "95 % interval (%)", "seeds", "verdict"]
 

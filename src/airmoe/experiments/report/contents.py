@@ -23,15 +23,8 @@ from airmoe.experiments.report.record import Record
 from airmoe.experiments.report.tables import Table, group_table, settings_table
 from airmoe.experiments.report.usage import usage_figure
 
-TITLE = "airmoe report"
 NO_FIGURES = (
     "Figures: left out, because matplotlib is not installed. Run: pip install 'airmoe[plot]'"
-)
-INTRODUCTION = (
-    "Every number is taken at the evaluation with the lowest validation loss. FLOPs are counted "
-    "twice: algorithmic, in the paper's convention, and executed, what the kernels compute. Bold: "
-    "the best of a column; where seeds move it, only if all have the same. Overlap: how many of "
-    "the experts that exact routing would choose were chosen."
 )
 
 
@@ -55,8 +48,6 @@ class Report:
     sections: list[Section]
     left_out: list[str]
     notes: list[str]
-    title: str = TITLE
-    introduction: str = INTRODUCTION
 
     @property
     def drawings(self) -> list[Drawing]:

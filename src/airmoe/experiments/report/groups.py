@@ -32,7 +32,6 @@ TITLES = {
 }
 ORDER = tuple(TITLES)  # of rows: the paper's
 GRANULARITY = re.compile(r"q([1-9]\d*)")
-CODEBOOK = re.compile(r"g([1-9]\d*)-m([1-9]\d*)")
 SEED = "training.seed"
 # How a text came about; runs of one table have the same text anyway.
 PREPARING = ("corpus", "tokenizer", "folder", "validation", "validation_fraction", "max_tokens")
@@ -53,22 +52,17 @@ def granularity_of(variant: str) -> int | None:
 
 
 def title_of(variant: str) -> str:
-    if found := GRANULARITY.fullmatch(variant):
-        return f"Q = {found[1]}"
-    if found := CODEBOOK.fullmatch(variant):
-        return f"G = {found[1]}, M = {found[2]}"
+    if level := granularity_of(variant):
+        return f"Q = {level}"
     method, bracket, rest = variant.partition(" (")
     return TITLES.get(method, method) + bracket + rest
 
 
-def place_of(variant: str) -> tuple[int, tuple[int, ...], str]:
-    """Sorts variants: known ones in the paper's order, numbers as numbers, then by name."""
+def place_of(variant: str) -> tuple[int, int, str]:
+    """Sorts variants: known ones in the paper's order, granularities as numbers, then by name."""
     method = variant.partition(" (")[0]
-    if method in ORDER:
-        return 0, (ORDER.index(method),), variant
-    if found := GRANULARITY.fullmatch(variant) or CODEBOOK.fullmatch(variant):
-        return 1, tuple(map(int, found.groups())), variant
-    return 2, (), variant
+    known = ORDER.index(method) if method in ORDER else len(ORDER)
+    return known, granularity_of(variant) or 0, variant
 
 
 def text_of(run: Run) -> tuple[str, str | None]:

@@ -42,7 +42,6 @@ class Metric:
     read: Callable[[Run], float | None]
     better: Literal["low", "high"] | None = None
     ideal: Callable[[Run], float | None] | None = None  # written behind it: "7.9 of 8.3"
-    optional: bool = False  # no column where no run has it
 
 
 def best(field: str) -> Callable[[Run], float | None]:
@@ -76,13 +75,13 @@ def perplexity_of_test(run: Run) -> float | None:
 
 
 PERPLEXITY = Metric("perplexity", "plain", best("perplexity"), "low")
-TEST = Metric("perplexity, test text", "plain", perplexity_of_test, "low", optional=True)
+TEST = Metric("perplexity, test text", "plain", perplexity_of_test, "low")
 LOSS = Metric("loss, nats", "plain", best("loss"), "low")
 FLOPS = Metric("FLOPs, algorithmic", "flops", best("flops"), "low")
 EXECUTED = Metric("FLOPs, executed", "flops", best("executed_flops"), "low")
 SECONDS = Metric("time", "seconds", best("seconds"), "low")
 SPEED = Metric("tokens/s", "count", lambda run: run.tokens_per_second, "high")
-MEMORY = Metric("peak memory (GiB)", "plain", lambda run: run.peak_memory_gib, "low", optional=True)
+MEMORY = Metric("peak memory (GiB)", "plain", lambda run: run.peak_memory_gib, "low")
 TOTAL = Metric("parameters", "count", lambda run: run.parameters["total"])
 ACTIVE = Metric("active", "count", lambda run: run.parameters["active"])
 DEAD = Metric("dead experts", "share", best("dead_experts"), "low")

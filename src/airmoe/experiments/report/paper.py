@@ -93,7 +93,7 @@ def beside_paper(group: Group) -> Beside | None:
         papers = [cell[name] for cell in cells.values()]
         ours = [summarize(metric, group.variants[variant]) for variant in cells]
         theirs = [None if one is None else Summary(one) for one in papers]
-        if not any(theirs) or (metric.optional and not any(ours)):
+        if not any(theirs) or not any(ours):
             continue
         unit = unit_of(metric.kind, [one.mean for one in (*ours, *theirs) if one])
         in_unit = f" ({unit.name})" if unit.name else ""

@@ -88,14 +88,14 @@ def group_table(group: Group) -> Table:
 
 
 def variant_table(group: Group, columns: Sequence[Metric], caption: str) -> Table:
-    """A row per variant with a cell per metric, and the footnotes they need."""
+    """A row per variant with a cell per metric that some run has, and the footnotes they need."""
     titles, rows = ["method", "seeds"], []
     for variant, runs in group.variants.items():
         grey = is_reference(runs[0])
         mark = REFERENCE_MARK if grey else FUTURE_MARK if sees_future(runs[0]) else ""
         seeds = Cell(text=str(len(runs)), value=len(runs), grey=grey)
         rows.append([Cell(text=title_of(variant), grey=grey, mark=mark), seeds])
-    shown = [one for one in columns if not one.optional or summarize(one, group.runs)]
+    shown = [one for one in columns if summarize(one, group.runs)]
     for metric in shown:
         title, cells = _column(metric, group)
         titles.append(title)
