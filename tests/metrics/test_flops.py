@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -224,20 +223,6 @@ def test_columns_differ_where_kernels_do_more_or_less() -> None:
     assert not {"experts", "router fine", "router coarse", "router refresh"} & {*dense.parts()}
 
 
-def test_refresh_is_shared_by_the_effective_batch() -> None:
-    def refresh(tokens_per_step: int, devices: int) -> float:
-        workload = Workload(
-            sequence_length=64,
-            tokens_per_step=tokens_per_step,
-            tokens_per_micro_batch=1024,
-            devices=devices,
-        )
-        return count_flops(model_size("small"), workload).cost("executed", "router refresh").total
-
-    assert refresh(8192, 1) == pytest.approx(2 * refresh(16_384, 1))
-    assert refresh(16_384, 4) == pytest.approx(4 * refresh(16_384, 1))
-
-
 def test_lists_that_live_longer_cost_less() -> None:
     def products(refresh_every: int) -> list[float]:
         model = model_size("small")
@@ -254,22 +239,6 @@ def test_lists_that_live_longer_cost_less() -> None:
     # 2 G E D per step is nearly all of it; what is left are norms.
     assert every_step[0] - never[0] > 0.9 * 2 * 1024 * 65_536 * 256 / 16_384
     assert all(norms < 0.02 * one for norms, one in zip(never, every_step, strict=True))
-
-
-def test_json_says_everything() -> None:
-    ledger = paper_ledger("small", "air", 256)
-    answer = json.loads(json.dumps(ledger.to_json(tokens=EPOCH)))
-    assert answer["flops_per_token"]["algorithmic"]["total"] == ledger.cost("algorithmic").total
-    assert answer["run"] == {
-        "tokens": EPOCH,
-        "flops": {column: ledger.run(EPOCH, column) for column in COLUMNS},
-    }
-    assert [*answer["parts"]] == [*ledger.parts()]
-    (refresh,) = (term for term in answer["terms"] if term["name"] == "codewords times experts")
-    assert refresh["executed"]["forward"] == 2 * 1024 * 65_536 * 256
-    assert refresh["executed"]["kind"] == "product"
-    assert refresh["times"] == DEVICES / (DEVICES * SEQUENCES_PER_DEVICE * 256)
-    assert ledger.to_json()["run"] is None
 
 
 def test_every_router_is_counted_and_others_are_refused() -> None:
