@@ -11,18 +11,15 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from rich.console import Console
 
 from airmoe import __version__
 from airmoe.data import open_prepared
 from airmoe.files import read_json
-from airmoe.training import train
 from airmoe.training.trained import load_trained
 from tests.experiments.forked import fork_runs
 from tests.training.command import airmoe, airmoe_train, assert_one_line, pythonpath
 from tests.training.runs import (
     assignments,
-    in_process,
     small_model,
     small_run,
     trained,
@@ -147,14 +144,6 @@ def test_a_run_whose_reader_is_gone_trains_to_its_end(run: Path, tmp_path: Path)
     assert outcome.code == 0, outcome
     assert read_json(tmp_path / "run" / "result.json")["last"]["step"] == 6
 
-    def from_python() -> None:
-        """Without the command around it, and with a bar."""
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-        lost()
-        train(config, tmp_path / "python", Console(force_terminal=True))
-
-    assert in_process(from_python) == 0
-    assert read_json(tmp_path / "python" / "result.json")["last"]["step"] == 6
 
 
 def test_a_suite_whose_reader_is_gone_comes_to_its_end(run: Path, tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from airmoe.training import RunConfig, checkpoints, evaluate
 from airmoe.training.evaluation import measure_test
 from airmoe.training.loop import TrainingLoop
 from airmoe.training.run_folder import open_run
-from airmoe.training.state import optimizer_state
 from airmoe.training.trained import load_trained
 from tests.training import kills
 from tests.training.runs import quiet, resume_here, train_here
@@ -122,7 +121,7 @@ def take_up(run: Path, name: str) -> None:
         key: full_tensor(value).detach().cpu().clone()
         for key, value in loop.model.state_dict().items()
     }
-    moments = optimizer_state(loop.model, loop.optimizer)
+    moments = checkpoints.optimizer_state(loop.model, loop.optimizer)
     numbers = {
         "steps": torch.tensor([loop.step]),
         "shards": torch.tensor([isinstance(one, DTensor) for one in loop.model.parameters()]),

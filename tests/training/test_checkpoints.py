@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from airmoe.errors import ConfigError, RunError
@@ -18,7 +20,9 @@ from airmoe.training.checkpoints import (
     STATE,
     checkpoints,
     clean_up,
-    load_tensors,
+    load_model,
+    load_optimizer_state,
+    optimizer_state,
     remove_old,
     save_tensors,
     step_of,
@@ -26,7 +30,6 @@ from airmoe.training.checkpoints import (
     write_manifest,
 )
 from airmoe.training.evaluation import Evaluation
-from airmoe.training.state import load_model, load_optimizer_state, optimizer_state
 from airmoe.training.trained import load_trained
 from tests.model.common import build, learn_a_little
 from tests.training.runs import differing, in_process, small_run, train_here
@@ -37,7 +40,7 @@ def fake(folder: Path, *steps: int, best: int | None = None) -> None:
         (folder / f"checkpoint-{step}").mkdir()
         state = {"best_step": best}
         (folder / f"checkpoint-{step}" / STATE).write_text(json.dumps(state))
-        write_manifest(folder / f"checkpoint-{step}", step, "run")
+        write_manifest(folder / f"checkpoint-{step}", "run")
 
 
 def steps(folder: Path) -> list[int]:
@@ -49,7 +52,6 @@ def test_checkpoints_are_in_order_of_their_steps(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-300.partial").mkdir()
     (tmp_path / "checkpoint-x").mkdir()
     (tmp_path / "my-checkpoint-5").mkdir()
-    (tmp_path / "checkpoint-7").write_text("a file")
     assert steps(tmp_path) == [9, 200, 1000]
 
 
@@ -72,24 +74,6 @@ def test_the_best_and_the_newest_stay(
     remove_old(tmp_path, keep, None if best is None else tmp_path / f"checkpoint-{best}")
     assert steps(tmp_path) == kept
     assert len(list(tmp_path.iterdir())) == len(kept)
-
-
-def test_a_linked_checkpoint_is_left_alone(tmp_path: Path) -> None:
-    """Neither it nor what it leads to is removed, and it takes no place of those that are kept."""
-    elsewhere, run = tmp_path / "elsewhere", tmp_path / "run"
-    elsewhere.mkdir()
-    run.mkdir()
-    fake(elsewhere, 1, 3)
-    fake(run, 2, 4, 5)
-    for step in (1, 3):
-        (run / f"checkpoint-{step}").symlink_to(elsewhere / f"checkpoint-{step}")
-    (run / "checkpoint-6.partial").symlink_to(elsewhere / "checkpoint-1")
-    before = sorted(elsewhere.rglob("*"))
-    remove_old(run, 2, run / "checkpoint-1")
-    assert steps(run) == [1, 3, 4, 5]
-    clean_up(run, keep=2)
-    assert steps(run) == [1, 3, 4, 5]
-    assert sorted(elsewhere.rglob("*")) == before
 
 
 def test_clean_up_finishes_what_a_kill_left(tmp_path: Path) -> None:
@@ -119,43 +103,18 @@ def test_the_best_is_the_one_the_newest_remembers(tmp_path: Path) -> None:
     assert step_of(best_checkpoint(tmp_path)) == 6
 
 
-def test_a_failed_write_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_checkpoint(tmp_path: Path) -> None:
     fake(tmp_path, 2)
 
     def fill(folder: Path) -> None:
         save_tensors({"a": torch.zeros(3)}, folder / "a.safetensors")
-        raise PermissionError(13, "Permission denied", "b")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(
-        RunError, match=r"step 4: .*Permission denied.*checkpoint-2 is whole.*--resume"
-    ):
+    with pytest.raises(RunError, match=r"step 4: .*full.*checkpoint-2 is whole.*--resume"):
         write_checkpoint(tmp_path, 4, "run", fill)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
-
-
-@pytest.mark.parametrize("kind", ["link", "dangling link", "file", "folder"])
-def test_what_lies_in_the_place_of_a_write_gives_way(kind: str, tmp_path: Path) -> None:
-    """Its name is ours; what a link leads to is not."""
-    precious, partial = tmp_path / "precious", tmp_path / "checkpoint-4.partial"
-    precious.mkdir()
-    (precious / "thesis").write_text("years of work")
-    {
-        "link": lambda: partial.symlink_to(precious),
-        "dangling link": lambda: partial.symlink_to("nowhere"),
-        "file": partial.touch,
-        "folder": partial.mkdir,
-    }[kind]()
+    assert steps(tmp_path) == [2]
     write_checkpoint(tmp_path, 4, "run", lambda folder: None)
-    assert steps(tmp_path) == [4] and not partial.is_symlink()
-    assert (precious / "thesis").read_text() == "years of work"
-
-
-def test_room_is_asked_for_only_on_a_full_disk(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-4").write_text("mine")
-    with pytest.raises(RunError, match=r"Put that right, then: airmoe train --resume") as error:
-        write_checkpoint(tmp_path, 4, "run", lambda folder: None)
-    assert "checkpoint-4" in str(error.value) and "Make room" not in str(error.value)
-    assert (tmp_path / "checkpoint-4").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_a_mistake_in_the_code_is_not_called_a_full_disk(tmp_path: Path) -> None:
@@ -170,10 +129,10 @@ def test_a_mistake_in_the_code_is_not_called_a_full_disk(tmp_path: Path) -> None
 def test_tensors_that_are_no_block_of_memory_are_saved_right(tmp_path: Path) -> None:
     value = torch.arange(12.0).reshape(3, 4).T
     save_tensors({"a": value}, tmp_path / "a.safetensors")
-    assert torch.equal(load_tensors(tmp_path / "a.safetensors")["a"], value)
+    assert torch.equal(load_file(tmp_path / "a.safetensors")["a"], value)
 
 
-def test_a_model_is_loaded_whole_or_refused(tmp_path: Path) -> None:
+def test_a_model_is_loaded_whole(tmp_path: Path) -> None:
     source, target = learn_a_little(build("air")), build("air")
     with torch.no_grad():
         for parameter in source.parameters():
@@ -183,16 +142,6 @@ def test_a_model_is_loaded_whole_or_refused(tmp_path: Path) -> None:
     assert all(
         torch.equal(value, source.state_dict()[name]) for name, value in target.state_dict().items()
     )
-    for other in (
-        build("air", num_hidden_layers=2),
-        build("air", hidden_size=32),
-        build("peer"),
-        build("dense"),
-        build("air", tie_word_embeddings=False),
-    ):
-        with pytest.raises(ConfigError, match="same model") as error:
-            load_model(tmp_path, other)
-        assert "\n" not in str(error.value)
 
 
 def with_losses(losses: dict[int, float], text: Path, folder: Path, **options: Any) -> Path:
@@ -241,55 +190,15 @@ def test_a_checkpoint_is_an_ordinary_hugging_face_model(finished: Path) -> None:
     assert tokenizer("the router", add_special_tokens=False)["input_ids"] == list(b"the router")
 
 
-# -- optimizer state ----------------------------------------------------------------------------
-
-
-def stepped(fused: bool) -> tuple[nn.Module, torch.optim.AdamW]:
-    """A layer whose weight [3, 2] has moments that do not look alike transposed."""
+def test_optimizer_state_comes_back(tmp_path: Path) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(2, 3)
-    optimizer = torch.optim.AdamW(layer.parameters(), fused=fused)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
     layer(torch.randn(5, 2)).square().sum().backward()
     optimizer.step()
-    return layer, optimizer
-
-
-def without(entries: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    return {key: value for key, value in entries.items() if key != name}
-
-
-WEIGHT, BIAS = "weight/exp_avg", "bias/exp_avg_sq"
-DAMAGED_MOMENTS: dict[str, tuple[Any, str]] = {
-    "transposed": (lambda kept: kept | {WEIGHT: kept[WEIGHT].T.contiguous()}, WEIGHT),
-    "of another shape": (lambda kept: kept | {WEIGHT: torch.zeros(1)}, WEIGHT),
-    "empty": (lambda kept: kept | {BIAS: torch.zeros(0)}, BIAS),
-    "of another dtype": (lambda kept: kept | {BIAS: kept[BIAS].double()}, BIAS),
-    "missing": (lambda kept: without(kept, BIAS), BIAS),
-    "missing step": (lambda kept: without(kept, "bias/step"), "bias/step"),
-    "a step for each weight": (lambda kept: kept | {"bias/step": torch.ones(3)}, "bias/step"),
-    "an integer step": (lambda kept: kept | {"bias/step": torch.tensor(1)}, "bias/step"),
-    "missing parameter": (
-        lambda kept: {name: value for name, value in kept.items() if "bias" not in name},
-        "bias/exp_avg",
-    ),
-    "nothing": (lambda kept: {}, "bias/exp_avg"),
-    "extra": (lambda kept: kept | {"weight/max_exp_avg_sq": kept[WEIGHT]}, "weight/max_exp_avg_sq"),
-    "of another model": (lambda kept: kept | {"gate/exp_avg": torch.zeros(3)}, "gate/exp_avg"),
-}
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-@pytest.mark.parametrize("damage", DAMAGED_MOMENTS)
-def test_optimizer_state_is_checked_before_anything_is_loaded(damage: str, fused: bool) -> None:
-    change, named = DAMAGED_MOMENTS[damage]
-    saved = optimizer_state(*stepped(fused))
-    layer, optimizer = stepped(fused)
+    saved = optimizer_state(layer, optimizer)
+    assert len(saved) == 6
+    save_tensors(saved, tmp_path / "optimizer.safetensors")
     optimizer.state.clear()
-    with pytest.raises(ConfigError, match=r"optimizer\.safetensors") as error:
-        load_optimizer_state(layer, optimizer, change(saved))
-    assert named in str(error.value) and "\n" not in str(error.value)
-    assert not optimizer.state
-    saved["weight/step"].fill_(7)  # the one number that may be another
-    load_optimizer_state(layer, optimizer, saved)
-    loaded = optimizer_state(layer, optimizer)
-    assert differing(loaded, saved) == [] and loaded["weight/step"] == 7
+    load_optimizer_state(layer, optimizer, tmp_path / "optimizer.safetensors")
+    assert differing(optimizer_state(layer, optimizer), saved) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -109,7 +108,6 @@ def test_the_last_of_several_overrides_counts() -> None:
         ("training=5", "training"),
         ("preset=tiny", "preset"),
         ("training.steps.more=5", "training.steps.more"),
-        ("model.router_options.a.b=5", "model.router_options.a.b"),
         ("model.torch_dtype=bfloat16", "model.torch_dtype"),
         ("model.router_options.dim=5", "model.router_options.dim"),
         ("Training.steps=5", "Training.steps"),
@@ -131,16 +129,6 @@ def test_wrong_overrides_name_their_field(assignment: str, field: str) -> None:
     with pytest.raises(ConfigError) as error:
         override(preset("tiny"), [assignment])
     assert error.value.field == field
-
-
-@pytest.mark.parametrize("options", ["plain text", 5, [1]])
-def test_an_option_cannot_be_put_into_what_is_no_mapping(options: Any) -> None:
-    text = json.dumps(options)
-    with pytest.raises(ConfigError) as error:
-        override(
-            preset("tiny"), [f"model.router_options={text}", "model.router_options.refresh_every=2"]
-        )
-    assert error.value.field == "model.router_options"
 
 
 def test_unknown_keys_list_the_valid_ones() -> None:

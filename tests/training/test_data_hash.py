@@ -50,8 +50,7 @@ def test_the_tokenizer_and_which_split_is_which_matter(tmp_path: Path) -> None:
 def test_a_run_goes_on_with_its_own_text_only(tmp_path: Path) -> None:
     text = prepared(tmp_path / "one", "some words")
     run = RunFolder(tmp_path, preset("tiny"))
-    about = {"versions": {}, "git": {}, "machine": {}}
-    write_json(tmp_path / "run.json", {"data_sha256": data_sha256(text), **about})
+    write_json(tmp_path / "run.json", {"data_sha256": data_sha256(text)})
     check_same_data(run, text)
     other = prepared(tmp_path / "two", "other words")
     with pytest.raises(ConfigError, match="must hold the text with which"):

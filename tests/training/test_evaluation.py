@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,8 +15,7 @@ from torch import Tensor
 from airmoe.errors import ConfigError
 from airmoe.metrics import routing_quality
 from airmoe.routers import Router, track_optimizer
-from airmoe.training.evaluation import Evaluation, evaluate, num_batches
-from airmoe.training.watch import RoutingWatch
+from airmoe.training.evaluation import Evaluation, RoutingWatch, evaluate, num_batches
 from tests.model.common import VARIANTS, batch, build, learn_a_little
 from tests.state.common import checkpoint_activations
 
@@ -150,6 +151,13 @@ def test_perplexity_of_a_hopeless_loss_is_a_number() -> None:
     assert math.isfinite(Evaluation(1e6, 1, {}).perplexity)
 
 
+@contextmanager
+def on(watch: RoutingWatch) -> Iterator[None]:
+    watch.start()
+    yield
+    watch.stop()
+
+
 # -- the watch ----------------------------------------------------------------------------------
 
 
@@ -161,7 +169,7 @@ def test_the_sample_is_spread_over_all_sequences(wanted: int) -> None:
     inputs: list[Tensor] = []
     (router,) = routers_of(model)
     router.register_forward_hook(lambda _, given, __: inputs.append(given[0].detach().clone()))
-    with watch.on(), torch.no_grad():
+    with on(watch), torch.no_grad():
         model(batch(0))
         model(batch(1))
     sample = watch._samples[0]
@@ -179,7 +187,7 @@ def test_where_experts_choose_the_sample_is_routed_among_the_whole_batch(variant
     (router,) = routers_of(model)
     inputs: list[Tensor] = []
     router.register_forward_hook(lambda _, given, __: inputs.append(given[0].detach().clone()))
-    with watch.on(), torch.no_grad():
+    with on(watch), torch.no_grad():
         model(batch(0))
     rows = slice(None, 35, 7)
     wanted = routing_quality(router, inputs[0], rows=rows)
@@ -195,7 +203,7 @@ def test_activation_checkpointing_counts_once(checkpointing: bool, reentrant: bo
     if checkpointing:
         checkpoint_activations(model, reentrant)
     watch = RoutingWatch(model, 8)
-    with watch.on():
+    with on(watch):
         for index in range(2):
             model(batch(index), labels=batch(index)).loss.backward()
         assert tokens_seen(watch) == 2 * 36
@@ -214,16 +222,16 @@ def test_a_watch_that_is_off_sees_nothing() -> None:
     model = build("air")
     watch = RoutingWatch(model, 8)
     with torch.no_grad():
-        with watch.on():
+        with on(watch):
             model(batch(0))
         model(batch(1))
     assert tokens_seen(watch) == 36
-    with watch.on():
+    with on(watch):
         assert tokens_seen(watch) == 0  # starts from nothing
 
 
 def test_watching_changes_no_result() -> None:
     plain, watched = (learn_a_little(build("air")) for _ in range(2))
     expected = plain(batch(5), labels=batch(5)).loss
-    with RoutingWatch(watched, 8).on():
+    with on(RoutingWatch(watched, 8)):
         assert torch.equal(watched(batch(5), labels=batch(5)).loss, expected)

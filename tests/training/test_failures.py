@@ -53,8 +53,6 @@ def test_a_full_disk_keeps_the_checkpoint_before(text: Path, tmp_path: Path) -> 
     outcome = airmoe_train(config, run, patch=full_disk(3 + 1))
     kept = f"{run}/checkpoint-2 is whole"
     assert_one_line(outcome, 1, "step 4", "disk is full", kept, f"--resume {run}")
-    left = ["checkpoint-2", "lock", "log.jsonl", "run.json"]
-    assert sorted(path.name for path in run.iterdir()) == left
     outcome = airmoe("train", "--resume", run, patch=full_disk(1))
     assert_one_line(outcome, 1, "step 4", "disk is full")
     assert airmoe("train", "--resume", run).code == 0

@@ -60,14 +60,15 @@ def test_it_is_the_best_and_not_the_last(run: Path) -> None:
         earlier = "8" if best.name == "checkpoint-12" else "12"
         step = f'"best_step": {best.name.partition("-")[2]}'
         state.write_text(values.replace(step, f'"best_step": {earlier}'), encoding="utf-8")
-        write_manifest(state.parent, 12, open_run(run).sha256())
+        write_manifest(state.parent, open_run(run).sha256())
         (run / "test.json").unlink()
+        (run / "result.json").unlink()
         resume_here(run)
         assert read_json(run / "test.json")["step"] == int(earlier)
         assert read_json(run / "test.json")["loss"] != before["loss"]
     finally:
         state.write_text(values, encoding="utf-8")
-        write_manifest(state.parent, 12, open_run(run).sha256())
+        write_manifest(state.parent, open_run(run).sha256())
 
 
 def test_killed_before_the_measurement_it_is_made_up_for(run: Path) -> None:

@@ -9,12 +9,11 @@ import subprocess
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from accelerate.utils import LoggerType
 from safetensors.torch import load_file
 
 import airmoe
@@ -22,7 +21,6 @@ from airmoe.data import open_prepared
 from airmoe.flops import Workload, count_flops
 from airmoe.routers import RouterConfig
 from airmoe.training import RunConfig, TrainingOptions, display, loop
-from airmoe.training.config import Tracker
 from airmoe.training.display import not_installed
 from airmoe.training.run import build_model, flops_per_token
 from airmoe.training.run_folder import git_state
@@ -298,10 +296,6 @@ def test_a_tracker_that_is_not_installed_is_left_out_in_one_line(
     assert f"training.track={tracker}" in said and "pip install" in said
     assert not (folder / "tensorboard").exists()
     assert read_log(folder / "log.jsonl")[-1]["step"] == 4
-
-
-def test_trackers_are_those_of_accelerate() -> None:
-    assert {*get_args(Tracker)} - {"none"} == {*LoggerType.list()} - {"all"}
 
 
 def test_times_leave_out_what_is_not_training(text: Path, tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_the_curve_is_that_of_one_process(
         config["config"]["training"] |= {"sharding": "none", "micro_batch_size": 32}
         (folder / name / "run.json").write_text(json.dumps(config))
         (checkpoint,) = checkpoints(folder / name)
-        write_manifest(checkpoint, 4, open_run(folder / name).sha256())
+        write_manifest(checkpoint, open_run(folder / name).sha256())
         resumed(folder / name)
     found, expected = timeless_log(folder / name), timeless_log(runs.folder / "one")
     assert [(line["kind"], line["step"]) for line in found] == [

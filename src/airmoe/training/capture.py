@@ -1,8 +1,9 @@
-"""Micro-batches as CUDA graphs: a small model spends more time launching kernels than running them.
+"""How a micro-batch is run: compiled, as a CUDA graph, or as plain Python.
 
-A graph repeats what the device did, and nothing of what Python did beside it. The one thing Python
-decides between micro-batches is which cached lists are due, so there is one graph per answer. Where
-a capture is refused, or modules have hooks, micro-batches run plainly, and one line says why.
+A small model spends more time launching kernels than running them. A CUDA graph repeats what the
+device did, and nothing of what Python did beside it. The one thing Python decides between
+micro-batches is which cached lists are due, so there is one graph per answer. Where a capture is
+refused, or modules have hooks, micro-batches run plainly, and one line says why.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,11 @@ LOG = logging.getLogger("airmoe")
 PLAIN_STEPS = 4  # before the first capture: compilers, codebooks and the optimizer have started
 
 
+def uncompiled() -> Any:
+    """A block in which compiled layers run as plain Python, or every new hook would recompile."""
+    return torch.compiler.set_stance("force_eager")
+
+
 @dataclass(frozen=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
@@ -33,7 +40,7 @@ class _Graph:
 class CapturedSteps:
     """Runs a step, after a few plain ones, as a graph; gradients add up in `parameter.grad`.
 
-    Batches of another shape than the one that was captured always run plainly.
+    All micro-batches must have the same shape.
     """
 
     def __init__(self, model: nn.Module, step: Step) -> None:
@@ -56,8 +63,6 @@ class CapturedSteps:
             self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
             parameters = [one for one in self._model.parameters() if one.requires_grad]
             self._grads = {one: torch.zeros_like(one) for one in parameters}
-        if _shapes(inputs) != _shapes(self._inputs):
-            return self._step(inputs)
         for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor)
         self._use_own_gradients()
@@ -110,7 +115,3 @@ def has_hooks(model: nn.Module) -> bool:
     """Whether calling the model runs Python code that belongs to no module."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, kind) for module in model.modules() for kind in kinds)
-
-
-def _shapes(inputs: Inputs) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in inputs.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, ClassVar, Literal
 
 from huggingface_hub.errors import StrictDataclassError
 
@@ -19,7 +19,6 @@ from airmoe.config import (
     unknown_option,
 )
 from airmoe.errors import ConfigError
-from airmoe.files import can_be_written, parse_json
 from airmoe.flops import Workload
 from airmoe.model import AirMoeConfig
 from airmoe.model.configuration import refused
@@ -27,20 +26,10 @@ from airmoe.model.configuration import refused
 Auto = Literal["auto"]  # what this machine supports: automatic.py
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Sharding = Literal["none", "fsdp2"]
-Tracker = Literal[  # as Accelerate calls them
-    "tensorboard",
-    "wandb",
-    "mlflow",
-    "comet_ml",
-    "aim",
-    "clearml",
-    "dvclive",
-    "swanlab",
-    "trackio",
-    "none",
-]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "none"]  # as Accelerate calls them
 
-LLAMA_COUNTS = (
+# The options of AirMoeConfig that a run may set; what it inherits besides would be a mistake here.
+MODEL_OPTIONS = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -48,11 +37,6 @@ LLAMA_COUNTS = (
     "num_key_value_heads",
     "vocab_size",
     "max_position_embeddings",
-)
-OPTIONAL = ("num_key_value_heads", "vocab_size")  # None: one per head, the tokenizer's
-# The options of AirMoeConfig that a run may set; what it inherits besides would be a mistake here.
-MODEL_OPTIONS = (
-    *LLAMA_COUNTS,
     "rms_norm_eps",
     "initializer_range",
     "tie_word_embeddings",
@@ -87,12 +71,12 @@ class DataOptions:
     max_tokens: int | None = None
 
     def check(self) -> None:
-        for name in ("corpus", "tokenizer"):
-            _check_text(f"data.{name}", getattr(self, name))
+        for name in ("corpus", "tokenizer", "folder", "validation"):
+            value, optional = getattr(self, name), name in ("folder", "validation")
+            if not (value is None and optional) and not (isinstance(value, str) and value):
+                rule = "must be a non-empty text"
+                raise ConfigError(f"data.{name}", value, rule, "Give a name or a path.")
         check_count("data.block_size", self.block_size, least=2)
-        for name in ("folder", "validation"):
-            if getattr(self, name) is not None:
-                _check_text(f"data.{name}", getattr(self, name))
         check_number("data.validation_fraction", self.validation_fraction, below=1.0)
         if self.max_tokens is not None:
             check_count("data.max_tokens", self.max_tokens)
@@ -203,12 +187,6 @@ class TrainingOptions:
     def steps_between_evaluations(self, steps_per_epoch: int) -> int:
         return steps_per_epoch if self.eval_every == "epoch" else self.eval_every
 
-    def first_checkpoint_step(self, steps_per_epoch: int) -> int:
-        """The step by which a run has a checkpoint; a signal may make one earlier."""
-        evaluated = self.steps_between_evaluations(steps_per_epoch)
-        last = self.total_steps(steps_per_epoch)
-        return min(evaluated, last, self.save_every or last)
-
 
 @config
 class RunConfig:
@@ -222,68 +200,46 @@ class RunConfig:
     training: TrainingOptions
 
     def check(self) -> None:
-        _check_text("preset", self.preset)
-        if not isinstance(self.model, dict):
-            raise ConfigError("model", self.model, "must map names to values", "Give a dict.")
         unknown = [name for name in self.model if name not in MODEL_OPTIONS]
         if unknown:
             raise unknown_option("model", unknown[0], self.model[unknown[0]], MODEL_OPTIONS)
-        self._check_numbers()
+        spread = self.model.get("initializer_range", 0.02)
+        check_number("model.initializer_range", spread, below=1.0, strict=True)
         self.model_config(vocab_size=2, eos_id=1)  # checks the rest now, not after preparing data
-
-    def _check_numbers(self) -> None:
-        """Llama's own options, which transformers would refuse in other words or not at all."""
-        for name in LLAMA_COUNTS:
-            left_open = self.model.get(name) is None and name in OPTIONAL
-            if name in self.model and not left_open:
-                check_count(f"model.{name}", self.model[name])
-        for name in ("rms_norm_eps", "initializer_range"):
-            if name in self.model:
-                check_number(f"model.{name}", self.model[name], below=1.0, strict=True)
-        if "tie_word_embeddings" in self.model:
-            check_flag("model.tie_word_embeddings", self.model["tie_word_embeddings"])
 
     def model_config(self, vocab_size: int, eos_id: int) -> AirMoeConfig:
         """The model for a tokenizer; `model.vocab_size` may only be larger than its vocabulary."""
-        wanted = self.model.get("vocab_size")
-        if wanted is not None and wanted < vocab_size:
+        given = {**self.model, "bos_token_id": None, "eos_token_id": eos_id}
+        if given.get("vocab_size") is None:
+            given["vocab_size"] = vocab_size
+        try:
+            model = AirMoeConfig(**given)
+        except (StrictDataclassError, TypeError) as error:  # transformers' own rules
+            raise refused(error, given) from error
+        if model.vocab_size < vocab_size:
             raise ConfigError(
                 "model.vocab_size",
-                wanted,
+                model.vocab_size,
                 f"must be >= {vocab_size}, the tokenizer's vocabulary, or token ids would be out "
                 "of range",
                 "Leave it out: the tokenizer's is taken.",
             )
-        longest = self.model.get("max_position_embeddings")
-        if longest is not None and longest < self.data.block_size:
+        if model.max_position_embeddings < self.data.block_size:
             raise ConfigError(
                 "data.block_size",
                 self.data.block_size,
-                f"must be <= model.max_position_embeddings = {longest}",
+                f"must be <= model.max_position_embeddings = {model.max_position_embeddings}",
                 "Shorten the blocks or raise max_position_embeddings.",
             )
-        given = {name: value for name, value in self.model.items() if name != "vocab_size"}
-        try:
-            return AirMoeConfig(
-                **given, vocab_size=wanted or vocab_size, bos_token_id=None, eos_token_id=eos_id
-            )
-        except (StrictDataclassError, TypeError) as error:  # transformers' own rules
-            raise refused(error, given) from error
+        return model
 
     def to_json(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunConfig:
-        hints = get_type_hints(cls)
-        _check_mapping("config", values)
-        for name in ("data", "training"):
-            _check_mapping(f"config.{name}", values.get(name, {}))
-        parts = {
-            name: hints[name](**value) if name in ("data", "training") else value
-            for name, value in values.items()
-        }
-        return cls(**parts)
+        data, training = DataOptions(**values["data"]), TrainingOptions(**values["training"])
+        return cls(**{**values, "data": data, "training": training})
 
 
 def model_options(config: AirMoeConfig) -> dict[str, Any]:
@@ -292,19 +248,6 @@ def model_options(config: AirMoeConfig) -> dict[str, Any]:
     if options["moe_layers"] == [config.num_hidden_layers // 2]:
         options["moe_layers"] = None  # the middle one, also when the depth is overridden
     return options
-
-
-def _check_mapping(field: str, value: object) -> None:
-    if not isinstance(value, dict):
-        raise ConfigError(field, value, "must map names to values", "Give a JSON object.")
-
-
-def _check_text(field: str, value: object) -> None:
-    if not isinstance(value, str) or not value:
-        raise ConfigError(field, value, "must be a non-empty text", "Give a name or a path.")
-    if not can_be_written(value):
-        rule = "must be Unicode text without zero bytes, which no file's name can hold"
-        raise ConfigError(field, value, rule, "Give another name or path.")
 
 
 def workload_of(run: RunConfig, devices: int) -> Workload:
@@ -321,7 +264,6 @@ def workload_of(run: RunConfig, devices: int) -> Workload:
 
 # -- `key.path=value` on top of a run's settings --------------------------------------------------
 
-SHOWN = 60  # characters of a value that cannot be read
 SECTIONS: dict[str, tuple[str, ...]] = {
     "model": MODEL_OPTIONS,
     "data": tuple(field.name for field in dataclasses.fields(DataOptions)),
@@ -342,47 +284,33 @@ def override(run: RunConfig, assignments: Sequence[str]) -> RunConfig:
             raise ConfigError(
                 "overrides", assignment, "must look like key.path=value", "Add '=' and a value."
             )
-        _assign(values, path.split("."), _parse(path, text))
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        _assign(values, path, value)
     return RunConfig.from_json(values)
 
 
-def _assign(values: dict[str, Any], path: list[str], value: Any) -> None:
-    section, *rest = path
-    if section not in SECTIONS or not rest:
+def _assign(values: dict[str, Any], path: str, value: Any) -> None:
+    section, _, option = path.partition(".")
+    name, _, inner = option.partition(".")
+    if section not in SECTIONS or not name:
         raise ConfigError(
-            ".".join(path),
+            path,
             value,
             f"must start with one of {', '.join(SECTIONS)}, then a dot and an option",
             f"{did_you_mean(section, SECTIONS)}Write for example training.steps=500.",
         )
-    name, *inner = rest
     if name not in SECTIONS[section]:
         raise unknown_option(section, name, value, SECTIONS[section])
-    if not inner:
-        values[section][name] = value
-        if path == ["model", "router"]:
-            values["model"]["router_options"] = {}  # another router has other options
-        return
-    if [section, name] != ["model", "router_options"] or len(inner) > 1:
+    if inner and name != "router_options":
         raise ConfigError(
-            ".".join(path),
+            path,
             value,
             f"goes too deep: {section}.{name} has no options of its own",
             "Only model.router_options.<name> has a third part.",
         )
-    before = values[section].get(name) or {}
-    if not isinstance(before, dict):
-        raise ConfigError(
-            f"{section}.{name}", before, "must map names to values", "Give a JSON object."
-        )
-    values[section][name] = {**before, inner[0]: value}
-
-
-def _parse(path: str, text: str) -> Any:
-    try:
-        return parse_json(text)
-    except json.JSONDecodeError:
-        return text
-    except ValueError as error:
-        shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-        raise ConfigError(path, shown, f"cannot be read: {error}", "Give another value.") from error
+    values[section][name] = {**values[section][name], inner: value} if inner else value
+    if path == "model.router":
+        values["model"]["router_options"] = {}  # another router has other options

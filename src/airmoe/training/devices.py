@@ -1,4 +1,4 @@
-"""What this machine allows: precisions, CUDA graphs, and one model on several processes."""
+"""What this machine allows: precisions, and one model on several processes."""
 
 from __future__ import annotations
 
@@ -99,6 +99,12 @@ def placed(model: AirMoeForCausalLM, accelerator: Accelerator, run: RunConfig) -
     model.to(accelerator.device)  # pyright: ignore[reportArgumentType]
     _shard(model)
     return model
+
+
+def checkpoint_activations(model: AirMoeForCausalLM) -> None:
+    """Recompute layers in backward, by the name that transformers has for it since 5.23, or had."""
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def _shard(model: AirMoeForCausalLM) -> None:

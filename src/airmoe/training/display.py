@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from copy import copy
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
@@ -17,12 +13,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from airmoe.data import PrepareProgress
 from airmoe.errors import say, visible
-from airmoe.files import KeptStream
+from airmoe.files import json_sha256
 from airmoe.training.config import RunConfig, Tracker
+from airmoe.training.run_log import Line
 
-Line = dict[str, Any]
-PROJECT = "airmoe"  # as trackers call it
-INSTALL = {"tensorboard": "'airmoe[track]'", "comet_ml": "comet-ml"}  # names that pip knows
+INSTALL = {"tensorboard": "'airmoe[track]'"}  # where pip has another name
 
 # name in the log -> (short name, format)
 SHOWN = {
@@ -35,13 +30,6 @@ SHOWN = {
 }
 
 
-def surviving(console: Console | None) -> Console:
-    """This console, or one on standard output, that ignores the loss of its reader."""
-    found = copy(console or Console())
-    found.file = cast(Any, KeptStream(found.file))
-    return found
-
-
 def summary(line: Line) -> str:
     """The numbers of a log line that people look at."""
     return "  ".join(
@@ -51,71 +39,60 @@ def summary(line: Line) -> str:
     )
 
 
+def _progress(console: Console, *, transient: bool = False) -> Progress:
+    """A bar between a title and numbers; nothing where the console is no terminal."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[count]}"),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[numbers]}"),
+        console=console,
+        transient=transient,
+        disable=not console.is_terminal,
+    )
+
+
 class Display:
-    """The progress of one run; `show` is called with every log line."""
+    """The progress of one run: a bar on a terminal, else a line for every log line."""
 
     def __init__(self, console: Console, title: str, step: int, last_step: int) -> None:
         self._console, self._title, self._total = console, visible(title), last_step
-        self._progress: Progress | None = None
-        if console.is_terminal:
-            self._progress = Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=24),
-                TextColumn("{task.completed}/{task.total}"),
-                TimeRemainingColumn(compact=True),
-                TextColumn("{task.fields[numbers]}"),
-                console=console,
-            )
-            self._progress.start()
-            self._task = self._progress.add_task(
-                self._title, total=last_step, completed=step, numbers=""
-            )
+        self._bar = _progress(console)
+        self._task = self._bar.add_task(self._title, total=last_step, count="", numbers="")
+        self._bar.start()
+        self.advance(step)
 
     def advance(self, step: int) -> None:
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step)
+        self._bar.update(self._task, completed=step, count=f"{step}/{self._total}")
 
     def show(self, line: Line) -> None:
-        kind = "valid" if line["kind"] == "eval" else "train"
-        if self._progress is not None and line["kind"] == "train":
-            self._progress.update(self._task, numbers=summary(line))
+        is_train, numbers = line["kind"] == "train", summary(line)
+        if is_train and self._console.is_terminal:
+            self._bar.update(self._task, numbers=numbers)
             return
-        say(
-            self._console,
-            f"{self._title}  {kind}  step {line['step']}/{self._total}  {summary(line)}",
-        )
+        kind, step = "train" if is_train else "valid", f"{line['step']}/{self._total}"
+        say(self._console, f"{self._title}  {kind}  step {step}  {numbers}")
 
     def close(self) -> None:
         """Also after a failure, or the terminal would stay without a cursor."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        self._bar.stop()
 
 
 class PrepareDisplay:
     """A bar while text is prepared."""
 
     def __init__(self, console: Console, corpus: str) -> None:
-        self._progress = Progress(
-            TextColumn("preparing {task.fields[corpus]}: {task.description}", markup=False),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            transient=True,
-        )
-        self._console, self._corpus = console, visible(corpus)
-        self._task: Any = None
+        self._title = f"preparing {visible(corpus)}"
+        self._bar, self._task = _progress(console, transient=True), None
 
     def show(self, progress: PrepareProgress) -> None:
-        if not self._console.is_terminal:
-            return
         if self._task is None:
-            self._progress.start()
-            self._task = self._progress.add_task("", total=None, numbers="", corpus=self._corpus)
-        self._progress.update(
+            self._bar.start()
+            self._task = self._bar.add_task(self._title, total=None, count="", numbers="")
+        self._bar.update(
             self._task,
-            description=progress.split,
+            description=f"{self._title}: {progress.split}",
             total=None if progress.fraction is None else 1.0,
             completed=progress.fraction or 0.0,
             numbers=f"{progress.documents:,} documents, {progress.tokens:,} tokens",
@@ -125,12 +102,7 @@ class PrepareDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self._task is not None:
-            self._progress.stop()
-            self._task = None
+        self._bar.stop()
 
 
 def is_installed(tracker: Tracker) -> bool:
@@ -156,7 +128,7 @@ class RunTracker:
     ) -> None:
         self._accelerator, self._name, self._console = accelerator, config.training.track, console
         self._is_on = True
-        same_run = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+        same_run = json_sha256(str(folder.resolve()))[:16]
         options = {
             "tensorboard": {"purge_step": step + 1},  # a resumed run does those again
             "wandb": {"name": folder.name, "dir": str(folder), "id": same_run, "resume": "allow"},
@@ -164,9 +136,8 @@ class RunTracker:
         }
         # TensorBoard takes the project for its folder in the run, and settings for one more board.
         is_board = self._name == "tensorboard"
-        project, settings = ("tensorboard", None) if is_board else (PROJECT, config.to_json())
-        with self._switched_off_by_failure():
-            accelerator.init_trackers(project, settings, options)
+        project, settings = ("tensorboard", None) if is_board else ("airmoe", config.to_json())
+        self._attempt(lambda: accelerator.init_trackers(project, settings, options))
 
     def write(self, line: Line) -> None:
         numbers = {
@@ -174,31 +145,22 @@ class RunTracker:
             for name, value in line.items()
             if isinstance(value, int | float) and name not in ("step", "tokens")
         }
-        if self._is_on:
-            with self._switched_off_by_failure():
-                self._accelerator.log(numbers, step=line["step"])
+        self._attempt(lambda: self._accelerator.log(numbers, step=line["step"]))
 
     def close(self) -> None:
         """Never raises, because the error that ends a run would be hidden."""
-        was_on, self._is_on = self._is_on, False
-        if was_on:
-            with self._switched_off_by_failure():
-                for tracker in self._accelerator.trackers:  # end_training would end the processes
-                    tracker.finish()
+        for tracker in self._accelerator.trackers:  # end_training would end the processes
+            self._attempt(tracker.finish)
 
-    @contextmanager
-    def _switched_off_by_failure(self) -> Iterator[None]:
-        hook = threading.excepthook
-        threading.excepthook = lambda _: None  # TensorBoard's thread would print a traceback
+    def _attempt(self, job: Callable[[], Any]) -> None:
+        if not self._is_on:
+            return
         try:
-            yield
+            job()
         except Exception as error:  # network, login, disk: whatever the package raises
-            if self._is_on:
-                self.close()
-                say(
-                    self._console,
-                    f"training.track={self._name} is off for the rest of this run, because it "
-                    f"failed ({error}). log.jsonl has the same numbers.",
-                )
-        finally:
-            threading.excepthook = hook
+            self._is_on = False
+            say(
+                self._console,
+                f"training.track={self._name} is off for the rest of this run, because it "
+                f"failed ({error}). log.jsonl has the same numbers.",
+            )

@@ -1,11 +1,12 @@
-"""Loss and routing health over whole splits, exact to the token; the test split at the end."""
+"""Loss over whole held-out splits, exact to the token, and what the routers did there."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,14 +15,17 @@ from torch import Tensor, nn
 
 from airmoe.config import check_count
 from airmoe.data import Prepared
-from airmoe.distributed import all_reduce_sum, on_first_rank, rank, world_size
+from airmoe.distributed import all_reduce_sum, is_distributed, on_first_rank, rank, world_size
 from airmoe.files import write_json
+from airmoe.metrics import RoutingMeter, shortlist_staleness, unlisted_experts
+from airmoe.metrics.quality import ALL
 from airmoe.model import AirMoeForCausalLM
-from airmoe.training.checkpoints import best_checkpoint, check_checkpoint, step_of
+from airmoe.moe.replay import inside_backward
+from airmoe.routers import AirRouter, PeerRouter, Router, Routing
+from airmoe.training.capture import uncompiled
+from airmoe.training.checkpoints import best_checkpoint, check_checkpoint, load_model, step_of
 from airmoe.training.devices import autocast_of
 from airmoe.training.run_folder import RunFolder
-from airmoe.training.state import load_model
-from airmoe.training.watch import RoutingWatch, uncompiled
 
 
 @dataclass(frozen=True)
@@ -49,27 +53,28 @@ def evaluate(
     batch_size: int,
     quality_tokens: int,
     autocast: AbstractContextManager[Any] | None = None,
-    on_batch: Any | None = None,
+    on_batch: Callable[[], object] | None = None,
 ) -> Evaluation:
     """Every block once, split over the ranks; usage over all tokens, quality on a sample."""
     check_count("evaluate.quality_tokens", quality_tokens)
     device = next(model.parameters()).device
-    watch = RoutingWatch(model, quality_tokens)
-    training = model.training
+    watch, training = RoutingWatch(model, quality_tokens), model.training
     model.eval()
+    watch.start()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, predicted tokens
     try:
-        with watch.on(), uncompiled(), autocast or nullcontext():
+        with uncompiled(), autocast or nullcontext():
             for batch, counts in _batches(blocks, batch_size):
                 if not counts:
                     watch.stop()  # for good: such batches come last
-                loss, tokens = _summed_loss(model, batch.to(device))
+                found = _summed_loss(model, batch.to(device))
                 if counts:
-                    total += torch.stack([loss.double(), tokens.double()])
+                    total += found
                 if on_batch is not None:
                     on_batch()
             routing = watch.numbers()
     finally:
+        watch.stop()
         model.train(training)
     loss_sum, tokens_everywhere = all_reduce_sum(total).tolist()
     return Evaluation(loss_sum / tokens_everywhere, int(tokens_everywhere), routing, watch.usage())
@@ -90,11 +95,12 @@ def _batches(blocks: Any, batch_size: int) -> Iterator[tuple[Tensor, bool]]:
         yield batch, place < len(starts)
 
 
-def _summed_loss(model: nn.Module, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the token losses of a batch, and how many there are."""
+def _summed_loss(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """Sum of the token losses of a batch, and how many there are: [2] float64."""
     predicted = input_ids.shape[0] * (input_ids.shape[1] - 1)
-    output = model(input_ids=input_ids, labels=input_ids, use_cache=False)
-    return output.loss.float() * predicted, torch.tensor(predicted, device=input_ids.device)
+    loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+    summed = (loss.float() * predicted).double()
+    return torch.stack([summed, torch.full_like(summed, predicted)])
 
 
 def is_untested(run: RunFolder, prepared: Prepared) -> bool:
@@ -110,8 +116,6 @@ def measure_test(
     """Load the best weights into `model`, write their test.json; every process must call it."""
     options = run.config.training
     blocks = prepared.blocks("test", run.config.data.block_size)
-    if rank() == 0:
-        console.print(f"Measuring the test split, {len(blocks):,} blocks", highlight=False)
     best = best_checkpoint(run.path)
     on_first_rank(lambda: check_checkpoint(best, run.sha256(), to_resume=False))
     load_model(best, model)
@@ -126,3 +130,123 @@ def measure_test(
     if rank() == 0:
         write_json(run.test, {"step": step_of(best), "tokens": result.tokens, **result.numbers()})
         console.print(f"test  loss {result.loss:.3f}  ppl {result.perplexity:.2f}", highlight=False)
+
+
+# -- what routers do ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Some tokens of a batch; where experts choose tokens, all, because tokens compete."""
+
+    hidden: Tensor  # [n, D]
+    valid: Tensor  # [n]
+    compared: slice  # of these, with exact routing
+
+
+class RoutingWatch:
+    """Counts what the routers of a model do while it is on.
+
+    Costs a count per forward, and one exact routing of the sampled tokens per call of `numbers`.
+    """
+
+    def __init__(self, model: nn.Module, sample_tokens: int) -> None:
+        self._sample_tokens = sample_tokens
+        found = [(name, one) for name, one in model.named_modules() if isinstance(one, Router)]
+        self._layers = [layer_of(name) for name, _ in found]
+        self._routers = [router for _, router in found]
+        self._samples: dict[int, _Sample] = {}  # by router
+        self._meters: list[RoutingMeter] = []
+        self._hooks: list[Any] = []
+
+    def start(self) -> None:
+        """Watch the forwards from now on, counting from zero."""
+        self.stop()
+        device = next((router.micro_batches.device for router in self._routers), None)
+        self._meters = [RoutingMeter(device) for _ in self._routers]
+        self._samples = {}
+        self._hooks = [
+            router.register_forward_hook(self._hook(place))
+            for place, router in enumerate(self._routers)
+        ]
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._hooks)
+
+    def stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _hook(self, place: int) -> Any:
+        def after_forward(router: nn.Module, inputs: tuple[Any, ...], routing: Routing) -> None:
+            if inside_backward():
+                return  # activation checkpointing runs the forward again
+            self._meters[place].update(routing)
+            if place not in self._samples:
+                stride = max(1, routing.num_tokens // self._sample_tokens)
+                rows = slice(None, stride * self._sample_tokens, stride)  # of all sequences
+                kept, compared = (ALL, rows) if routing.experts_choose else (rows, ALL)
+                hidden = inputs[0].detach()[kept].clone()
+                self._samples[place] = _Sample(hidden, routing.valid[kept], compared)
+
+        return after_forward
+
+    def numbers(self) -> dict[str, float]:
+        """Means over the MoE layers, without what a router lacks; every rank must call it.
+
+        Stops the watch, because comparing the sample with exact routing routes it once more.
+        """
+        self.stop()
+        found: list[dict[str, float | None]] = []
+        for place, router in enumerate(self._routers):
+            meter = self._meters[place]
+            sample = self._samples.get(place, _no_tokens(router) if is_distributed() else None)
+            if sample is not None and not isinstance(router, PeerRouter):
+                meter.update_quality(router, sample.hidden, sample.valid, rows=sample.compared)
+            lists = {"unlisted_experts": _unlisted(router), "staleness": _staleness(router)}
+            found.append(vars(meter.compute()) | lists)
+        return _means(found)
+
+    def usage(self) -> dict[str, Tensor]:
+        """Tokens of each expert and cell, as `numbers` last counted them: "experts.N" [E] and
+        "cells.N" [G] int64 for the routers of decoder layer N."""
+        return {
+            f"{name}.{layer}": counts
+            for layer, meter in zip(self._layers, self._meters, strict=True)
+            for name, counts in meter.totals.items()
+            if counts.numel()
+        }
+
+
+def layer_of(name: str) -> str:
+    """`model.layers.3.mlp.router` -> 3; the whole name where it has no number."""
+    return next((part for part in name.split(".") if part.isdigit()), name)
+
+
+def _no_tokens(router: Router) -> _Sample:
+    """For a rank that saw no batch: it must still take part in gathering sharded parameters."""
+    device = router.micro_batches.device
+    nothing = torch.zeros(1, router.config.dim, device=device)
+    return _Sample(nothing, torch.zeros(1, device=device).bool(), ALL)
+
+
+def _staleness(router: Router) -> float | None:
+    if not (isinstance(router, AirRouter) and router.training) or router.built_at is None:
+        return None
+    return shortlist_staleness(router)
+
+
+def _unlisted(router: Router) -> float | None:
+    """Share of experts on no shortlist that the watched forwards used."""
+    if not isinstance(router, AirRouter) or (router.training and router.built_at is None):
+        return None
+    lists = router.training_lists if router.training else router.evaluation_lists
+    return unlisted_experts(lists.experts, router.config.num_experts)
+
+
+def _means(found: list[dict[str, float | None]]) -> dict[str, float]:
+    names = found[0] if found else {}
+    known = {name: [one for row in found if (one := row[name]) is not None] for name in names}
+    return {name: fmean(values) for name, values in known.items() if values}

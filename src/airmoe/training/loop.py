@@ -12,7 +12,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -30,33 +30,16 @@ from airmoe.model import AirMoeForCausalLM
 from airmoe.routers import Router, track_optimizer
 from airmoe.training import checkpoints
 from airmoe.training.automatic import Execution
-from airmoe.training.capture import CapturedSteps
+from airmoe.training.capture import CapturedSteps, uncompiled
 from airmoe.training.config import TrainingOptions
-from airmoe.training.devices import autocast_of, placed
-from airmoe.training.evaluation import evaluate
+from airmoe.training.devices import autocast_of, checkpoint_activations, placed
+from airmoe.training.evaluation import RoutingWatch, evaluate
 from airmoe.training.run_folder import RunFolder
 from airmoe.training.run_log import STARTING_STEPS, Clock, LogWriter
-from airmoe.training.state import (
-    load_model,
-    load_optimizer_state,
-    optimizer_state,
-    random_state,
-    set_random_state,
-)
 from airmoe.training.text import MicroBatches
-from airmoe.training.watch import RoutingWatch, uncompiled
 
 ROUTER_LOSSES = ("load_balance_loss", "shortlist_balance_loss", "router_z_loss")
 ECHO_SECONDS = 0.5  # `timeout` and batch systems signal both the process and its group
-
-
-@dataclass(frozen=True)
-class AfterStep:
-    """What to do after a step."""
-
-    log: bool
-    evaluate: bool
-    save: bool
 
 
 class TrainingLoop:
@@ -102,32 +85,30 @@ class TrainingLoop:
         self.model.train()
         with StopOnSignal(enabled=world_size() == 1) as stop:
             while self.step < self.last_step:
-                then = self._after(self.step + 1)
-                with self.clock.step(then_wait=then.log or then.save):
-                    grad_norm = self._take_step(watched=then.log)
+                logs, evaluates, saves = self._due_after(self.step + 1)
+                with self.clock.step(then_wait=logs or saves):
+                    grad_norm = self._take_step(watched=logs)
                 self.step += 1
                 advance(self.step)
-                if then.log:
+                if logs:
                     self._log(log, grad_norm)
-                if then.evaluate:
+                if evaluates:
                     self._evaluate(log)
                 stopping = stop.received is not None  # read once: a signal may come after `save`
-                if then.save or stopping:
+                if saves or stopping:
                     self.save()
                 if stopping:
                     break
         return stop.received if self.step < self.last_step else None
 
-    def _after(self, step: int) -> AfterStep:
-        """The first and the last step are logged, and every log_every-th between them."""
+    def _due_after(self, step: int) -> tuple[bool, bool, bool]:
+        """Whether to log, to evaluate and to save after that step; the last one does it all."""
         options, last = self.options, step == self.last_step
         every = options.steps_between_evaluations(self.batches.steps_per_epoch)
-        evaluate = last or step % every == 0
-        return AfterStep(
-            log=last or step == 1 or step % options.log_every == 0,
-            evaluate=evaluate,
-            save=evaluate or (options.save_every is not None and step % options.save_every == 0),
-        )
+        logs = last or step == 1 or step % options.log_every == 0
+        evaluates = last or step % every == 0
+        saves = evaluates or (options.save_every is not None and step % options.save_every == 0)
+        return logs, evaluates, saves
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -229,9 +210,9 @@ class TrainingLoop:
         self._check_finite()
         state = self.model.state_dict()
         weights = {name: full_tensor(tensor).detach().cpu() for name, tensor in state.items()}
-        moments = optimizer_state(self.model, self.optimizer)
+        moments = checkpoints.optimizer_state(self.model, self.optimizer)
         running = {"running_loss": self._running_loss.cpu().reshape(1)}
-        of_processes = gather_object([{**random_state(), **running}])
+        of_processes = gather_object([{**checkpoints.random_state(), **running}])
 
         def fill(folder: Path) -> None:
             self.model.save_pretrained(folder, state_dict=weights, max_shard_size="1TB")
@@ -268,10 +249,9 @@ class TrainingLoop:
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, whatever number of processes wrote it."""
         saved = checkpoints.load_json(checkpoint / checkpoints.STATE)
-        load_model(checkpoint, self.model)
-        entries = checkpoints.load_tensors(checkpoint / checkpoints.OPTIMIZER)
-        may_be_new = self.scaler.is_enabled()
-        load_optimizer_state(self.model, self.optimizer, entries, may_be_new=may_be_new)
+        checkpoints.load_model(checkpoint, self.model)
+        moments = checkpoint / checkpoints.OPTIMIZER
+        checkpoints.load_optimizer_state(self.model, self.optimizer, moments)
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
         self.step, self._last_logged = saved["step"], saved["last_logged"]
@@ -283,9 +263,9 @@ class TrainingLoop:
         processes = saved["processes"]
         files = [checkpoint / f"random-{place}.safetensors" for place in range(processes)]
         if rank() < processes:
-            set_random_state(checkpoints.load_tensors(files[rank()]))
+            checkpoints.set_random_state(load_file(files[rank()]))
         same = files[rank() : rank() + 1] if processes == world_size() else files
-        losses = [checkpoints.load_tensors(file)["running_loss"] for file in same]
+        losses = [load_file(file)["running_loss"] for file in same]
         self._running_loss = torch.cat(losses).mean().to(self.accelerator.device)
 
 
@@ -308,12 +288,6 @@ def learning_rate(options: TrainingOptions, step: int, last_step: int) -> float:
     warmup = math.ceil(last_step * options.warmup)
     share = step / warmup if step < warmup else (last_step - step) / max(1, last_step - warmup)
     return options.learning_rate * share
-
-
-def checkpoint_activations(model: AirMoeForCausalLM) -> None:
-    """Recompute layers in backward, by the name that transformers has for it since 5.23, or had."""
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 class StopOnSignal:

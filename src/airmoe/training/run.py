@@ -1,7 +1,7 @@
 """One training run from settings to result: new or resumed, on one process or many.
 
-`train` and `resume` check everything that can be wrong before the work starts, then share `_run`:
-build the model, train it (loop.py), measure the test split, write result.json.
+`train` and `resume` find or make the run's folder and text, then share `_run`: build the model,
+train it (loop.py), measure the test split, write result.json.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from transformers.utils import logging as transformers_logging
 from airmoe.data import Prepared
 from airmoe.distributed import on_first_rank, rank, world_size
 from airmoe.errors import ConfigError, say
+from airmoe.files import write_bytes
 from airmoe.flops import count_flops
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM, draw_weights, parameter_counts
 from airmoe.training.automatic import Machine, compile_layers, execution, settle
 from airmoe.training.checkpoints import (
+    LOG,
     check_checkpoint,
     checkpoints,
     clean_up,
     full_disk_explained,
-    step_of,
 )
 from airmoe.training.config import RunConfig, workload_of
 from airmoe.training.devices import check_device, check_sharding
@@ -38,7 +39,6 @@ from airmoe.training.display import (
     RunTracker,
     is_installed,
     not_installed,
-    surviving,
 )
 from airmoe.training.evaluation import is_untested, measure_test
 from airmoe.training.loop import TrainingLoop
@@ -52,7 +52,7 @@ from airmoe.training.run_folder import (
     read_result,
     write_result,
 )
-from airmoe.training.run_log import LogWriter, check_never_saved, put_back
+from airmoe.training.run_log import LogWriter
 from airmoe.training.text import blocks_of, data_folder, prepared_data
 
 
@@ -67,7 +67,7 @@ class Finished:
 
 def train(config: RunConfig, folder: Path | str, console: Console | None = None) -> Finished:
     """Start a new run in a new folder; it prints to `console`, by default standard output."""
-    folder, console = Path(folder), surviving(console)
+    folder, console = Path(folder), console or Console()
     _start_processes(config)
     check_sharding(config, PartialState().num_processes)
     config, chosen = settle(config, Machine.this(PartialState().num_processes))
@@ -77,8 +77,6 @@ def train(config: RunConfig, folder: Path | str, console: Console | None = None)
         # Claimed before the hours that preparing may take.
         on_first_rank(lambda: stack.enter_context(claimed(folder, config)))
         prepared = _prepared_on_every_process(config, console)
-        blocks_of(config, prepared)  # text and model are checked before there is a run
-        _model_config(config, prepared)
         run = on_first_rank(lambda: create_run(folder, config, prepared))
         with full_disk_explained(folder):
             return _run(run, prepared, console, checkpoint=None)
@@ -86,38 +84,31 @@ def train(config: RunConfig, folder: Path | str, console: Console | None = None)
 
 def resume(folder: Path | str, console: Console | None = None) -> Finished:
     """Go on from the newest whole checkpoint, or from the start if there is none yet."""
-    folder, console = Path(folder), surviving(console)
+    folder, console = Path(folder), console or Console()
     run = open_run(folder)
     _start_processes(run.config)
-    if run.result.exists() and not checkpoints(folder):
-        gone = f"{folder} is finished and its checkpoints are gone: there is nothing left to do."
-        _say(console, gone)
+    if run.result.exists():
+        _say(console, f"{folder} is finished: there is nothing left to do.")
         return Finished(run, None, read_result(run.result)["last"]["step"])
     _check_folder_there(run.config)
     prepared = _prepared_on_every_process(run.config, console)
     check_same_data(run, prepared)
     with full_disk_explained(folder), ExitStack() as stack:
         on_first_rank(lambda: stack.enter_context(run.lock()))
-        checkpoint = on_first_rank(lambda: _newest_checkpoint(run, prepared, console))
+        checkpoint = on_first_rank(lambda: _newest_checkpoint(run, console))
         return _run(run, prepared, console, checkpoint)
 
 
-def _newest_checkpoint(run: RunFolder, prepared: Prepared, console: Console) -> Path | None:
+def _newest_checkpoint(run: RunFolder, console: Console) -> Path | None:
     """The checkpoint to go on from, checked; what the run did after it is removed."""
     found = checkpoints(run.path)
-    newest = found[-1] if found else None
-    if newest is not None:
-        check_checkpoint(newest, run.sha256(), to_resume=True)
+    if found:
+        check_checkpoint(found[-1], run.sha256(), to_resume=True)
     else:
-        options = run.config.training
-        train_blocks, _ = blocks_of(run.config, prepared)
-        first = options.first_checkpoint_step(len(train_blocks) // options.batch_size)
-        check_never_saved(run.log, first)
         _say(console, f"{run.path} has no checkpoint yet: it starts again.")
     clean_up(run.path, run.config.training.keep_checkpoints)
-    if changed := put_back(run.log, newest):
-        _say(console, changed)
-    return newest
+    write_bytes(run.log, (found[-1] / LOG).read_bytes() if found else b"")
+    return found[-1] if found else None
 
 
 def _check_folder_there(config: RunConfig) -> None:
@@ -152,14 +143,6 @@ def _prepared_on_every_process(config: RunConfig, console: Console) -> Prepared:
 def _run(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path | None) -> Finished:
     config, options = run.config, run.config.training
     train_blocks, eval_blocks = blocks_of(config, prepared)
-    last_step = options.total_steps(len(train_blocks) // options.batch_size)
-    if checkpoint is not None and step_of(checkpoint) >= last_step:
-        if is_untested(run, prepared):  # killed after its last checkpoint
-            model = build_model(config, prepared)
-            model.to(PartialState().device)  # pyright: ignore[reportArgumentType]
-            measure_test(run, prepared, model, console)
-        _finish(run, peak_memory=None)
-        return Finished(run, None, last_step)
     transformers_logging.disable_progress_bar()  # one bar, and it is ours
     set_seed(options.seed)
     model = build_model(config, prepared)
@@ -168,21 +151,24 @@ def _run(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path 
         _say(console, line)
     if way.compile:
         compile_layers(model, may_fail=options.compile == "auto")
-    counts = parameter_counts(model.config)
-    size = f"{counts.total / 1e6:.2f} M parameters, {counts.active / 1e6:.2f} M active per token"
-    tokens = options.batch_size * config.data.block_size
-    _say(console, f"{run.path.name}: {size}; {last_step:,} steps of {tokens:,} tokens")
     accelerator = _accelerator(run, console)
     save_tokenizer = prepared.tokenizer().save
     loop = TrainingLoop(run, model, accelerator, train_blocks, eval_blocks, save_tokenizer, way)
     if checkpoint is not None:
         loop.restore(checkpoint)
+    counts = parameter_counts(model.config)
+    size = f"{counts.total / 1e6:.2f} M parameters, {counts.active / 1e6:.2f} M active per token"
+    tokens = options.batch_size * config.data.block_size
+    _say(console, f"{run.path.name}: {size}; {loop.last_step:,} steps of {tokens:,} tokens")
+    was_killed_later = loop.step == loop.last_step  # than its last checkpoint
     stopped_by = _trained(loop, console)
     if stopped_by is None:
-        peak = peak_memory()
+        peak = None if was_killed_later else peak_memory()
         if is_untested(run, prepared):
             measure_test(run, prepared, model, console)
-        _finish(run, peak)
+        if rank() == 0:
+            write_result(run, model.config, peak)
+        accelerator.wait_for_everyone()
     return Finished(run, stopped_by, loop.step)
 
 
@@ -194,21 +180,13 @@ def _accelerator(run: RunFolder, console: Console) -> Accelerator:
         track = "none"
     # Codebooks are equal on all processes by construction: there is nothing to broadcast.
     in_ddp = DistributedDataParallelKwargs(broadcast_buffers=False)
-    try:
-        return Accelerator(
-            mixed_precision="no",
-            cpu=not torch.cuda.is_available(),
-            log_with=None if track == "none" else track,
-            project_dir=run.path,
-            kwargs_handlers=[in_ddp],
-        )
-    except ValueError as error:
-        raise ConfigError(
-            "training.precision",
-            run.config.training.precision,
-            "cannot be set in a process in which a Trainer or Accelerator has set another one",
-            "Train in a process of its own.",
-        ) from error
+    return Accelerator(
+        mixed_precision="no",
+        cpu=not torch.cuda.is_available(),
+        log_with=None if track == "none" else track,
+        project_dir=run.path,
+        kwargs_handlers=[in_ddp],
+    )
 
 
 def _trained(loop: TrainingLoop, console: Console) -> int | None:
@@ -247,16 +225,13 @@ def flops_per_token(run: RunConfig, model: AirMoeConfig, devices: int) -> dict[s
     return {"flops": algorithmic.total, "executed_flops": executed.total}
 
 
-def _finish(run: RunFolder, peak_memory: float | None) -> None:
-    if rank() == 0:
-        write_result(run, peak_memory)
-    PartialState().wait_for_everyone()
-
-
-def _model_config(config: RunConfig, prepared: Prepared) -> AirMoeConfig:
+def build_model(config: RunConfig, prepared: Prepared) -> AirMoeForCausalLM:
+    """A freshly initialised model for the vocabulary of the data."""
     identity = prepared.manifest.tokenizer
-    model = config.model_config(identity.vocab_size, identity.eos_id)
-    _check_memory(parameter_counts(model).total, config)
+    settings = config.model_config(identity.vocab_size, identity.eos_id)
+    _check_memory(parameter_counts(settings).total, config)
+    model = AirMoeForCausalLM(settings)
+    draw_weights(model, config.training.seed)
     return model
 
 
@@ -275,13 +250,6 @@ def _check_memory(parameters: int, config: RunConfig) -> None:
             f"{needed // 2**30:,} GiB (weights, gradients and two moments) and activations",
             "Choose a smaller model: mostly model.num_experts, model.hidden_size.",
         )
-
-
-def build_model(config: RunConfig, prepared: Prepared) -> AirMoeForCausalLM:
-    """A freshly initialised model for the vocabulary of the data."""
-    model = AirMoeForCausalLM(_model_config(config, prepared))
-    draw_weights(model, config.training.seed)
-    return model
 
 
 def _say(console: Console, text: str) -> None:

@@ -13,15 +13,14 @@ RUN/  run.json         settings, hash and recipe of the text, versions, git stat
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import resource
+import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -32,25 +31,23 @@ import torch
 from airmoe import __version__
 from airmoe.data import Prepared
 from airmoe.errors import ConfigError
-from airmoe.files import LOCK, check_unlocked, locked, read_json, write_bytes, write_json
-from airmoe.losses import BALANCE
-from airmoe.model import parameter_counts
-from airmoe.training.checkpoints import (
-    FORMAT,
-    LOG,
-    USAGE,
-    check_format,
-    checked_fields,
-    checkpoints,
-    load_json,
-    step_of,
+from airmoe.files import (
+    LOCK,
+    check_unlocked,
+    json_sha256,
+    locked,
+    read_json,
+    write_bytes,
+    write_json,
 )
+from airmoe.losses import BALANCE
+from airmoe.model import AirMoeConfig, parameter_counts
+from airmoe.training.checkpoints import FORMAT, LOG, USAGE, check_format, load_json
 from airmoe.training.config import RunConfig
 from airmoe.training.run_log import read_log
 
 TRAINED = "is being trained"
 UNUSED = (LOCK, "run.json.draft")  # what a kill leaves before there is a run
-NUMBER = (int, float)
 PACKAGES = ("transformers", "accelerate", "safetensors", "tokenizers", "numpy")
 
 
@@ -80,7 +77,7 @@ class RunFolder:
         """
         values = read_json(self.path / "run.json")
         settings = {name: value for name, value in values["config"].items() if name != "preset"}
-        return _digest({"config": settings, "data_sha256": values.get("data_sha256")})
+        return json_sha256({"config": settings, "data_sha256": values["data_sha256"]})
 
     def lock(self) -> AbstractContextManager[None]:
         """Keep others out of a run that goes on."""
@@ -95,23 +92,14 @@ def claimed(path: Path, config: RunConfig) -> Iterator[None]:
     needs the place.
     """
     check_free(path, config)
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     with locked(path, "run", TRAINED):
-        unused = UNUSED
+        check_free(path, config)  # again, now that no other process can make one
         try:
-            check_free(path, config)  # again, now that no other process can make one
             yield
-        except BaseException:
-            unused = (*UNUSED, "run.json")
-            raise
         finally:
-            if {*os.listdir(path)} <= {*unused}:
-                for name in unused:
-                    (path / name).unlink(missing_ok=True)
-                with suppress(OSError):  # a parent that is no longer empty
-                    for folder in made:
-                        folder.rmdir()
+            if not (path / LOG).exists():
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def create_run(path: Path, config: RunConfig, prepared: Prepared) -> RunFolder:
@@ -159,57 +147,44 @@ def open_run(path: Path) -> RunFolder:
     if not file.is_file():
         rule = "must be a run folder with a run.json"
         raise ConfigError("run", str(path), rule, "Give the folder of a run.")
+    values = load_json(file, "Start a new run.")
     try:
-        values = read_json(file)
-        found, config = values["format"], values["config"]
-    except (ValueError, KeyError, TypeError) as error:
+        check_format(file, values["format"])
+        config = RunConfig.from_json(values["config"])
+    except (KeyError, TypeError) as error:
         rule = f"must be JSON with format and config ({error})"
         raise ConfigError("run", str(file), rule, "Start a new run.") from error
-    check_format("run.format", found)
-    return RunFolder(path, RunConfig.from_json(config))
+    return RunFolder(path, config)
 
 
-def write_result(run: RunFolder, peak_memory: float | None) -> None:
+def write_result(run: RunFolder, model: AirMoeConfig, peak_memory: float | None) -> None:
     """Sum up a finished run in one small file, from its log.
 
-    `peak_memory` is None where no step was trained just now: then the earlier result or run.json
-    knows machine and versions.
+    `peak_memory` is None where no step was trained just now: then run.json knows the machine.
     """
     lines = read_log(run.log)
     evaluations = [line for line in lines if line["kind"] == "eval"]
-    newest = checkpoints(run.path)[-1]
-    if not evaluations or evaluations[-1]["step"] != step_of(newest):
-        raise ConfigError(
-            "log",
-            str(run.log),
-            f"must have the evaluation of step {step_of(newest)}, the last one",
-            f"Remove {newest} and resume the run: its last steps are done again.",
-        )
+    best, last = min(evaluations, key=lambda line: line["loss"]), evaluations[-1]
     speeds = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
-    started = read_json(run.path / "run.json")
-    if peak_memory is None:
-        before = read_result(run.result) if run.result.exists() else started
-        conditions = {name: before.get(name) for name in ("peak_memory_gib", "versions", "machine")}
-    else:
-        conditions = {"peak_memory_gib": peak_memory, "versions": versions(), "machine": machine()}
-    best = min(evaluations, key=lambda line: line["loss"])
     usage = run.path / f"checkpoint-{best['step']}" / USAGE
     if usage.exists():
         write_bytes(run.path / USAGE, usage.read_bytes())
-    model = load_json(newest / "config.json")
-    counts = parameter_counts(run.config.model_config(model["vocab_size"], model["eos_token_id"]))
+    counts, started = parameter_counts(model), read_json(run.path / "run.json")
+    here = started if peak_memory is None else {"versions": versions(), "machine": machine()}
     write_json(
         run.result,
         {
             "config": run.config.to_json(),
             "parameters": {"total": counts.total, "active": counts.active},
             "best": best,
-            "last": evaluations[-1],
-            "test": read_test(run.test) if run.test.exists() else None,
-            "tokens": evaluations[-1]["tokens"],
-            "seconds": evaluations[-1]["seconds"],
+            "last": last,
+            "test": read_json(run.test) if run.test.exists() else None,
+            "tokens": last["tokens"],
+            "seconds": last["seconds"],
             "tokens_per_second": median(speeds) if speeds else None,
-            **conditions,
+            "peak_memory_gib": peak_memory,
+            "versions": here["versions"],
+            "machine": here["machine"],
             "git": started["git"],
             "log": lines,
         },
@@ -217,22 +192,8 @@ def write_result(run: RunFolder, peak_memory: float | None) -> None:
 
 
 def read_result(file: Path) -> dict[str, Any]:
-    """A result.json, with the fields that we read."""
-    again = f"Remove the file and resume the run: airmoe train --resume {file.parent}"
-    values = load_json(file, again)
-    kinds = {"best": dict, "last": dict, "seconds": NUMBER}
-    checked_fields(file, values, kinds | {"tokens_per_second": (*NUMBER, type(None))}, again)
-    best = {"loss": NUMBER, "perplexity": NUMBER}
-    checked_fields(file, values["best"], best, again, "best")
-    checked_fields(file, values["last"], {"step": int}, again, "last")
-    return values
-
-
-def read_test(file: Path) -> dict[str, Any]:
-    """A test.json, with the fields that we read."""
-    again = "Remove the file and resume the run: the test split is measured again."
-    kinds = {"step": int, "tokens": int, "loss": NUMBER, "perplexity": NUMBER}
-    return checked_fields(file, load_json(file, again), kinds, again)
+    """A result.json."""
+    return load_json(file, f"Remove it and resume the run: airmoe train --resume {file.parent}")
 
 
 def data_sha256(prepared: Prepared) -> str:
@@ -241,40 +202,26 @@ def data_sha256(prepared: Prepared) -> str:
     shards = {
         name: [shard.sha256 for shard in split.shards] for name, split in manifest.splits.items()
     }
-    return _digest({"tokenizer": manifest.tokenizer.sha256, "shards": shards})
-
-
-def _digest(values: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    return json_sha256({"tokenizer": manifest.tokenizer.sha256, "shards": shards})
 
 
 def check_same_data(run: RunFolder, prepared: Prepared) -> None:
     """Raise if the text changed since the run began: it would go on as another run."""
-    file = run.path / "run.json"
-    values = read_json(file)
-    found = values.get("data_sha256")
-    if found != data_sha256(prepared):
+    if read_json(run.path / "run.json")["data_sha256"] != data_sha256(prepared):
         raise ConfigError(
             "data.folder",
             str(prepared.folder),
             f"must hold the text with which {run.path} began",
             "Put that back, or start a new run.",
         )
-    # Copied into the result at the end.
-    kinds = {"versions": dict, "git": dict, "machine": dict}
-    checked_fields(file, values, kinds, "Put the file back as it was, or start a new run.")
 
 
 def versions() -> dict[str, str]:
     """Python and the packages that decide what a run computes."""
-    found = {"airmoe": __version__, "python": platform.python_version()}
-    found["torch"] = str(torch.__version__)  # with its build, which metadata may lack
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    packages = {name: importlib.metadata.version(name) for name in PACKAGES}
+    torch_build = str(torch.__version__)  # which metadata may lack
+    python = platform.python_version()
+    return {"airmoe": __version__, "python": python, "torch": torch_build, **packages}
 
 
 def git_state() -> dict[str, Any]:
@@ -285,21 +232,17 @@ def git_state() -> dict[str, Any]:
     if told := os.environ.get("AIRMOE_COMMIT"):
         return {"commit": told, "changed": None}
     root = Path(__file__).parents[3]
-    commit = _git(root, "rev-parse", "HEAD")
-    if commit is None:
+    # An installed package may lie inside somebody else's checkout.
+    if not (root / ".git").exists() or shutil.which("git") is None:
         return {"commit": None, "changed": None}
-    return {"commit": commit, "changed": bool(_git(root, "status", "--porcelain"))}
+    return {
+        "commit": _git(root, "rev-parse", "HEAD"),
+        "changed": bool(_git(root, "status", "--porcelain")),
+    }
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    if not (root / ".git").exists():  # an installed package may lie inside somebody else's checkout
-        return None
-    try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
+    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else None
 
 

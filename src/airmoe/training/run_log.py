@@ -1,4 +1,4 @@
-"""A run's log.jsonl: timed, written, read, and restored from a checkpoint."""
+"""A run's log.jsonl: its lines timed, written, and read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from airmoe.errors import ConfigError
-from airmoe.files import parse_json, write_bytes
-from airmoe.training.checkpoints import LOG
 
 Line = dict[str, Any]
 TIME_FIELDS = ("seconds", "training_seconds", "tokens_per_second")  # the rest repeats exactly
@@ -108,57 +106,12 @@ class LogWriter:
 
 
 def read_log(path: Path) -> list[Line]:
-    """The lines of a run's log."""
-    texts = path.read_bytes().split(b"\n") if path.is_file() else []
-    return [line for text in texts if (line := parsed(text)) is not None]
-
-
-def parsed(text: bytes) -> Line | None:
-    """A line of a log, or None if it is not one."""
+    """The lines of a log, if there is one; what stands behind the last whole line is left out."""
+    if not path.exists():
+        return []
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
     try:
-        line = parse_json(text)
-    except ValueError:
-        return None
-    if not isinstance(line, dict) or line.get("kind") not in ("train", "eval"):
-        return None
-    needed = {"step", "tokens", "loss", "seconds"}
-    if line["kind"] == "eval":
-        needed.add("perplexity")
-    for name, value in line.items():
-        if name in ("step", "tokens"):
-            right = type(value) is int
-        else:
-            right = type(value) in (int, float) or (value is None and name not in needed)
-        if name != "kind" and not right:
-            return None
-    return line if needed <= line.keys() else None
-
-
-def check_never_saved(log: Path, first_checkpoint: int) -> None:
-    """Raise if a run without checkpoints once had one: its log goes on after the first was due.
-
-    A checkpoint that a signal made before that is not missed: the same few steps are done again.
-    """
-    reached = max((line["step"] for line in read_log(log)), default=0)
-    if reached > first_checkpoint:
-        raise ConfigError(
-            "run",
-            str(log.parent),
-            f"must hold the checkpoints it had: its log reaches step {reached}, and it wrote a "
-            f"checkpoint after step {first_checkpoint}",
-            "Put its newest checkpoint-N folder back, or start a new run in another folder.",
-        )
-
-
-def put_back(log: Path, checkpoint: Path | None) -> str | None:
-    """Replace a log by the copy in its checkpoint, or empty it where there is none.
-
-    Returns a sentence if the log was damaged or edited since.
-    """
-    found = log.read_bytes() if log.is_file() else b""
-    copy = b"" if checkpoint is None else (checkpoint / LOG).read_bytes()
-    if found != copy:
-        write_bytes(log, copy)
-    if checkpoint is None or found.startswith(copy):
-        return None
-    return f"{log}: was changed or damaged, and is again as {checkpoint.name} has it."
+        return [json.loads(line) for line in whole.splitlines()]
+    except ValueError as error:
+        remedy = f"Put it back, or start a new run in another folder than {path.parent}."
+        raise ConfigError("file", str(path), f"cannot be read ({error})", remedy) from error

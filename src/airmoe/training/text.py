@@ -20,7 +20,6 @@ from airmoe.data import (
     open_prepared,
     prepare,
 )
-from airmoe.data.tokenizer_choice import is_trained, make_tokenizer
 from airmoe.distributed import rank, world_size
 from airmoe.errors import ConfigError
 from airmoe.training.config import DataOptions, RunConfig, TrainingOptions
@@ -55,16 +54,13 @@ def prepared_data(
         prepare(config, report)
         return open_prepared(folder)
     prepared = open_prepared(folder)
-    found = prepared.manifest
-    same_name = found.recipe.tokenizer == data.tokenizer
-    if not same_name and (
-        is_trained(data.tokenizer) or make_tokenizer(data.tokenizer).identity != found.tokenizer
-    ):
+    found = prepared.manifest.recipe.tokenizer
+    if found != data.tokenizer:
         raise ConfigError(
             "data.tokenizer",
             data.tokenizer,
-            f"must be {found.recipe.tokenizer}, with which {folder} was prepared",
-            f"Set data.tokenizer={found.recipe.tokenizer}, or prepare the text again.",
+            f"must be {found}, with which {folder} was prepared",
+            f"Set data.tokenizer={found}, or prepare the text again.",
         )
     return prepared
 

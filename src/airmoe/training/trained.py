@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from airmoe.config import check_choice, check_count, check_number
@@ -34,21 +33,12 @@ def load_trained(folder: Path, which: Which = "best") -> Trained:
     """The best (by validation loss) or the last checkpoint of a run, ready to evaluate."""
     check_choice("checkpoint", which, Which)
     run = open_run(folder)
-    checkpoint = best_checkpoint(folder)
-    if which == "last":
-        checkpoint = checkpoints(folder)[-1]
+    best = best_checkpoint(folder)
+    checkpoint = best if which == "best" else checkpoints(folder)[-1]
     check_checkpoint(checkpoint, run.sha256(), to_resume=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     transformers_logging.disable_progress_bar()
-    try:
-        model = AirMoeForCausalLM.from_pretrained(checkpoint, local_files_only=True)
-    except (OSError, SafetensorError, RuntimeError, TypeError, OverflowError) as error:
-        raise ConfigError(
-            "checkpoint",
-            str(checkpoint),
-            f"must be whole ({str(error).splitlines()[0].rstrip('.')})",
-            "Take another one, or remove its folder and resume the run.",
-        ) from error
+    model = AirMoeForCausalLM.from_pretrained(checkpoint, local_files_only=True)
     model.to(device)  # pyright: ignore[reportArgumentType]
     return Trained(run, checkpoint, model.eval(), load_tokenizer(checkpoint))
 
