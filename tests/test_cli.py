@@ -145,7 +145,6 @@ def test_a_run_whose_reader_is_gone_trains_to_its_end(run: Path, tmp_path: Path)
     assert read_json(tmp_path / "run" / "result.json")["last"]["step"] == 6
 
 
-
 def test_a_suite_whose_reader_is_gone_comes_to_its_end(run: Path, tmp_path: Path) -> None:
     def suite_without_reader() -> None:
         fork_runs()()

@@ -161,7 +161,7 @@ def test_flops_run_on_with_the_tokens(tracked: tuple[RunConfig, Path]) -> None:
         Workload(
             sequence_length=block,
             tokens_per_step=options.batch_size * block,
-            tokens_per_micro_batch=options.micro_batch_size * block,
+            tokens_per_micro_batch=options.sequences * block,
         ),
     )
     for line in read_log(run / "log.jsonl"):

@@ -28,8 +28,7 @@ Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Sharding = Literal["none", "fsdp2"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "none"]  # as Accelerate calls them
 
-# The options of AirMoeConfig that a run may set; what it inherits besides would be a mistake here.
-MODEL_OPTIONS = (
+COUNTS = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -37,6 +36,10 @@ MODEL_OPTIONS = (
     "num_key_value_heads",
     "vocab_size",
     "max_position_embeddings",
+)
+# The options of AirMoeConfig that a run may set; what it inherits besides would be a mistake here.
+MODEL_OPTIONS = (
+    *COUNTS,
     "rms_norm_eps",
     "initializer_range",
     "tie_word_embeddings",
@@ -203,8 +206,11 @@ class RunConfig:
         unknown = [name for name in self.model if name not in MODEL_OPTIONS]
         if unknown:
             raise unknown_option("model", unknown[0], self.model[unknown[0]], MODEL_OPTIONS)
-        spread = self.model.get("initializer_range", 0.02)
-        check_number("model.initializer_range", spread, below=1.0, strict=True)
+        for name, value in self.model.items():
+            if name in COUNTS and value is not None:
+                check_count(f"model.{name}", value)
+            elif name in ("rms_norm_eps", "initializer_range"):
+                check_number(f"model.{name}", value, below=1.0, strict=True)
         self.model_config(vocab_size=2, eos_id=1)  # checks the rest now, not after preparing data
 
     def model_config(self, vocab_size: int, eos_id: int) -> AirMoeConfig:
@@ -238,8 +244,12 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunConfig:
-        data, training = DataOptions(**values["data"]), TrainingOptions(**values["training"])
-        return cls(**{**values, "data": data, "training": training})
+        try:
+            data, training = DataOptions(**values["data"]), TrainingOptions(**values["training"])
+            return cls(**{**values, "data": data, "training": training})
+        except (AttributeError, KeyError, TypeError) as error:
+            rule = f"must be the settings of a run ({error!r})"
+            raise ConfigError("config", "JSON", rule, "Start a new run.") from error
 
 
 def model_options(config: AirMoeConfig) -> dict[str, Any]:

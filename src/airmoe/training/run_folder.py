@@ -148,13 +148,8 @@ def open_run(path: Path) -> RunFolder:
         rule = "must be a run folder with a run.json"
         raise ConfigError("run", str(path), rule, "Give the folder of a run.")
     values = load_json(file, "Start a new run.")
-    try:
-        check_format(file, values["format"])
-        config = RunConfig.from_json(values["config"])
-    except (KeyError, TypeError) as error:
-        rule = f"must be JSON with format and config ({error})"
-        raise ConfigError("run", str(file), rule, "Start a new run.") from error
-    return RunFolder(path, config)
+    check_format(file, values.get("format"))
+    return RunFolder(path, RunConfig.from_json(values["config"]))
 
 
 def write_result(run: RunFolder, model: AirMoeConfig, peak_memory: float | None) -> None:
