@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from airmoe import AirRouter, ConfigError
-from airmoe.cli import keep_streams
-from airmoe.files import read_json
+from airmoe.files import keep_streams, read_json
 from airmoe.training import generate_text, open_run, override, preset, resume, train
 from airmoe.training.trained import load_trained
 

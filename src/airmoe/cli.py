@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,7 +14,7 @@ from airmoe import __version__
 from airmoe.commands.models import evaluate, generate, prepare, train
 from airmoe.commands.studies import bench, doctor, flops, report, suite
 from airmoe.errors import ConfigError, RunError, say
-from airmoe.files import KeptStream, disk_is_full
+from airmoe.files import disk_is_full, keep_streams
 
 app = typer.Typer(
     help="Granular mixtures-of-experts: prepare text, train, evaluate, generate, measure.",
@@ -64,11 +64,7 @@ app.command()(doctor)
 def main() -> None:
     """Run a command; mistakes of the user end with code 2, failed runs with 1, one line each."""
     _let_waiting_threads_sleep()
-    # A stream whose reader goes away must not end this process.
-    sys.stdout, sys.stderr = (
-        cast(Any, KeptStream(stream or open(os.devnull, "w")))  # noqa: SIM115
-        for stream in (sys.stdout, sys.stderr)
-    )
+    keep_streams()
     try:
         app(prog_name="airmoe")
     except ConfigError as error:

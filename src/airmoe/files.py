@@ -7,10 +7,11 @@ import fcntl
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from airmoe.errors import ConfigError
 
@@ -157,3 +158,11 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def keep_streams() -> None:
+    """Let this process go on where the reader of its output goes away, or where it has none."""
+    sys.stdout, sys.stderr = (
+        cast(Any, KeptStream(stream or open(os.devnull, "w")))  # noqa: SIM115
+        for stream in (sys.stdout, sys.stderr)
+    )
