@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from airmoe import losses, metrics
-    from airmoe.adapt import calibrate, restore_routers, swap_ffn, swap_routers
+    from airmoe.adapt import FfnExperts, calibrate, restore_routers, swap_ffn, swap_routers
     from airmoe.errors import ConfigError, RunError
     from airmoe.losses import load_balance_loss, router_z_loss, shortlist_balance_loss
     from airmoe.model import AirMoeConfig, AirMoeForCausalLM, TrackOptimizerCallback
@@ -46,6 +46,7 @@ __all__ = [
     "ConfigError",
     "ExpertChoiceRouter",
     "ExpertRouting",
+    "FfnExperts",
     "GranularExperts",
     "HierarchicalRouter",
     "MoELayer",
@@ -77,7 +78,7 @@ _HOMES = {
     "airmoe.losses": ("load_balance_loss", "router_z_loss", "shortlist_balance_loss"),
     "airmoe.model": ("AirMoeConfig", "AirMoeForCausalLM", "TrackOptimizerCallback"),
     "airmoe.moe": ("CoarseExperts", "GranularExperts", "MoELayer", "MoEOutput"),
-    "airmoe.adapt": ("calibrate", "restore_routers", "swap_ffn", "swap_routers"),
+    "airmoe.adapt": ("FfnExperts", "calibrate", "restore_routers", "swap_ffn", "swap_routers"),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import airmoe
+from airmoe.adapt.fitting import next_token_loss
 from tests.adapt.models import build, ids, swap, swapped_routers
 
 BATCHES = [ids(seed) for seed in range(10, 22)]
@@ -28,3 +29,11 @@ def calibrate_a_part(rank: int | None, join: Callable[[], None]) -> dict[str, An
         "report": str(report),
         "tokens": [report.num_fitted, report.num_measured],
     }
+
+
+def loss_without_logits(rank: int, join: Callable[[], None]) -> list[float | None]:
+    """One rank's batch has no ids to predict; no rank may wait for the other."""
+    join()
+    model = build("mixtral")
+    embedded = {"inputs_embeds": model.get_input_embeddings()(BATCHES[0]).detach()}
+    return [next_token_loss(model, [embedded] if rank == 0 else [{"input_ids": BATCHES[0]}])]

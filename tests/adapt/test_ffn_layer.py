@@ -151,6 +151,10 @@ def test_masks_as_decoders_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
     layer.attention_mask = part
     layer.forward_with_routing(x)
     assert torch.equal(seen.pop(), part[:, 1:] != 0)
+    for misfit in (torch.ones(4, 3), torch.ones(2, 2)):
+        layer.attention_mask = misfit
+        layer.forward_with_routing(x)
+        assert seen.pop() is None
     decoder, layer.attention_mask = model.get_decoder(), None
     whole = torch.ones(2, 1, 3, 3, dtype=torch.bool)  # who sees whom
     for mask, expected in ((part[:, 1:], part[:, 1:] != 0), (whole, None), (None, None)):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import airmoe
-from airmoe import ConfigError, MoELayer, swap_ffn
+from airmoe import ConfigError, FfnExperts, MoELayer, swap_ffn
 from tests.adapt.models import DENSE, VOCAB, WIDTH, air, dense, granular, ids, logits_of, unchanged
 
 pytestmark = pytest.mark.filterwarnings("ignore:AirRouter is trained without", "ignore:codebook")
@@ -57,12 +57,13 @@ def test_new_experts_train(family: str) -> None:
 @pytest.mark.parametrize("name", ["peer", "hierarchical", "topk"])
 def test_any_router_that_lets_tokens_choose(name: str) -> None:
     config = airmoe.ROUTERS[name].Config.for_budget(dim=WIDTH, num_experts=64, top_k=8)
-    (layer,) = swap_ffn(dense(), layers=[2], router=config)
+    experts = FfnExperts(expert_size=2, activation="geglu")
+    (layer,) = swap_ffn(dense(), layers=[2], router=config, experts=experts, post_norm="none")
     x = torch.randn(2, 5, WIDTH)
     output = layer.eval().forward_with_routing(x)
-    assert layer.post_norm is not None
-    direct = layer.post_norm(layer.experts(x.view(-1, WIDTH), output.routing))
+    direct = layer.experts(x.view(-1, WIDTH), output.routing)
     assert torch.equal(output.hidden.view(-1, WIDTH), direct)
+    assert (layer.experts.expert_size, layer.experts.activation) == (2, "geglu")
     assert isinstance(layer.router, airmoe.ROUTERS[name])
 
 
@@ -117,7 +118,7 @@ def refused(model: nn.Module, arguments: dict[str, Any], field: str, words: str)
     [
         ({"layers": [0, 3]}, "layers", "got 3, must be the number of a decoder layer: 0, 1, 2"),
         ({"layers": [-1]}, "layers", "got -1"),
-        ({"layers": ["1"]}, "layers", "got '1', must be the number of a decoder layer"),
+        ({"layers": ["1"]}, "layers", "got '1', must be a list of whole numbers"),
         ({"layers": [True]}, "layers", "got True"),
         ({"layers": 1}, "layers", "got 1, must be a list"),
         ({"layers": []}, "layers", "must name each layer once, and at least one"),
@@ -132,10 +133,18 @@ def refused(model: nn.Module, arguments: dict[str, Any], field: str, words: str)
             "see future tokens",
         ),
         ({"router": air(gate="expert_choice")}, "router", "see future tokens"),
+        ({"experts": 48}, "experts", "must be an airmoe.FfnExperts"),
+        ({"post_norm": "rms"}, "post_norm", "one of"),
     ],
 )
 def test_arguments(arguments: dict[str, Any], field: str, words: str) -> None:
     refused(dense(), NEW | arguments, field, words)
+
+
+@pytest.mark.parametrize("option", [{"expert_size": 0}, {"activation": "tanh"}])
+def test_experts_that_cannot_be(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"swap_ffn\.experts\."):
+        FfnExperts(**option)
 
 
 def test_swapped_already() -> None:
@@ -183,7 +192,7 @@ HALF_BYTES = nn.Linear(WIDTH, 24, bias=False).to(torch.float8_e4m3fn)
     [
         (on_meta, "model", "on the meta device"),
         (with_quantization_settings, "model", "floating-point weights"),
-        (lambda: nn.Linear(2, 2), "model", "must be a model of transformers"),
+        (lambda: nn.Linear(2, 2), "model", "must be a decoder with its layers in `layers`"),
         (with_part("up_proj", Quantised(WIDTH, 24)), "layers[1].up_proj", "got 'Quantised'"),
         (with_part("gate_proj", HALF_BYTES), "layers[1].gate_proj", "torch.nn.Linear in float16"),
         (with_part("dropout", nn.Dropout()), "layers[1]", "made of gate_proj, up_proj, down_proj"),
@@ -196,9 +205,7 @@ def test_models(build: Callable[[], Any], field: str, words: str) -> None:
 
 
 def test_no_model_at_all() -> None:
-    with pytest.raises(
-        ConfigError, match=r"got .NoneType., must be a model of transformers\. Load it"
-    ):
+    with pytest.raises(ConfigError, match=r"got .NoneType., must be a model\. Load it"):
         swap_ffn(None, **NEW)  # type: ignore[arg-type]
 
 
@@ -206,3 +213,24 @@ def test_new_experts_need_neither_formula_nor_activation() -> None:
     for model in (dense(hidden_act="relu"), dense(mlp_bias=True)):
         swap_ffn(model, **NEW)
         assert logits_of(model).shape == (3, 12, VOCAB)
+
+
+def test_a_body_s_swap_is_saved_by_its_head(tmp_path: Path) -> None:
+    """Their one config says what was swapped, so it serves no second model."""
+    model = dense()
+    other = type(model.model)(model.config)
+    swap_ffn(model.model, **NEW)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits_of(loaded), logits_of(model))
+    refused(other, NEW, "model", "must have a config of its own")
+
+
+def test_a_config_class_of_the_user_s_own() -> None:
+    class Config(LlamaConfig):
+        pass
+
+    model = LlamaForCausalLM(Config(**dense().config.to_dict()))
+    swap_ffn(model, **NEW)
+    assert isinstance(layer_of(model, 1), MoELayer) and isinstance(model.config, Config)
+    assert set(model.config.airmoe_ffn) == {"1"}  # type: ignore[attr-defined]

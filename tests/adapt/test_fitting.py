@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 import pytest
 import torch
 
-from airmoe.adapt import CalibrationReport, LayerReport, Trial
-from airmoe.adapt.fitting import collect, hold_out, measure, next_token_loss, sizes_to_try
+from airmoe import AirRouter, metrics
+from airmoe.adapt import CalibrationReport, LayerReport, Trial, fitting
+from airmoe.adapt.calibration import cheapest
+from airmoe.adapt.fitting import (
+    AirLayer,
+    Sample,
+    collect,
+    fit,
+    hold_out,
+    measure,
+    next_token_loss,
+    sizes_to_try,
+)
 from airmoe.adapt.shortlist_router import ScaledCodebook
 from tests.adapt.models import BUILD, build, calibrated, ids, swap, swapped_routers
+
+
+def air_router(**changes: Any) -> AirRouter:
+    sizes = {"dim": 8, "num_experts": 32, "top_k": 4, "num_codewords": 6, "shortlist_size": 8}
+    return AirRouter.Config(**{**sizes, **changes}).build().eval()
 
 
 def test_whole_texts_are_held_out() -> None:
@@ -37,9 +53,33 @@ def test_whole_texts_are_held_out() -> None:
             assert "labels" not in batch and torch.equal(batch.get("attention_mask", real), real)
 
 
-def test_samples_come_from_all_batches_and_leave_padding_out() -> None:
-    model = build("mixtral").eval()
-    swap(model)
+def test_a_batch_is_cut_by_its_ids() -> None:
+    """Whatever comes before them, and only what has a row for each sequence."""
+    rows, sizes = torch.arange(12).view(4, 3), torch.arange(9)
+    given = {"sizes": sizes, "cache": torch.zeros(1, 5), "input_ids": rows, "mask": rows > 0}
+    learned, held_out = hold_out([given])
+    for place, part in enumerate((*learned, *held_out)):
+        assert torch.equal(part["input_ids"], rows[place : place + 1])
+        assert torch.equal(part["mask"], rows[place : place + 1] > 0)
+        assert part["sizes"] is sizes and part["cache"] is given["cache"]
+    learned, held_out = hold_out([{"sizes": sizes[:2], "inputs_embeds": torch.zeros(4, 3, 5)}])
+    assert len(learned) == 3 and held_out[0]["inputs_embeds"].shape == (1, 3, 5)
+    learned, _ = hold_out([{"input_ids": rows[:1], "cache": torch.zeros(4, 5)}])
+    assert learned == []
+
+
+def test_a_sample_is_even_and_bounded() -> None:
+    sample = Sample(torch.empty(1, 1), limit=50, seed=0)
+    for start in range(0, 4000, 40):
+        sample.add(torch.arange(start, start + 40.0).unsqueeze(-1))
+    rows = sample.rows().squeeze(-1)
+    assert rows.shape == (50,) and len(set(rows.tolist())) == 50
+    assert torch.equal(rows, rows.sort().values)
+    assert 1500 < rows.mean() < 2500 and rows.min() < 400 and rows.max() > 3600
+
+
+def test_samples_leave_padding_out() -> None:
+    model = swap(build("mixtral").eval())
     routers = swapped_routers(model)
     mask = torch.ones(3, 12, dtype=torch.int64)
     mask[0, :4] = 0
@@ -50,13 +90,28 @@ def test_samples_come_from_all_batches_and_leave_padding_out() -> None:
         everything = collect(model, routers, batches, limit=1000, seed=0)
         few = collect(model, routers, batches, limit=23, seed=0)
     handle.remove()
-    real = [hidden.reshape(-1, 32)[mask.flatten() != 0] for hidden in seen[:5]]
-    torch.testing.assert_close(everything[0], torch.cat(real), rtol=0, atol=0)
+    real = torch.cat([hidden.reshape(-1, 32)[mask.flatten() != 0] for hidden in seen[:5]])
+    torch.testing.assert_close(everything[0], real, rtol=0, atol=0)
     assert [len(rows) for rows in few] == [23, 23]
-    found = [[bool((part == row).all(-1).any()) for part in real] for row in few[0]]
-    places = [row.index(True) for row in found]
-    assert places == sorted(places)
-    assert [places.count(batch) for batch in range(5)] == [5, 5, 5, 5, 3]
+
+
+def test_a_router_s_own_mask_counts() -> None:
+    """The mask a layer passes to its router, though no batch had an attention mask."""
+    router = air_router(dim=60)
+    real = torch.arange(36) % 3 != 0
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = router
+
+        def forward(self, input_ids: torch.Tensor) -> None:
+            self.router(torch.nn.functional.one_hot(input_ids.flatten(), 60).float(), mask=real)
+
+    batch = {"input_ids": ids(1)}
+    with torch.no_grad():
+        (rows,) = collect(Model(), [AirLayer(router)], [batch], limit=100, seed=0)
+    assert torch.equal(rows.argmax(-1), ids(1).flatten()[real])
 
 
 def test_the_loss_leaves_padding_out() -> None:
@@ -122,23 +177,76 @@ def test_masses_are_the_distribution_of_the_weights(family: str) -> None:
     torch.testing.assert_close(router.masses(logits), expected, rtol=0, atol=1e-6)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["spherical", "euclidean", "static"])
+def test_measures_of_an_air_router_are_those_of_the_metrics(kind: str) -> None:
+    router, hidden = air_router(dim=16, codebook=kind), torch.randn(200, 16)
+    layer = AirLayer(router)
+    codebook = fit(layer, hidden, 6, passes=3, seed=1)
+    router.codebook.load_state_dict(codebook.state_dict())
+    assert codebook.kind == kind
+    for tokens in (hidden, *hidden[:20].split(1)):
+        (found,) = measure(layer, codebook, tokens, [8])
+        for value, metric in (
+            (found.overlap, metrics.overlap),
+            (found.mass_recall, metrics.mass_recall),
+            (found.bound, metrics.mass_recall_bound),
+        ):
+            assert value == pytest.approx(float(metric(router, tokens).mean()), abs=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_chunks_change_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    router, hidden = swapped_routers(calibrated(family))[0], torch.randn(50, 32)
+    (whole,) = measure(router, router.codebook, hidden, [9])
+    monkeypatch.setattr(fitting, "CHUNK_ELEMENTS", 7 * 16)
+    (parts,) = measure(router, router.codebook, hidden, [9])
+    assert astuple(parts) == pytest.approx(astuple(whole), abs=1e-6)
+
+
 def test_sizes_from_the_smallest_to_all() -> None:
-    router = swapped_routers(calibrated("mixtral"))[0]
-    assert sizes_to_try(router) == [2, 3, 4, 6, 8, 11, 16]
-    router = swapped_routers(calibrated("deepseek_v3", size=9))[0]  # two of each group at least
-    assert sizes_to_try(router) == [8, 9, 11, 16]
+    """Every one where experts are few, else by steps of sqrt(2), the present one among them."""
+    assert sizes_to_try(swapped_routers(calibrated("mixtral"))[0]) == [*range(2, 17)]
+    router = swapped_routers(calibrated("deepseek_v3"))[0]  # two of each group at least
+    assert sizes_to_try(router) == [*range(8, 17)]
+    many = AirLayer(air_router(num_experts=200, top_k=5, shortlist_size=33))
+    assert sizes_to_try(many) == [5, 7, 10, 14, 20, 28, 33, 40, 57, 80, 113, 160, 200]
+
+
+def trial(sizes: tuple[int, int], overlap: float, mass_recall: float = 0.5) -> Trial:
+    return Trial(*sizes, overlap, mass_recall, bound=0.1, scored=sum(sizes))
+
+
+def report(*trials: tuple[Trial, ...], criterion: Any = "overlap") -> CalibrationReport:
+    """Of layers with these trials, of which the first is of their own sizes."""
+    layers = [
+        LayerReport(
+            **asdict(tried[0]),
+            name=f"layer {number}",
+            num_experts=64,
+            trials=tried,
+            suggestion=cheapest(tried, 0.9, criterion),
+        )
+        for number, tried in enumerate(trials)
+    ]
+    return CalibrationReport(tuple(layers), 30, 10, 0.9, criterion)
+
+
+FIRST = (trial((4, 8), 0.95), trial((4, 16), 0.97, 0.92), trial((8, 32), 1.0, 0.99))
+SECOND = (trial((4, 8), 0.7), trial((4, 16), 0.91, 0.8), trial((8, 32), 0.99, 0.98))
 
 
 def test_the_worst_layer_decides_what_is_suggested() -> None:
-    layers = []
-    for number, overlaps in enumerate([(0.8, 0.95, 0.97, 1.0), (0.8, 0.7, 0.91, 0.99)]):
-        sizes = [(8, 16), (4, 8), (4, 16), (8, 32)]
-        trials = tuple(
-            Trial(*pair, overlap, mass_recall=0.5, bound=0.1, scored=sum(pair))
-            for pair, overlap in zip(sizes, overlaps, strict=True)
-        )
-        about: dict[str, Any] = {"name": f"layer {number}", "num_experts": 64, "trials": trials}
-        layers.append(LayerReport(**asdict(trials[0]), **about))
-    report = CalibrationReport(tuple(layers), 30, 10, 0.9)
-    assert report.suggestion is layers[1].trials[2]
-    assert "num_codewords=4, shortlist_size=16 (worst layer 0.910), 20 products" in str(report)
+    both = report(FIRST, SECOND)
+    assert both.layers[0].suggestion is FIRST[0] and both.layers[1].suggestion is SECOND[1]
+    assert both.suggestion is SECOND[1]
+    assert "num_codewords=4, shortlist_size=16 (worst layer 0.910), 20 products" in str(both)
+    assert report(FIRST, SECOND, criterion="mass_recall").suggestion is SECOND[2]
+
+
+def test_sizes_that_were_not_tried_everywhere_are_not_suggested() -> None:
+    assert report(FIRST, SECOND[2:]).suggestion is SECOND[2]
+    unlike = report(FIRST, (trial((2, 5), 1.0),))
+    assert unlike.suggestion is None
+    assert "No one pair of sizes was tried in all layers" in str(unlike)

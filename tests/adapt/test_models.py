@@ -19,10 +19,14 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     LlamaForCausalLM,
     MixtralForCausalLM,
+    MixtralForQuestionAnswering,
     MixtralForSequenceClassification,
+    MixtralForTokenClassification,
     PreTrainedConfig,
 )
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
@@ -153,6 +157,10 @@ def test_stock_weights_in_a_swapped_model_start_the_codebook_anew(
     assert_uncalibrated(loaded)
     with pytest.warns(UserWarning, match=r"airmoe\.calibrate"):
         assert torch.equal(logits_of(loaded), logits_of(stock))
+    model.load_state_dict(stock.state_dict())  # strict, as torch has it
+    assert_uncalibrated(model)
+    with pytest.warns(UserWarning, match=r"airmoe\.calibrate"):
+        assert torch.equal(logits_of(model), logits_of(stock))
 
 
 def test_a_torn_codebook_starts_anew(tmp_path: Path) -> None:
@@ -247,15 +255,20 @@ def test_body_and_other_heads(tmp_path: Path) -> None:
     recorded = body(ids(1), output_router_logits=True).router_logits
     assert len(recorded) == 2 and not recorded[0].isfinite().all()
     config = type(build("mixtral").config)(**{**SIZES, "pad_token_id": 0})
-    head = swap(MixtralForSequenceClassification(config), shortlist_size=4, layers=[1])
-    airmoe.calibrate(head, BATCHES, passes=2)
-    head.save_pretrained(tmp_path / "head")
-    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "head")
-    assert type(loaded) is type(head)
-    assert_same_state(loaded, head)
-    airmoe.restore_routers(loaded)
-    assert type(loaded) is MixtralForSequenceClassification
-    assert type(loaded.model) is type(build("mixtral").model)
+    for auto, stock in (
+        (AutoModelForSequenceClassification, MixtralForSequenceClassification),
+        (AutoModelForTokenClassification, MixtralForTokenClassification),
+        (AutoModelForQuestionAnswering, MixtralForQuestionAnswering),
+    ):
+        head = swap(stock(copy.deepcopy(config)), shortlist_size=4, layers=[1])
+        airmoe.calibrate(head, BATCHES, passes=2)
+        head.save_pretrained(tmp_path / "head")
+        loaded = auto.from_pretrained(tmp_path / "head")
+        assert type(loaded) is type(head)
+        assert_same_state(loaded, head)
+        airmoe.restore_routers(loaded)
+        assert type(loaded) is stock
+        assert type(loaded.base_model) is type(build("mixtral").model)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "llama", "both"])
@@ -285,6 +298,7 @@ def test_settings_changed_after_the_swap_survive_its_undoing() -> None:
     ("edit", "match"),
     [
         ({"shortlist_size": 1}, "must be >= 2"),
+        ({"layers": [5]}, "got 5"),
         ({"probes": 2}, "is not an option"),
     ],
 )
@@ -324,7 +338,8 @@ def test_names_in_checkpoints(tmp_path: Path) -> None:
     assert saved["model_type"] == "airmoe_llama" and "airmoe" not in saved
     assert set(saved["airmoe_ffn"]) == {"0", "2"}
     layer = saved["airmoe_ffn"]["2"]
-    assert (layer["name"], layer["top_k"]) == ("air", 8)
+    assert (layer["router"]["name"], layer["router"]["top_k"]) == ("air", 8)
+    assert layer["experts"] == {"expert_size": 2, "activation": "geglu"}
 
 
 @pytest.mark.parametrize(
@@ -388,6 +403,7 @@ def test_a_bare_body_comes_back(tmp_path: Path) -> None:
 def test_shards_tied_embeddings_and_options(family: str, tmp_path: Path) -> None:
     model = dense(family, tie_word_embeddings=True)
     airmoe.swap_ffn(model, layers=[1], router=air())
+    airmoe.calibrate(model, [ids(seed, batch=8) for seed in range(8)])
     model.save_pretrained(tmp_path, max_shard_size="5KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     for options in ({}, {"device_map": "auto"}, {"dtype": "auto", "use_safetensors": True}):
@@ -404,6 +420,6 @@ def test_other_types_can_be_registered() -> None:
 def test_a_router_that_is_not_known() -> None:
     config = granular().config
     assert isinstance(AutoModelForCausalLM.from_config(config).model.layers[2].mlp, airmoe.MoELayer)
-    config.airmoe_ffn["0"]["name"] = "mine"
-    with pytest.raises(airmoe.ConfigError, match=r"airmoe_ffn\.name: got 'mine', must be"):
+    config.airmoe_ffn["0"]["router"]["name"] = "mine"
+    with pytest.raises(airmoe.ConfigError, match=r"airmoe_ffn\.router\.name: got 'mine', must be"):
         AutoModelForCausalLM.from_config(config)

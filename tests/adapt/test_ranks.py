@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.adapt.ranks import calibrate_a_part
+from tests.adapt.ranks import calibrate_a_part, loss_without_logits
 from tests.distributed.launch import run_all
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_ranks_agree(tmp_path: Path) -> None:
-    ((first, second),) = run_all({"parts": calibrate_a_part}, tmp_path).values()
+    jobs = {"parts": calibrate_a_part, "no logits": loss_without_logits}
+    (first, second), no_logits = run_all(jobs, tmp_path).values()
+    assert no_logits == [[None], [None]]
     assert not isinstance(first, str), first
     assert not isinstance(second, str), second
     for name in ("codewords", "scales"):

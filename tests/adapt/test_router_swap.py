@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -18,6 +22,7 @@ import airmoe
 from airmoe import ConfigError
 from tests.adapt.models import (
     BATCHES,
+    BUILD,
     EXPERTS,
     SIZES,
     build,
@@ -49,7 +54,8 @@ def refused(model: Any, match: str, **settings: Any) -> ConfigError:
         ({"layers": [-1]}, r"layers: got -1"),
         ({"layers": [True]}, r"layers: got True"),
         ({"layers": 1}, r"layers: got 1, must be a list"),
-        ({"layers": [1.0]}, r"layers: got 1\.0"),
+        ({"layers": [1.0]}, r"layers: got 1\.0, must be a list of whole numbers"),
+        ({"layers": torch.tensor([1])}, r"layers: got tensor\(1\)"),
         ({"layers": []}, "at least one"),
         ({"layers": [1, 1]}, "each layer once"),
     ],
@@ -90,10 +96,9 @@ def test_more_experts_per_token_need_more_of_each_group() -> None:
 
 def test_unknown_models_learn_which_are_known() -> None:
     small = {name: value for name, value in SIZES.items() if name != "num_experts_per_tok"}
-    error = refused(
-        LlamaForCausalLM(LlamaConfig(**small)), "Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, GPT-OSS"
-    )
-    assert error.value == "LlamaForCausalLM"
+    for model in (LlamaForCausalLM(LlamaConfig(**small)), nn.Linear(4, 4)):
+        error = refused(model, "Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, GPT-OSS")
+        assert error.value == type(model).__name__
 
 
 def test_a_subclassed_router_is_unknown() -> None:
@@ -129,6 +134,17 @@ def test_quantised_models() -> None:
     refused(model, "must have floating-point weights")
 
 
+@pytest.mark.parametrize("where", ["gate", "block"])
+def test_a_forward_that_was_replaced(where: str) -> None:
+    """Hub kernels replace the forward of the block, and never ask the router."""
+    model = build("mixtral")
+    block = model.model.layers[1].mlp
+    module = block.gate if where == "gate" else block
+    module.forward = types.MethodType(lambda self, hidden: None, module)
+    error = refused(model, "must run the forward of its class")
+    assert error.value == "model.layers.1.mlp" + (".gate" if where == "gate" else "")
+
+
 def test_nothing_to_restore() -> None:
     model = build("mixtral")
     with unchanged(model), pytest.raises(ConfigError, match="must have swapped routers"):
@@ -141,6 +157,9 @@ def test_random_numbers_go_on_as_without_the_swap() -> None:
     torch.manual_seed(3)
     swap(build("mixtral"))
     assert torch.equal(torch.rand(3), expected)
+
+
+# -- models inside other modules: the right one is changed, wholly or not at all -------------------
 
 
 class Wrapper(nn.Module):
@@ -158,13 +177,103 @@ class Wrapper(nn.Module):
         return self.policy(input_ids)
 
 
-def test_a_model_inside_a_wrapper() -> None:
-    """Swapped by itself; calibrated and restored through the wrapper too."""
+def test_through_a_wrapper(tmp_path: Path) -> None:
     wrapper = Wrapper(build("mixtral"))
-    refused(wrapper, r"must be a model of transformers.* pass the model inside")
-    swap(wrapper.policy)
+    swap(wrapper)
     airmoe.calibrate(wrapper, BATCHES, passes=3)
-    assert torch.equal(logits_of(wrapper), logits_of(calibrated("mixtral")))
+    assert wrapper.config.model_type == "airmoe_mixtral"
+    expected = logits_of(calibrated("mixtral"))
+    assert torch.equal(logits_of(wrapper), expected)
+    wrapper.policy.save_pretrained(tmp_path)
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path)), expected)
     airmoe.restore_routers(wrapper)
     assert type(wrapper.policy) is MixtralForCausalLM and type(wrapper.config) is MixtralConfig
     assert torch.equal(logits_of(wrapper), logits_of(build("mixtral")))
+
+
+def test_two_models_in_one_module_are_swapped_separately() -> None:
+    pair: Any = nn.ModuleList([build("mixtral"), build("olmoe")])
+    error = refused(pair, "must hold one Hugging Face model")
+    assert error.value == "MixtralForCausalLM, OlmoeForCausalLM"
+    for model in pair:
+        swap(model)
+    airmoe.restore_routers(pair)
+    for model, family in zip(pair, ("mixtral", "olmoe"), strict=True):
+        assert type(model) is type(build(family)) and not swapped_routers(model)
+        assert model.config.model_type == family and not hasattr(model.config, "airmoe")
+
+
+def test_a_single_layer_is_saved_nowhere() -> None:
+    model, stock = build("mixtral"), build("mixtral")
+    layer = model.model.layers[1]
+    assert swap(layer) is layer and len(swapped_routers(model)) == 1
+    assert type(model) is MixtralForCausalLM and model.config.to_dict() == stock.config.to_dict()
+    airmoe.restore_routers(layer)
+    assert torch.equal(logits_of(model), logits_of(stock))
+
+
+@pytest.mark.parametrize("family", BUILD)
+def test_a_body_s_swap_is_saved_by_its_head(family: str, tmp_path: Path) -> None:
+    """The head shares its config with the body, and says of both what was swapped."""
+    model = build(family)
+    swap(model.model)
+    airmoe.calibrate(model, BATCHES, passes=3)
+    assert model.config is model.model.config
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = calibrated(family)
+    assert type(loaded) is type(expected) and loaded.config.airmoe == expected.config.airmoe
+    for found in (model, loaded):
+        assert torch.equal(logits_of(found), logits_of(expected))
+
+
+@pytest.mark.parametrize("swapped", ["body", "head"])
+@pytest.mark.parametrize("restored", ["body", "head"])
+def test_body_and_head_undo_each_other_s_swap(swapped: str, restored: str, tmp_path: Path) -> None:
+    model, stock = build("mixtral"), build("mixtral")
+    swap(model if swapped == "head" else model.model)
+    airmoe.restore_routers(model if restored == "head" else model.model)
+    if swapped == "head" and restored == "body":
+        airmoe.restore_routers(model)  # the head's own class
+    assert model.config is model.model.config
+    assert model.config.to_dict() == {**stock.config.to_dict(), "architectures": None}
+    for found, expected in zip(model.modules(), stock.modules(), strict=True):
+        assert type(found) is type(expected)
+        assert type(getattr(found, "config", None)) is type(getattr(expected, "config", None))
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is MixtralForCausalLM
+    assert torch.equal(logits_of(loaded), logits_of(stock))
+    swap(model)
+
+
+def test_the_config_of_a_swapped_body_serves_no_second_model() -> None:
+    """It can say of one only what was swapped."""
+    body = build("mixtral").model
+    other = type(body)(body.config)
+    swap(body)
+    error = refused(other, r"config of its own.*copy\.deepcopy")
+    assert error.field == "swap_routers.model"
+    assert body.config.airmoe["shortlist_size"] == 8
+
+
+def test_a_config_that_cannot_be_copied_changes_nothing() -> None:
+    model = build("mixtral")
+    model.config.lock = threading.Lock()
+    with unchanged(model), pytest.raises(TypeError, match="pickle"):
+        swap(model)
+    del model.config.lock
+    swap(model)
+    model.config.lock = threading.Lock()
+    with unchanged(model), pytest.raises(TypeError, match="pickle"):
+        airmoe.restore_routers(model)
+
+
+def test_a_config_class_of_the_user_s_own_is_unknown() -> None:
+    """Restoring could not give it back."""
+
+    class Config(MixtralConfig):
+        pass
+
+    config = Config(**{**SIZES, "num_local_experts": EXPERTS})
+    refused(MixtralForCausalLM(config), "must be one of Mixtral")

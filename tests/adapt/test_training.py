@@ -261,7 +261,7 @@ def test_lora_on_the_rest_of_the_model(swap_first: bool, tmp_path: Path) -> None
         model = get_peft_model(calibrated("mixtral"), settings)
     else:
         model = get_peft_model(build("mixtral"), settings)
-        swap(model.get_base_model())
+        swap(model)
         airmoe.calibrate(model, [ids(seed) for seed in range(10, 16)], passes=3)
     before = [router.weight.detach().clone() for router in swapped_routers(model)]
     with routed(model.base_model.model) as answers:

@@ -7,12 +7,13 @@ the Auto classes.
 from __future__ import annotations
 
 from airmoe.adapt.calibration import CalibrationReport, LayerReport, calibrate
-from airmoe.adapt.ffn_swap import swap_ffn
+from airmoe.adapt.ffn_swap import FfnExperts, swap_ffn
 from airmoe.adapt.fitting import Trial
 from airmoe.adapt.router_swap import restore_routers, swap_routers
 
 __all__ = [
     "CalibrationReport",
+    "FfnExperts",
     "LayerReport",
     "Trial",
     "calibrate",

@@ -1,4 +1,4 @@
-"""Fitting the codebooks of swapped routers to a model's text, and the report of what they keep."""
+"""Fitting the codebooks of a model to its own hidden states, and the report of what they keep."""
 
 from __future__ import annotations
 
@@ -6,29 +6,34 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from airmoe.adapt.fitting import (
     HELD_OUT,
+    AirLayer,
     Batch,
     Trial,
     changed,
     codewords_to_try,
     collect,
+    find_layers,
     fit,
     hold_out,
     measure,
     next_token_loss,
     sizes_to_try,
 )
-from airmoe.adapt.router_swap import swapped_routers
-from airmoe.adapt.shortlist_router import ScaledCodebook
-from airmoe.config import check_count, check_number
+from airmoe.adapt.router_swap import check_is_model
+from airmoe.config import check_choice, check_count, check_number
 from airmoe.distributed import all_reduce_sum
 from airmoe.errors import ConfigError
+from airmoe.routers.codebook import Codebook
+
+Criterion = Literal["overlap", "mass_recall"]
 
 
 def calibrate(
@@ -36,43 +41,48 @@ def calibrate(
     batches: Iterable[Batch],
     *,
     wanted_recall: float = 0.95,
+    criterion: Criterion = "overlap",
     passes: int = 10,
     max_tokens: int = 16_384,
     seed: int = 0,
 ) -> CalibrationReport:
-    """Fit the codebook of every swapped router of a model, and report what it keeps.
+    """Fit every codebook of a model (swapped routers, AirRouters) and report what it keeps.
 
     `batches` are id tensors [batch, length] or dicts of the model's inputs. The model reads them
-    without gradients and with every expert scored; of what each router gets, at most `max_tokens`
-    hidden states are kept. Every fourth batch is held out (of a single batch every fourth
-    sequence): on the others each codebook is fitted by `passes` steps of k-means; the held-out ones
-    measure it, and try other sizes: the report suggests the cheapest that keep `wanted_recall` of
-    the exact top-K in every layer. The model reads the held-out batches four more times, for the
-    losses in the report. No weight is touched, and an error leaves the codebooks as they were. In a
-    process group every rank must call it, with text of its own: codebooks learn from the tokens of
-    all, and all get the same report.
+    without gradients, while its swapped routers score every expert; an even sample of at most
+    `max_tokens` hidden states per router is kept. Every fourth batch is held out (of a single
+    batch every fourth sequence): on the others each codebook is fitted by `passes` steps of
+    k-means; the held-out ones measure it, and try other sizes: the report suggests the cheapest
+    that keep `wanted_recall` of the exact top-K ("overlap") or of the whole routing distribution
+    ("mass_recall", hard to keep where the distribution is flat). If all routers are swapped ones,
+    the model reads the held-out batches four more times, for the losses in the report. No weight
+    is touched, and an error leaves the codebooks as they were. In a process group every rank must
+    call it, with text of its own: they learn from the tokens of all and get the same report.
     """
-    routers = swapped_routers("calibrate.model", model)
+    check_is_model("calibrate.model", model)
     check_number("calibrate.wanted_recall", wanted_recall, strict=True)
     if wanted_recall > 1:
         rule = "must be <= 1, a share"
         raise ConfigError("calibrate.wanted_recall", wanted_recall, rule, "Lower it.")
+    check_choice("calibrate.criterion", criterion, Criterion)
     check_count("calibrate.passes", passes)
     check_count("calibrate.max_tokens", max_tokens)
     check_count("calibrate.seed", seed, least=0)
+    layers = find_layers(model)
+    routers = [*layers.values()]
     learned_from, held_out = hold_out(batches)
     few = -(-max_tokens // HELD_OUT)
     with _evaluating(model):
-        learned = collect(model, [*routers.values()], learned_from, max_tokens - few, seed)
-        measured = collect(model, [*routers.values()], held_out, few, seed)
-        counts = _count_tokens(routers, learned, measured)
+        learned = collect(model, routers, learned_from, max_tokens - few, seed)
+        measured = collect(model, routers, held_out, few, seed)
+        counts = _count_tokens(layers, learned, measured)
         reports: list[LayerReport] = []
-        fitted: list[dict[int, ScaledCodebook]] = []  # by number of codewords
-        for (name, router), ours, others in zip(routers.items(), learned, measured, strict=True):
+        fitted: list[dict[int, Codebook]] = []  # by number of codewords
+        for (name, router), ours, others in zip(layers.items(), learned, measured, strict=True):
             to_fit, to_measure = (part.to(router.weight.device) for part in (ours, others))
             now, sizes = router.codebook.num_codewords, sizes_to_try(router)
             codebooks = {
-                count: fit(to_fit, count, passes, seed)
+                count: fit(router, to_fit, count, passes, seed)
                 for count in codewords_to_try(now, counts[0])
             }
             trials = {
@@ -81,14 +91,18 @@ def calibrate(
             }
             own = trials[now][sizes.index(router.shortlist_size)]
             tried = tuple(trial for each in trials.values() for trial in each)
+            suggestion = cheapest(tried, wanted_recall, criterion)
             about = {"name": name, "num_experts": router.num_experts, "trials": tried}
-            reports.append(LayerReport(**asdict(own), **about))
+            reports.append(LayerReport(**asdict(own), **about, suggestion=suggestion))
             fitted.append(codebooks)
-        report = CalibrationReport(tuple(reports), *counts, wanted_recall)
-        losses = _losses(model, [*routers.values()], fitted, report.suggestion, held_out)
-    for router, codebooks in zip(routers.values(), fitted, strict=True):
-        router.codebook.load_state_dict(codebooks[router.codebook.num_codewords].state_dict())
-    return replace(report, losses=losses)
+        report = CalibrationReport(tuple(reports), *counts, wanted_recall, criterion)
+        report = replace(report, losses=_losses(model, routers, fitted, report, held_out))
+    for router, codebooks in zip(routers, fitted, strict=True):
+        codebook = router.codebook
+        state = codebooks[codebook.num_codewords].state_dict()
+        # The seed is that of the noise, which is not learned.
+        codebook.load_state_dict({**state, "seed": codebook.seed.clone()})
+    return report
 
 
 @contextmanager
@@ -136,11 +150,13 @@ def _count_tokens(
 def _losses(
     model: nn.Module,
     routers: list[Any],
-    fitted: list[dict[int, ScaledCodebook]],
-    found: Trial,
+    fitted: list[dict[int, Codebook]],
+    report: CalibrationReport,
     batches: list[dict[str, Any]],
 ) -> Losses | None:
     """Held-out loss of the model with each setting in turn; None where it can't be told."""
+    if any(isinstance(router, AirLayer) for router in routers):
+        return None
 
     def loss(**values: Any) -> Any:
         with changed(routers, **values):
@@ -148,11 +164,10 @@ def _losses(
 
     everything = [router.num_experts for router in routers]
     fewer = [router.top_k - 1 for router in routers]
-    present = [
-        codebooks[router.codebook.num_codewords]
-        for router, codebooks in zip(routers, fitted, strict=True)
-    ]
-    suggested = [codebooks[found.num_codewords] for codebooks in fitted]
+    now = [router.codebook.num_codewords for router in routers]
+    found = [report.suggestion or layer.suggestion for layer in report.layers]
+    present = [books[count] for books, count in zip(fitted, now, strict=True)]
+    suggested = [books[one.num_codewords] for books, one in zip(fitted, found, strict=True)]
     exact = loss(shortlist_size=everything)
     if exact is None:
         return None
@@ -160,7 +175,7 @@ def _losses(
         exact=exact,
         fewer=loss(shortlist_size=everything, top_k=fewer) if min(fewer) > 0 else None,
         calibrated=loss(codebook=present),
-        suggested=loss(codebook=suggested, shortlist_size=[found.shortlist_size] * len(routers)),
+        suggested=loss(codebook=suggested, shortlist_size=[one.shortlist_size for one in found]),
     )
 
 
@@ -174,6 +189,7 @@ class LayerReport(Trial):
     name: str
     num_experts: int
     trials: tuple[Trial, ...]  # its own sizes among them
+    suggestion: Trial  # the cheapest that reaches the wanted recall, for this layer alone
 
 
 @dataclass(frozen=True)
@@ -183,7 +199,7 @@ class Losses:
     exact: float  # over all experts
     fewer: float | None  # exactly, with K - 1 experts per token, for comparison; None for K = 1
     calibrated: float  # with the sizes it has
-    suggested: float  # with the suggested sizes
+    suggested: float  # with the suggested sizes, or each layer's own where there are none for all
 
 
 @dataclass(frozen=True)
@@ -194,20 +210,29 @@ class CalibrationReport:
     num_fitted: int  # tokens per layer that the codebooks learned from
     num_measured: int  # tokens per layer that the numbers were measured on
     wanted_recall: float
-    losses: Losses | None = None  # None where the model gives no logits of tokens
+    criterion: Criterion
+    losses: Losses | None = None  # None where the model gives no logits or has AirRouters
 
     @property
-    def suggestion(self) -> Trial:
-        """The cheapest tried sizes that reach the wanted recall in every layer, as in the worst."""
-        tried = zip(*(layer.trials for layer in self.layers), strict=True)
-        worst = [min(trials, key=lambda trial: trial.overlap) for trials in tried]
-        # With all experts every layer does.
-        enough = [trial for trial in worst if trial.overlap >= self.wanted_recall]
-        return min(enough, key=lambda trial: (trial.scored, -trial.overlap))
+    def suggestion(self) -> Trial | None:
+        """The cheapest tried sizes that reach the wanted recall in every layer.
+
+        None where the layers are not of one kind, so that no pair was tried in all of them.
+        """
+        tried: dict[tuple[int, int], list[Trial]] = {}
+        for trial in (trial for layer in self.layers for trial in layer.trials):
+            tried.setdefault((trial.num_codewords, trial.shortlist_size), []).append(trial)
+        worst = [
+            min(trials, key=attrgetter(self.criterion))
+            for trials in tried.values()
+            if len(trials) == len(self.layers)
+        ]
+        return cheapest(worst, self.wanted_recall, self.criterion)
 
     def __str__(self) -> str:
+        wanted = f"{self.criterion.replace('_', ' ')} {self.wanted_recall:g}"
         head = ("layer", "experts", "G", "M", "scored", "overlap", "mass recall", "bound")
-        rows = [head, *(self._row(layer) for layer in self.layers)]
+        rows = [(*head, f"for {wanted}"), *(self._row(layer) for layer in self.layers)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             f"Codebooks fitted on {self.num_fitted:,} tokens per layer, "
@@ -216,9 +241,11 @@ class CalibrationReport:
         for name, *cells in rows:
             right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
             lines.append("  ".join((name.ljust(widths[0]), *right)))
-        return "\n".join((*lines, self._advice(), *self._costs()))
+        return "\n".join((*lines, self._advice(wanted), *self._costs()))
 
     def _row(self, layer: LayerReport) -> tuple[str, ...]:
+        found = layer.suggestion
+        kept = getattr(found, self.criterion)
         return (
             layer.name,
             f"{layer.num_experts:,}",
@@ -228,15 +255,18 @@ class CalibrationReport:
             f"{layer.overlap:.3f}",
             f"{layer.mass_recall:.3f}",
             f"{layer.bound:.2g}",
+            f"G={found.num_codewords} M={found.shortlist_size} ({kept:.3f})",
         )
 
-    def _advice(self) -> str:
+    def _advice(self, wanted: str) -> str:
         found, experts = self.suggestion, self.layers[0].num_experts
+        if found is None:
+            return "No one pair of sizes was tried in all layers: see the last column."
         advice = (
-            f"For overlap {self.wanted_recall:g} in every layer: "
-            f"num_codewords={found.num_codewords}, shortlist_size={found.shortlist_size} (worst "
-            f"layer {found.overlap:.3f}), {found.scored:,} products per token instead of "
-            f"{experts:,}."
+            f"For {wanted} in every layer: num_codewords={found.num_codewords}, "
+            f"shortlist_size={found.shortlist_size} (worst layer "
+            f"{getattr(found, self.criterion):.3f}), {found.scored:,} products per token "
+            f"instead of {experts:,}."
         )
         if found.scored >= experts:
             advice += " That saves nothing: for this recall the model has too few experts."
@@ -252,3 +282,9 @@ class CalibrationReport:
             named["exact routing with K - 1 experts"] = self.losses.fewer
         costs = ", ".join(f"{name} {loss - exact:+.4f}" for name, loss in named.items())
         return [f"Held-out loss {exact:.4f}; {costs}."]
+
+
+def cheapest(trials: Sequence[Trial], wanted: float, criterion: Criterion) -> Any:
+    """The fewest products among those that reach `wanted`, as with all experts every one does."""
+    enough = [trial for trial in trials if getattr(trial, criterion) >= wanted]
+    return min(enough, key=lambda trial: (trial.scored, -getattr(trial, criterion)), default=None)

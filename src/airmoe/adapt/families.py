@@ -71,6 +71,7 @@ class AirDeepseekV3Router(ShortlistRouter, DeepseekV3TopkRouter):
     groups a token selects it finds K candidates and both experts by which a group is judged.
     """
 
+    keeps_candidates = False  # an expert's group may lose to another one
     num_group: Any  # int
     topk_group: Any  # int
 

@@ -3,18 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
-from typing import Any, cast
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from airmoe.config import check_choice, check_count, config
 from airmoe.errors import ConfigError
+from airmoe.kernels.token_experts import Activation
 from airmoe.moe import GranularExperts, MoELayer, MoEOutput
+from airmoe.moe.layer import PostNorm
 from airmoe.routers import ADD_YOURS, ROUTERS, ExpertChoiceRouter, RouterConfig
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+@config
+class FfnExperts:
+    """What the experts of a swapped layer are; the router says how many there are."""
+
+    label: ClassVar[str] = "swap_ffn.experts"
+
+    expert_size: int = 1  # neurons per expert
+    activation: Activation = "swiglu"
+
+    def check(self) -> None:
+        check_count(f"{self.label}.expert_size", self.expert_size)
+        check_choice(f"{self.label}.activation", self.activation, Activation)
+
+
+@dataclass(frozen=True)
+class FfnSettings:
+    """A layer that replaces a feed-forward network, as the model's config keeps it."""
+
+    router: RouterConfig
+    experts: FfnExperts
+    post_norm: PostNorm
+
+    def build(self, std: float) -> SwappedFfn:
+        """The layer with starting values, on torch's default device and in its default dtype.
+
+        Experts start like the other matrices of the model: the norm after them sets their scale.
+        """
+        router, form = self.router, self.experts
+        experts = GranularExperts(router.num_experts, router.dim, form.activation, form.expert_size)
+        with torch.no_grad():
+            for weight in experts.parameters():
+                nn.init.normal_(weight, std=std)
+        return SwappedFfn(router.build(), experts, self.post_norm)
+
+    def to_dict(self) -> dict[str, Any]:
+        router = {"name": _router_name(self.router), **asdict(self.router)}
+        return {"router": router, "experts": asdict(self.experts), "post_norm": self.post_norm}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        router = dict(values["router"])
+        name = router.pop("name")
+        if name not in ROUTERS:
+            field, known = "airmoe_ffn.router.name", ", ".join(ROUTERS)
+            raise ConfigError(field, name, f"must be one of {known}", ADD_YOURS)
+        experts = FfnExperts(**values["experts"])
+        return cls(ROUTERS[name].Config(**router), experts, values["post_norm"])
 
 
 def swap_ffn(
@@ -22,71 +74,82 @@ def swap_ffn(
     *,
     layers: Iterable[int],
     router: RouterConfig,
+    experts: FfnExperts | None = None,
+    post_norm: PostNorm = "layernorm",
 ) -> list[MoELayer]:
     """Replace the feed-forward networks of these decoder layers by new mixtures of experts.
 
     Works for models of transformers whose `mlp` has gate_proj, up_proj, down_proj and act_fn:
     Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 4, OLMo2 and their like. `router` says how many experts
-    there are and how they are chosen. They are single SwiGLU neurons, start at random and need
-    training; their outputs pass a LayerNorm, as in the paper. The model is changed in place; the
-    new layers are returned.
+    there are and how they are chosen. They start at random and need training; by default they are
+    single SwiGLU neurons and their outputs pass a LayerNorm, as in the paper. The model is changed
+    in place; the new layers are returned.
 
     Swap before an optimizer is made, adapters are added or the model is sharded. Hooks on the
     replaced networks are lost. An impossible argument raises `ConfigError` before any change.
     """
-    from airmoe.adapt.models import check_layers, check_model, set_config, swapped_config
+    from airmoe.adapt.models import check_layers, check_model, owner_of, plan_swap
 
     check_model("swap_ffn.model", model)
-    decoder = cast(Any, model).get_decoder()
-    available = range(len(getattr(decoder, "layers", ())))
+    decoder = decoder_of(model)
+    available = range(len(decoder.layers))
     numbers = check_layers("swap_ffn.layers", layers, "decoder layer", available)
     networks = [_check_network(number, decoder.layers[number]) for number in numbers]
-    saved = {"name": _check_router(router, networks[0].gate_proj.in_features), **asdict(router)}
+    _check_router(router, networks[0].gate_proj.in_features)
+    experts = FfnExperts() if experts is None else experts
+    if not isinstance(experts, FfnExperts):
+        rule = "must be an airmoe.FfnExperts"
+        raise ConfigError("swap_ffn.experts", experts, rule, "Give FfnExperts(...).")
+    check_choice("swap_ffn.post_norm", post_norm, PostNorm)
+    settings = FfnSettings(router, experts, post_norm)
     std = _initializer_range(model)
-    made: list[MoELayer] = []
-    for network in networks:
+    made: dict[int, MoELayer] = {}
+    for number, network in zip(numbers, networks, strict=True):
         weight = network.gate_proj.weight
         with torch.device(weight.device):
-            made.append(_build(router, std).to(weight.dtype).train(network.training))
-    put_layers(decoder, dict(zip(numbers, made, strict=True)))
-    set_config(model, swapped_config(model, ffn=dict.fromkeys(map(str, numbers), saved)))
-    return made
+            made[number] = settings.build(std).to(weight.dtype).train(network.training)
+    owner = owner_of(model, networks, "swap_ffn.model")
+    change = plan_swap(model, owner, ffn=dict.fromkeys(numbers, settings))
+    # Nothing can fail from here on.
+    _put_layers(decoder, made)
+    change()
+    return [*made.values()]
 
 
-def build_saved(model: Any, layers: Mapping[str, Mapping[str, Any]]) -> None:
+def build_saved(model: nn.Module, layers: Mapping[str, Mapping[str, Any]]) -> None:
     """Put the layers that a config lists into a model that was just built from it."""
-    made: dict[int, MoELayer] = {}
-    for number, values in layers.items():
-        settings = dict(values)
-        name = settings.pop("name")
-        if name not in ROUTERS:
-            field, known = "airmoe_ffn.name", ", ".join(ROUTERS)
-            raise ConfigError(field, name, f"must be one of {known}", ADD_YOURS)
-        router = ROUTERS[name].Config(**settings)
-        made[int(number)] = _build(router, _initializer_range(model))
-    put_layers(model.get_decoder(), made)
+    std = _initializer_range(model)
+    made = {int(n): FfnSettings.from_dict(values).build(std) for n, values in layers.items()}
+    _put_layers(decoder_of(model), made)
 
 
-def _build(router: RouterConfig, std: float) -> SwappedFfn:
-    """A layer with starting values, on torch's default device and in its default dtype.
-
-    Experts start like the other matrices of the model: the norm after them sets their scale.
-    """
-    experts = GranularExperts(router.num_experts, router.dim)
-    with torch.no_grad():
-        for weight in experts.parameters():
-            nn.init.normal_(weight, std=std)
-    return SwappedFfn(router.build(), experts)
+def decoder_of(model: Any) -> Any:
+    """The part of a Hugging Face model that runs the decoder layers, with these in `layers`."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+        raise ConfigError(
+            "swap_ffn.model",
+            type(model).__name__,
+            "must be a decoder with its layers in `layers`, like Llama, Mistral, Qwen2, Qwen3, "
+            "Gemma or OLMo2 of transformers",
+            "Pass such a model.",
+        )
+    return decoder
 
 
 def _initializer_range(model: Any) -> float:
-    return getattr(model.config.get_text_config(), "initializer_range", 0.02)
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(config, "initializer_range", 0.02)
 
 
-def _check_router(router: RouterConfig, dim: int) -> str:
-    """The name under which this kind of router is known."""
-    names = [name for name, kind in ROUTERS.items() if type(router) is kind.Config]
-    if not names:
+def _router_name(router: object) -> str | None:
+    """The name under which this kind of settings is known."""
+    return next((name for name, kind in ROUTERS.items() if type(router) is kind.Config), None)
+
+
+def _check_router(router: RouterConfig, dim: int) -> None:
+    if _router_name(router) is None:
         raise ConfigError(
             "swap_ffn.router",
             type(router).__qualname__,
@@ -102,7 +165,6 @@ def _check_router(router: RouterConfig, dim: int) -> str:
     if chooses or getattr(router, "gate", None) == "expert_choice":
         rule = "must let tokens choose, because experts that choose see future tokens"
         raise ConfigError("swap_ffn.router", "expert_choice", rule, "Take another router or gate.")
-    return names[0]
 
 
 def _check_network(number: int, layer: nn.Module) -> Any:
@@ -149,12 +211,18 @@ class SwappedFfn(MoELayer):
     def forward_with_routing(
         self, x: Tensor, mask: Tensor | None = None, *, learn: bool = True
     ) -> MoEOutput:
-        if mask is None and self.attention_mask is not None:
-            mask = self.attention_mask[:, -x.shape[1] :].to(x.device) != 0  # [B, L]
+        mask = self._mask_of(x) if mask is None else mask
         return super().forward_with_routing(x, mask, learn=learn and not self.has_cache)
 
+    def _mask_of(self, x: Tensor) -> Tensor | None:
+        """x [B, L, D] -> [B, L] bool, True for real tokens; None where no mask fits."""
+        mask = self.attention_mask
+        if mask is None or x.ndim != 3 or len(mask) != len(x) or mask.shape[1] < x.shape[1]:
+            return None
+        return mask[:, mask.shape[1] - x.shape[1] :].to(x.device) != 0
 
-def put_layers(decoder: Any, layers: Mapping[int, MoELayer]) -> None:
+
+def _put_layers(decoder: Any, layers: Mapping[int, MoELayer]) -> None:
     """Put new layers in the place of networks."""
     for number, layer in layers.items():
         decoder.layers[number].mlp = layer

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +19,21 @@ from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedModel,
 )
 
-from airmoe.adapt.ffn_swap import SwappedFfn, build_saved
-from airmoe.adapt.router_swap import RouterSettings, exchange, find_routers
+from airmoe.adapt.ffn_swap import FfnSettings, SwappedFfn, build_saved
+from airmoe.adapt.router_swap import RouterSettings, check_is_model, exchange, find_routers
 from airmoe.adapt.shortlist_router import ScaledCodebook, ShortlistRouter
 from airmoe.errors import ConfigError
 from airmoe.model.initialization import initialize_layer
@@ -57,6 +61,8 @@ HEADS = {  # and the classes of each, by config
     AutoModel: MODEL_MAPPING,
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForSequenceClassification: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForTokenClassification: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoModelForQuestionAnswering: MODEL_FOR_QUESTION_ANSWERING_MAPPING,
 }
 _Base = PreTrainedModel if TYPE_CHECKING else object
 
@@ -75,7 +81,9 @@ class SwappedModel(_Base):
             build_saved(self, config.airmoe_ffn)
         if config.airmoe is not None and not _has(self, ShortlistRouter):
             exchange(find_routers(self), RouterSettings(**config.airmoe))
-        set_config(self, config)
+        for part in self.modules():
+            if isinstance(part, PreTrainedModel) and part.config is config:
+                part.__class__ = class_for(type(part))
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -95,38 +103,32 @@ def register(model_type: str) -> None:
 # -- what every swap asks before it changes anything ----------------------------------------------
 
 
-def check_model(field: str, model: object) -> None:
-    """A model of transformers with its weights in memory, in floating point."""
-    if not isinstance(model, PreTrainedModel):
-        raise ConfigError(
-            field,
-            model if isinstance(model, str) else type(model).__name__,
-            "must be a model of transformers",
-            "Load it first: transformers.AutoModelForCausalLM.from_pretrained(...). Of a wrapper "
-            "pass the model inside (of PEFT: model.get_base_model()).",
-        )
+def check_model(field: str, model: Any) -> None:
+    """A model with its weights in memory, in floating point."""
+    check_is_model(field, model)
     if any(weight.is_meta for weight in model.parameters()):
         rule = "must have its weights in memory"
         remedy = "Load the model first (without offloading), then swap."
         raise ConfigError(field, "weights on the meta device", rule, remedy)
-    quantized = getattr(model.config, "quantization_config", None) is not None
+    configs = [getattr(part, "config", None) for part in model.modules()]
+    quantized = any(getattr(config, "quantization_config", None) is not None for config in configs)
     if quantized or not all(weight.is_floating_point() for weight in model.parameters()):
         rule = "must have floating-point weights"
         remedy = "Load it without quantisation (or call model.dequantize()), then swap."
         raise ConfigError(field, "a quantised model", rule, remedy)
 
 
-def check_layers(
-    field: str, layers: Iterable[int], kind: str, available: Sequence[int]
-) -> list[int]:
+def check_layers(field: str, layers: object, kind: str, available: Iterable[int]) -> list[int]:
     """`layers` as a list of ints, which is what a config.json can hold."""
-    if not isinstance(layers, Iterable):
+    numbers: list[Any] = [*layers] if isinstance(layers, Iterable) else [layers]
+    wrong = [number for number in numbers if type(number) is not int]
+    if wrong or not isinstance(layers, Iterable):
         rule, remedy = "must be a list of whole numbers", "Give ints, for example layers=[3, 4]."
-        raise ConfigError(field, layers, rule, remedy)
-    numbers = [*layers]
+        raise ConfigError(field, wrong[0] if wrong else layers, rule, remedy)
+    known = [*available]
     for number in numbers:
-        if type(number) is not int or number not in available:
-            rule = f"must be the number of a {kind}: {', '.join(map(str, available))}"
+        if number not in known:
+            rule = f"must be the number of a {kind}: {', '.join(map(str, known))}"
             remedy = "Choose among these; the first decoder layer is 0."
             raise ConfigError(field, number, rule, remedy)
     if not numbers or len(set(numbers)) != len(numbers):
@@ -135,56 +137,122 @@ def check_layers(
     return numbers
 
 
+def owner_of(model: nn.Module, parts: Iterable[nn.Module], field: str) -> Any:
+    """The Hugging Face model that holds these parts: the argument, or what it wraps (PEFT, DDP).
+
+    None for layers without one. Its config must be its own, because that says what was swapped.
+    """
+    wanted, inside = {*parts}, set[nn.Module]()
+    owners: list[Any] = []
+    for module in model.modules():  # those around others come first
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            held = {*module.modules()}
+            inside |= held
+            owners += [module] if held & wanted else []
+    if not owners:
+        return None
+    if len(owners) > 1:
+        rule = "must hold one Hugging Face model with experts, whose config says what was swapped"
+        names = ", ".join(type(owner).__name__ for owner in owners)
+        raise ConfigError(field, names, rule, "Swap each of them by itself.")
+    (owner,) = owners
+    for name, kind in (("airmoe", ShortlistRouter), ("airmoe_ffn", SwappedFfn)):
+        if getattr(owner.config, name, None) is not None and not _has(owner, kind):
+            raise ConfigError(
+                field,
+                f"stock modules under an {type(owner.config).__name__}",
+                "must have a config of its own, because that says what was swapped, and this one "
+                "says it of another model",
+                "Build each model from a copy.deepcopy(config) of its own.",
+            )
+    return owner
+
+
+def has_known_routers(config: Any) -> bool:
+    """Whether its family's routers can be swapped; a config class of the user's own has none."""
+    stock: Any = _stock(type(config))
+    model_type = getattr(stock, "model_type", None)
+    return model_type in FAMILIES and stock is CONFIG_MAPPING[model_type]
+
+
 # -- from stock to swapped, and back --------------------------------------------------------------
 
 
-def swapped_config(
-    model: Any,
+def plan_swap(
+    model: nn.Module,
+    owner: Any,
     *,
     routers: RouterSettings | None = None,
-    ffn: Mapping[str, Any] | None = None,
-) -> Any:
-    """A copy of a model's config that says what was swapped."""
-    new = _copy_as(config_class_for(type(model.config)), model.config)
+    ffn: Mapping[int, FfnSettings] | None = None,
+) -> Callable[[], None]:
+    """Plan the new config of `owner` inside `model`; the result carries the change out.
+
+    Everything that may fail happens now.
+    """
+    if owner is None:  # no config says what was swapped
+        return lambda: None
+    new = _copy_as(config_class_for(type(owner.config)), owner.config)
     if routers is not None:
         new.airmoe = asdict(routers)
     if ffn is not None:
-        new.airmoe_ffn = {**(new.airmoe_ffn or {}), **ffn}
-    return new
+        saved = {str(number): settings.to_dict() for number, settings in ffn.items()}
+        new.airmoe_ffn = {**(new.airmoe_ffn or {}), **saved}
+    return functools.partial(_set_config, model, owner.config, new)
 
 
-def set_config(model: Any, new: Any) -> None:
-    """Give every part of a model that has its config the new one, and the class that fits it.
+def plan_restore(model: nn.Module) -> Callable[[], None]:
+    """Plan to take the routers out of all configs inside; the result carries it out."""
+    changes = []
+    for old in {id(part.config): part.config for part in _swapped_models(model)}.values():
+        stays = getattr(old, "airmoe_ffn", None) is not None
+        new = _copy_as(type(old) if stays else _stock(type(old)), old)
+        for name in ("airmoe",) if stays else ("airmoe", "airmoe_ffn"):
+            vars(new).pop(name, None)
+        changes.append((old, new))
 
-    The old one stays as it is: a second model that was built from it is not swapped.
+    def change() -> None:
+        for old, new in changes:
+            _set_config(model, old, new)
+
+    return change
+
+
+def has_leftovers(model: nn.Module) -> bool:
+    """Whether a head is still of a swapped class, though the routers of its body were restored."""
+    return any(not isinstance(part.config, SwappedConfig) for part in _swapped_models(model))
+
+
+def _swapped_models(model: nn.Module) -> list[Any]:
+    return [part for part in model.modules() if isinstance(part, SwappedModel)]
+
+
+def _set_config(model: nn.Module, old: Any, new: Any) -> None:
+    """Put a config in the place of another wherever a model's parts hold it, with fitting classes.
+
+    A whole model gets a config of its own, because a second model of the old one is not swapped. A
+    body may have a head around it, which cannot be seen from inside and is saved with the same
+    config: there the old object becomes like the new one.
     """
-    old = model.config
-    swapped = isinstance(new, SwappedConfig)
-    for part in model.modules():
-        if vars(part).get("config") is old:
+    # Of its own: the property of a wrapper shows what it wraps, and cannot be set.
+    holders = [part for part in model.modules() if vars(part).get("config") is old]
+    models: list[Any] = [part for part in holders if isinstance(part, PreTrainedModel)]
+    if models[0].base_model is models[0]:
+        vars(old).clear()
+        vars(old).update(vars(new))
+        old.__class__ = type(new)
+    else:
+        for part in holders:
             part.config = new
-            if isinstance(part, PreTrainedModel):
-                part.__class__ = class_for(type(part)) if swapped else _stock(type(part))
-
-
-def restore_configs(model: nn.Module) -> None:
-    """Take the routers out of the configs of all models inside."""
-    for part in model.modules():  # those around others come first
-        if isinstance(part, SwappedModel) and part.config.airmoe is not None:
-            stays = part.config.airmoe_ffn is not None
-            new = _copy_as(type(part.config) if stays else _stock(type(part.config)), part.config)
-            if stays:
-                new.airmoe = None
-            else:
-                for name in ("airmoe", "airmoe_ffn"):
-                    vars(new).pop(name, None)
-            set_config(part, new)
+    swapped = isinstance(new, SwappedConfig)
+    for part in models:
+        part.__class__ = class_for(type(part)) if swapped else _stock(type(part))
 
 
 def _copy_as(config_class: Any, config: Any) -> Any:
     changed = copy.deepcopy(config)
     changed.__class__ = config_class
     vars(changed).pop("model_type", None)  # a loaded config has its own beside that of its class
+    changed.architectures = None  # written when the model is saved
     return changed
 
 
@@ -208,6 +276,8 @@ def config_class_for(stock: Any) -> Any:
         airmoe=None,
         airmoe_ffn=None,
     )
+    if made.model_type in CONFIG_MAPPING:
+        return made  # of a config class of the user's own, under the type of another
     AutoConfig.register(made.model_type, made)
     for head, known in HEADS.items():
         if stock in known:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
-from airmoe.adapt.shortlist_router import ScaledCodebook, ShortlistRouter
+from airmoe.adapt.shortlist_router import ShortlistRouter, new_codebook
 from airmoe.config import check_count, config
 from airmoe.errors import ConfigError
 
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -43,80 +45,111 @@ def swap_routers(
     `shortlist_size` experts of the nearest of `num_codewords` codewords, and the family's own rule
     selects among them. Until `airmoe.calibrate` has fitted the codebooks every expert is scored.
     `layers` are numbers of decoder layers; None means all that have a router. The model is changed
-    in place and returned; an impossible argument raises `ConfigError` before any change.
+    in place and returned; an error changes nothing. If you pass the body of a model, its head saves
+    the swap too, because both share a config; a swap of single layers is saved nowhere.
     """
-    from airmoe.adapt.models import FAMILIES, check_layers, check_model, set_config, swapped_config
+    from airmoe.adapt.models import FAMILIES, check_model, has_known_routers, owner_of, plan_swap
 
     check_model("swap_routers.model", model)
+    for name, part in model.named_modules():
+        if isinstance(part, ShortlistRouter):
+            rule = f"must have its stock routers, but {name!r} is swapped already"
+            remedy = "Call airmoe.restore_routers(model) first, or keep the swap."
+            raise ConfigError("swap_routers.model", type(model).__name__, rule, remedy)
     routers = find_routers(model)
-    if not routers:
+    owner = owner_of(model, routers.values(), "swap_routers.model")
+    if not routers or (owner is not None and not has_known_routers(owner.config)):
         rule = f"must be one of {', '.join(FAMILIES.values())}, with at least one MoE layer"
         remedy = "For dense models there is airmoe.swap_ffn; for your own layers airmoe.MoELayer."
         raise ConfigError("swap_routers.model", type(model).__name__, rule, remedy)
-    if any(isinstance(router, ShortlistRouter) for router in routers.values()):
-        rule = "must have its stock routers, but is swapped already"
-        remedy = "Call airmoe.restore_routers(model) first, or keep the swap."
-        raise ConfigError("swap_routers.model", type(model).__name__, rule, remedy)
-    if layers is not None:
-        layers = check_layers("swap_routers.layers", layers, "layer with a router", [*routers])
+    _check_forwards(model, routers)
     settings = RouterSettings(
-        num_codewords=num_codewords, shortlist_size=shortlist_size, layers=layers
+        num_codewords=num_codewords,
+        shortlist_size=shortlist_size,
+        layers=None if layers is None else [*choose(routers, layers)],
     )
+    change = plan_swap(model, owner, routers=settings)
     exchange(routers, settings)
-    set_config(model, swapped_config(model, routers=settings))
+    # Nothing can fail from here on.
+    change()
     return model
 
 
 def restore_routers(model: Model) -> Model:
     """Undo `swap_routers`: the stock modules with their present weights, without codebooks."""
-    from airmoe.adapt.models import restore_configs
+    from airmoe.adapt.models import has_leftovers, plan_restore
 
-    for router in swapped_routers("restore_routers.model", model).values():
+    check_is_model("restore_routers.model", model)
+    swapped = [module for module in model.modules() if isinstance(module, ShortlistRouter)]
+    if not swapped and not has_leftovers(model):
+        rule = "must have swapped routers"
+        remedy = "Only what airmoe.swap_routers has changed can be restored."
+        raise ConfigError("restore_routers.model", type(model).__name__, rule, remedy)
+    change = plan_restore(model)
+    for router in swapped:
         router.give_back()
-    restore_configs(model)
+    change()
     return model
 
 
-def swapped_routers(field: str, model: object) -> dict[str, Any]:
-    """The swapped routers of a model or of what wraps it, by name."""
+def check_is_model(field: str, model: object) -> None:
+    """A model that was built or loaded, not its name."""
     if not isinstance(model, nn.Module):
-        value = model if isinstance(model, str) else type(model).__name__
-        raise ConfigError(field, value, "must be a model", "Load it first.")
-    found = {name: m for name, m in model.named_modules() if isinstance(m, ShortlistRouter)}
-    if not found:
-        rule = "must have swapped routers"
-        remedy = "Call airmoe.swap_routers first. An AirRouter learns its codebook in training."
-        raise ConfigError(field, type(model).__name__, rule, remedy)
-    return found
+        raise ConfigError(
+            field,
+            model if isinstance(model, str) else type(model).__name__,
+            "must be a model",
+            "Load it first: transformers.AutoModelForCausalLM.from_pretrained(...).",
+        )
 
 
-def find_routers(model: Any) -> dict[int, Any]:
-    """The routers of a model that can be swapped, or are, by the number of their layer."""
+def find_routers(model: nn.Module) -> dict[str, nn.Module]:
+    """The stock routers of a model that can be swapped, by name."""
     from airmoe.adapt.families import ROUTER_CLASSES
 
-    layers: Any = getattr(model.get_decoder(), "layers", ())
-    return {
-        number: part
-        for number, layer in enumerate(layers)
-        for part in layer.modules()
-        if type(part) in ROUTER_CLASSES or isinstance(part, ShortlistRouter)
-    }
+    return {name: part for name, part in model.named_modules() if type(part) in ROUTER_CLASSES}
 
 
-def exchange(routers: Mapping[int, Any], settings: RouterSettings) -> None:
+def exchange(routers: Mapping[Any, nn.Module], settings: RouterSettings) -> None:
     """Swap those of the settings' layers; all that could fail happens before the first change."""
     from airmoe.adapt.families import ROUTER_CLASSES
 
-    chosen = [routers[layer] for layer in settings.layers or routers]
+    if settings.layers is not None:
+        routers = choose(routers, settings.layers)
+    chosen: list[Any] = [*routers.values()]
+    codebooks = []
     for router in chosen:
         _check_size(router, ROUTER_CLASSES[type(router)], settings.shortlist_size)
+        with torch.device(router.weight.device):
+            codebooks.append(new_codebook(settings.num_codewords, router.weight.shape[1]))
     warned: list[str] = []
-    for router in chosen:
-        # The program's random numbers are not used up.
-        with torch.random.fork_rng(devices=[]), torch.device(router.weight.device):
-            codebook = ScaledCodebook(settings.num_codewords, router.weight.shape[1])
+    for router, codebook in zip(chosen, codebooks, strict=True):
         router.__class__ = ROUTER_CLASSES[type(router)]
         router.take_over(codebook, settings.shortlist_size, warned)
+
+
+def choose(routers: Mapping[str, nn.Module], layers: Iterable[int]) -> dict[int, nn.Module]:
+    """The routers of these decoder layers, by number."""
+    from airmoe.adapt.models import check_layers
+
+    matches = {name: LAYER.search(name) for name in routers}
+    numbered = {int(match[1]): routers[name] for name, match in matches.items() if match}
+    numbers = check_layers("swap_routers.layers", layers, "layer with a router", numbered)
+    return {number: numbered[number] for number in numbers}
+
+
+def _check_forwards(model: nn.Module, routers: Iterable[str]) -> None:
+    """Refuse routers whose own forward would not run.
+
+    The block around a router counts too: kernels from the hub may replace both at once.
+    """
+    blocks = [router.rpartition(".")[0] for router in routers]
+    for name in (*routers, *blocks):
+        attributes = vars(model.get_submodule(name))
+        if "forward" in attributes and "_old_forward" not in attributes:
+            rule = "must run the forward of its class, but another one was put in its place"
+            remedy = "Undo that first (for kernels from the hub: load with use_kernels=False)."
+            raise ConfigError("swap_routers.model", name, rule, remedy)
 
 
 def _check_size(router: Any, kind: type[ShortlistRouter], shortlist_size: int) -> None:

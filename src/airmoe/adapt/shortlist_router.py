@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import types
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from airmoe.distributed import all_reduce_sum, full_tensor
+from airmoe.errors import ConfigError
 from airmoe.kernels.backend import own_precision
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import make_cells
@@ -57,6 +58,14 @@ class ScaledCodebook(Codebook):
     @property
     def calibrated(self) -> bool:
         """Whether it has learned from tokens; asks the device only until it has."""
+        if self.initialized.is_meta:
+            raise ConfigError(
+                "router.codebook",
+                "on the meta device",
+                "must be in memory: offloading brings back the buffers of a module for its "
+                "forward, and a codebook has none",
+                "Load the model without offload_buffers=True.",
+            )
         return self._has_started()
 
     def representatives(self) -> Tensor:
@@ -75,6 +84,17 @@ class ScaledCodebook(Codebook):
         mean = sums.sum() / counts.sum()
         self.scales.copy_(torch.where(counts > 0, sums / counts.clamp_min(1), mean))
         self.version = (self.version[0] + 1, self.version[1])
+
+    def empty_state(self) -> dict[str, Tensor]:
+        """The state of a codebook of this size that has seen no token."""
+        with torch.device("cpu" if self.counts.is_meta else self.counts.device):
+            return new_codebook(self.num_codewords, self.dim).state_dict()
+
+
+def new_codebook(num_codewords: int, dim: int) -> ScaledCodebook:
+    """A codebook that has seen nothing; the program's random numbers are not used up."""
+    with torch.random.fork_rng(devices=[]):
+        return ScaledCodebook(num_codewords, dim)
 
 
 class ShortlistRouter(_Base):
@@ -117,6 +137,9 @@ class ShortlistRouter(_Base):
         return super().train(mode)
 
     # -- what families override -------------------------------------------------------------
+
+    # Whether an expert of the exact selection that is a candidate is always selected.
+    keeps_candidates: ClassVar[bool] = True
 
     def select(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Weights and ids [T, K] from float32 logits [T, E], -inf outside the shortlist.
@@ -234,6 +257,23 @@ class ShortlistRouter(_Base):
             scores = scores + bias.to(scores.dtype)[candidates]
         empty = scores.new_full((hidden.shape[0], self.num_experts), -torch.inf)
         return empty.scatter(1, candidates, scores)
+
+    # -- loading and printing ---------------------------------------------------------------
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """A stock checkpoint has no codebook: one learned for other weights must not stay."""
+        inside = prefix + "codebook."
+        if prefix + "weight" in state_dict and not any(k.startswith(inside) for k in state_dict):
+            empty = self.codebook.empty_state()
+            state_dict.update({inside + name: value for name, value in empty.items()})
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._cached = None
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_experts} experts, top {self.top_k}, shortlists of {self.shortlist_size} "
+            f"for {self.codebook.num_codewords} codewords"
+        )
 
 
 def _rebind_forward(module: nn.Module) -> None:
