@@ -176,7 +176,7 @@ def _train(contender: Contender, setting: Setting, result: Result) -> None:
     step(0)
     result.peak_bytes = peak_bytes(timer, lambda: step(0))
     if timer.on_gpu and result.backend == "triton":  # what our kernels take, not their Python
-        result.apart_ms["launched one by one"] = [sum(lap) for lap in sample(timer, step, SHORT)]
+        result.apart_ms["without CUDA graph"] = [sum(lap) for lap in sample(timer, step, SHORT)]
         step, result.captured = step_in_graphs(timer, contender), True
     laps = sample(timer, step, setting.limits)
     result.forward_ms, result.total_ms = [lap[0] for lap in laps], [sum(lap) for lap in laps]
