@@ -245,6 +245,18 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     assert picture() == before
 
 
+# (argument of either swap, what the error says)
+WRONG_LAYERS: list[tuple[Any, str]] = [
+    ([0, 7], r"layers: got 7, must be the number of a .*layer.*: "),
+    ([-1], r"layers: got -1"),
+    ([True], r"layers: got True"),
+    ([1.0], r"layers: got 1\.0, must be a list of whole numbers"),
+    (["1"], r"layers: got '1', must be a list of whole numbers"),
+    (torch.tensor([1]), r"layers: got tensor\(1\)"),
+    (1, r"layers: got 1, must be a list"),
+    ([], "must name each layer once, and at least one"),
+    ([1, 0, 1], "must name each layer once"),
+]
 # Swapped in every way.
 SWAPPED = {
     **{family: functools.partial(calibrated, family) for family in BUILD},

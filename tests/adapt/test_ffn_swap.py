@@ -13,7 +13,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import airmoe
 from airmoe import ConfigError, FfnExperts, MoELayer, swap_ffn
-from tests.adapt.models import DENSE, VOCAB, WIDTH, air, dense, granular, ids, logits_of, unchanged
+from tests.adapt.models import (
+    DENSE,
+    VOCAB,
+    WIDTH,
+    WRONG_LAYERS,
+    air,
+    dense,
+    granular,
+    ids,
+    logits_of,
+    unchanged,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:AirRouter is trained without", "ignore:codebook")
 NEW: dict[str, Any] = {"layers": [1], "router": air()}
@@ -104,27 +115,21 @@ def test_the_project_s_own_dense_layers(tmp_path: Path) -> None:
 # -- refused --------------------------------------------------------------------------------------
 
 
-def refused(model: nn.Module, arguments: dict[str, Any], field: str, words: str) -> None:
+def refused(model: nn.Module, arguments: dict[str, Any], field: str, match: str) -> None:
     """The call raises a ConfigError about `field`, and model and config are as before."""
-    with unchanged(model), pytest.raises(ConfigError) as caught:
+    with unchanged(model), pytest.raises(ConfigError, match=match) as caught:
         swap_ffn(model, **arguments)
     assert caught.value.field == f"swap_ffn.{field}"
-    assert words in str(caught.value), str(caught.value)
     assert caught.value.remedy.endswith(".")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "field", "words"),
+    ("arguments", "field", "match"),
     [
         ({"layers": [0, 3]}, "layers", "got 3, must be the number of a decoder layer: 0, 1, 2"),
-        ({"layers": [-1]}, "layers", "got -1"),
-        ({"layers": ["1"]}, "layers", "got '1', must be a list of whole numbers"),
-        ({"layers": [True]}, "layers", "got True"),
-        ({"layers": 1}, "layers", "got 1, must be a list"),
-        ({"layers": []}, "layers", "must name each layer once, and at least one"),
         ({"layers": None}, "layers", "got None, must be a list"),
-        ({"layers": [1, 0, 1]}, "layers", "must name each layer once"),
-        ({"router": None}, "router", "for_budget(dim=32"),
+        *(({"layers": layers}, "layers", match) for layers, match in WRONG_LAYERS),
+        ({"router": None}, "router", r"for_budget\(dim=32"),
         ({"router": air().build()}, "router", "must be the Config of"),
         ({"router": air(dim=8)}, "router.dim", "must be 32"),
         (
@@ -137,8 +142,8 @@ def refused(model: nn.Module, arguments: dict[str, Any], field: str, words: str)
         ({"post_norm": "rms"}, "post_norm", "one of"),
     ],
 )
-def test_arguments(arguments: dict[str, Any], field: str, words: str) -> None:
-    refused(dense(), NEW | arguments, field, words)
+def test_arguments(arguments: dict[str, Any], field: str, match: str) -> None:
+    refused(dense(), NEW | arguments, field, match)
 
 
 @pytest.mark.parametrize("option", [{"expert_size": 0}, {"activation": "tanh"}])
@@ -157,12 +162,6 @@ def test_swapped_already() -> None:
 def on_meta() -> nn.Module:
     with torch.device("meta"):
         return dense()
-
-
-def with_quantization_settings() -> nn.Module:
-    model = dense()
-    model.config.quantization_config = {"quant_method": "fp8"}
-    return model
 
 
 def with_part(name: str, part: Any) -> Callable[[], nn.Module]:
@@ -188,10 +187,9 @@ HALF_BYTES = nn.Linear(WIDTH, 24, bias=False).to(torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(
-    ("build", "field", "words"),
+    ("build", "field", "match"),
     [
         (on_meta, "model", "on the meta device"),
-        (with_quantization_settings, "model", "floating-point weights"),
         (lambda: nn.Linear(2, 2), "model", "must be a decoder with its layers in `layers`"),
         (with_part("up_proj", Quantised(WIDTH, 24)), "layers[1].up_proj", "got 'Quantised'"),
         (with_part("gate_proj", HALF_BYTES), "layers[1].gate_proj", "torch.nn.Linear in float16"),
@@ -200,8 +198,8 @@ HALF_BYTES = nn.Linear(WIDTH, 24, bias=False).to(torch.float8_e4m3fn)
         (without_network, "layers[1]", "got 'no `mlp`'"),
     ],
 )
-def test_models(build: Callable[[], Any], field: str, words: str) -> None:
-    refused(build(), NEW | {"layers": [0, 1]}, field, words)
+def test_models(build: Callable[[], Any], field: str, match: str) -> None:
+    refused(build(), NEW | {"layers": [0, 1]}, field, match)
 
 
 def test_no_model_at_all() -> None:
