@@ -101,7 +101,7 @@ class AirDeepseekV3Router(ShortlistRouter, DeepseekV3TopkRouter):
             return choice
         place = self._grouped(choice).argsort(dim=-1, descending=True, stable=True).argsort(-1)
         wanted = (place < quota).reshape(choice.shape)
-        # Those that must be in stand before all others, and keep their order.
+        # Those that must be in come first, in their own order.
         return choice + wanted * (2 * choice.abs().max() + 1)
 
     def ranked_by(self) -> list[Tensor]:

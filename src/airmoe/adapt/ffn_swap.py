@@ -1,4 +1,4 @@
-"""`swap_ffn`: granular mixtures of experts in the place of dense feed-forward networks."""
+"""`swap_ffn`: granular mixtures of experts in place of dense feed-forward networks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def swap_ffn(
     experts: FfnExperts | None = None,
     post_norm: PostNorm = "layernorm",
 ) -> list[MoELayer]:
-    """Replace the feed-forward networks of these decoder layers by new mixtures of experts.
+    """Replace the feed-forward networks of these decoder layers with new mixtures of experts.
 
     Works for models of transformers whose `mlp` has gate_proj, up_proj, down_proj and act_fn:
     Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 4, OLMo2 and their like. `router` says how many experts
@@ -223,7 +223,7 @@ class SwappedFfn(MoELayer):
 
 
 def _put_layers(decoder: Any, layers: Mapping[int, MoELayer]) -> None:
-    """Put new layers in the place of networks."""
+    """Put new layers in place of the networks."""
     for number, layer in layers.items():
         decoder.layers[number].mlp = layer
     if _tell_layers not in decoder._forward_pre_hooks.values():

@@ -100,7 +100,7 @@ def register(model_type: str) -> None:
     config_class_for(CONFIG_MAPPING[model_type])
 
 
-# -- what every swap asks before it changes anything ----------------------------------------------
+# -- checked before any change --------------------------------------------------------------------
 
 
 def check_model(field: str, model: Any) -> None:
@@ -227,13 +227,13 @@ def _swapped_models(model: nn.Module) -> list[Any]:
 
 
 def _set_config(model: nn.Module, old: Any, new: Any) -> None:
-    """Put a config in the place of another wherever a model's parts hold it, with fitting classes.
+    """Replace a config in every part of the model that holds it, and change their classes to match.
 
-    A whole model gets a config of its own, because a second model of the old one is not swapped. A
-    body may have a head around it, which cannot be seen from inside and is saved with the same
-    config: there the old object becomes like the new one.
+    A whole model gets a new object, because a second model built from the old one is not swapped.
+    A body may have a head around it that is saved with the same config but cannot be seen from
+    inside, so the old object is changed in place.
     """
-    # Of its own: the property of a wrapper shows what it wraps, and cannot be set.
+    # Not `getattr`: a wrapper may have a property that shows the config of what it wraps.
     holders = [part for part in model.modules() if vars(part).get("config") is old]
     models: list[Any] = [part for part in holders if isinstance(part, PreTrainedModel)]
     if models[0].base_model is models[0]:

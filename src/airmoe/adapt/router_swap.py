@@ -1,4 +1,4 @@
-"""`swap_routers` and `restore_routers`: AIR in the place of a model's own routers, and back."""
+"""`swap_routers` and `restore_routers`: AIR in place of a model's own routers, and back."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def swap_routers(
     shortlist_size: int,
     layers: Iterable[int] | None = None,
 ) -> Model:
-    """Replace the routers of a Hugging Face MoE model by AIR routers with the same weights.
+    """Replace the routers of a Hugging Face MoE model with AIR routers that have the same weights.
 
     Works for Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 and GPT-OSS. A token is then scored against the
     `shortlist_size` experts of the nearest of `num_codewords` codewords, and the family's own rule
@@ -141,7 +141,7 @@ def choose(routers: Mapping[str, nn.Module], layers: Iterable[int]) -> dict[int,
 def _check_forwards(model: nn.Module, routers: Iterable[str]) -> None:
     """Refuse routers whose own forward would not run.
 
-    The block around a router counts too: kernels from the hub may replace both at once.
+    This includes the block around a router: kernels from the hub may replace both at once.
     """
     blocks = [router.rpartition(".")[0] for router in routers]
     for name in (*routers, *blocks):

@@ -23,7 +23,7 @@ from airmoe.routers.codebook import Codebook
 from airmoe.routers.lists import TensorIdentity
 from airmoe.routers.routing import read_tokens
 
-# What a swapped router has beyond the stock module.
+# Attributes that a swapped router has in addition to the stock module's.
 ADDED = ("codebook", "shortlist_size", "_warned", "_cached")
 UNCALIBRATED = (
     "The swapped routers have no codebook yet, so they score every expert, as before the swap. "
@@ -69,7 +69,7 @@ class ScaledCodebook(Codebook):
         return self._has_started()
 
     def representatives(self) -> Tensor:
-        """The token each codeword stands for: [G, D]."""
+        """The token that each codeword represents: [G, D]."""
         return self.scales.unsqueeze(-1) * self.codewords
 
     @torch.no_grad()
@@ -111,13 +111,13 @@ class ShortlistRouter(_Base):
     hidden_dim: int
     codebook: ScaledCodebook
     shortlist_size: int
-    _warned: list[str]  # what was said before; one list for all routers of a model
+    _warned: list[str]  # warnings already given; one list for all routers of a model
     _cached: tuple[tuple[Any, ...], Tensor] | None  # the key, and the shortlists built for it
 
     # -- swap and restore -------------------------------------------------------------------
 
     def take_over(self, codebook: ScaledCodebook, shortlist_size: int, warned: list[str]) -> None:
-        """Set what the stock module, whose class was just changed, does not have."""
+        """Set the attributes that the stock module, whose class was just changed, lacks."""
         self.codebook = codebook.train(self.training)
         self.shortlist_size, self._warned = shortlist_size, warned
         self._cached = None
@@ -131,8 +131,8 @@ class ShortlistRouter(_Base):
         _rebind_forward(self)
 
     def train(self, mode: bool = True) -> Any:
-        # Also where the mode stays: code that changes weights without moving their version counter
-        # (a fused optimizer, `.data` of averaged weights) calls `model.eval()` to tell us.
+        # Even if the mode is unchanged: code that changes weights without moving their version
+        # counter (a fused optimizer, `.data` of averaged weights) calls `model.eval()` to tell us.
         self._cached = None
         return super().train(mode)
 
@@ -207,7 +207,7 @@ class ShortlistRouter(_Base):
             return best.sort(-1).values
 
     def _cache_key(self) -> tuple[Any, ...]:
-        """Changes when the cached shortlists must be built anew."""
+        """Changes when the cached shortlists must be rebuilt."""
         return (
             self.shortlist_size,
             self.codebook.version,
