@@ -7,6 +7,7 @@ import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -178,6 +179,12 @@ def ids(seed: int = 0, batch: int = 3, length: int = 12) -> Tensor:
 
 
 BATCHES = [ids(seed) for seed in range(10, 16)]
+
+
+def reloaded(model: Any, folder: Path, **options: Any) -> Any:
+    """Saved, and opened again as anybody would."""
+    model.save_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
 def logits_of(model: Any, tokens: Tensor | None = None) -> Tensor:

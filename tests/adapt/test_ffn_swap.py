@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import airmoe
 from airmoe import ConfigError, FfnExperts, MoELayer, swap_ffn
@@ -23,6 +23,7 @@ from tests.adapt.models import (
     granular,
     ids,
     logits_of,
+    reloaded,
     unchanged,
 )
 
@@ -107,8 +108,7 @@ def test_the_project_s_own_dense_layers(tmp_path: Path) -> None:
     model = airmoe.AirMoeForCausalLM(config)
     swap_ffn(model, **NEW)
     assert isinstance(layer_of(model, 1), MoELayer)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = reloaded(model, tmp_path)
     assert torch.equal(logits_of(loaded), logits_of(model))
 
 
@@ -218,8 +218,7 @@ def test_a_body_s_swap_is_saved_by_its_head(tmp_path: Path) -> None:
     model = dense()
     other = type(model.model)(model.config)
     swap_ffn(model.model, **NEW)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = reloaded(model, tmp_path)
     assert torch.equal(logits_of(loaded), logits_of(model))
     refused(other, NEW, "model", "must have a config of its own")
 

@@ -47,6 +47,7 @@ from tests.adapt.models import (
     granular,
     ids,
     logits_of,
+    reloaded,
     run,
     stock_routers,
     swap,
@@ -93,15 +94,13 @@ def test_round_trip(kind: str, tmp_path: Path) -> None:
     for ours, theirs in zip(swapped_routers(loaded), swapped_routers(model), strict=True):
         assert torch.equal(ours.shortlists(), theirs.shortlists())
     assert_same(run(loaded), run(model))  # noise, counters and codebooks: training goes on
-    loaded.eval().save_pretrained(tmp_path / "again")
-    assert_same_state(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), loaded)
+    assert_same_state(reloaded(loaded.eval(), tmp_path / "again"), loaded)
 
 
 @pytest.mark.parametrize("family", BUILD)
 def test_restored_models_are_stock_again(family: str, tmp_path: Path) -> None:
     stock, model = build(family), calibrated(family)
-    model.save_pretrained(tmp_path / "swapped")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "swapped")
+    loaded = reloaded(model, tmp_path / "swapped")
     for one in (model, loaded):
         assert airmoe.restore_routers(one) is one
         assert type(one) is type(stock) and type(one.model) is type(stock.model)
@@ -116,8 +115,7 @@ def test_restored_models_are_stock_again(family: str, tmp_path: Path) -> None:
     for one in (loaded, plain):
         swap(one)
         assert_uncalibrated(one)
-        one.save_pretrained(tmp_path / "again")
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+        again = reloaded(one, tmp_path / "again")
         assert type(again) is type(one)
         assert_same_state(again, one)
 
@@ -187,16 +185,14 @@ def test_a_model_built_without_memory(family: str) -> None:
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "llama"])
 def test_bfloat16_keeps_exact_codebooks(kind: str, tmp_path: Path) -> None:
     model = SWAPPED[kind]()
-    model.save_pretrained(tmp_path)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    loaded = reloaded(model, tmp_path, dtype=torch.bfloat16)
     assert loaded.lm_head.weight.dtype == torch.bfloat16
     state = loaded.state_dict()
     for name, value in model.state_dict().items():
         exact = ".codebook." in name
         assert torch.equal(state[name], value if exact else value.to(state[name].dtype)), name
     assert logits_of(loaded).dtype == torch.bfloat16
-    loaded.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    again = reloaded(loaded, tmp_path)
     assert_same_state(again, loaded)
     assert torch.equal(logits_of(again), logits_of(loaded))
 
@@ -358,8 +354,7 @@ def test_both_swaps_in_any_order(order: str, routers: bool, tmp_path: Path) -> N
     assert type(model).__name__ == "AirDeepseekV3ForCausalLM"
     assert model.config.model_type == "airmoe_deepseek_v3"
     assert bool(swapped_routers(model)) == routers == (model.config.airmoe is not None)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = reloaded(model, tmp_path)
     assert type(loaded) is type(model)
     assert_same_state(loaded, model)
     assert torch.equal(logits_of(loaded), logits_of(model))
@@ -378,8 +373,7 @@ def test_a_model_that_shares_the_config_stays_dense(tmp_path: Path) -> None:
     stock = {id(one) for one in configs if isinstance(one, PreTrainedConfig)}
     assert stock == {id(model.config)} != {id(other.config)}
     assert set(model.config.airmoe_ffn) == {"0", "1"}
-    other.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = reloaded(other, tmp_path)
     assert torch.equal(logits_of(loaded), logits_of(other))
 
 

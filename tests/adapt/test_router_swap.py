@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -30,6 +29,7 @@ from tests.adapt.models import (
     calibrated,
     fresh,
     logits_of,
+    reloaded,
     stock_routers,
     swap,
     swapped_routers,
@@ -177,8 +177,7 @@ def test_through_a_wrapper(tmp_path: Path) -> None:
     assert wrapper.config.model_type == "airmoe_mixtral"
     expected = logits_of(calibrated("mixtral"))
     assert torch.equal(logits_of(wrapper), expected)
-    wrapper.policy.save_pretrained(tmp_path)
-    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path)), expected)
+    assert torch.equal(logits_of(reloaded(wrapper.policy, tmp_path)), expected)
     airmoe.restore_routers(wrapper)
     assert type(wrapper.policy) is MixtralForCausalLM and type(wrapper.config) is MixtralConfig
     assert torch.equal(logits_of(wrapper), logits_of(build("mixtral")))
@@ -212,8 +211,7 @@ def test_a_body_s_swap_is_saved_by_its_head(family: str, tmp_path: Path) -> None
     swap(model.model)
     airmoe.calibrate(model, BATCHES, passes=3)
     assert model.config is model.model.config
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = reloaded(model, tmp_path)
     expected = calibrated(family)
     assert type(loaded) is type(expected) and loaded.config.airmoe == expected.config.airmoe
     for found in (model, loaded):
@@ -233,8 +231,7 @@ def test_body_and_head_undo_each_other_s_swap(swapped: str, restored: str, tmp_p
     for found, expected in zip(model.modules(), stock.modules(), strict=True):
         assert type(found) is type(expected)
         assert type(getattr(found, "config", None)) is type(getattr(expected, "config", None))
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = reloaded(model, tmp_path)
     assert type(loaded) is MixtralForCausalLM
     assert torch.equal(logits_of(loaded), logits_of(stock))
     swap(model)
