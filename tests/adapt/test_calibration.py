@@ -19,6 +19,7 @@ from tests.adapt.models import (
     BATCHES,
     BUILD,
     VOCAB,
+    air,
     build,
     calibrated,
     fresh,
@@ -273,6 +274,13 @@ def test_bad_input_changes_nothing(batches: Any, options: Any, match: str) -> No
 def test_a_model_without_codebooks() -> None:
     with pytest.raises(ConfigError, match="must have routers with a codebook"):
         airmoe.calibrate(build("mixtral"), BATCHES)
+
+
+def test_each_router_needs_tokens_for_its_own_codewords() -> None:
+    model = swap(build("deepseek_v3"))
+    airmoe.swap_ffn(model, layers=[0], router=air(num_codewords=1000))
+    with pytest.raises(ConfigError, match=r"216 tokens for 'model\.layers\.0\.mlp\.router'"):
+        airmoe.calibrate(model, BATCHES)
 
 
 def test_few_tokens_give_a_warning() -> None:

@@ -72,18 +72,18 @@ def calibrate(
     routers = [*layers.values()]
     learned_from, held_out = hold_out(batches)
     few = -(-max_tokens // HELD_OUT)
+    reports: list[LayerReport] = []
+    fitted: list[dict[int, Codebook]] = []  # by number of codewords
     with _evaluating(model):
         learned = collect(model, routers, learned_from, max_tokens - few, seed)
         measured = collect(model, routers, held_out, few, seed)
         counts = _count_tokens(layers, learned, measured)
-        reports: list[LayerReport] = []
-        fitted: list[dict[int, Codebook]] = []  # by number of codewords
         for (name, router), ours, others in zip(layers.items(), learned, measured, strict=True):
             to_fit, to_measure = (part.to(router.weight.device) for part in (ours, others))
             now, sizes = router.codebook.num_codewords, sizes_to_try(router)
             codebooks = {
                 count: fit(router, to_fit, count, passes, seed)
-                for count in codewords_to_try(now, counts[0])
+                for count in codewords_to_try(now, counts[name][0])
             }
             trials = {
                 count: measure(router, codebook, to_measure, sizes)
@@ -95,7 +95,13 @@ def calibrate(
             about = {"name": name, "num_experts": router.num_experts, "trials": tried}
             reports.append(LayerReport(**asdict(own), **about, suggestion=suggestion))
             fitted.append(codebooks)
-        report = CalibrationReport(tuple(reports), *counts, wanted_recall, criterion)
+        report = CalibrationReport(
+            layers=tuple(reports),
+            num_fitted=min(ours for ours, _ in counts.values()),
+            num_measured=min(others for _, others in counts.values()),
+            wanted_recall=wanted_recall,
+            criterion=criterion,
+        )
         report = replace(report, losses=_losses(model, routers, fitted, report, held_out))
     for router, codebooks in zip(routers, fitted, strict=True):
         codebook = router.codebook
@@ -120,31 +126,32 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def _count_tokens(
     routers: Mapping[str, Any], learned: Sequence[Tensor], measured: Sequence[Tensor]
-) -> tuple[int, int]:
-    """(learned from, measured on): tokens of all ranks, for the router that got the fewest."""
+) -> dict[str, tuple[int, int]]:
+    """(learned from, measured on): each router's tokens on all ranks, which must be enough."""
     device = next(iter(routers.values())).weight.device
     pairs = [(len(ours), len(others)) for ours, others in zip(learned, measured, strict=True)]
     counts = all_reduce_sum(torch.tensor(pairs, device=device)).tolist()
-    names = dict(zip(routers, counts, strict=True))
-    name = min(names, key=lambda name: min(names[name]))
-    (ours, others), router = names[name], routers[name]
-    codewords = router.codebook.num_codewords
-    if ours < codewords or others == 0:
-        least = -(-codewords * HELD_OUT // (HELD_OUT - 1)) + HELD_OUT
-        raise ConfigError(
-            "calibrate.batches",
-            f"{ours + others} tokens for {name!r}",
-            f"must show each router at least {least} tokens, in two sequences or more",
-            "Pass more text, raise max_tokens, or swap with fewer codewords. A copy that the "
-            "model does not use (PEFT keeps some) must be merged first.",
-        )
-    if ours < 4 * codewords:
+    counts = {name: (ours, others) for name, (ours, others) in zip(routers, counts, strict=True)}
+    shares = []  # tokens per codeword
+    for name, (ours, others) in counts.items():
+        codewords = routers[name].codebook.num_codewords
+        if ours < codewords or others == 0:
+            least = -(-codewords * HELD_OUT // (HELD_OUT - 1)) + HELD_OUT
+            raise ConfigError(
+                "calibrate.batches",
+                f"{ours + others} tokens for {name!r}",
+                f"must show each router at least {least} tokens, in two sequences or more",
+                "Pass more text, raise max_tokens, or swap with fewer codewords. A copy that the "
+                "model does not use (PEFT keeps some) must be merged first.",
+            )
+        shares.append(ours / codewords)
+    if min(shares) < 4:
         warnings.warn(
-            f"calibrate: {ours / codewords:.1f} tokens per codeword are few to learn from. Pass "
-            "more text, or swap with fewer codewords.",
+            f"calibrate: {min(shares):.1f} tokens per codeword are few to learn from. Pass more "
+            "text, or swap with fewer codewords.",
             stacklevel=3,
         )
-    return ours, others
+    return counts
 
 
 def _losses(
