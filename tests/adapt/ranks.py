@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import airmoe
-from airmoe.adapt.fitting import next_token_loss
+from airmoe.adapt.activations import next_token_loss
 from tests.adapt.models import build, ids, swap, swapped_routers
 
 BATCHES = [ids(seed) for seed in range(10, 22)]

@@ -10,17 +10,9 @@ import torch
 
 from airmoe import AirRouter, metrics
 from airmoe.adapt import CalibrationReport, LayerReport, Trial, fitting
+from airmoe.adapt.activations import Sample, collect, hold_out, next_token_loss
 from airmoe.adapt.calibration import cheapest
-from airmoe.adapt.fitting import (
-    AirLayer,
-    Sample,
-    collect,
-    fit,
-    hold_out,
-    measure,
-    next_token_loss,
-    sizes_to_try,
-)
+from airmoe.adapt.fitting import AirLayer, fit, measure, sizes_to_try
 from airmoe.adapt.shortlist_router import ScaledCodebook
 from tests.adapt.models import BUILD, build, calibrated, ids, swap, swapped_routers
 

@@ -12,19 +12,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from airmoe.adapt.fitting import (
+from airmoe.adapt.activations import (
     HELD_OUT,
-    AirLayer,
     Batch,
-    Trial,
     changed,
-    codewords_to_try,
     collect,
+    hold_out,
+    next_token_loss,
+)
+from airmoe.adapt.fitting import (
+    AirLayer,
+    Trial,
+    codewords_to_try,
     find_layers,
     fit,
-    hold_out,
     measure,
-    next_token_loss,
     sizes_to_try,
 )
 from airmoe.adapt.router_swap import check_is_model
