@@ -74,29 +74,23 @@ def calibrate(
     routers = [*layers.values()]
     learned_from, held_out = hold_out(batches)
     few = -(-max_tokens // HELD_OUT)
-    reports: list[LayerReport] = []
-    fitted: list[dict[int, Codebook]] = []  # by number of codewords
     with _evaluating(model):
         learned = collect(model, routers, learned_from, max_tokens - few, seed)
         measured = collect(model, routers, held_out, few, seed)
         counts = _count_tokens(layers, learned, measured)
+        fitted: list[dict[int, Codebook]] = []  # by number of codewords
+        reports: list[LayerReport] = []
         for (name, router), ours, others in zip(layers.items(), learned, measured, strict=True):
             to_fit, to_measure = (part.to(router.weight.device) for part in (ours, others))
-            now, sizes = router.codebook.num_codewords, sizes_to_try(router)
-            codebooks = {
-                count: fit(router, to_fit, count, passes, seed)
-                for count in codewords_to_try(now, counts[name][0])
-            }
-            trials = {
-                count: measure(router, codebook, to_measure, sizes)
-                for count, codebook in codebooks.items()
-            }
-            own = trials[now][sizes.index(router.shortlist_size)]
-            tried = tuple(trial for each in trials.values() for trial in each)
-            suggestion = cheapest(tried, wanted_recall, criterion)
-            about = {"name": name, "num_experts": router.num_experts, "trials": tried}
-            reports.append(LayerReport(**asdict(own), **about, suggestion=suggestion))
+            tries = codewords_to_try(router.codebook.num_codewords, counts[name][0])
+            codebooks = {count: fit(router, to_fit, count, passes, seed) for count in tries}
             fitted.append(codebooks)
+            trials = [
+                trial
+                for codebook in codebooks.values()
+                for trial in measure(router, codebook, to_measure, sizes_to_try(router))
+            ]
+            reports.append(_report_layer(name, router, trials, wanted_recall, criterion))
         report = CalibrationReport(
             layers=tuple(reports),
             num_fitted=min(ours for ours, _ in counts.values()),
@@ -111,6 +105,20 @@ def calibrate(
         # The seed is that of the noise, which is not learned.
         codebook.load_state_dict({**state, "seed": codebook.seed.clone()})
     return report
+
+
+def _report_layer(
+    name: str, router: Any, trials: list[Trial], wanted: float, criterion: Criterion
+) -> LayerReport:
+    sizes = router.codebook.num_codewords, router.shortlist_size
+    own = next(one for one in trials if (one.num_codewords, one.shortlist_size) == sizes)
+    return LayerReport(
+        **asdict(own),
+        name=name,
+        num_experts=router.num_experts,
+        trials=tuple(trials),
+        suggestion=cheapest(trials, wanted, criterion),
+    )
 
 
 @contextmanager
