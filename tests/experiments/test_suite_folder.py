@@ -16,6 +16,7 @@ from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.experiments.suites.progress import Board, newest
 from airmoe.experiments.suites.run import _last_words
 from airmoe.training import RunConfig
+from airmoe.training.automatic import Machine, settle
 from airmoe.training.checkpoints import FORMAT
 
 
@@ -78,7 +79,29 @@ def test_a_run_with_other_settings_is_not_touched(tmp_path: Path) -> None:
         open_suite(tmp_path / "single", plan)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": 2, "runs": []}'])
+def test_auto_means_the_same_for_all_runs_on_any_machine() -> None:
+    plan = make_plan("main", "small", ["training.precision=auto"])
+    tight = Machine(cuda=True, bf16=True, triton=True, memory=7 * 2**30, processes=1)
+    options = [run.config.training for run in plan.runs]
+    sizes = [settle(run.config, tight)[0].training.micro_batch_size for run in plan.runs]
+    assert {one.micro_batch_size for one in options} == {"auto"} and len(set(sizes)) > 1
+    settled, lines = plan.settled(tight, None)
+    found = {
+        (r.config.training.precision, r.config.training.micro_batch_size) for r in settled.runs
+    }
+    assert found == {("bf16", min(sizes))} and len(lines) == 2
+    on_cpu = Machine(cuda=False, bf16=False, triton=False, memory=0, processes=1)
+    assert plan.settled(on_cpu, settled) == (settled, [])
+    assert plan.settled(on_cpu, None)[0] != settled
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[]", "{}", '{"format": 2, "runs": []}', '{"format": 1, "runs": 7}'),
+        '{"format": 1, "suite": "main", "preset": "tiny", "runs": [{"variant": "air"}]}',
+    ],
+)
 def test_a_plan_that_cannot_be_read(text: str, tmp_path: Path) -> None:
     (tmp_path / "suite.json").write_text(text)
     with pytest.raises(ConfigError, match=r"suite\.json.*cannot be read"):

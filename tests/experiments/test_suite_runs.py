@@ -18,6 +18,7 @@ from airmoe.experiments.suites import make_plan
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.experiments.suites.run import start_process
 from airmoe.files import check_unlocked, read_json
+from airmoe.training.automatic import Machine
 from airmoe.training.checkpoints import FORMAT, checkpoints
 from tests.experiments.forked import fork_runs
 from tests.training.command import Outcome, airmoe, assert_one_line, pythonpath
@@ -55,7 +56,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     folder = tmp_path_factory.mktemp("suite")
     model = small_model(num_experts_per_tok=2)
     config = small_run(folder, model, steps=40, eval_every=8, log_every=4)
-    return Toy(folder, assignments(config))
+    return Toy(folder, [*assignments(config), "training.precision=auto"])
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,8 @@ def being_trained(run: Path) -> bool:
 
 
 def test_a_whole_suite(whole: Path) -> None:
-    lines = (whole.parent / "whole.out").read_text().splitlines()
+    chosen, *lines = (whole.parent / "whole.out").read_text().splitlines()
+    assert chosen.startswith("training.precision=auto: ")
     assert lines[0] == f"{FIRST}  step 0/40  ? left  suite ? left"
     assert lines[1].startswith(f"{FIRST}  done  step 40/40  loss ") and "  tok/s " in lines[1]
     assert lines[2].startswith(f"{SECOND}  step 0/40  0:00:")
@@ -259,7 +261,9 @@ def test_two_processes_train_each_run_together(toy: Toy, monkeypatch: pytest.Mon
     short = ["training.steps=4", "training.eval_every=2"]
     plan = make_plan("granularity", "tiny", [*toy.settings, *short])
     (out / FIRST).mkdir(parents=True)
-    begun = {"format": FORMAT, "config": plan.runs[0].config.to_json(), "data_sha256": "another"}
+    settled, _ = plan.settled(Machine.this(2), None)
+    config = settled.runs[0].config.to_json()
+    begun = {"format": FORMAT, "config": config, "data_sha256": "another"}
     (out / FIRST / "run.json").write_text(json.dumps(begun))
     for name, value in {
         "PYTHONPATH": pythonpath(),

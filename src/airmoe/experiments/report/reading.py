@@ -101,13 +101,13 @@ class Reader:
         """Its runs, of which some may have crashed or not begun."""
         suite = SuiteFolder(path)
         plan = suite.read()
-        for run in plan["runs"]:
-            folder = run["folder"]
+        for run in plan.runs:
+            folder = run.folder
             below, failure = f"{name}/{folder}", suite.failure(folder)
             self.seen.add(suite.run(folder).resolve())
             with self._named(below):
                 if suite.is_finished(folder):
-                    self._read_run(suite.run(folder), below, plan["suite"], run["variant"])
+                    self._read_run(suite.run(folder), below, plan.suite, run.variant)
                 elif failure.is_file():
                     crash = read_json(failure)
                     self._problem(below, f"crashed: {crash['message']} (exit code {crash['code']})")

@@ -15,12 +15,13 @@ from typing import BinaryIO
 from rich.console import Console
 
 from airmoe.config import check_count
-from airmoe.errors import ConfigError
+from airmoe.errors import ConfigError, say
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.experiments.suites.plan import Plan, PlannedRun, check_warmup
 from airmoe.experiments.suites.progress import Board
 from airmoe.files import write_json
 from airmoe.training import RunConfig
+from airmoe.training.automatic import Machine
 from airmoe.training.devices import check_device, check_sharding
 from airmoe.training.display import PrepareDisplay
 from airmoe.training.loop import StopOnSignal
@@ -46,12 +47,16 @@ def run_suite(
         raise ConfigError("suite", "torchrun", rule, "Run: airmoe suite ... --processes N")
     suite = SuiteFolder(out)
     with suite.locked():
+        begun = suite.read() if suite.file.exists() else None
+        plan, chosen = plan.settled(Machine.this(processes), begun)
         suite.check(plan)
         left = [run for run in plan.runs if not suite.is_finished(run.folder)]
         # All runs of a suite have the same text and recipe.
         steps = _known_steps(plan.runs[0].config, console, processes) if left else 0
         # Only now: settings that were refused must not bind those of the next attempt.
         suite.write(plan)
+        for line in chosen:
+            say(console, line)
         board = Board(suite, plan.runs, steps, console)
         failed = False
         with StopOnSignal(enabled=True) as stop:
