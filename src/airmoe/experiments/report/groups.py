@@ -142,13 +142,14 @@ def _place(key: Key) -> tuple[int, str]:
 
 
 def key_of(run: Run) -> Key:
-    data, training = run.config["data"], run.config["training"]
-    if training["epochs"] is not None:
-        budget = f"{training['epochs']} epoch{'' if training['epochs'] == 1 else 's'}"
+    settings = run.settings
+    training = settings.training
+    if training.epochs is not None:
+        budget = f"{training.epochs} epoch{'' if training.epochs == 1 else 's'}"
     else:
-        tokens = training["steps"] * training["batch_size"] * data["block_size"]
+        tokens = (training.steps or 0) * training.batch_size * settings.data.block_size
         budget = f"{tokens:,} tokens"
-    return Key(run.suite, run.config["preset"], run.data_sha256, budget)
+    return Key(run.suite, settings.preset, run.data_sha256, budget)
 
 
 def _rows(runs: list[Run], left_out: list[str]) -> list[Run]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from safetensors import SafetensorError
 
 from airmoe.errors import ConfigError
 from airmoe.experiments.report.record import Curve, Numbers, Record, Run, method_of, read_record
-from airmoe.experiments.report.usage import read_usage
+from airmoe.experiments.report.usage import read_usage, relative_usage
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.files import read_json
 from airmoe.losses import BALANCE
@@ -22,7 +23,7 @@ from airmoe.training.run_folder import open_run
 
 REPORT = "report.json"
 NEVER_RUNS = ("tensorboard", "report", "figures")
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError, zlib.error)
 MOST_POINTS = 600  # of a curve: ten passes of `small`, a point every 100 steps, are whole
 ROUTING_FIELDS = (
     *("overlap", "mass_recall", "mass_recall_bound", "dead_experts", "entropy"),
@@ -71,6 +72,8 @@ class Reader:
                 self._problem(str(path), "there is no such file or folder")
             elif path.is_file():
                 record = read_record(path)
+                for run in record.runs:
+                    _ = run.usage and relative_usage(run.usage)  # raises where it cannot be drawn
                 self.runs += record.runs
                 self.problems += record.problems
             elif (path / "suite.json").is_file():
@@ -156,8 +159,6 @@ def finished_run(about: dict[str, Any], result: dict[str, Any]) -> dict[str, Any
     lines = [_timed(line, start) for line in result["log"]]
     logged = {kind: [one for one in lines if one["kind"] == kind] for kind in ("eval", "train")}
     best, test = _numbers(_timed(result["best"], start)), result["test"]
-    if best["perplexity"] is None:
-        raise ValueError("its best evaluation has no finite perplexity")
     config = _portable(about["config"])
     return {
         "seed": config["training"]["seed"],
