@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from airmoe.errors import ConfigError
+from airmoe.errors import ConfigError, visible
 from airmoe.experiments.report.record import Curve, Numbers, Record, Run, method_of, read_record
 from airmoe.experiments.report.usage import read_usage, relative_usage
 from airmoe.experiments.suites.folder import SuiteFolder
@@ -42,7 +42,7 @@ def read_all(paths: Sequence[Path]) -> Record:
     """Everything under `paths`; raises where there is no run at all."""
     reader = Reader()
     for path in paths:
-        reader.read(path, path.resolve().name)
+        reader.read(path, visible(path.resolve().name))
     if not reader.runs:
         found = f" ({'; '.join(reader.problems)})" if reader.problems else ""
         raise ConfigError(
@@ -82,13 +82,13 @@ class Reader:
                 self._read_run(path, name)
             elif below := _below(path):
                 for child in below:
-                    self.read(child, f"{name}/{child.name}")
+                    self.read(child, f"{name}/{visible(child.name)}")
             else:
                 self._problem(name, "holds no run")
 
     def _problem(self, name: str, text: str) -> None:
         """Add a problem, as one line."""
-        self.problems.append(f"{name}: {' '.join(text.split())}")
+        self.problems.append(visible(f"{name}: {' '.join(text.split())}"))
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:

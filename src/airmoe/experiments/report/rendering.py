@@ -53,7 +53,7 @@ def write_report(
         write_bytes(figures / f"{drawing.name}.pdf", drawing.pdf)
     texts = {f"report.{ending}": render(report, ending) for ending in FORMATS}
     for name, text in texts.items():
-        write_bytes(folder / name, text.encode())
+        write_bytes(folder / name, text.encode(errors="backslashreplace"))  # records hold any text
     write_record(record, folder / REPORT)
     for path, run in planned.items():
         write_record(Record(runs=[run], problems=[]), path)
