@@ -85,7 +85,7 @@ def apart(result: Content, what: str) -> float | None:
 
 def without_graph(result: Content) -> str:
     """Its time without CUDA graph, if it is known."""
-    found = apart(result, "launched") if result["captured"] else typical(result)
+    found = apart(result, "without") if result["captured"] else typical(result)
     return "-" if found is None else number(found)
 
 

@@ -145,7 +145,7 @@ def test_a_row_with_one_seed_has_no_spread(tmp_path: Path) -> None:
     table = group_table(only_group(tmp_path))
     assert column(table, "perplexity")["PEER"].text == "65.00"
     (spread,) = table.notes
-    assert spread.endswith("without it there is one, or all agree.")
+    assert spread.endswith("it is left out with one seed, or if all agree.")
 
 
 def test_the_reference_is_known_by_its_method(tmp_path: Path) -> None:

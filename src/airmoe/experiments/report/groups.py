@@ -1,6 +1,6 @@
-"""Runs that may share a table: same suite, preset, text and budget; and what all of it is called.
+"""Runs that share a table: those of the same suite, preset, text and budget; and their names.
 
-Whatever else makes runs of a table hard to compare is said in a note, the rules of fairness.py too.
+Whatever else makes them hard to compare becomes a note, broken rules of fairness.py included.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TITLES = {
 ORDER = tuple(TITLES)  # of rows: the paper's
 GRANULARITY = re.compile(r"q([1-9]\d*)")
 SEED = "training.seed"
-# How a text came about; runs of one table have the same text anyway.
+# How a text was made; runs of one table have the same text anyway.
 PREPARING = ("corpus", "tokenizer", "folder", "validation", "validation_fraction", "max_tokens")
 TEXT_OPTIONS = tuple(f"data.{name}" for name in PREPARING)
 # By data_sha256, the hash of the tokens: texts with a proper name, and what their test splits are.
@@ -112,7 +112,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Groups, a line for each run that was left out, and notes about the others."""
+    """Groups, a line for each run left out, and notes about the others."""
 
     groups: list[Group]
     left_out: list[str]
@@ -153,7 +153,7 @@ def key_of(run: Run) -> Key:
 
 
 def _rows(runs: list[Run], left_out: list[str]) -> list[Run]:
-    """One run per seed and settings; a variant's other settings are rows named by a folder."""
+    """One run per seed and settings; other settings of a variant get a row named by the folder."""
     kept: dict[tuple[str, str, int], Run] = {}
     rows: dict[tuple[str, str], str] = {}  # variant and settings -> the name of the row
     for run in runs:

@@ -27,7 +27,7 @@ SINGLE = "single"  # the folder of records of runs of no suite
 
 @dataclass(frozen=True)
 class Written:
-    """What was made, and what a reader must know about it."""
+    """The files that were written, and what a reader must know about them."""
 
     files: list[Path]  # without the figures
     records: list[Path]
@@ -38,7 +38,7 @@ class Written:
 def write_report(
     paths: Sequence[Path], out: Path | None = None, records: Path | None = None
 ) -> Written:
-    """Report on everything under `paths`; by default in or beside the first of them.
+    """Report on everything under `paths`, in `out` or else in or beside the first of them.
 
     `records`: a folder that gets a file per run too.
     """

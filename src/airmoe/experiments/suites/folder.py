@@ -22,7 +22,7 @@ from airmoe.training import RunConfig, open_run
 
 @dataclass(frozen=True)
 class SuiteFolder:
-    """Where the parts of a suite lie."""
+    """The files of a suite."""
 
     path: Path
 

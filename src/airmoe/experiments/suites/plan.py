@@ -126,7 +126,7 @@ def make_plan(
 
 
 def check_warmup(training: TrainingOptions, steps: int) -> None:
-    """Raise for a run that would be over before its learning rate is."""
+    """Raise for a run that would end during its warm-up."""
     warmup_steps = math.ceil(training.warmup * steps)
     if steps <= warmup_steps:
         raise ConfigError(
@@ -146,7 +146,7 @@ def _with_more(variants: Variants, base: RunConfig, also: Sequence[str]) -> Vari
 
 
 def _check_only_length(overrides: Sequence[str], tokens: int | None, epochs: int | None) -> None:
-    """Raise where a length is given twice."""
+    """Raise if a length is given twice."""
     one_of_them = "Give one of them."
     if tokens is not None and epochs is not None:
         raise ConfigError("epochs", epochs, "cannot be given with --tokens", one_of_them)
