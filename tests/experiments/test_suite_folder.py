@@ -18,6 +18,7 @@ from airmoe.experiments.suites.run import _last_words
 from airmoe.training import RunConfig
 from airmoe.training.automatic import Machine, settle
 from airmoe.training.checkpoints import FORMAT
+from tests.training.command import table_rows
 
 
 def open_suite(path: Path, plan: Plan) -> SuiteFolder:
@@ -186,8 +187,7 @@ def test_the_lines_of_a_log_and_the_table(tmp_path: Path) -> None:
         "peer-seed42  failed  killed by SIGKILL",
         "hierarchical-seed42  step 0/360  0:01:40 left  suite 0:05:00 left",
     ]
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
-    assert rows == [
+    assert table_rows(file.getvalue()) == [
         ["air", "42", "done", "20.50", "1.7"],
         ["peer", "42", "failed", "-", "-"],
         ["hierarchical", "42", "done", "30.00", "1.0"],
