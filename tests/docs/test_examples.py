@@ -51,6 +51,8 @@ def test_demo_trains_four_models_and_the_tour_opens_one(tmp_path: Path) -> None:
     numbers = [row[1:] for row in table_rows(table)]
     assert [row[1] for row in numbers] == [f"{r['last']['perplexity']:.1f}" for r in results]
     assert numbers[1][3] == "1.000" and numbers[2][3] == "-"  # exact routing finds itself
+    again = run("demo.py", "--quick", "--out", "out", cwd=tmp_path)  # nothing is left to train
+    assert table in again and "is finished" in again
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     sample = (out / "sample.txt").read_text(encoding="utf-8")
     assert sample.startswith("The function returns") and len(sample) > 40
