@@ -171,9 +171,9 @@ def _row_name(run: Run, taken: Sequence[str]) -> str:
     return next(name for name in names if name not in taken)
 
 
-def settings_of(run: Run) -> str:
-    """All settings but seed and text: runs with the same are one row of a table."""
-    ignored = (SEED, *TEXT_OPTIONS)
+def settings_of(run: Run, ignored: Sequence[str] = ()) -> str:
+    """All settings but seed, text and `ignored`: runs with the same are one row of a table."""
+    ignored = (SEED, *TEXT_OPTIONS, *ignored)
     values = {key: value for key, value in flat(run.config).items() if key not in ignored}
     return json.dumps(values, sort_keys=True)
 

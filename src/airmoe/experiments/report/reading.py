@@ -159,7 +159,7 @@ def finished_run(about: dict[str, Any], result: dict[str, Any]) -> dict[str, Any
     lines = [_timed(line, start) for line in result["log"]]
     logged = {kind: [one for one in lines if one["kind"] == kind] for kind in ("eval", "train")}
     best, test = _numbers(_timed(result["best"], start)), result["test"]
-    config = _portable(about["config"])
+    config = portable(about["config"])
     return {
         "seed": config["training"]["seed"],
         "config": config,
@@ -176,7 +176,7 @@ def finished_run(about: dict[str, Any], result: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _portable(config: dict[str, Any]) -> dict[str, Any]:
+def portable(config: dict[str, Any]) -> dict[str, Any]:
     """Settings without the folders of one machine, and without where log lines go.
 
     Of an absolute path only the name stays.
