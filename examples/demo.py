@@ -13,6 +13,7 @@ from rich.table import Table
 from airmoe import AirRouter, ConfigError
 from airmoe.files import keep_streams, read_json
 from airmoe.training import generate_text, open_run, override, preset, resume, train
+from airmoe.training.automatic import Machine, settle
 from airmoe.training.trained import load_trained
 
 # Method -> name and colour (Okabe and Ito's palette) in table and figure.
@@ -99,6 +100,7 @@ def introduce(console: Console) -> None:
 def train_one(method: str, folder: Path, changes: list[str], console: Console) -> Finished:
     """Train it, resume it, or take it as it is if it has finished."""
     config = override(preset("tiny", method), ["training.track=none", *changes])
+    config, _ = settle(config, Machine.this(processes=1))  # run.json has no `auto` precision
     if (folder / "run.json").exists() and open_run(folder).config == config:
         finished = resume(folder, console)
     else:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.common import ROOT
+from tests.training.command import table_rows
 
 
 def run(name: str, *arguments: str, cwd: Path = ROOT) -> str:
@@ -47,10 +48,11 @@ def test_demo_trains_four_models_and_the_tour_opens_one(tmp_path: Path) -> None:
     results = [json.loads((out / method / "result.json").read_text()) for method in methods]
     assert {len(result["log"]) for result in results} == {len(results[0]["log"])}
     table = output.partition("After the same training")[2].partition("perplexity  on")[0]
-    rows = [line.split("│")[1:-1] for line in table.splitlines() if "│" in line]
-    numbers = [[cell.strip() for cell in row[1:]] for row in rows]
+    numbers = [row[1:] for row in table_rows(table)]
     assert [row[1] for row in numbers] == [f"{r['last']['perplexity']:.1f}" for r in results]
     assert numbers[1][3] == "1.000" and numbers[2][3] == "-"  # exact routing finds itself
+    again = run("demo.py", "--quick", "--out", "out", cwd=tmp_path)  # nothing is left to train
+    assert table in again and "is finished" in again
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     sample = (out / "sample.txt").read_text(encoding="utf-8")
     assert sample.startswith("The function returns") and len(sample) > 40

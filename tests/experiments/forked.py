@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
@@ -26,37 +26,26 @@ class Fork:
         processes: int,
     ) -> None:
         assert processes == 1
-        self._ended, self._kept_open = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._become([str(suite.path), run.folder, *modules], output)
-        os.close(self._ended)
+        ended, self._kept_open = os.pipe()
+        sys.argv = ["child", str(suite.path), run.folder, *modules]
+        handles = (ended, output.fileno(), output.fileno())
+        context = multiprocessing.get_context("fork")
+        self.process = context.Process(target=self._become, args=(handles,))
+        self.process.start()
+        os.close(ended)
 
-    def _become(self, arguments: list[str], output: BinaryIO) -> None:
+    def _become(self, handles: Sequence[int]) -> None:
         """As a new process would begin."""
-        code = 1
-        try:
-            os.setsid()
-            os.close(self._kept_open)
-            for number, handle in enumerate((self._ended, output.fileno(), output.fileno())):
-                os.dup2(handle, number)
-            sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-            sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            gc.freeze()
-            sys.argv = ["child", *arguments]
-            child.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
+        os.setsid()
+        os.close(self._kept_open)
+        for number, handle in enumerate(handles):
+            os.dup2(handle, number)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        gc.freeze()
+        child.main()
 
     def __enter__(self) -> Fork:
         return self
@@ -65,14 +54,14 @@ class Fork:
         os.close(self._kept_open)
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
     def poll(self) -> int | None:
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        self.while_running()
-        return None
+        code = self.process.exitcode
+        if code is None:
+            self.while_running()
+        return code
 
     def while_running(self) -> None: ...
 
@@ -88,7 +77,8 @@ def fork_runs(
         def while_running(self) -> None:
             if not Watched.done and when():
                 Watched.done = True
-                then(self.pid)
+                assert self.process.pid is not None
+                then(self.process.pid)
 
     def patch() -> None:
         setattr(run, "start_process", Watched)  # noqa: B010 (the type differs)

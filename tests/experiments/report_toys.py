@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from airmoe.experiments.report.groups import KNOWN, Group, group_runs
 from airmoe.experiments.report.reading import read_all
-from airmoe.experiments.suites import SUITES
+from airmoe.experiments.suites import SUITES, Plan, PlannedRun
 from airmoe.files import read_json, write_json
 from airmoe.losses import BALANCE
 from airmoe.training import RunConfig, override, preset
@@ -119,33 +119,15 @@ def write_suite(
     planned = []
     for index, seed in enumerate(seeds):
         for variant, numbers in runs.items():
-            config = override(configs[variant], [f"training.seed={seed}"])
-            planned.append(
-                {
-                    "folder": f"{variant}-seed{seed}",
-                    "variant": variant,
-                    "seed": seed,
-                    "config": config.to_json(),
-                }
-            )
+            run = PlannedRun(variant, override(configs[variant], [f"training.seed={seed}"]))
+            planned.append(run)
             named = numbers if isinstance(numbers, Mapping) else {"perplexity": numbers}
             chosen: dict[str, Any] = {
                 key: value[index] if isinstance(value, list) else value
                 for key, value in named.items()
             }
-            write_run(folder / f"{variant}-seed{seed}", config, **chosen)
-    write_json(
-        folder / "suite.json",
-        {
-            "format": 1,
-            "suite": suite,
-            "preset": name,
-            "budget": None,
-            "seeds": list(seeds),
-            "overrides": list(overrides),
-            "runs": planned,
-        },
-    )
+            write_run(folder / run.folder, run.config, **chosen)
+    write_json(folder / "suite.json", Plan(suite, name, tuple(planned)).to_json())
     return folder
 
 

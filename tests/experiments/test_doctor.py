@@ -19,6 +19,7 @@ from airmoe.experiments import doctor
 from airmoe.experiments.doctor import OPTIONAL
 from airmoe.training import devices, override, preset
 from airmoe.training.devices import autocast_of, check_device
+from tests.training.command import table_rows
 
 
 def shown() -> str:
@@ -29,8 +30,7 @@ def shown() -> str:
 
 def test_versions_devices_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIRMOE_BACKEND", "reference")
-    rows = [line.split("│")[1:-1] for line in shown().splitlines() if "│" in line]
-    found = {name.strip(): value.strip() for name, value in rows}
+    found = dict(table_rows(shown()))
     assert found["python"] == platform.python_version()
     assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert found["transformers"] == transformers.__version__

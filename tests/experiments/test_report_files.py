@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -170,6 +171,21 @@ def test_the_command(tmp_path: Path) -> None:
     again = airmoe("report", runs / "report" / "report.json")
     assert again.out.splitlines() == outcome.out.splitlines()[:-1]
     assert len(read_all([runs]).runs) == 1
+
+
+def test_names_that_are_no_text_are_escaped(tmp_path: Path) -> None:
+    """Paths may hold any bytes, and records any string."""
+    for name, rate in ((b"good", 0.001), (b"\xff\x1b[31m", 0.002)):
+        folder = tmp_path / "runs" / os.fsdecode(name)
+        about = {"versions": {"torch": "\ud800"}}
+        write_run(folder, [f"training.learning_rate={rate}"], about=about)
+    (tmp_path / "runs" / os.fsdecode(b"\xfe")).mkdir()
+    outcome = airmoe("report", tmp_path / "runs", "--records", tmp_path / "records")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert r"runs/\udcfe: holds no run" in outcome.out
+    page = (tmp_path / "runs" / "report" / "report.html").read_text(encoding="utf-8")
+    assert r"AIR (\udcff\x1b[31m)" in page and "\x1b" not in page
+    assert len(read_all([tmp_path / "records"]).runs) == 2
 
 
 def test_the_command_without_runs(tmp_path: Path) -> None:

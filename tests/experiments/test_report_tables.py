@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,11 @@ from tests.experiments.report_toys import (
 BASELINE = {"overlap": None, "mass_recall": None, "mass_recall_bound": None}
 
 
+def table_of(folder: Path, suite: str, runs: dict[str, Any], **options: Any) -> Table:
+    write_suite(folder, suite, runs, **options)
+    return group_table(only_group(folder))
+
+
 def column(table: Table, title: str) -> dict[str, Cell]:
     at = table.columns.index(title)
     return {row[0].text: row[at] for row in table.rows}
@@ -38,8 +44,7 @@ def main(tmp_path_factory: pytest.TempPathFactory) -> Table:
         "exact": {"perplexity": [60.0, 60.0], "flops": 0.5e7, "speed": 9000.0},
         "coarse": {"perplexity": [70.0, 72.0], "flops": 1.02e7, "entropy": 4.9},
     }
-    write_suite(folder / "suite", "main", runs, seeds=(42, 43))
-    return group_table(only_group(folder))
+    return table_of(folder, "main", runs, seeds=(42, 43))
 
 
 def test_rows_and_columns(main: Table) -> None:
@@ -83,9 +88,8 @@ def bold(table: Table, title: str) -> list[str]:
 def test_nothing_that_seeds_move_is_bold_where_rows_have_different_ones(tmp_path: Path) -> None:
     fast, slow = {"speed": 5000.0, "dead_experts": 0.01}, {"speed": 4000.0, "dead_experts": 0.02}
     runs = {"air": {"perplexity": 61.0, **fast}, "hierarchical": {"perplexity": 64.0, **slow}}
-    write_suite(tmp_path / "one", "main", runs)
     moved = ("perplexity", "dead experts (%)")
-    table = group_table(only_group(tmp_path))
+    table = table_of(tmp_path / "one", "main", runs)
     assert [bold(table, title) for title in moved] == [["AIR"], ["AIR"]]
     write_suite(tmp_path / "more", "main", {"air": {"perplexity": 60.0, **fast}}, seeds=(43,))
     table = group_table(only_group(tmp_path))
@@ -100,8 +104,7 @@ def test_overlap_beside_dead_experts_is_never_bold(tmp_path: Path) -> None:
         "static": {"perplexity": 64.0, "overlap": 0.7, "mass_recall": 0.8},
         "euclidean": {"perplexity": 65.0, "overlap": 0.8, "mass_recall": 0.7},
     }
-    write_suite(tmp_path, "ablations", runs)
-    table = group_table(only_group(tmp_path))
+    table = table_of(tmp_path, "ablations", runs)
     assert bold(table, "perplexity") == ["AIR"]
     assert bold(table, "overlap") == ["Euclidean"]
     assert bold(table, "mass recall") == ["Static codebook"]
@@ -129,8 +132,7 @@ def test_test_text_and_memory_where_a_run_has_them(tmp_path: Path) -> None:
         "air": {"perplexity": [61.0, 63.0], "test": [70.0, 74.0], "memory": 12.5, **text},
         "peer": {"perplexity": [64.0, 65.0], "test": [69.0, 69.0], **text},
     }
-    write_suite(tmp_path / "s", "main", runs, seeds=(42, 43))
-    made = group_table(only_group(tmp_path))
+    made = table_of(tmp_path, "main", runs, seeds=(42, 43))
     cells = column(made, "perplexity, test text")
     assert [cell.text for cell in cells.values()] == ["72.00 ± 2.83", "69.00"]
     assert bold(made, "perplexity, test text") == ["PEER"]
@@ -145,7 +147,7 @@ def test_a_row_with_one_seed_has_no_spread(tmp_path: Path) -> None:
     table = group_table(only_group(tmp_path))
     assert column(table, "perplexity")["PEER"].text == "65.00"
     (spread,) = table.notes
-    assert spread.endswith("without it there is one, or all agree.")
+    assert spread.endswith("it is left out with one seed, or if all agree.")
 
 
 def test_the_reference_is_known_by_its_method(tmp_path: Path) -> None:
@@ -168,8 +170,7 @@ def test_the_reference_is_known_by_its_method(tmp_path: Path) -> None:
 
 def test_equal_texts_are_equally_best(tmp_path: Path) -> None:
     runs = {"air": 61.001, "euclidean": 61.002}
-    write_suite(tmp_path / "s", "ablations", runs | {"static": 63.0})
-    table = group_table(only_group(tmp_path))
+    table = table_of(tmp_path, "ablations", runs | {"static": 63.0})
     assert bold(table, "perplexity") == ["AIR", "Euclidean"]
     assert bold(table, "overlap") == []  # all the same
 
@@ -180,8 +181,7 @@ def test_expert_choice_is_out_of_the_contest_for_perplexity(tmp_path: Path) -> N
         "static": 66.0,
         "expert_choice": {"perplexity": 50.0, "overlap": 0.9},
     }
-    write_suite(tmp_path / "s", "ablations", runs)
-    table = group_table(only_group(tmp_path))
+    table = table_of(tmp_path, "ablations", runs)
     assert bold(table, "perplexity") == ["AIR"]
     assert bold(table, "overlap") == ["Expert choice"]
     marks = {name: cell.mark for name, cell in column(table, "perplexity").items()}
@@ -199,8 +199,7 @@ def test_expert_choice_is_out_of_the_contest_for_perplexity(tmp_path: Path) -> N
 def test_rows_of_sweeps_are_in_the_order_of_their_numbers(
     tmp_path: Path, suite: str, variants: list[str], shown: list[str]
 ) -> None:
-    write_suite(tmp_path / "s", suite, {name: 60.0 for name in variants})
-    table = group_table(only_group(tmp_path))
+    table = table_of(tmp_path, suite, dict.fromkeys(variants, 60.0))
     assert [row[0].text for row in table.rows] == shown
     title, text = {
         "granularity": ("loss, nats", f"{math.log(60):.2f}"),

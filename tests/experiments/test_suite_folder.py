@@ -16,7 +16,9 @@ from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.experiments.suites.progress import Board, newest
 from airmoe.experiments.suites.run import _last_words
 from airmoe.training import RunConfig
+from airmoe.training.automatic import Machine, settle
 from airmoe.training.checkpoints import FORMAT
+from tests.training.command import table_rows
 
 
 def open_suite(path: Path, plan: Plan) -> SuiteFolder:
@@ -78,7 +80,29 @@ def test_a_run_with_other_settings_is_not_touched(tmp_path: Path) -> None:
         open_suite(tmp_path / "single", plan)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": 2, "runs": []}'])
+def test_auto_means_the_same_for_all_runs_on_any_machine() -> None:
+    plan = make_plan("main", "small", ["training.precision=auto"])
+    tight = Machine(cuda=True, bf16=True, triton=True, memory=7 * 2**30, processes=1)
+    options = [run.config.training for run in plan.runs]
+    sizes = [settle(run.config, tight)[0].training.micro_batch_size for run in plan.runs]
+    assert {one.micro_batch_size for one in options} == {"auto"} and len(set(sizes)) > 1
+    settled, lines = plan.settled(tight, None)
+    found = {
+        (r.config.training.precision, r.config.training.micro_batch_size) for r in settled.runs
+    }
+    assert found == {("bf16", min(sizes))} and len(lines) == 2
+    on_cpu = Machine(cuda=False, bf16=False, triton=False, memory=0, processes=1)
+    assert plan.settled(on_cpu, settled) == (settled, [])
+    assert plan.settled(on_cpu, None)[0] != settled
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[]", "{}", '{"format": 2, "runs": []}', '{"format": 1, "runs": 7}'),
+        '{"format": 1, "suite": "main", "preset": "tiny", "runs": [{"variant": "air"}]}',
+    ],
+)
 def test_a_plan_that_cannot_be_read(text: str, tmp_path: Path) -> None:
     (tmp_path / "suite.json").write_text(text)
     with pytest.raises(ConfigError, match=r"suite\.json.*cannot be read"):
@@ -163,8 +187,7 @@ def test_the_lines_of_a_log_and_the_table(tmp_path: Path) -> None:
         "peer-seed42  failed  killed by SIGKILL",
         "hierarchical-seed42  step 0/360  0:01:40 left  suite 0:05:00 left",
     ]
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
-    assert rows == [
+    assert table_rows(file.getvalue()) == [
         ["air", "42", "done", "20.50", "1.7"],
         ["peer", "42", "failed", "-", "-"],
         ["hierarchical", "42", "done", "30.00", "1.0"],

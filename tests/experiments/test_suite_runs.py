@@ -18,9 +18,10 @@ from airmoe.experiments.suites import make_plan
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.experiments.suites.run import start_process
 from airmoe.files import check_unlocked, read_json
+from airmoe.training.automatic import Machine
 from airmoe.training.checkpoints import FORMAT, checkpoints
 from tests.experiments.forked import fork_runs
-from tests.training.command import Outcome, airmoe, assert_one_line, pythonpath
+from tests.training.command import Outcome, airmoe, assert_one_line, pythonpath, table_rows
 from tests.training.runs import (
     assert_same_run,
     assignments,
@@ -55,7 +56,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     folder = tmp_path_factory.mktemp("suite")
     model = small_model(num_experts_per_tok=2)
     config = small_run(folder, model, steps=40, eval_every=8, log_every=4)
-    return Toy(folder, assignments(config))
+    return Toy(folder, [*assignments(config), "training.precision=auto"])
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +67,6 @@ def whole(toy: Toy) -> Path:
     assert (outcome.code, outcome.err) == (0, ""), outcome
     (toy.folder / "whole.out").write_text(outcome.out)
     return out
-
-
-def rows(printed: str) -> list[list[str]]:
-    return [
-        [cell.strip() for cell in line.split("│")[1:-1]]
-        for line in printed.splitlines()
-        if "│" in line
-    ]
 
 
 def result(out: Path, run: str) -> dict[str, Any]:
@@ -94,13 +87,14 @@ def being_trained(run: Path) -> bool:
 
 
 def test_a_whole_suite(whole: Path) -> None:
-    lines = (whole.parent / "whole.out").read_text().splitlines()
+    chosen, *lines = (whole.parent / "whole.out").read_text().splitlines()
+    assert chosen.startswith("training.precision=auto: ")
     assert lines[0] == f"{FIRST}  step 0/40  ? left  suite ? left"
     assert lines[1].startswith(f"{FIRST}  done  step 40/40  loss ") and "  tok/s " in lines[1]
     assert lines[2].startswith(f"{SECOND}  step 0/40  0:00:")
     assert lines[3].startswith(f"{SECOND}  done  step 40/40  loss ")
     best = [f"{result(whole, run)['best']['perplexity']:.2f}" for run in (FIRST, SECOND)]
-    assert [row[:4] for row in rows("\n".join(lines))] == [
+    assert [row[:4] for row in table_rows("\n".join(lines))] == [
         ["q1", "42", "done", best[0]],
         ["q2", "42", "done", best[1]],
     ]
@@ -128,7 +122,7 @@ def test_finished_runs_are_not_repeated(toy: Toy, whole: Path) -> None:
     lines = outcome.out.splitlines()
     assert lines[0].startswith(f"{FIRST}  done before  step 40/40")
     assert lines[1].startswith(f"{SECOND}  done before  step 40/40")
-    assert rows(outcome.out) == rows((toy.folder / "whole.out").read_text())
+    assert table_rows(outcome.out) == table_rows((toy.folder / "whole.out").read_text())
 
 
 def test_other_settings_are_refused(toy: Toy, whole: Path) -> None:
@@ -177,8 +171,8 @@ def test_stopped_then_killed_it_ends_as_if_nothing_had_been(toy: Toy, whole: Pat
     assert (again.st_ino, again.st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
     for run in (FIRST, SECOND):
         assert_same_run(out / run, whole / run)
-    in_table = [row[:4] for row in rows(outcome.out)]
-    assert in_table == [row[:4] for row in rows((toy.folder / "whole.out").read_text())]
+    in_table = [row[:4] for row in table_rows(outcome.out)]
+    assert in_table == [row[:4] for row in table_rows((toy.folder / "whole.out").read_text())]
     assert read_json(out / "suite.json") == read_json(whole / "suite.json")
 
 
@@ -200,7 +194,10 @@ def test_a_crashed_run_stops_no_other(toy: Toy, whole: Path) -> None:
     assert (outcome.code, outcome.err) == (1, "")
     assert read_json(out / f"{FIRST}.failed.json") == {"message": "killed by SIGKILL", "code": -9}
     assert f"{FIRST}  failed  killed by SIGKILL\n" in outcome.out
-    assert [row[:3] for row in rows(outcome.out)] == [["q1", "42", "failed"], ["q2", "42", "done"]]
+    assert [row[:3] for row in table_rows(outcome.out)] == [
+        ["q1", "42", "failed"],
+        ["q2", "42", "done"],
+    ]
     assert outcome.out.splitlines()[-1].startswith(f"{FIRST} failed: killed by SIGKILL (all it ")
     assert_same_run(out / SECOND, whole / SECOND)
     # What is left of an attempt before the one that finished a run goes away.
@@ -250,7 +247,7 @@ def test_why_a_run_failed_is_one_line(toy: Toy) -> None:
         assert failure["message"].startswith("step ")
         assert "the loss or its gradient is not a finite number" in failure["message"]
         assert f"{run} failed: {failure['message']} (all it printed: " in outcome.out
-    assert [row[2:] for row in rows(outcome.out)] == [["failed", "-", "-"]] * 2
+    assert [row[2:] for row in table_rows(outcome.out)] == [["failed", "-", "-"]] * 2
 
 
 def test_two_processes_train_each_run_together(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +256,9 @@ def test_two_processes_train_each_run_together(toy: Toy, monkeypatch: pytest.Mon
     short = ["training.steps=4", "training.eval_every=2"]
     plan = make_plan("granularity", "tiny", [*toy.settings, *short])
     (out / FIRST).mkdir(parents=True)
-    begun = {"format": FORMAT, "config": plan.runs[0].config.to_json(), "data_sha256": "another"}
+    settled, _ = plan.settled(Machine.this(2), None)
+    config = settled.runs[0].config.to_json()
+    begun = {"format": FORMAT, "config": config, "data_sha256": "another"}
     (out / FIRST / "run.json").write_text(json.dumps(begun))
     for name, value in {
         "PYTHONPATH": pythonpath(),
@@ -268,7 +267,10 @@ def test_two_processes_train_each_run_together(toy: Toy, monkeypatch: pytest.Mon
     }.items():
         monkeypatch.setenv(name, value)
     outcome = airmoe(*toy.arguments(out, *short, "--processes", "2"))
-    assert [row[:3] for row in rows(outcome.out)] == [["q1", "42", "failed"], ["q2", "42", "done"]]
+    assert [row[:3] for row in table_rows(outcome.out)] == [
+        ["q1", "42", "failed"],
+        ["q2", "42", "done"],
+    ]
     assert (outcome.code, outcome.err) == (1, "")
     failure = read_json(out / f"{FIRST}.failed.json")
     assert "must hold the text with which" in failure["message"]

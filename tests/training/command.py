@@ -65,6 +65,12 @@ def airmoe_train(config: RunConfig, run: Path, *overrides: str, **options: Any) 
     return airmoe("train", "tiny", *assignments(config), *overrides, "--run", run, **options)
 
 
+def table_rows(printed: str) -> list[list[str]]:
+    """The cells of every table in what a command printed."""
+    lines = [line for line in printed.splitlines() if "│" in line]
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
+
+
 def print_warnings() -> None:
     """As Python does by itself: pytest collects them, and a user would see them."""
 

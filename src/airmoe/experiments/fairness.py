@@ -92,7 +92,7 @@ def is_coarse(model: AirMoeConfig) -> bool:
 
 
 def _active_neurons(model: AirMoeConfig) -> Amount:
-    """So that one expert of K neurons equals K experts of one."""
+    """Active experts times neurons: one expert of K neurons equals K experts of one."""
     active, size = model.router_config().fairness().active, model.expert_size
     return Amount(active.number * size, f"{active.text} x {size} = {active.number * size}")
 
@@ -134,7 +134,7 @@ COMPARED: tuple[tuple[Rule, str, Callable[[AirMoeConfig], Amount | None], str], 
 
 
 def _not_equivalent(models: Mapping[str, AirMoeConfig]) -> Iterator[Violation]:
-    """Rule D: coarse models, each with the first granular one to which it is no equivalent."""
+    """Rule D: each coarse model with the first granular one that it does not match."""
     granular = {name: model for name, model in models.items() if not is_coarse(model)}
     for name, coarse in models.items():
         for other, model in granular.items() if is_coarse(coarse) else ():
@@ -166,7 +166,7 @@ def _unequal_rest(
 
 def _shared_options(run: RunConfig, model: AirMoeConfig) -> dict[str, Any]:
     """What must be equal, by the path under which a user sets it; defaults filled in."""
-    # Where experts choose, their choice stands in the place of load balancing.
+    # Where experts choose, their choice replaces load balancing.
     own = ROUTING_OPTIONS if model.routes_causally else {*ROUTING_OPTIONS, "load_balance_weight"}
     sections = {
         "data": dataclasses.asdict(run.data),

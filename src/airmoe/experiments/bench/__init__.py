@@ -1,1 +1,1 @@
-"""`airmoe bench`: granular layers side by side on one GPU, right answers only."""
+"""`airmoe bench`: times granular layers side by side, after checking their answers."""

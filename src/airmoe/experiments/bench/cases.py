@@ -1,4 +1,4 @@
-"""What is measured: shapes by name, and the tokens and codebook that every contender is given."""
+"""The cases: shapes by name, and the tokens and codebook that every contender gets."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from airmoe.errors import ConfigError
 from airmoe.routers import AirRouter, Codebook, HierarchicalRouter, PeerRouter, TopKRouter
 
 SEED = 0
-NUM_BATCHES = 4  # steps take turns on them, so that no batch stays in a cache
+NUM_BATCHES = 4  # steps cycle through them, so that no batch stays in a cache
 SPREAD = 0.6  # a token's distance from its codeword's direction: cosine 0.86
-CODEBOOK_UPDATES = 20  # where codewords are learned
+CODEBOOK_UPDATES = 20  # of a codebook that learns, before it is used
 CellSizes = Literal["even", "zipf", "topics"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Form = Literal["swiglu", "gelu"]
@@ -25,7 +25,7 @@ Phase = Literal["training", "decoding"]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one comparison; as they stand here, the paper's."""
+    """Sizes of one comparison; the defaults are the paper's."""
 
     num_tokens: int = 65_536
     dim: int = 256
@@ -44,7 +44,7 @@ class Shape:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """What every granular router has."""
+        """What all granular routers have in common."""
         return {"dim": self.dim, "num_experts": self.num_experts, "top_k": self.top_k}
 
     def air(self) -> AirRouter.Config:
@@ -52,11 +52,11 @@ class Shape:
             **self.sizes,
             num_codewords=self.num_codewords,
             shortlist_size=self.shortlist_size,
-            dead_below=0.0,  # or empty cells would be filled while they are measured
+            dead_below=0.0,  # empty cells stay empty while they are measured
         )
 
     def listing(self) -> AirRouter.Config:
-        """What the paper's listing leaves out of AIR."""
+        """AIR without what the paper's listing leaves out."""
         return replace(self.air(), codebook="static", jitter_std=0.0, normalize_centroids=False)
 
     def exact(self) -> TopKRouter.Config:
@@ -91,7 +91,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """One table: a shape, a device, and who is measured there (keys of `entries.ENTRIES`)."""
+    """One table: a shape, a device, and its contenders (keys of `entries.ENTRIES`)."""
 
     name: str
     shape: Shape
@@ -141,7 +141,7 @@ DECODE = tuple(
 
 
 def toy(case: Case) -> Case:
-    """The same case in a size that a CPU runs in a second; its times mean nothing."""
+    """The case scaled down so that a CPU runs it in a second; its times mean nothing."""
     shape = case.shape
     small = replace(
         shape,
@@ -177,7 +177,7 @@ class Inputs:
         return torch.bincount(nearest, minlength=self.shape.num_codewords)
 
     def codebook_state(self) -> dict[str, Tensor]:
-        """A codebook in the middle of a training, with the cells of the first batch."""
+        """A codebook as in mid-training, with the cells of the first batch."""
         sizes = self.cell_sizes.float()
         return {
             "codewords": self.codewords,
@@ -224,7 +224,7 @@ def _directions(count: int, dim: int, generator: torch.Generator) -> Tensor:
 
 
 def _popularity(cells: CellSizes, count: int) -> Tensor:
-    """How likely a token belongs to each of so many centres.
+    """The probability that a token belongs to each of `count` centres.
 
     "zipf" is 1 / rank with the last sixteenth left empty: of 1,024 cells the largest holds 137
     times the mean. "topics" are milder. A codebook that learns them has, like that of a trained

@@ -1,16 +1,16 @@
-"""No time for a wrong answer: each layer against its own definition in float64.
+"""Checks each layer against its definition in float64; a wrong one gets no time.
 
-The layer runs at its full size, so the kernels that are timed are those that are checked. Of its
-output some tokens are looked at, and only they get a gradient, so that a definition of just these
-tokens gives the gradients of all parameters. Output and gradients keep the rule of the tests:
+The layer runs at full size, so that the kernels that are checked are those that are timed. Only a
+sample of its tokens is compared, and only that gets a gradient: then the definition of the sample
+alone gives the gradients of all parameters. Output and gradients must satisfy the tests' rule:
 
     |fast - exact64| <= 2 x max |plain - exact64| + floor x max |exact64|
 
-`plain` is the plain formula in the dtype of the fast one. The floor stands for sums taken in
-another order: 8 eps in float32, and in half precision one rounding of the largest entry. Cells,
-shortlists and experts must be the best up to ties: scores closer than the rounding of the plain
-formula. That is without jitter (evaluation mode); in training mode the output must fit the choices
-and weights that the layer tells.
+`plain` is the plain formula in the layer's dtype. The floor allows for sums in another order: 8 eps
+in float32, in half precision one rounding of the largest entry. Cells, shortlists and experts must
+be the best ones up to ties: scores closer than the plain formula's rounding. This is in evaluation
+mode, without jitter. In training mode the output must match the choices and weights that the layer
+reports.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Define = Callable[[Values, torch.dtype], Tensor]
 
 @dataclass
 class Check:
-    """What was found; any problem means that the layer is wrong."""
+    """What a check found; any problem means that the layer is wrong."""
 
     num_tokens: int = 0
     experts_per_token: int = 0
@@ -51,7 +51,7 @@ class Check:
         return asdict(self) | {"worst_share": self.worst_share}
 
     def compare(self, what: str, fast: Tensor, exact: Tensor, plain: Tensor) -> None:
-        """`fast` against `exact` (float64), allowed what `plain` makes likely."""
+        """Compare `fast` with `exact` (float64); the error of `plain` sets the allowed one."""
         low, high = exact.detach().aminmax()
         size = max(-low.item(), high.item())
         error, allowed = _distance(fast, exact), 2 * _distance(plain, exact)
@@ -77,7 +77,7 @@ class Check:
 def check(
     contender: Contender, hidden: Tensor, cotangent: Tensor, *, gradients: bool = True
 ) -> Check:
-    """Compare on some tokens of a batch [T, D]; without gradients, the forward in evaluation."""
+    """Check some tokens of a batch [T, D]; without `gradients`, only the evaluation forward."""
     contender.module.eval()
     result, named = Check(), dict(contender.module.named_parameters())
     fast = hidden.detach().clone().requires_grad_(gradients)
@@ -92,7 +92,7 @@ def check(
         grads = _gradients(answer.output, {"hidden": fast} | named, sparse)
     answer, tokens = answer.rows(chosen), hidden[chosen]
     _check_choices(result, contender, tokens, answer)
-    if result.problems:  # the definition may not even exist at such choices
+    if result.problems:  # the definition may not exist for such choices
         return result
     values, dtypes = {"hidden": tokens} | contender.values(), (torch.float64, tokens.dtype)
     define = partial(_define, contender, answer)
@@ -103,7 +103,7 @@ def check(
         exact, plain = (
             _gradient(define, values, name, cotangent[chosen], dtype) for dtype in dtypes
         )
-        if name == "hidden":  # the other tokens must have got nothing
+        if name == "hidden":  # the other tokens must get none
             exact, plain = (
                 grad.new_zeros(hidden.shape).index_copy(0, chosen, grad) for grad in (exact, plain)
             )
@@ -115,7 +115,7 @@ def check(
 
 
 def _spread(hidden: Tensor, contender: Contender) -> Tensor:
-    """Tokens from all over the batch, few enough for scores in float64."""
+    """Which tokens to check: spread over the batch, few enough for scores in float64."""
     num_tokens, most_scores = len(hidden), MOST_SCORES[hidden.device.type]
     most = most_scores // (contender.num_heads * contender.config.num_experts)
     count = max(1, min(num_tokens, MOST_TOKENS, max(8, num_tokens // 4), most))
@@ -188,7 +188,7 @@ def _check_choices(result: Check, contender: Contender, hidden: Tensor, answer: 
 
 @torch.no_grad()
 def _check_training(result: Check, contender: Contender, hidden: Tensor, chosen: Tensor) -> None:
-    """With jitter, where the layer tells its weights."""
+    """In training mode, with jitter, if the layer reports its weights."""
     answer, tokens = contender.answer(hidden).rows(chosen), hidden[chosen]
     if answer.weights is not None:
         found = answer.expert_ids, answer.weights, contender.tables(contender.values())
@@ -197,11 +197,11 @@ def _check_training(result: Check, contender: Contender, hidden: Tensor, chosen:
 
 
 def _floor(dtype: torch.dtype) -> float:
-    """Relative to the largest entry."""
+    """The floor of the rule, relative to the largest entry."""
     return max(8 * torch.finfo(torch.float32).eps, 0.5 * torch.finfo(dtype).eps)
 
 
 def _distance(left: Tensor, right: Tensor) -> float:
-    """Largest difference; NaN where one is. These may be gigabytes, hence the parts."""
+    """The largest difference, or NaN. Taken in parts, because tensors may have gigabytes."""
     parts = zip(left.detach().split(ROWS), right.detach().split(ROWS), strict=True)
     return torch.stack([(one - other).abs().amax() for one, other in parts]).amax().item()

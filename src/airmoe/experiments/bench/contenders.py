@@ -1,7 +1,7 @@
 """The layers under test: how each is built and run, and what it is defined to compute.
 
 Parameters and tokens have the dtype of the shape; none has a post-norm. Ours run as in training:
-codebook update, jitter, and an optimizer that is never stepped, so that caches last.
+codebook update, jitter, and an optimizer that is never stepped, so that caches stay valid.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Answer:
 
     output: Tensor  # [T, D]
     expert_ids: Tensor  # [T, heads, K / heads]
-    weights: Tensor | None = None  # as expert_ids, where the layer tells them
+    weights: Tensor | None = None  # as expert_ids, if the layer reports them
     cells: Tensor | None = None  # [T, R] the cells that candidates come from
 
     def rows(self, chosen: Tensor) -> Answer:
-        """Of some tokens only, and without their graph."""
+        """The answer for some tokens only, detached."""
         parts = {name: part for name, part in vars(self).items() if part is not None}
         return Answer(**{name: part.detach()[chosen] for name, part in parts.items()})
 
@@ -59,7 +59,7 @@ class Contender(ABC):
         """The layer, in float32."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[T, D] -> [T, D]: in training mode all that a micro-batch does before its backward."""
+        """[T, D] -> [T, D]: in training mode everything a micro-batch does before its backward."""
         return self.module(hidden)
 
     def backward(self, output: Tensor, cotangent: Tensor) -> None:
@@ -70,7 +70,7 @@ class Contender(ABC):
 
     @abstractmethod
     def answer(self, hidden: Tensor) -> Answer:
-        """A forward with its choices, from which the layer learns nothing."""
+        """A forward with its choices, in which no codebook learns."""
 
     @abstractmethod
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
@@ -82,7 +82,7 @@ class Contender(ABC):
         return {n: parts[n].flatten(0, -2) for n in ("gate", "up", "down") if n in parts}
 
     def cell_scores(self, hidden: Tensor, values: Values) -> Tensor:
-        """By which cells are chosen, if it has cells: [T, G]."""
+        """The scores that decide on a cell, if it has cells: [T, G]."""
         raise NotImplementedError(f"{type(self).__name__} has no cells")
 
     def apart(self) -> dict[str, Callable[[], Any]]:
@@ -137,7 +137,7 @@ class OwnLayer(Contender):
         super().__init__(inputs, config)
         self.score_dtype = torch.promote_types(inputs.shape.torch_dtype, torch.float32)
         self.router = self.module.router
-        # Never stepped: its hook tells the router that caches last from one step to the next.
+        # Never stepped: with its hook the router knows that caches stay valid between steps.
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.0)
         track_optimizer(self.module, self.optimizer)
         self.module.train()
@@ -163,7 +163,7 @@ class OwnLayer(Contender):
 
 
 class Air(OwnLayer, Shortlisted):
-    """AIR, with the codebook that everybody is given."""
+    """AIR, with the codebook of the inputs."""
 
     router: AirRouter
     centroids, projects = "router.centroids", True
@@ -212,7 +212,7 @@ class Exact(OwnLayer):
 
 
 class Coarse(Exact):
-    """Few experts of K neurons, of which a token takes one: as many active parameters."""
+    """A few experts of K neurons, one per token: equal active parameters."""
 
     def make_experts(self, shape: Shape) -> CoarseExperts:
         self.neurons_per_expert = shape.top_k

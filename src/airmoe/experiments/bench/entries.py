@@ -1,10 +1,10 @@
-"""Who can be measured, by the names of the command line, and what each computes and moves.
+"""All contenders by their names on the command line, and what each computes and moves.
 
 FLOPs are products of the ledger (`airmoe.flops`) for one micro-batch, in both columns. The refresh
 of the shortlists, once per optimizer step, is not in them: it is timed apart. A layer in plain
 PyTorch executes what the algorithmic column counts, gradients of all candidates included.
 
-Bytes are those that no implementation avoids:
+Bytes are those that no implementation can avoid:
 
     forward   tokens read, output written; every row of a table that is touched read once
     backward  tokens and gradient of the output read, gradient of the tokens written; the touched
@@ -42,7 +42,7 @@ Role = Literal["air", "baseline", "coarse"]  # a coarse layer is no granular bas
 
 @dataclass(frozen=True)
 class Work:
-    """All that one micro-batch needs."""
+    """The work of one micro-batch."""
 
     algorithmic: Cost  # FLOPs
     executed: Cost  # FLOPs
@@ -91,7 +91,7 @@ def _router_rows(config: RouterConfig, num_tokens: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Entry:
-    """Who can be measured, by the names of the command line."""
+    """A contender: how to build it, and what it costs."""
 
     key: str
     name: str

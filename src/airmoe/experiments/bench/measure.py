@@ -43,12 +43,12 @@ ASKED = re.compile(r"Tried to allocate ([\d.]+) (MiB|GiB)")
 
 
 class WrongAnswerError(RuntimeError):
-    """A contender that gets no time."""
+    """The contender is wrong, so it gets no time."""
 
 
 @dataclass
 class Result:
-    """All that was seen of one contender; times in milliseconds."""
+    """Everything measured of one contender; times in milliseconds."""
 
     key: str
     name: str
@@ -75,10 +75,10 @@ class Result:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """What goes wrong in the block is the result of this one; the others go on."""
+        """Keep an error in the block as the result, so that the other contenders go on."""
         try:
             yield
-        except ConfigError as error:  # a shape or a machine that this layer does not take
+        except ConfigError as error:  # a shape or a machine that this layer does not support
             self.status, self.reason = "skipped", str(error)
         except WrongAnswerError as error:
             self.status, self.reason = "wrong", str(error)
@@ -119,10 +119,10 @@ def measure(entry: Entry, setting: Setting) -> Result:
 
 
 def measure_alone(entry: Entry, setting: Setting) -> Result:
-    """The same in a process of its own: its peak memory and the heap are those of one contender."""
-    # Idle OpenMP threads of the process sleep after some microseconds. On a quiet machine it
-    # changes nothing. On a busy one the default, a spin of a millisecond at the end of each small
-    # operation, can slow a layer of many operations by fifty times.
+    """`measure` in a process of its own, so that heap and peak memory are the contender's alone."""
+    # Idle OpenMP threads then sleep after some microseconds. On a quiet machine that changes
+    # nothing. On a busy one the default, to spin for a millisecond after each small operation,
+    # can make a layer of many operations fifty times slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     result = Result(entry.key, entry.name, entry.role)
     with result.recorded(), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -131,7 +131,7 @@ def measure_alone(entry: Entry, setting: Setting) -> Result:
 
 
 def _needs(message: str) -> str:
-    """From what was allocated, and what was asked for in vain."""
+    """The memory it needs: what it had, and what it asked for in vain."""
     asked = ASKED.search(message)
     if asked is None:
         return "out of memory"
@@ -141,7 +141,7 @@ def _needs(message: str) -> str:
 
 
 def free_memory() -> None:
-    """Nothing of the last contender may stay behind on a GPU."""
+    """Give the last contender's memory on a GPU back."""
     if torch.cuda.is_available():
         gc.collect()
         with suppress(RuntimeError):  # after an error of the device the next contender will say so
@@ -150,7 +150,7 @@ def free_memory() -> None:
 
 
 def _build_and_check(entry: Entry, setting: Setting, result: Result) -> Contender:
-    """A contender whose answers are right."""
+    """The contender, with answers that were found right."""
     given = make_inputs(setting.shape, setting.device)
     contender = entry.build(given)
     result.backend = "plain PyTorch"
@@ -170,12 +170,12 @@ def _build_and_check(entry: Entry, setting: Setting, result: Result) -> Contende
 
 
 def _train(contender: Contender, setting: Setting, result: Result) -> None:
-    """Forward and backward, what they need, and what belongs to training beside them."""
+    """Time forward and backward, their memory, and what training does beside them."""
     timer = setting.timer
     step = _training_step(contender, timer)
     step(0)
     result.peak_bytes = peak_bytes(timer, lambda: step(0))
-    if timer.on_gpu and result.backend == "triton":  # what our kernels take, not their Python
+    if timer.on_gpu and result.backend == "triton":  # the time of our kernels, without Python's
         result.apart_ms["without CUDA graph"] = [sum(lap) for lap in sample(timer, step, SHORT)]
         step, result.captured = step_in_graphs(timer, contender), True
     laps = sample(timer, step, setting.limits)
@@ -214,7 +214,7 @@ def _decode(contender: Contender, setting: Setting, result: Result) -> None:
     def forward() -> Tensor:
         return contender.forward(static)
 
-    forward()  # what is made once and kept, such as shortlists, is not decoding
+    forward()  # builds what is kept between forwards, such as shortlists
     result.peak_bytes = peak_bytes(timer, forward)
     action = forward
     if timer.on_gpu and result.backend == "triton":

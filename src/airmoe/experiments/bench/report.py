@@ -1,4 +1,4 @@
-"""From results, as they stand in the JSON files, to tables and the lines at the end."""
+"""Tables and closing lines, from results in the layout of the JSON files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fastest(content: Content, role: str) -> Content | None:
 
 
 def print_case(console: Console, content: Content) -> None:
-    """The table of a case or of training steps, then who has no time and why."""
+    """The table of a case or of training steps, then why some contenders have no time."""
     console.print(f"\n{content['case']}: {content['shape_text']}", style="bold", highlight=False)
     is_step, table = content["phase"] == "step", Table(box=SIMPLE)
     table.add_column("", no_wrap=True)
@@ -65,7 +65,7 @@ def print_case(console: Console, content: Content) -> None:
 
 
 def summary(result: Content) -> str:
-    """In a few words: times, or what happened."""
+    """The times in a few words, or why there are none."""
     if result["status"] == "out of memory":
         return result["reason"]
     if result["status"] != "timed":
@@ -110,7 +110,7 @@ def _peak(result: Content) -> str:
 
 
 def closing_lines(content: Content) -> list[str]:
-    """What to remember of a case: what AIR does beside each forward, and who comes next."""
+    """The main results of a case: AIR's other costs, and its ratio to the fastest baseline."""
     ours, other = fastest(content, "air"), fastest(content, "baseline")
     if ours is None:
         return []

@@ -60,7 +60,7 @@ class Options:
     data: Path | None = None
 
     def check(self) -> None:
-        """Raise about the first mistake."""
+        """Raise for the first mistake."""
         for name in self.cases:
             if name not in CASES:
                 rule = f"must be one of {', '.join(CASES)}"
@@ -82,7 +82,7 @@ class Options:
             raise ConfigError("bench.device", "cpu", rule, remedy)
 
     def wanted(self, keys: Iterable[str]) -> list[str]:
-        """Those of them that `--only` leaves."""
+        """Those of the keys that `--only` selects."""
         return [key for key in keys if not self.only or key in self.only]
 
     def all_cases(self) -> list[Case]:
@@ -104,7 +104,7 @@ class Bench:
         options.check()
         self.options, self.console = options, console
         self.limits = Limits(repeats=options.repeats)
-        gc.freeze()  # collections between contenders need to look at nothing older than this
+        gc.freeze()  # garbage collections between contenders then skip all that is older
 
     def run(self) -> bool:
         """Measure, write, show; False where a contender was wrong or failed."""
@@ -166,7 +166,7 @@ class Bench:
         return content
 
     def _measure(self, content: dict[str, Any], jobs: dict[str, Callable[[], Result]]) -> None:
-        """Do the jobs, and write the file after each: a killed run keeps what it has."""
+        """Do the jobs, and write the file after each, so that a killed run keeps what it has."""
         self.options.out.mkdir(parents=True, exist_ok=True)
         # A run of some contenders must not replace one of all.
         part = "-only" if self.options.only else ""

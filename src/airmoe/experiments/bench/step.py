@@ -67,7 +67,7 @@ class Way:
     name: str
     compiled: bool = False  # layer by layer, as `airmoe train training.compile=true` does
     captured: bool = False  # in one CUDA graph
-    dense: bool = False  # the same model with a plain layer: what is left is the mixture's time
+    dense: bool = False  # the same model without the mixture, whose time is the difference
 
     @property
     def role(self) -> str:

@@ -32,7 +32,7 @@ def best_device() -> torch.device:
 
 
 class Timer:
-    """Marks on the time line of a device."""
+    """The clock of a device: marks, and the time between them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -60,7 +60,7 @@ class Timer:
 class Limits:
     """How long to sample: `repeats` times, or until `seconds` are over but `least` times.
 
-    What is so slow that `least` would take more than `most_seconds` gets fewer samples.
+    Steps so slow that `least` of them take more than `most_seconds` get fewer samples.
     """
 
     repeats: int = 20
@@ -94,15 +94,15 @@ def sample(timer: Timer, step: Step, limits: Limits, warmup: int = WARMUP_STEPS)
 def peak_bytes(timer: Timer, action: Callable[[], Any]) -> int | None:
     """Memory an action needs beyond what was allocated before it.
 
-    On a CPU it is the kernel's high-water mark of resident memory, reset before the action, less
-    what was resident. Only Linux tells.
+    On a CPU it is the high-water mark of resident memory less what was resident before the action.
+    Only Linux has one; elsewhere it is None.
     """
     if not timer.on_gpu:
         if not STATUS.exists():
             action()
             return None
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # freed heap would hide a part of what the action needs
+        ctypes.CDLL(None).malloc_trim(0)  # else the action could use freed heap unnoticed
         before = _status_bytes("VmRSS")
         (STATUS.parent / "clear_refs").write_text("5")  # resets the high-water mark
         action()
@@ -170,7 +170,7 @@ def action_in_graph(timer: Timer, action: Callable[[], Any]) -> Callable[[], Any
 
 
 def _warm_up(timer: Timer, action: Callable[[], Any]) -> None:
-    """A few runs on a stream of their own, as capture wants it."""
+    """Run it a few times on a stream of its own, as capture requires."""
     stream = torch.cuda.Stream(timer.device)
     stream.wait_stream(torch.cuda.current_stream(timer.device))
     with torch.cuda.stream(stream):
@@ -181,7 +181,7 @@ def _warm_up(timer: Timer, action: Callable[[], Any]) -> None:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches on the two simplest tasks."""
+    """What the device reaches on a matrix product and on a copy."""
 
     dtype: str
     flops: float  # per second, of one large square product

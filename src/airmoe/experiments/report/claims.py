@@ -1,9 +1,9 @@
 """The paper's claims about AIR, each with our effect, its interval and a verdict.
 
-The effect is the difference of log-perplexities of runs with the same seed, which start and read
-alike: -1.6 % means that AIR's perplexity is 1.6 % lower. The analysis is fixed before runs are
-started: the interval is Student's where three seeds or more have both runs; with fewer it comes
-from the spread that earlier runs showed between seeds.
+The effect is the difference of log-perplexities of runs with the same seed, which start from the
+same weights and read the same text: -1.6 % means that AIR's perplexity is 1.6 % lower. The analysis
+is fixed before runs start: the interval is Student's if at least three seeds have both runs; with
+fewer it comes from the spread between seeds in earlier runs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ NOTE = (
     "Effect: AIR's perplexity against the other's with the same seed. Interval: 95 %, Student's "
     f"from three seeds on; ±{100 * SINGLE_PAIR:.1f} % with one and "
     f"±{100 * SINGLE_PAIR / math.sqrt(2):.1f} % with two, from the spread between seeds of earlier "
-    "runs. Holds: the whole interval lies on the paper's side of 0. Not seen: it lies on the other "
-    "side, or has 0 in it but not the paper's effect. Open: neither."
+    "runs. Holds: the whole interval lies on the paper's side of 0 (AIR ahead, where the paper has "
+    "no number). Not seen: it lies on the other side, or contains 0 but not the paper's effect. "
+    "Open: neither."
 )
 COLUMNS = ["AIR against", "the paper (%)", "effect (%)", "95 % interval (%)", "seeds", "verdict"]
 
@@ -52,7 +53,7 @@ class Claim:
 
     @property
     def verdict(self) -> Literal["holds", "not seen", "open"]:
-        """Exact routing and the like are said to be ahead: the paper's sign decides the side."""
+        """By the paper's side of 0: it has exact routing, for example, ahead of AIR."""
         low, high = self.interval
         side = 1 if self.paper is not None and self.paper > 0 else -1
         if side * low > 0 and side * high > 0:

@@ -30,7 +30,7 @@ NO_FIGURES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Everything about the runs of one table; parts that a group has not are None or empty."""
+    """Everything about the runs of one table; parts that a group lacks are None or empty."""
 
     group: Group
     claims: Table | None
@@ -89,8 +89,8 @@ def _figures(group: Group, *, is_sweep: bool) -> dict[str, list[Drawing]]:
         return {"Granularity": [granularity_figure(group), *perplexity]}
     parts = {
         "Perplexity through training": [*perplexity, *reduction_figure(group)],
-        "Who is used": usage_figure(group),
+        "Expert usage": usage_figure(group),
         "Against exact routing": curve_figures(group, QUALITY),
-        "Health of the router": curve_figures(group, HEALTH),
+        "Router health": curve_figures(group, HEALTH),
     }
     return {title: drawings for title, drawings in parts.items() if drawings}

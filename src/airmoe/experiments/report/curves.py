@@ -1,4 +1,4 @@
-"""Lines over training: a line per variant, the mean of its seeds, a band as wide as they spread."""
+"""Curves over training: a line per variant, the mean of its seeds, and a band of their spread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BASELINE = "peer"
-MANY_POINTS = 25  # markers then stand on some of them only
+MANY_POINTS = 25  # with more, only some of them get markers
 # What an x axis shows: field -> label, kind.
 ACROSS: dict[str, tuple[str, Kind]] = {
     "flops": ("training FLOPs, algorithmic", "flops"),
@@ -58,7 +58,7 @@ def _perplexity(across: str) -> Curves:
 
 
 def _quality(field: str, label: str) -> Curves:
-    name, caption = field.replace("_", "-"), f"{label} through training, of a sample of tokens."
+    name, caption = field.replace("_", "-"), f"{label} during training, on a sample of tokens."
     is_tiny = field == "mass_recall_bound"
     return Curves(
         name, field, label, caption, log="training", is_logarithmic=is_tiny, approximate=True
@@ -91,14 +91,14 @@ HEALTH = (
         "codeword-perplexity",
         "codeword_perplexity",
         "codewords in use",
-        "Codewords (hierarchical: clusters) in use: how many, equally used, would be as even as "
-        "those of one training step.",
+        "Codewords (hierarchical: clusters) in use in a training step, as the perplexity of their "
+        "usage.",
         log="training",
     ),
     _share(
         "staleness",
-        "Entries of the shortlists that a rebuild would replace, in per cent. Lists that live "
-        "several steps are of different age at the steps shown.",
+        "Shortlist entries that a rebuild would replace, in per cent. Lists that are kept for "
+        "several steps have different ages at the steps shown.",
         "training",
     ),
 )
@@ -106,8 +106,8 @@ REDUCTION = Curves(
     "reduction",
     "perplexity",
     "reduction against PEER (%)",
-    "Perplexity below PEER's with the same seed after as many tokens, in per cent (larger is "
-    "better).",
+    "How far perplexity is below PEER's with the same seed after the same number of tokens, in per "
+    "cent (larger is better).",
 )
 
 
@@ -122,7 +122,7 @@ class Series:
 
 
 def curve_figures(group: Group, shown: Sequence[Curves]) -> list[Drawing]:
-    """Those of which some variant has the numbers."""
+    """A figure for each of these that some variant has numbers for."""
     figures = []
     for one in shown:
         runs = [run for run in group.runs if not (one.approximate and scores_every_expert(run))]
@@ -176,7 +176,7 @@ def reduction_figure(group: Group) -> list[Drawing]:
 def reduction(variant: str, runs: Sequence[Run], baseline: Sequence[Run]) -> Series | None:
     """100 (1 - ours / PEER's) of the seeds that both have, where both were evaluated.
 
-    Runs with the same seed are pairs (they start and read alike), means over different ones not.
+    Only runs with the same seed start from the same weights and read the same text.
     """
     theirs = {run.seed: run for run in baseline}
     pairs = [_cuts(run, theirs[run.seed]) for run in runs if run.seed in theirs]

@@ -1,6 +1,6 @@
 """A figure as SVG and PDF: text stays text, and the same data gives the same bytes.
 
-The lines of a figure can be told apart without their colour.
+Lines differ in more than their colour.
 """
 
 from __future__ import annotations
@@ -46,13 +46,11 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#E69F00", "#5
 COLOURS += ("#882255", "#999933", "#332288")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (8, 3)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*", "h", "d", "8")
-
-
 EXACT = {"color": "#767676", "linestyle": (0, (4, 1.5)), "marker": "x"}  # the paper greys it out
 
 
 def styles_of(variants: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Of the lines of one figure: a known variant has its own in all, the others those left."""
+    """Styles of a figure's lines: a known variant always has its own, others take those left."""
     known = {one: ORDER.index(one) for one in variants if one in ORDER}
     free = (slot for slot in count() if slot not in known.values())
     slots = {one: known[one] if one in known else next(free) for one in variants}
@@ -65,19 +63,19 @@ def _style(slot: int) -> dict[str, Any]:
 
 
 def label_of(variant: str) -> str:
-    """Dollars would begin a formula."""
+    """The title, with dollars escaped: they would begin a formula."""
     return title_of(variant).replace("$", r"\$")
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure and its two files, each made when it is asked for: most of the time goes there."""
+    """A figure and its two files, each made when asked for, because that takes most of the time."""
 
     name: str  # of its files, without ending
     caption: str
     alt: str  # for those who cannot see it
     figure: Figure
-    wide: bool = False  # of several panels: wants the room of two
+    wide: bool = False  # has several panels, and takes the room of two
 
     @cached_property
     def svg(self) -> str:

@@ -1,6 +1,6 @@
-"""Runs that may share a table: same suite, preset, text and budget; and what all of it is called.
+"""Runs that share a table: those of the same suite, preset, text and budget; and their names.
 
-Whatever else makes runs of a table hard to compare is said in a note, the rules of fairness.py too.
+Whatever else makes them hard to compare becomes a note, broken rules of fairness.py included.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TITLES = {
 ORDER = tuple(TITLES)  # of rows: the paper's
 GRANULARITY = re.compile(r"q([1-9]\d*)")
 SEED = "training.seed"
-# How a text came about; runs of one table have the same text anyway.
+# How a text was made; runs of one table have the same text anyway.
 PREPARING = ("corpus", "tokenizer", "folder", "validation", "validation_fraction", "max_tokens")
 TEXT_OPTIONS = tuple(f"data.{name}" for name in PREPARING)
 # By data_sha256, the hash of the tokens: texts with a proper name, and what their test splits are.
@@ -112,7 +112,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Groups, a line for each run that was left out, and notes about the others."""
+    """Groups, a line for each run left out, and notes about the others."""
 
     groups: list[Group]
     left_out: list[str]
@@ -142,17 +142,18 @@ def _place(key: Key) -> tuple[int, str]:
 
 
 def key_of(run: Run) -> Key:
-    data, training = run.config["data"], run.config["training"]
-    if training["epochs"] is not None:
-        budget = f"{training['epochs']} epoch{'' if training['epochs'] == 1 else 's'}"
+    settings = run.settings
+    training = settings.training
+    if training.epochs is not None:
+        budget = f"{training.epochs} epoch{'' if training.epochs == 1 else 's'}"
     else:
-        tokens = training["steps"] * training["batch_size"] * data["block_size"]
+        tokens = (training.steps or 0) * training.batch_size * settings.data.block_size
         budget = f"{tokens:,} tokens"
-    return Key(run.suite, run.config["preset"], run.data_sha256, budget)
+    return Key(run.suite, settings.preset, run.data_sha256, budget)
 
 
 def _rows(runs: list[Run], left_out: list[str]) -> list[Run]:
-    """One run per seed and settings; a variant's other settings are rows named by a folder."""
+    """One run per seed and settings; other settings of a variant get a row named by the folder."""
     kept: dict[tuple[str, str, int], Run] = {}
     rows: dict[tuple[str, str], str] = {}  # variant and settings -> the name of the row
     for run in runs:
@@ -170,9 +171,9 @@ def _row_name(run: Run, taken: Sequence[str]) -> str:
     return next(name for name in names if name not in taken)
 
 
-def settings_of(run: Run) -> str:
-    """All settings but seed and text: runs with the same are one row of a table."""
-    ignored = (SEED, *TEXT_OPTIONS)
+def settings_of(run: Run, ignored: Sequence[str] = ()) -> str:
+    """All settings but seed, text and `ignored`: runs with the same are one row of a table."""
+    ignored = (SEED, *TEXT_OPTIONS, *ignored)
     values = {key: value for key, value in flat(run.config).items() if key not in ignored}
     return json.dumps(values, sort_keys=True)
 

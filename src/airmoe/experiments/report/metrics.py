@@ -49,7 +49,7 @@ def best(field: str) -> Callable[[Run], float | None]:
 
 
 def against_exact(field: str) -> Callable[[Run], float | None]:
-    """Of approximate routers only: what scores every expert agrees with itself."""
+    """For approximate routers only: one that scores every expert agrees with itself."""
     return lambda run: None if scores_every_expert(run) else run.best.get(field)
 
 

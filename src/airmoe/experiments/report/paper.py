@@ -112,8 +112,8 @@ def beside_paper(group: Group) -> Beside | None:
 
 def _differences(run: Run) -> list[str]:
     """Text, length and precision, each in a line."""
-    corpus, tokens = paper_runs(run.config["preset"])
-    found, (text, _), precision = [], text_of(run), run.config["training"]["precision"]
+    corpus, tokens = paper_runs(run.settings.preset)
+    found, (text, _), precision = [], text_of(run), run.settings.training.precision
     if text != corpus:
         found.append(f"text: {text} (data hash {run.data_sha256[:12]}), the paper's {corpus}")
     if abs(run.tokens / tokens - 1) > SAME_LENGTH:

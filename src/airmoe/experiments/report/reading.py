@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,9 +12,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from airmoe.errors import ConfigError
+from airmoe.errors import ConfigError, visible
 from airmoe.experiments.report.record import Curve, Numbers, Record, Run, method_of, read_record
-from airmoe.experiments.report.usage import read_usage
+from airmoe.experiments.report.usage import read_usage, relative_usage
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.files import read_json
 from airmoe.losses import BALANCE
@@ -22,7 +23,7 @@ from airmoe.training.run_folder import open_run
 
 REPORT = "report.json"
 NEVER_RUNS = ("tensorboard", "report", "figures")
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError, zlib.error)
 MOST_POINTS = 600  # of a curve: ten passes of `small`, a point every 100 steps, are whole
 ROUTING_FIELDS = (
     *("overlap", "mass_recall", "mass_recall_bound", "dead_experts", "entropy"),
@@ -41,7 +42,7 @@ def read_all(paths: Sequence[Path]) -> Record:
     """Everything under `paths`; raises where there is no run at all."""
     reader = Reader()
     for path in paths:
-        reader.read(path, path.resolve().name)
+        reader.read(path, visible(path.resolve().name))
     if not reader.runs:
         found = f" ({'; '.join(reader.problems)})" if reader.problems else ""
         raise ConfigError(
@@ -71,6 +72,8 @@ class Reader:
                 self._problem(str(path), "there is no such file or folder")
             elif path.is_file():
                 record = read_record(path)
+                for run in record.runs:
+                    _ = run.usage and relative_usage(run.usage)  # raises where it cannot be drawn
                 self.runs += record.runs
                 self.problems += record.problems
             elif (path / "suite.json").is_file():
@@ -79,13 +82,13 @@ class Reader:
                 self._read_run(path, name)
             elif below := _below(path):
                 for child in below:
-                    self.read(child, f"{name}/{child.name}")
+                    self.read(child, f"{name}/{visible(child.name)}")
             else:
                 self._problem(name, "holds no run")
 
     def _problem(self, name: str, text: str) -> None:
         """Add a problem, as one line."""
-        self.problems.append(f"{name}: {' '.join(text.split())}")
+        self.problems.append(visible(f"{name}: {' '.join(text.split())}"))
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:
@@ -101,13 +104,13 @@ class Reader:
         """Its runs, of which some may have crashed or not begun."""
         suite = SuiteFolder(path)
         plan = suite.read()
-        for run in plan["runs"]:
-            folder = run["folder"]
+        for run in plan.runs:
+            folder = run.folder
             below, failure = f"{name}/{folder}", suite.failure(folder)
             self.seen.add(suite.run(folder).resolve())
             with self._named(below):
                 if suite.is_finished(folder):
-                    self._read_run(suite.run(folder), below, plan["suite"], run["variant"])
+                    self._read_run(suite.run(folder), below, plan.suite, run.variant)
                 elif failure.is_file():
                     crash = read_json(failure)
                     self._problem(below, f"crashed: {crash['message']} (exit code {crash['code']})")
@@ -156,9 +159,7 @@ def finished_run(about: dict[str, Any], result: dict[str, Any]) -> dict[str, Any
     lines = [_timed(line, start) for line in result["log"]]
     logged = {kind: [one for one in lines if one["kind"] == kind] for kind in ("eval", "train")}
     best, test = _numbers(_timed(result["best"], start)), result["test"]
-    if best["perplexity"] is None:
-        raise ValueError("its best evaluation has no finite perplexity")
-    config = _portable(about["config"])
+    config = portable(about["config"])
     return {
         "seed": config["training"]["seed"],
         "config": config,
@@ -175,7 +176,7 @@ def finished_run(about: dict[str, Any], result: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _portable(config: dict[str, Any]) -> dict[str, Any]:
+def portable(config: dict[str, Any]) -> dict[str, Any]:
     """Settings without the folders of one machine, and without where log lines go.
 
     Of an absolute path only the name stays.

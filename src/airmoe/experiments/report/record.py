@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from airmoe.errors import ConfigError
 from airmoe.files import read_json, write_json
@@ -20,9 +21,49 @@ FORMAT = 3  # before: runs with the balance loss of old, too
 Curve = dict[str, list[float | None]]
 Numbers = dict[str, float | None]
 
+LARGEST = 1e100  # nothing that is measured comes near, and its square is still a number
+# What reports read of the fields whose names are free.
+READ = {
+    "recipe": ("corpus",),
+    "versions": ("torch",),
+    "git": ("commit",),
+    "machine": ("count", "device"),
+    "parameters": ("total", "active"),
+    "best": ("perplexity",),
+    "test": ("perplexity",),
+    "evaluations": ("step",),
+    "training": ("step",),
+}
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value from JSON is what an annotation says."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return any(fits(value, one) for one in inner)
+    if origin is list:
+        return isinstance(value, list) and all(fits(one, inner[0]) for one in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(one, inner[1]) for one in value.values())
+    if kind is float:
+        return isinstance(value, int | float) and abs(value) < LARGEST
+    return kind is Any or isinstance(value, kind)
+
+
+class Checked:
+    """A dataclass whose fields come from a file that somebody may have changed."""
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            if not fits(value := getattr(self, name), kind):
+                raise ValueError(f"{name} holds something else than a report wrote")
+            for key in READ.get(name, ()) if value is not None else ():
+                if key not in value:
+                    raise ValueError(f"{name} lacks {key!r}")
+
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertMap:
+class ExpertMap(Checked):
     """Tokens per expert as a picture (usage.py): of the first MoE layer at the best checkpoint."""
 
     shape: list[int]  # rows and columns of the whole grid
@@ -31,7 +72,7 @@ class ExpertMap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Checked):
     """A finished run. Numbers that are missing or not finite are None."""
 
     name: str  # its folder, below the one the report was asked for
@@ -55,6 +96,13 @@ class Run:
     peak_memory_gib: float | None
     whole_seconds: float | None  # from start to end: compilers and evaluations too
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.settings.preset, str):  # raises where another version wrote them
+            raise ValueError("its preset is no name")
+        if not self.perplexity > 0:
+            raise ValueError("its best evaluation has no finite perplexity")
+
     @property
     def method(self) -> str:
         """The variant that its settings make, whatever a table calls it."""
@@ -63,9 +111,7 @@ class Run:
     @property
     def perplexity(self) -> float:
         """The lowest; a run without one is not read."""
-        found = self.best["perplexity"]
-        assert found is not None
-        return found
+        return self.best["perplexity"] or 0.0
 
     @property
     def settings(self) -> RunConfig:
@@ -116,6 +162,4 @@ def read_record(path: Path) -> Record:
 
 def _run(values: dict[str, Any]) -> Run:
     usage = values["usage"]
-    run = Run(**{**values, "usage": None if usage is None else ExpertMap(**usage)})
-    _ = run.settings  # raises where another version wrote them
-    return run
+    return Run(**{**values, "usage": None if usage is None else ExpertMap(**usage)})

@@ -12,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from airmoe.errors import ConfigError, visible
 from airmoe.experiments.report.contents import Report, make_report
+from airmoe.experiments.report.groups import settings_of
 from airmoe.experiments.report.reading import REPORT, read_all
 from airmoe.experiments.report.record import Record, Run, read_record, write_record
 from airmoe.experiments.report.tables import Cell
@@ -22,12 +23,14 @@ FORMATS = ("md", "tex", "html")
 MARKDOWN_SPECIAL = re.compile(r"([\\`*_\[\]<>|#~$])")
 TEX = {one: f"\\{one}" for one in "&%$#_{}"}
 TEX |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
+# They change no result, and `auto` stands for another value on another machine.
+SPEED_ONLY = ("training.compile", "training.cuda_graph")
 SINGLE = "single"  # the folder of records of runs of no suite
 
 
 @dataclass(frozen=True)
 class Written:
-    """What was made, and what a reader must know about it."""
+    """The files that were written, and what a reader must know about them."""
 
     files: list[Path]  # without the figures
     records: list[Path]
@@ -38,7 +41,7 @@ class Written:
 def write_report(
     paths: Sequence[Path], out: Path | None = None, records: Path | None = None
 ) -> Written:
-    """Report on everything under `paths`; by default in or beside the first of them.
+    """Report on everything under `paths`, in `out` or else in or beside the first of them.
 
     `records`: a folder that gets a file per run too.
     """
@@ -53,7 +56,7 @@ def write_report(
         write_bytes(figures / f"{drawing.name}.pdf", drawing.pdf)
     texts = {f"report.{ending}": render(report, ending) for ending in FORMATS}
     for name, text in texts.items():
-        write_bytes(folder / name, text.encode())
+        write_bytes(folder / name, text.encode(errors="backslashreplace"))  # records hold any text
     write_record(record, folder / REPORT)
     for path, run in planned.items():
         write_record(Record(runs=[run], problems=[]), path)
@@ -76,15 +79,17 @@ def plan_records(runs: Sequence[Run], folder: Path) -> dict[Path, Run]:
         path = folder / (run.suite or SINGLE) / f"{Path(run.name).name}.json"
         before = read_record(path).runs if path.exists() else []
         for other in (*before, planned.setdefault(path, run)):
-            if _identity(other) != _identity(run):
+            if identity(other) != identity(run):
                 rule = f"cannot take {run.name}: {other.name} has that name too, another run"
                 remedy = "Rename one of the run folders, or give another folder for the records."
                 raise ConfigError("records", str(path), rule, remedy)
     return planned
 
 
-def _identity(run: Run) -> tuple[Any, ...]:
-    return run.suite, run.variant, run.settings, run.data_sha256
+def identity(run: Run) -> tuple[Any, ...]:
+    """What a repeated run has in common with the one before, whose record it may replace."""
+    settings = settings_of(run, ignored=SPEED_ONLY)
+    return run.suite, run.variant, run.seed, settings, run.data_sha256
 
 
 def render(report: Report, ending: str) -> str:

@@ -48,14 +48,15 @@ OF_METHODS = (
 
 FUTURE_MARK, REFERENCE_MARK = "†", "‡"
 FUTURE_NOTE = "† Expert choice sees later tokens of the text: its perplexity is not comparable."
-REFERENCE_NOTE = "‡ Scores every expert: the reference, out of competition."
+REFERENCE_NOTE = "‡ Scores every expert: a reference, not a competitor."
 MOST_DEAD = 0.05  # of the experts, where overlap still says something
 COLLAPSE_NOTE = (
-    "Overlap and mass recall beside more than 5 % dead experts are never bold: where few experts "
-    "are left, lists find them easily."
+    "Overlap and mass recall are never bold beside more than 5 % dead experts: lists easily find "
+    "the few that are left."
 )
 SPREAD_NOTE = (
-    "± is the sample standard deviation over the seeds; without it there is one, or all agree."
+    "± is the sample standard deviation over the seeds; it is left out with one seed, or if all "
+    "agree."
 )
 
 
@@ -66,7 +67,7 @@ class Cell:
     text: str
     value: float | None = None
     bold: bool = False  # the best of its column
-    grey: bool = False  # a reference, out of competition
+    grey: bool = False  # a reference, not a competitor
     mark: str = ""  # of a footnote
 
 
@@ -125,7 +126,7 @@ def _column(metric: Metric, group: Group) -> tuple[str, list[Cell]]:
 
 
 def _best(metric: Metric, means: dict[str, float], group: Group) -> list[str]:
-    """The variants with the best mean as it is written; none without a contest that is fair."""
+    """The variants with the best mean as printed; none where rows do not compare."""
     competing = {
         variant: runs
         for variant, runs in group.variants.items()
@@ -173,12 +174,12 @@ def is_collapsed(runs: Sequence[Run]) -> bool:
 
 
 def is_reference(run: Run) -> bool:
-    """Exact granular routing; as a point of the granularity suite it is in the contest."""
+    """Exact granular routing; in the granularity suite it is a point like the others."""
     return run.method == "exact" and granularity_of(run.variant) is None
 
 
 def settings_table(group: Group) -> Table:
-    """Everything needed to run it again: a value, or one for each variant where they differ."""
+    """Everything needed to run it again: a value, or one per variant where they differ."""
     described = {variant: _described(runs) for variant, runs in group.variants.items()}
     rows = []
     for key in dict.fromkeys(key for values in described.values() for key in values):

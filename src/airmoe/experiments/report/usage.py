@@ -37,9 +37,9 @@ UNUSED = "#e4e4e4"  # an expert without a token: a light grey, which the colour 
 FRINGE = 0.5  # per cent of experts at either end that may lie beyond the colour scale
 CAPTION = (
     "Tokens per expert over the validation text, relative to the mean, on one log scale; light "
-    "grey: none. PEER's experts by sub-keys, hierarchical ones by cluster (rows), the others in "
-    "the order of their numbers. Above each map: the share of the variance of log counts that its "
-    "rows and columns explain, in brackets that of shuffled experts. A router that couples experts "
+    "grey: none. PEER's experts are arranged by sub-keys, hierarchical ones by cluster (rows), the "
+    "others by number. Above each map: the share of the variance of log counts that rows and "
+    "columns explain, and in brackets that of shuffled experts. A router that couples experts "
     "shows stripes; a product of sub-keys gives 100 %."
 )
 
@@ -66,7 +66,7 @@ def grid_shape(num_experts: int, model: dict[str, Any]) -> tuple[int, int]:
 
 
 def expert_map(grid: np.ndarray) -> ExpertMap:
-    """A grid of counts, quantised; of too large a side evenly spaced rows (or columns)."""
+    """A grid of counts, quantised; of a side that is too large, evenly spaced rows (columns)."""
     rows, columns = _steps(grid.shape)
     packed = zlib.compress(quantised(grid)[::rows, ::columns].tobytes(), 9)
     return ExpertMap(
@@ -122,7 +122,7 @@ def structure_by_chance(found: ExpertMap) -> float:
 
 
 def maps(group: Group) -> dict[str, ExpertMap]:
-    """Variant -> the map of its first seed that has one; a few large experts make no picture."""
+    """Variant -> the map of its first seed that has one; coarse experts are too few."""
     return {
         variant: found[0]
         for variant, runs in group.variants.items()
@@ -136,7 +136,7 @@ def usage_figure(group: Group) -> list[Drawing]:
         return []
     caption = CAPTION
     if thinned := [title_of(name) for name, one in found.items() if max(_steps(one.shape)) > 1]:
-        caption += f" Evenly spaced rows or columns only: {', '.join(thinned)}."
+        caption += f" Only evenly spaced rows or columns are shown of {', '.join(thinned)}."
     shares = ", ".join(f"{title_of(name)} {_stripes(one)}" for name, one in found.items())
     alt = f"Maps of expert usage. Variance explained by rows and columns: {shares}."
     name = f"{group.slug}-usage"

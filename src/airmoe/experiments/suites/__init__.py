@@ -1,4 +1,4 @@
-"""Suites: runs that are fair to compare, one after another; a killed suite goes on where it was.
+"""Suites: runs that are fair to compare, one after another; a killed suite resumes.
 
 variants.py and fairness.py -> plan.py -> run.py: a process (child.py) for each run, in folder.py's
 layout, shown by progress.py

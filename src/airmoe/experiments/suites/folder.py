@@ -19,12 +19,10 @@ from airmoe.experiments.suites.plan import Plan, PlannedRun
 from airmoe.files import locked, read_json, write_json
 from airmoe.training import RunConfig, open_run
 
-FORMAT = 1
-
 
 @dataclass(frozen=True)
 class SuiteFolder:
-    """Where the parts of a suite lie."""
+    """The files of a suite."""
 
     path: Path
 
@@ -57,7 +55,7 @@ class SuiteFolder:
         if (self.path / "run.json").exists():
             rule = "must be the folder of a suite, but holds a single run"
             raise ConfigError("out", str(self.path), rule, "Give another --out.")
-        if self.file.exists() and (different := _different(self.read(), _to_json(plan))):
+        if self.file.exists() and (different := _different(self.read(), plan)):
             raise ConfigError(
                 "out",
                 str(self.path),
@@ -79,23 +77,19 @@ class SuiteFolder:
 
     def write(self, plan: Plan) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.file, _to_json(plan))
+        write_json(self.file, plan.to_json())
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> Plan:
         """The plan as it was written."""
         try:
-            values = read_json(self.file)
-            if values["format"] != FORMAT:
-                raise ValueError(f"its format is {values['format']}, ours {FORMAT}")
+            return Plan.from_json(read_json(self.file))
         except (ValueError, KeyError, TypeError) as error:
-            rule = f"cannot be read ({error})"
+            rule = f"cannot be read ({type(error).__name__}: {error})"
             raise ConfigError("out", str(self.file), rule, "Use another --out.") from error
-        return values
 
     def config(self, folder: str) -> RunConfig:
         """The settings of one run."""
-        configs = {run["folder"]: run["config"] for run in self.read()["runs"]}
-        return RunConfig.from_json(configs[folder])
+        return next(run.config for run in self.read().runs if run.folder == folder)
 
 
 def differences(before: Any, now: Any) -> str:
@@ -122,20 +116,16 @@ def flat(values: Any, path: str = "") -> dict[str, Any]:
     return found
 
 
-def _to_json(plan: Plan) -> dict[str, Any]:
-    runs = [run.to_json() for run in plan.runs]
-    return {"format": FORMAT, "suite": plan.suite, "preset": plan.preset, "runs": runs}
-
-
-def _different(before: dict[str, Any], now: dict[str, Any]) -> str:
+def _different(before: Plan, now: Plan) -> str:
     """In words; nothing where only seeds and methods were added."""
     for name in ("suite", "preset"):
-        if before[name] != now[name]:
-            return f"{name} = {before[name]!r} (now {now[name]!r})"
-    planned = {run["folder"]: run["config"] for run in now["runs"]}
-    for run in before["runs"]:
-        if run["folder"] not in planned:
-            return f"run {run['folder']!r} (now no run of it)"
-        if found := differences(run["config"], planned[run["folder"]]):
+        old, new = getattr(before, name), getattr(now, name)
+        if old != new:
+            return f"{name} = {old!r} (now {new!r})"
+    planned = {run.folder: run.config.to_json() for run in now.runs}
+    for run in before.runs:
+        if run.folder not in planned:
+            return f"run {run.folder!r} (now no run of it)"
+        if found := differences(run.config.to_json(), planned[run.folder]):
             return found
     return ""

@@ -14,20 +14,31 @@ from airmoe.experiments.fairness import check_fair
 from airmoe.experiments.suites.variants import SUITES, Variants
 from airmoe.training import RunConfig, TrainingOptions, override
 from airmoe.training import preset as named_run
+from airmoe.training.automatic import Machine, settle
 from airmoe.training.presets import method_variant
 
+FORMAT = 1  # of suite.json
 LENGTHS = ("training.steps", "training.epochs")
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    folder: str
+    """One variant with one seed."""
+
     variant: str
-    seed: int
     config: RunConfig
 
+    @property
+    def seed(self) -> int:
+        return self.config.training.seed
+
+    @property
+    def folder(self) -> str:
+        return f"{self.variant}-seed{self.seed}"
+
     def to_json(self) -> dict[str, Any]:
-        return vars(self) | {"config": self.config.to_json()}
+        about = {"folder": self.folder, "variant": self.variant, "seed": self.seed}
+        return about | {"config": self.config.to_json()}
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,44 @@ class Plan:
     suite: str
     preset: str
     runs: tuple[PlannedRun, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        runs = [run.to_json() for run in self.runs]
+        return {"format": FORMAT, "suite": self.suite, "preset": self.preset, "runs": runs}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Plan:
+        """Raises ValueError, KeyError or TypeError where `to_json` did not write the values."""
+        if values["format"] != FORMAT:
+            raise ValueError(f"its format is {values['format']}, ours {FORMAT}")
+        runs = (
+            PlannedRun(str(run["variant"]), RunConfig.from_json(run["config"]))
+            for run in values["runs"]
+        )
+        return cls(str(values["suite"]), str(values["preset"]), tuple(runs))
+
+    def settled(self, machine: Machine, begun: Plan | None) -> tuple[Plan, list[str]]:
+        """The plan with one precision and micro-batch for all its runs in place of `auto`.
+
+        A suite that has begun keeps its own. A new one takes the smallest micro-batch that any of
+        its variants needs on this machine, and gives a line for each choice.
+        """
+        if begun is not None and begun.runs:
+            options, lines = begun.runs[0].config.training, []
+        else:
+            variants = {run.variant: run.config for run in self.runs}.values()
+            found = [settle(config, machine) for config in variants]
+            config, lines = min(found, key=lambda one: one[0].training.micro_batch_size)
+            options = config.training
+        runs = []
+        for run in self.runs:
+            chosen = {
+                name: getattr(options, name)
+                for name in ("precision", "micro_batch_size")
+                if getattr(run.config.training, name) == "auto"
+            }
+            runs.append(PlannedRun(run.variant, _with_training(run.config, **chosen)))
+        return dataclasses.replace(self, runs=tuple(runs)), lines
 
 
 def make_plan(
@@ -68,7 +117,7 @@ def make_plan(
         check_warmup(base.training, base.training.steps)
     variants = _with_more(SUITES[suite].variants(base), base, also)
     runs = tuple(
-        PlannedRun(f"{variant}-seed{seed}", variant, seed, _with_training(config, seed=seed))
+        PlannedRun(variant, _with_training(config, seed=seed))
         for seed in range(base.training.seed, base.training.seed + num_seeds)
         for variant, config in variants.items()
     )
@@ -77,7 +126,7 @@ def make_plan(
 
 
 def check_warmup(training: TrainingOptions, steps: int) -> None:
-    """Raise for a run that would be over before its learning rate is."""
+    """Raise for a run that would end during its warm-up."""
     warmup_steps = math.ceil(training.warmup * steps)
     if steps <= warmup_steps:
         raise ConfigError(
@@ -97,7 +146,7 @@ def _with_more(variants: Variants, base: RunConfig, also: Sequence[str]) -> Vari
 
 
 def _check_only_length(overrides: Sequence[str], tokens: int | None, epochs: int | None) -> None:
-    """Raise where a length is given twice."""
+    """Raise if a length is given twice."""
     one_of_them = "Give one of them."
     if tokens is not None and epochs is not None:
         raise ConfigError("epochs", epochs, "cannot be given with --tokens", one_of_them)

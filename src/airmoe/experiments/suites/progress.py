@@ -1,4 +1,4 @@
-"""What a person sees of a suite: one line per run with the time left, and a table at the end."""
+"""What a suite prints: a line per run with the time left, and a table at the end."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ class Board:
         self._say(f"Stopped in {run.folder}. Go on with the same command.")
 
     def line(self, run: PlannedRun) -> str:
-        """A run that goes on: how far, how well, how fast, how long to go."""
+        """The run at work: its step, quality and speed, and the time left."""
         log = newest(self._suite.run(run.folder) / "log.jsonl")
         step, seconds = log.get("step", 0), log.get("seconds")
         whole = seconds and seconds / step * self._steps  # of this run, at this speed
         known = [result["seconds"] for result in self._results.values()]
         known += [whole] if whole else []
-        # A run of which nothing is known takes as long as the others do on average.
+        # A run without log lines yet is taken to last as long as the others on average.
         left = (whole or mean(known)) - (seconds or 0.0) if known else None
         waiting = len(self._runs) - len(self._results) - len(self._messages) - 1
         parts = [

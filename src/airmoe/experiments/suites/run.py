@@ -15,12 +15,13 @@ from typing import BinaryIO
 from rich.console import Console
 
 from airmoe.config import check_count
-from airmoe.errors import ConfigError
+from airmoe.errors import ConfigError, say
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.experiments.suites.plan import Plan, PlannedRun, check_warmup
 from airmoe.experiments.suites.progress import Board
 from airmoe.files import write_json
 from airmoe.training import RunConfig
+from airmoe.training.automatic import Machine
 from airmoe.training.devices import check_device, check_sharding
 from airmoe.training.display import PrepareDisplay
 from airmoe.training.loop import StopOnSignal
@@ -35,10 +36,10 @@ POLL_SECONDS = 0.05
 def run_suite(
     plan: Plan, out: Path, console: Console, modules: Sequence[str] = (), processes: int = 1
 ) -> int:
-    """Run what is left of a plan; the exit code: 1 where a run failed, 128 + n after a signal n.
+    """Run what is left of a plan; the exit code: 1 if a run failed, 128 + n after a signal n.
 
-    Each run is a process of its own, or so many of torchrun's. `modules` are imported there, so
-    that it knows your routers. Ctrl-C and SIGTERM are passed on to the run, and then end the suite.
+    Each run is a process of its own, or several of torchrun's. It imports `modules`, so that it
+    knows your routers. Ctrl-C and SIGTERM are passed on to the run, and then end the suite.
     """
     check_count("processes", processes)
     if "LOCAL_RANK" in os.environ:
@@ -46,12 +47,16 @@ def run_suite(
         raise ConfigError("suite", "torchrun", rule, "Run: airmoe suite ... --processes N")
     suite = SuiteFolder(out)
     with suite.locked():
+        begun = suite.read() if suite.file.exists() else None
+        plan, chosen = plan.settled(Machine.this(processes), begun)
         suite.check(plan)
         left = [run for run in plan.runs if not suite.is_finished(run.folder)]
         # All runs of a suite have the same text and recipe.
         steps = _known_steps(plan.runs[0].config, console, processes) if left else 0
-        # Only now: settings that were refused must not bind those of the next attempt.
+        # Only now, so that settings that were refused do not bind the next attempt.
         suite.write(plan)
+        for line in chosen:
+            say(console, line)
         board = Board(suite, plan.runs, steps, console)
         failed = False
         with StopOnSignal(enabled=True) as stop:
@@ -76,7 +81,7 @@ def run_suite(
 
 
 def _known_steps(config: RunConfig, console: Console, processes: int) -> int:
-    """Length of every run, from its text; what no run could do is said before the first starts."""
+    """The length of every run; raises before the first starts if this machine could run none."""
     check_device(config, processes)
     check_sharding(config, processes)
     config.training.accumulation_steps(processes)
@@ -114,7 +119,7 @@ def start_process(
             *(sys.executable, "-m", *(torchrun if processes > 1 else ())),
             *("airmoe.experiments.suites.child", str(suite.path), run.folder, *modules),
         ],
-        stdin=subprocess.PIPE,  # never written to: its end tells the run of ours
+        stdin=subprocess.PIPE,  # never written to: it ends with this process, and the run with it
         stdout=output,
         stderr=subprocess.STDOUT,
         # A file of the working folder must not pass for a module of ours.

@@ -27,7 +27,7 @@ ABLATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "expert_choice": ({"gate": "expert_choice"}, {"load_balance_weight": 0.0}),
     "euclidean": ({"codebook": "euclidean"}, {}),
 }
-# L(Q) = a / Q^b + c has three constants: fewer points than this would fit whatever they say.
+# L(Q) = a / Q^b + c has three constants, which fit almost any few points.
 FEWEST_GRANULARITIES = 5
 
 
@@ -37,7 +37,7 @@ def main_variants(base: RunConfig) -> Variants:
 
 
 def ablation_variants(base: RunConfig) -> Variants:
-    """AIR with one of its parts taken away or replaced."""
+    """AIR with one of its parts removed or replaced."""
     model = air_model(base)
     return {
         name: with_model(base, _changed(model, options, **fields))
