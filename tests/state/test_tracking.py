@@ -126,6 +126,8 @@ def test_remove_ends_tracking_and_stays_correct() -> None:
     layer = build_layer("air", jitter_std=0.0)
     router, optimizer = air_of(layer), adamw(layer, "fused")
     handle = airmoe.track_optimizer(layer, optimizer)
+    airmoe.track_optimizer(layer, optimizer).remove()
+    assert router.tracked, "it ended what it did not begin"
     backward(layer, 0)
     handle.remove()
     assert not router.tracked

@@ -68,10 +68,10 @@ class MoELayer(nn.Module):
                 "Build it from its settings: MoELayer(config.build(), experts).",
             )
         for name in ("dim", "num_experts"):
-            if getattr(router.config, name) != getattr(experts, name):
+            if getattr(router.config, name) != getattr(experts, name, None):
                 raise ConfigError(
                     f"MoELayer.experts.{name}",
-                    getattr(experts, name),
+                    getattr(experts, name, None),
                     f"must equal the router's {name} = {getattr(router.config, name)}",
                     "Build router and experts with the same sizes.",
                 )

@@ -167,11 +167,13 @@ class Router(nn.Module, ABC):
         """True while the hook of a living optimizer reports its steps to this router."""
         return len(self._hooks) > 0
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Have `on_optimizer_step` called after each step."""
-        if optimizer not in self._hooks:
-            hook = optimizer.register_step_post_hook(lambda *_: self.on_optimizer_step())
-            self._hooks[optimizer] = hook
+    def follow(self, optimizer: Optimizer) -> bool:
+        """Have `on_optimizer_step` called after each step; False if it already is."""
+        if optimizer in self._hooks:
+            return False
+        hook = optimizer.register_step_post_hook(lambda *_: self.on_optimizer_step())
+        self._hooks[optimizer] = hook
+        return True
 
     def unfollow(self, optimizer: Optimizer) -> None:
         """Undo `follow`."""
