@@ -144,14 +144,16 @@ class Codebook(Float32State):
     @torch.no_grad()
     def update(self, hidden: Tensor | Tokens, mask: Tensor | None = None) -> None:
         """One step of Alg. 2 on a micro-batch; every rank of a process group must call it."""
-        tokens = read_tokens("codebook", self.dim, hidden.detach(), mask)
+        tokens = read_tokens("codebook", self.dim, hidden, mask)
         num_tokens = tokens.hidden.shape[0]
         if self.frozen or (num_tokens == 0 and not is_distributed()):
             return
         started = self._seen_first_batch or self._has_started()
         if self.kind == "static" and started:
             return
-        self._warn_of_few_tokens(num_tokens * world_size() / self.num_codewords)
+        per_code = num_tokens * world_size() / self.num_codewords
+        if 0 < per_code < 4 * self.dead_below and not (self._warned or self.kind == "static"):
+            self._warn_of_few_tokens(per_code)
         # Keys must agree on all ranks, whatever seed each was built with: rank 0's are taken.
         ranks = all_gather_rows(torch.stack([tokens.valid.sum(), self.seed, self.updates]))
         counts = ranks[:, 0]  # [world] valid tokens of each rank
@@ -231,8 +233,6 @@ class Codebook(Float32State):
         self.version = (self.version[0] + 1, self.version[1])
 
     def _warn_of_few_tokens(self, per_code: float) -> None:
-        if self._warned or self.kind == "static" or not 0 < per_code < 4 * self.dead_below:
-            return
         self._warned = True
         warnings.warn(
             f"codebook: {per_code:.2g} tokens per codeword and micro-batch, but a codeword is "
