@@ -125,15 +125,7 @@ def _plan(
 
 
 @_plan.register_fake
-def _(
-    hidden: Tensor,
-    mask: Tensor | None,
-    ticket: Tensor | None,
-    handle: Tensor,
-    layout: str,
-    gradients: bool,
-    learn: bool,
-) -> list[Tensor]:
+def _(hidden: Tensor, _mask: Any, _ticket: Any, _handle: Any, layout: str, *_: Any) -> list[Tensor]:
     found = []
     for part in filter(None, layout.split(";")):
         dtype, sizes = part.split(":")
