@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from airmoe import (
     ROUTERS,
-    CellRouting,
     Router,
     TokenRouting,
     TopKRouter,
@@ -23,7 +21,6 @@ from airmoe import (
     router_z_loss,
     shortlist_balance_loss,
 )
-from airmoe.kernels.cells import make_cells
 from tests.distributed.launch import WORLD, run_all
 from tests.tolerance import FLOOR, assert_close
 
@@ -75,21 +72,6 @@ def choosing(probs: list[float], expert_ids: list[list[int]]) -> TokenRouting:
     return token_routing(torch.tensor(probs), ids, torch.zeros(ids.shape[0]), everyone)
 
 
-def in_cells(cell_ids: list[int], cell_probs: list[float], valid: list[bool]) -> CellRouting:
-    pools = torch.arange(2 * len(cell_probs)).view(-1, 2)
-    return CellRouting(
-        num_tokens=len(cell_ids),
-        num_experts=pools.numel(),
-        valid=torch.tensor(valid),
-        cells=make_cells(torch.tensor(cell_ids).unsqueeze(1), pools),
-        gates=torch.full((len(cell_ids), 2), 0.5),
-        max_per_token=2,
-        lazy_expert_probs=lambda: torch.zeros(pools.numel()),
-        lazy_log_z=lambda: torch.zeros(len(cell_ids)),
-        lazy_cell_probs=lambda: torch.tensor(cell_probs),
-    )
-
-
 def gradients(loss: Tensor, router: Router, *hidden: Tensor) -> list[Tensor]:
     """Of the token states, then of every parameter (0 where the loss does not reach it)."""
     wanted = [*hidden, *router.parameters()]
@@ -99,28 +81,18 @@ def gradients(loss: Tensor, router: Router, *hidden: Tensor) -> list[Tensor]:
 # -- closed forms ---------------------------------------------------------------------------
 
 
-def test_balance_is_the_choices_per_token_at_uniform_use() -> None:
-    for expert_ids in ([[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0, 1, 2, 3]]):
-        routing = choosing([0.25] * 4, expert_ids)
-        assert load_balance_loss(routing).item() == pytest.approx(len(expert_ids[0]), rel=1e-6)
-
-
-def test_balance_is_the_number_of_experts_where_one_has_all() -> None:
-    routing = choosing([0.0, 1.0, 0.0, 0.0, 0.0], [[1], [1], [1]])
-    assert load_balance_loss(routing).item() == pytest.approx(5.0, rel=1e-6)
-
-
-def test_balance_by_hand() -> None:
-    # f = (2, 1, 1) / 2 tokens, P = (0.5, 0.3, 0.2): 3 * (0.5 + 0.15 + 0.1)
-    routing = choosing([0.5, 0.3, 0.2], [[0, 1], [2, 0]])
-    assert load_balance_loss(routing).item() == pytest.approx(2.25, rel=1e-6)
-
-
-def test_shortlist_balance_by_hand() -> None:
-    # The masked token sits in cell 2: f = (2, 1, 0) / 3, P = (0.5, 0.3, 0.2).
-    routing = in_cells([0, 1, 0, 2], [0.5, 0.3, 0.2], [True, True, True, False])
-    expected = 3 * (2 / 3 * 0.5 + 1 / 3 * 0.3)
-    assert shortlist_balance_loss(routing).item() == pytest.approx(expected, rel=1e-6)
+@pytest.mark.parametrize(
+    ("probs", "expert_ids", "expected"),
+    [
+        ([0.25] * 4, [[0, 1], [2, 3]], 2.0),  # uniform use: the choices per token
+        ([0.0, 1.0, 0.0, 0.0, 0.0], [[1], [1], [1]], 5.0),  # one has all: their number
+        # f = (2, 1, 1) / 2 tokens: 3 * (0.5 + 0.15 + 0.1)
+        ([0.5, 0.3, 0.2], [[0, 1], [2, 0]], 2.25),
+    ],
+)
+def test_balance_by_hand(probs: list[float], expert_ids: list[list[int]], expected: float) -> None:
+    routing = choosing(probs, expert_ids)
+    assert load_balance_loss(routing).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_z_loss_by_hand() -> None:
@@ -130,15 +102,6 @@ def test_z_loss_by_hand() -> None:
     loss.backward()
     assert loss.item() == pytest.approx(5.0)
     assert log_z.grad is not None and log_z.grad.tolist() == [1.0, 0.0, -3.0]
-
-
-def test_equal_logits_give_log_of_the_number_of_experts_squared() -> None:
-    router = build("topk")
-    routing = router(torch.zeros(5, DIM))
-    assert router_z_loss(routing).item() == pytest.approx(math.log(NUM_EXPERTS) ** 2, rel=1e-6)
-    assert routing.expert_probs.tolist() == pytest.approx([1 / NUM_EXPERTS] * NUM_EXPERTS)
-    # Equal probabilities make the loss K however uneven the choices are.
-    assert load_balance_loss(routing).item() == pytest.approx(TOP_K, rel=1e-6)
 
 
 # -- the plain formulas in float64 ----------------------------------------------------------
