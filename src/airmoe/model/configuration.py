@@ -167,7 +167,7 @@ class AirMoeConfig(LlamaConfig):
             raise ConfigError("model.shortlist_balance_weight", weight, rule, remedy)
 
     def _check_decoder(self) -> None:
-        """What Llama's own checks let through, although no model can be built from it."""
+        """Check what Llama's own checks let through although no model can be built from it."""
         for name in ("intermediate_size", "num_key_value_heads", "head_dim"):
             if getattr(self, name) is not None:
                 check_count(f"model.{name}", getattr(self, name))
@@ -277,7 +277,7 @@ class AirMoeConfig(LlamaConfig):
 
 
 def _as_typed(error: ConfigError, label: str) -> ConfigError:
-    """A router's error, with the names that the model has for the router's options."""
+    """A router's error under the model's names for the router's options."""
     before, _, name = error.field.rpartition(".")
     if before != label:
         return error
@@ -289,7 +289,7 @@ def _as_typed(error: ConfigError, label: str) -> ConfigError:
 
 
 def refused(error: Exception, given: Mapping[str, Any]) -> ConfigError:
-    """An error of transformers' own checks, several lines long, as one `ConfigError`."""
+    """An error of transformers' own checks, which takes several lines, as one `ConfigError`."""
     reason = str(error).splitlines()[-1].strip().rstrip(".")
     found = re.search(r"for field '(\w+)'", str(error))
     if found is None or found[1] not in given:

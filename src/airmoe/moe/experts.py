@@ -1,4 +1,4 @@
-"""Granular and coarse experts. They take any routing and know nothing about routers."""
+"""Granular and coarse experts, which work with any routing."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class _Experts(nn.Module):
             )
             return token_experts(hidden, tables, weights, expert_ids)
         if triton and gradients and cells.small and self.expert_size == 1:
-            counts = routing.entry_counts()  # lets the backward skip experts that nobody chose
+            counts = routing.entry_counts()  # lets the backward skip experts that no token chose
         return cell_experts(
             hidden, tables, routing.gates, cells, counts=counts, training=self.training
         )

@@ -26,8 +26,8 @@ CodebookKind = Literal["spherical", "euclidean", "static"]
 class Float32State(nn.Module):
     """A module whose floating-point buffers move between devices but never lose precision.
 
-    They stay float32 when a model is cast: an average over thousands of tokens does not fit
-    bfloat16, and a count above 256 not even as a whole number.
+    They stay float32 when a model is cast: bfloat16 cannot hold an average over thousands of
+    tokens, nor every whole number above 256.
     """
 
     def __init__(self) -> None:

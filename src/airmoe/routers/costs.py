@@ -1,4 +1,4 @@
-"""FLOPs of routers: what they have in common, and then AIR's (Alg. 1 to 3)."""
+"""FLOPs of routers: the terms that several share, then those of AIR (Alg. 1 to 3)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from airmoe.routers.settings import CentroidConfig
 
 
 class ExpertChoiceRouter(CentroidRouter):
-    """Perfectly balanced by construction, but not causal: unfit for generation."""
+    """Balanced by construction, but not causal, so it cannot generate."""
 
     @config
     class Config(CentroidConfig):

@@ -1,4 +1,4 @@
-"""The inverted index codeword -> M experts: how it is built, and its cache at a fixed address."""
+"""The inverted index, codeword -> M experts: how it is built and cached."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TensorIdentity(tuple[int, int, Any]):
         return super().__new__(cls, (version, tensor.storage_offset(), storage))
 
     def __deepcopy__(self, _memo: object) -> None:
-        """A copy of a module has tensors of its own."""
+        """A copied module has tensors of its own."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # the same for a pickled module
