@@ -21,27 +21,18 @@ from airmoe import (
     router_z_loss,
     shortlist_balance_loss,
 )
+from tests.conformance.common import SIZES, Case, all_logits, candidates, leaves
 from tests.distributed.launch import WORLD, run_all
 from tests.tolerance import FLOOR, assert_close
 
 Loss = Callable[..., Tensor]
 
-DIM, NUM_EXPERTS, TOP_K = 6, 16, 4
-EXTRA: dict[str, dict[str, Any]] = {
-    "air": {"num_codewords": 3, "shortlist_size": 7},
-    "peer": {"num_heads": 2},
-    "hierarchical": {"num_clusters": 4, "num_selected_clusters": 2},
-    "topk": {},
-    "expert_choice": {},
-}
+DIM, NUM_EXPERTS, TOP_K = SIZES["dim"], SIZES["num_experts"], SIZES["top_k"]
 LOSSES: list[Loss] = [load_balance_loss, router_z_loss, shortlist_balance_loss]
 
 
-def build(name: str, seed: int = 0, **options: Any) -> Router:
-    torch.manual_seed(seed)
-    sizes = {"dim": DIM, "num_experts": NUM_EXPERTS, "top_k": TOP_K}
-    config: Any = ROUTERS[name].Config  # type: ignore[attr-defined]
-    return config(**sizes, **EXTRA[name], **options).build().eval()
+def build(name: str) -> Router:
+    return Case(name).build().eval()
 
 
 def pairs(*names: str) -> list[Any]:
@@ -107,38 +98,20 @@ def test_z_loss_by_hand() -> None:
 # -- the plain formulas in float64 ----------------------------------------------------------
 
 
-def allowed(router: Any, hidden: Tensor) -> Tensor:
-    """[T, E] bool: the candidates of each token, as the paper defines them."""
-    config = router.config
-    every = torch.ones(hidden.shape[0], NUM_EXPERTS, dtype=torch.bool)
-    if config.label == "AirRouter.Config":
-        near = (hidden @ router.codebook.codewords.T).argmax(1)
-        return torch.zeros_like(every).scatter_(1, router.shortlists()[near], True)
-    if config.label == "HierarchicalRouter.Config":
-        clusters = hidden @ F.normalize(router.cluster_centroids.detach(), dim=1).T
-        near = clusters.topk(config.num_selected_clusters, dim=1).indices
-        chosen = torch.zeros(clusters.shape, dtype=torch.bool).scatter_(1, near, True)
-        return chosen.repeat_interleave(NUM_EXPERTS // config.num_clusters, dim=1)
-    return every
-
-
-def plain_logits(router: Any, hidden: Tensor, params: dict[str, Tensor]) -> Tensor:
-    """[T, E] logits, -inf outside the candidates."""
-    logits = hidden @ F.normalize(params["centroids"], dim=1).T
-    if router.config.label == "HierarchicalRouter.Config":
-        clusters = hidden @ F.normalize(params["cluster_centroids"], dim=1).T
-        logits = logits + clusters.repeat_interleave(NUM_EXPERTS // clusters.shape[1], dim=1)
-    return logits.masked_fill(~allowed(router, hidden.detach().float()), -torch.inf)
-
-
 def plain_loss(
-    loss: Loss, router: Any, hidden: Tensor, params: dict[str, Tensor], half: bool = False
+    loss: Loss,
+    case: Case,
+    router: Any,
+    hidden: Tensor,
+    params: dict[str, Tensor],
+    half: bool = False,
 ) -> Tensor:
     """The formula over a full softmax; with `half`, log Z is held fixed in the gradient."""
-    logits, count = plain_logits(router, hidden, params), TOP_K
+    outside, count = ~candidates(case, router, hidden), TOP_K
+    logits = all_logits(case, hidden, params).masked_fill(outside, -torch.inf)
     if loss is router_z_loss:
         return logits.logsumexp(1).square().mean()
-    if loss is shortlist_balance_loss and router.config.label == "AirRouter.Config":
+    if loss is shortlist_balance_loss and case.name == "air":
         codewords = F.normalize(router.codebook.codewords.to(hidden), dim=1)
         logits, count = F.normalize(hidden, dim=1) @ codewords.T, 1
     elif loss is shortlist_balance_loss:
@@ -167,8 +140,8 @@ def test_value_and_gradient_of_the_plain_formula(name: str, loss: Loss) -> None:
 
     def by_formula(dtype: torch.dtype, order: Tensor, half: bool = False) -> list[Tensor]:
         tokens = hidden.detach().to(dtype).requires_grad_()
-        params = {k: p.detach().to(dtype).requires_grad_() for k, p in router.named_parameters()}
-        value = plain_loss(loss, router, tokens[order], params, half)
+        params = leaves(router, dtype)
+        value = plain_loss(loss, Case(name), router, tokens[order], params, half)
         wanted = [tokens, *params.values()]
         return [value, *torch.autograd.grad(value, wanted, materialize_grads=True)]
 
@@ -212,7 +185,7 @@ def test_expert_choice_has_the_choices_of_its_capacity() -> None:
 def test_exact_routing_has_the_balance_loss_of_transformers(top_k: int, masked: bool) -> None:
     torch.manual_seed(top_k)
     router = TopKRouter.Config(dim=DIM, num_experts=NUM_EXPERTS, top_k=top_k).build().eval()
-    hidden = (2 * torch.randn(41, DIM)).requires_grad_()
+    hidden = (2 * torch.randn(41, DIM) + 1).requires_grad_()  # experts on one side get more
     mask = torch.arange(41) % 3 > 0 if masked else None
     logits = hidden @ F.normalize(router.centroids, dim=1).T
     theirs = load_balancing_loss_func((logits,), NUM_EXPERTS, top_k, mask)

@@ -12,16 +12,11 @@ from torch import Tensor, nn
 import airmoe
 from airmoe import ROUTERS, AirRouter, GranularExperts, MoELayer
 from airmoe.distributed import full_tensor
+from tests.conformance import common
 
 DIM, EXPERTS, TOP_K = 8, 36, 4
 SIZES: dict[str, Any] = {"dim": DIM, "num_experts": EXPERTS, "top_k": TOP_K, "jitter_std": 0.3}
-EXTRA: dict[str, dict[str, Any]] = {
-    "air": {"num_codewords": 3, "shortlist_size": 9, "codebook_decay": 0.7},
-    "peer": {"num_heads": 2},
-    "hierarchical": {"num_clusters": 4, "num_selected_clusters": 2},
-    "topk": {},
-    "expert_choice": {},
-}
+EXTRA = {**common.EXTRA, "air": {**common.EXTRA["air"], "codebook_decay": 0.7}}
 # Every router of the table, and AIR's extensions: (router, options).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ROUTERS},
