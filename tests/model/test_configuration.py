@@ -70,7 +70,7 @@ def test_a_custom_router_needs_no_budget_if_its_options_are_given(
     monkeypatch.setitem(ROUTERS, "own", OwnRouter)
     router: Any = config_of("topk", router="own", router_options={"depth": 3}).router_config()
     assert (router.dim, router.num_experts, router.top_k, router.depth) == (16, 36, 4, 3)
-    with pytest.raises(ConfigError, match=r"model\.router_options\.depth: .* must be given"):
+    with pytest.raises(ConfigError, match=r"router_options\.depth: .* must be given. Required: d"):
         config_of("topk", router="own", router_options={})
     with pytest.raises(ConfigError, match=r"model\.router_options\.width: .*: jitter_std, "):
         config_of("topk", router="own", router_options={"depth": 3, "width": 3})

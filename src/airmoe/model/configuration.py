@@ -282,8 +282,8 @@ def _as_typed(error: ConfigError, label: str) -> ConfigError:
     if before != label:
         return error
     field = f"model.{TYPED[name]}" if name in TYPED else f"model.router_options.{name}"
-    # The first options in the router's list of valid ones are set by the model.
-    remedy = error.remedy.replace(f"options: {', '.join(TYPED)}, ", "options: ")
+    # The first options in the router's lists of valid and required ones are set by the model.
+    remedy = error.remedy.replace(f": {', '.join(TYPED)}, ", ": ")
     rule, remedy = (re.sub(r"\btop_k\b", TYPED["top_k"], text) for text in (error.rule, remedy))
     return ConfigError(field, error.value, rule, remedy)
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from airmoe.config import check_choice, check_count, check_number
 from airmoe.distributed import all_gather_rows, all_reduce_sum, is_distributed, rank, world_size
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.codewords import assign, codeword_sums, directions
@@ -99,6 +100,11 @@ class Codebook(Float32State):
         dead_below: float = 1.0,
     ) -> None:
         super().__init__()
+        check_count("codebook.num_codewords", num_codewords)
+        check_count("codebook.dim", dim)
+        check_choice("codebook.kind", kind, CodebookKind)
+        check_number("codebook.decay", decay, below=1.0)
+        check_number("codebook.dead_below", dead_below)
         self.num_codewords, self.dim, self.kind = num_codewords, dim, kind
         self.euclidean = kind == "euclidean"
         self.decay, self.dead_below = decay, dead_below
