@@ -102,6 +102,16 @@ def dense(routing: airmoe.Routing) -> Tensor:
     return weights.scatter_add(1, listed.expert_ids, listed.weights)
 
 
+def losses(output: airmoe.MoEOutput) -> Tensor:
+    """Everything a training step may ask of a routing."""
+    routing = output.routing
+    loss = output.hidden.square().mean() + airmoe.load_balance_loss(routing)
+    loss = loss + airmoe.losses.router_z_loss(routing)
+    if isinstance(routing, airmoe.CellRouting):
+        loss = loss + airmoe.losses.shortlist_balance_loss(routing)
+    return loss
+
+
 def plain_shortlists(router: AirRouter, codewords: Tensor | None = None) -> Tensor:
     """[G, M] jitter-free, from the definition (Alg. 1, lines 1 and 4-7)."""
     centroids = full_tensor(router.centroids).detach()
