@@ -127,30 +127,6 @@ def air_route(
     return choices
 
 
-@dataclass
-class Alg1:
-    codeword_ids: list[int]
-    shortlists: list[list[int]]
-    choices: Choices
-
-
-def alg1_forward(
-    hidden: Tensor,
-    codewords: Tensor,
-    centroids: Tensor,
-    shortlist_size: int,
-    top_k: int,
-    noise1: Tensor | None = None,
-    noise2: Tensor | None = None,
-    normalize: bool = True,
-) -> Alg1:
-    """Alg. 1, with an invalid shortlist cache."""
-    codeword_ids = [nearest_codeword(h, codewords) for h in hidden]
-    shortlists = build_shortlists(codewords, centroids, shortlist_size, noise1, normalize)
-    choices = air_route(hidden, codewords, shortlists, centroids, top_k, noise2, normalize)
-    return Alg1(codeword_ids, shortlists, choices)
-
-
 # ---------------------------------------------------------------- the other routers
 
 
@@ -299,18 +275,6 @@ def mass_recall(choices: Choices, all_logits: Tensor) -> Tensor:
         assert heads is not None
         recall.append(torch.softmax(logits, dim=0)[heads[0].candidate_ids].sum())
     return torch.stack(recall)
-
-
-def mass_recall_bound(hidden, codewords, shortlists, centroids, normalize=True) -> Tensor:
-    """Prop. 1: exp(-2 max|w| eps) rho_M(c(h)), max|w| = 1 on the sphere. [T]"""
-    centroids = project(centroids, normalize)
-    largest = torch.stack([w.norm() for w in centroids]).max()
-    bounds = []
-    for h in hidden:
-        g = nearest_codeword(h, codewords)
-        rho = torch.softmax(centroids @ codewords[g], dim=0)[shortlists[g]].sum()
-        bounds.append(torch.exp(-2 * largest * (h - codewords[g]).norm()) * rho)
-    return torch.stack(bounds)
 
 
 # ---------------------------------------------------------------- experts (Eq. 1)

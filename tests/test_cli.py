@@ -224,7 +224,7 @@ def test_a_router_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("module", "part"),
-    [("no_such_module", "that Python finds"), ("a/b", "without folder"), ("own.py", "and .py")],
+    [("no_such_module", "that Python finds"), ("a/b", "without folder"), ("./own.py", "and .py")],
 )
 def test_modules_that_cannot_be_imported(module: str, part: str) -> None:
     assert_one_line(airmoe("--import", module, "doctor"), 2, f"import: got '{module}'", part)

@@ -191,11 +191,16 @@ def test_errors_survive_a_process_boundary() -> None:
     assert_explains(copy, "air.top_k", 0, "must be >= 1", "Give 1 or more.")
 
 
-# -- the same for experts and layer ------------------------------------------------------------
+# -- the same for codebook, experts and layer --------------------------------------------------
 
 # Types are what these calls get wrong.
-granular, coarse = (cast(Any, one) for one in (GranularExperts, CoarseExperts))
+codebook, granular, coarse = (cast(Any, one) for one in (Codebook, GranularExperts, CoarseExperts))
 PARTS: list[tuple[Callable[[], object], str, object, str, str]] = [
+    (lambda: codebook(0, 8), "codebook.num_codewords", 0, ">= 1", "1 or more"),
+    (lambda: codebook(3, 8.0), "codebook.dim", 8.0, "whole number", "int"),
+    (lambda: codebook(3, 8, "round"), "codebook.kind", "round", "'static'", "Choose"),
+    (lambda: codebook(3, 8, decay=1.0), "codebook.decay", 1.0, "< 1.0", "range"),
+    (lambda: codebook(3, 8, dead_below=-1.0), "codebook.dead_below", -1.0, ">= 0", "range"),
     (lambda: granular(0, 8), "GranularExperts.num_experts", 0, ">= 1", "1 or more"),
     (lambda: granular(4, True), "GranularExperts.dim", True, "whole number", "int"),
     (lambda: granular(4, 8, "tanh"), "GranularExperts.activation", "tanh", "'swiglu'", "Choose"),
@@ -300,6 +305,10 @@ def test_one_thing_given_for_another() -> None:
         name = type(given).__qualname__
         job = partial(moe, given, experts)
         assert_refused(job, "MoELayer.router", name, "must be a router", ".build()")
+    job = partial(moe, router, torch.nn.Linear(8, 8))
+    assert_refused(job, "MoELayer.experts.dim", None, "router's dim", "same sizes")
+    job = partial(layer, hidden, [[1] * 5] * 2)
+    assert_refused(job, "MoELayer.mask", "list", "must be a tensor", "attention mask")
     for loss in (load_balance_loss, router_z_loss):
         job, field = partial(loss, output), f"{loss.__name__}.routing"
         assert_refused(job, field, "MoEOutput", "must be a routing", ".routing")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from airmoe import (
     ROUTERS,
-    CellRouting,
     Router,
     TokenRouting,
     TopKRouter,
@@ -23,28 +21,18 @@ from airmoe import (
     router_z_loss,
     shortlist_balance_loss,
 )
-from airmoe.kernels.cells import make_cells
+from tests.conformance.common import SIZES, Case, all_logits, candidates, leaves
 from tests.distributed.launch import WORLD, run_all
 from tests.tolerance import FLOOR, assert_close
 
 Loss = Callable[..., Tensor]
 
-DIM, NUM_EXPERTS, TOP_K = 6, 16, 4
-EXTRA: dict[str, dict[str, Any]] = {
-    "air": {"num_codewords": 3, "shortlist_size": 7},
-    "peer": {"num_heads": 2},
-    "hierarchical": {"num_clusters": 4, "num_selected_clusters": 2},
-    "topk": {},
-    "expert_choice": {},
-}
+DIM, NUM_EXPERTS, TOP_K = SIZES["dim"], SIZES["num_experts"], SIZES["top_k"]
 LOSSES: list[Loss] = [load_balance_loss, router_z_loss, shortlist_balance_loss]
 
 
-def build(name: str, seed: int = 0, **options: Any) -> Router:
-    torch.manual_seed(seed)
-    sizes = {"dim": DIM, "num_experts": NUM_EXPERTS, "top_k": TOP_K}
-    config: Any = ROUTERS[name].Config  # type: ignore[attr-defined]
-    return config(**sizes, **EXTRA[name], **options).build().eval()
+def build(name: str) -> Router:
+    return Case(name).build().eval()
 
 
 def pairs(*names: str) -> list[Any]:
@@ -75,21 +63,6 @@ def choosing(probs: list[float], expert_ids: list[list[int]]) -> TokenRouting:
     return token_routing(torch.tensor(probs), ids, torch.zeros(ids.shape[0]), everyone)
 
 
-def in_cells(cell_ids: list[int], cell_probs: list[float], valid: list[bool]) -> CellRouting:
-    pools = torch.arange(2 * len(cell_probs)).view(-1, 2)
-    return CellRouting(
-        num_tokens=len(cell_ids),
-        num_experts=pools.numel(),
-        valid=torch.tensor(valid),
-        cells=make_cells(torch.tensor(cell_ids).unsqueeze(1), pools),
-        gates=torch.full((len(cell_ids), 2), 0.5),
-        max_per_token=2,
-        lazy_expert_probs=lambda: torch.zeros(pools.numel()),
-        lazy_log_z=lambda: torch.zeros(len(cell_ids)),
-        lazy_cell_probs=lambda: torch.tensor(cell_probs),
-    )
-
-
 def gradients(loss: Tensor, router: Router, *hidden: Tensor) -> list[Tensor]:
     """Of the token states, then of every parameter (0 where the loss does not reach it)."""
     wanted = [*hidden, *router.parameters()]
@@ -99,28 +72,18 @@ def gradients(loss: Tensor, router: Router, *hidden: Tensor) -> list[Tensor]:
 # -- closed forms ---------------------------------------------------------------------------
 
 
-def test_balance_is_the_choices_per_token_at_uniform_use() -> None:
-    for expert_ids in ([[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0, 1, 2, 3]]):
-        routing = choosing([0.25] * 4, expert_ids)
-        assert load_balance_loss(routing).item() == pytest.approx(len(expert_ids[0]), rel=1e-6)
-
-
-def test_balance_is_the_number_of_experts_where_one_has_all() -> None:
-    routing = choosing([0.0, 1.0, 0.0, 0.0, 0.0], [[1], [1], [1]])
-    assert load_balance_loss(routing).item() == pytest.approx(5.0, rel=1e-6)
-
-
-def test_balance_by_hand() -> None:
-    # f = (2, 1, 1) / 2 tokens, P = (0.5, 0.3, 0.2): 3 * (0.5 + 0.15 + 0.1)
-    routing = choosing([0.5, 0.3, 0.2], [[0, 1], [2, 0]])
-    assert load_balance_loss(routing).item() == pytest.approx(2.25, rel=1e-6)
-
-
-def test_shortlist_balance_by_hand() -> None:
-    # The masked token sits in cell 2: f = (2, 1, 0) / 3, P = (0.5, 0.3, 0.2).
-    routing = in_cells([0, 1, 0, 2], [0.5, 0.3, 0.2], [True, True, True, False])
-    expected = 3 * (2 / 3 * 0.5 + 1 / 3 * 0.3)
-    assert shortlist_balance_loss(routing).item() == pytest.approx(expected, rel=1e-6)
+@pytest.mark.parametrize(
+    ("probs", "expert_ids", "expected"),
+    [
+        ([0.25] * 4, [[0, 1], [2, 3]], 2.0),  # uniform use: the choices per token
+        ([0.0, 1.0, 0.0, 0.0, 0.0], [[1], [1], [1]], 5.0),  # one has all: their number
+        # f = (2, 1, 1) / 2 tokens: 3 * (0.5 + 0.15 + 0.1)
+        ([0.5, 0.3, 0.2], [[0, 1], [2, 0]], 2.25),
+    ],
+)
+def test_balance_by_hand(probs: list[float], expert_ids: list[list[int]], expected: float) -> None:
+    routing = choosing(probs, expert_ids)
+    assert load_balance_loss(routing).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_z_loss_by_hand() -> None:
@@ -132,50 +95,23 @@ def test_z_loss_by_hand() -> None:
     assert log_z.grad is not None and log_z.grad.tolist() == [1.0, 0.0, -3.0]
 
 
-def test_equal_logits_give_log_of_the_number_of_experts_squared() -> None:
-    router = build("topk")
-    routing = router(torch.zeros(5, DIM))
-    assert router_z_loss(routing).item() == pytest.approx(math.log(NUM_EXPERTS) ** 2, rel=1e-6)
-    assert routing.expert_probs.tolist() == pytest.approx([1 / NUM_EXPERTS] * NUM_EXPERTS)
-    # Equal probabilities make the loss K however uneven the choices are.
-    assert load_balance_loss(routing).item() == pytest.approx(TOP_K, rel=1e-6)
-
-
 # -- the plain formulas in float64 ----------------------------------------------------------
 
 
-def allowed(router: Any, hidden: Tensor) -> Tensor:
-    """[T, E] bool: the candidates of each token, as the paper defines them."""
-    config = router.config
-    every = torch.ones(hidden.shape[0], NUM_EXPERTS, dtype=torch.bool)
-    if config.label == "AirRouter.Config":
-        near = (hidden @ router.codebook.codewords.T).argmax(1)
-        return torch.zeros_like(every).scatter_(1, router.shortlists()[near], True)
-    if config.label == "HierarchicalRouter.Config":
-        clusters = hidden @ F.normalize(router.cluster_centroids.detach(), dim=1).T
-        near = clusters.topk(config.num_selected_clusters, dim=1).indices
-        chosen = torch.zeros(clusters.shape, dtype=torch.bool).scatter_(1, near, True)
-        return chosen.repeat_interleave(NUM_EXPERTS // config.num_clusters, dim=1)
-    return every
-
-
-def plain_logits(router: Any, hidden: Tensor, params: dict[str, Tensor]) -> Tensor:
-    """[T, E] logits, -inf outside the candidates."""
-    logits = hidden @ F.normalize(params["centroids"], dim=1).T
-    if router.config.label == "HierarchicalRouter.Config":
-        clusters = hidden @ F.normalize(params["cluster_centroids"], dim=1).T
-        logits = logits + clusters.repeat_interleave(NUM_EXPERTS // clusters.shape[1], dim=1)
-    return logits.masked_fill(~allowed(router, hidden.detach().float()), -torch.inf)
-
-
 def plain_loss(
-    loss: Loss, router: Any, hidden: Tensor, params: dict[str, Tensor], half: bool = False
+    loss: Loss,
+    case: Case,
+    router: Any,
+    hidden: Tensor,
+    params: dict[str, Tensor],
+    half: bool = False,
 ) -> Tensor:
     """The formula over a full softmax; with `half`, log Z is held fixed in the gradient."""
-    logits, count = plain_logits(router, hidden, params), TOP_K
+    outside, count = ~candidates(case, router, hidden), TOP_K
+    logits = all_logits(case, hidden, params).masked_fill(outside, -torch.inf)
     if loss is router_z_loss:
         return logits.logsumexp(1).square().mean()
-    if loss is shortlist_balance_loss and router.config.label == "AirRouter.Config":
+    if loss is shortlist_balance_loss and case.name == "air":
         codewords = F.normalize(router.codebook.codewords.to(hidden), dim=1)
         logits, count = F.normalize(hidden, dim=1) @ codewords.T, 1
     elif loss is shortlist_balance_loss:
@@ -204,8 +140,8 @@ def test_value_and_gradient_of_the_plain_formula(name: str, loss: Loss) -> None:
 
     def by_formula(dtype: torch.dtype, order: Tensor, half: bool = False) -> list[Tensor]:
         tokens = hidden.detach().to(dtype).requires_grad_()
-        params = {k: p.detach().to(dtype).requires_grad_() for k, p in router.named_parameters()}
-        value = plain_loss(loss, router, tokens[order], params, half)
+        params = leaves(router, dtype)
+        value = plain_loss(loss, Case(name), router, tokens[order], params, half)
         wanted = [tokens, *params.values()]
         return [value, *torch.autograd.grad(value, wanted, materialize_grads=True)]
 
@@ -249,7 +185,7 @@ def test_expert_choice_has_the_choices_of_its_capacity() -> None:
 def test_exact_routing_has_the_balance_loss_of_transformers(top_k: int, masked: bool) -> None:
     torch.manual_seed(top_k)
     router = TopKRouter.Config(dim=DIM, num_experts=NUM_EXPERTS, top_k=top_k).build().eval()
-    hidden = (2 * torch.randn(41, DIM)).requires_grad_()
+    hidden = (2 * torch.randn(41, DIM) + 1).requires_grad_()  # experts on one side get more
     mask = torch.arange(41) % 3 > 0 if masked else None
     logits = hidden @ F.normalize(router.centroids, dim=1).T
     theirs = load_balancing_loss_func((logits,), NUM_EXPERTS, top_k, mask)

@@ -57,7 +57,7 @@ ACTIVATION_COSTS = {"silu": 3, "gelu": 6, "gelu_tanh": 6, "relu": 1}
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs."""
+    """FLOPs of forward and backward."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -80,7 +80,7 @@ class Operation(Cost):
 def product(rows: float, width: int, *, gradients: int = 2) -> Operation:
     """One token times `rows` vectors; each gradient costs another product of that size.
 
-    `rows` is a mean where experts choose tokens, hence no whole number.
+    Where experts choose tokens, `rows` is a mean and may be a fraction.
     """
     return Operation(2 * rows * width, gradients * 2 * rows * width, "product")
 
@@ -107,7 +107,7 @@ def log_sum_exp(size: int, rows: int = 1) -> Operation:
 
 
 def add(size: int) -> Operation:
-    """Also of jitter; what draws it is no arithmetic of the convention."""
+    """Also adding jitter; the convention does not count drawing random numbers."""
     return Operation(size, 0)
 
 
@@ -157,7 +157,7 @@ def top_k(size: int, chosen: int, *, lists: int = 1, gradient: bool = False) -> 
 
 @dataclass(frozen=True)
 class Term:
-    """An operator used `times` per token; None in the column that does without it."""
+    """An operator used `times` per token; None in a column that does not use it."""
 
     part: Part
     name: str
@@ -202,7 +202,7 @@ class Workload:
 
     @property
     def steps_per_token(self) -> float:
-        """Of all devices: each does for itself what is done once per step."""
+        """Summed over devices, because each repeats what is done once per step."""
         return self.devices / self.tokens_per_step
 
     @property
@@ -244,16 +244,16 @@ class Ledger:
         return sum(chosen, Cost())
 
     def parts(self) -> tuple[Part, ...]:
-        """Those that this model has."""
+        """The parts that this model has, in the order of `PARTS`."""
         there = {term.part for term in self.terms}
-        return tuple(part for part in PARTS if part in there)  # in our order
+        return tuple(part for part in PARTS if part in there)
 
     def run(self, tokens: int, column: Column = "algorithmic") -> float:
         """FLOPs of training on so many tokens."""
         return tokens * self.cost(column).total
 
     def to_json(self, tokens: int | None = None) -> dict[str, Any]:
-        """Everything there is, as plain numbers and text; with a run's length, its totals."""
+        """Everything as plain numbers and text; with a run's length in tokens, also its totals."""
         run = {column: self.run(tokens, column) for column in COLUMNS} if tokens else None
         return {
             "flops_per_token": {column: _numbers(self.cost(column)) for column in COLUMNS},
@@ -276,7 +276,7 @@ def _numbers(cost: Cost) -> dict[str, float]:
 
 
 def count_flops(model: Any, workload: Workload) -> Ledger:
-    """Of an `AirMoeConfig`, per token of training, without the optimizer's own arithmetic."""
+    """The ledger of an `AirMoeConfig`: one token of training, without the optimizer."""
     num_layers, num_moe = model.num_hidden_layers, len(model.moe_layers or ())
     terms = [
         *_embedding(model),
@@ -345,7 +345,7 @@ def count_layer(
     expert_size: int = 1,
     losses: RouterLosses | None = None,
 ) -> Ledger:
-    """Per token of a router with these settings and its experts, without a norm."""
+    """The ledger of one layer: a router with these settings and its experts, without a norm."""
     count = router.count_flops(workload, losses or RouterLosses())
     return Ledger((*count.terms, *_experts(router.dim, expert_size, activation, count)))
 

@@ -114,6 +114,28 @@ def all_logits(case: Case, hidden: Tensor, params: dict[str, Tensor]) -> Tensor:
     return logits
 
 
+def unit(rows: Tensor) -> Tensor:
+    return rows / rows.norm(dim=1, keepdim=True)
+
+
+def candidates(case: Case, router: Any, hidden: Tensor) -> Tensor:
+    """[T, E] bool: the experts a token may choose from, by definition, in float64."""
+    hidden, config = hidden.detach().double(), case.config
+    everyone = torch.ones(len(hidden), config["num_experts"], dtype=torch.bool)
+    if case.name == "air":
+        codewords = router.codebook.codewords.double()
+        nearest = (hidden @ unit(codewords).T).argmax(1)
+        scores = codewords @ unit(router.centroids.detach().double()).T
+        lists = scores.topk(config["shortlist_size"]).indices
+        return torch.zeros_like(everyone).scatter(1, lists[nearest], True)
+    if case.name == "hierarchical":
+        clusters = hidden @ unit(router.cluster_centroids.detach().double()).T
+        chosen = torch.zeros_like(clusters, dtype=torch.bool)
+        chosen.scatter_(1, clusters.topk(config["num_selected_clusters"]).indices, True)
+        return chosen.repeat_interleave(config["num_experts"] // config["num_clusters"], dim=1)
+    return everyone
+
+
 def granular(**options: Any) -> Any:
     return airmoe.GranularExperts(**options)
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests import oracles
 from tests.conformance.common import (
     Case,
-    Mode,
     dense_weights,
-    leaves,
     route,
     row_cells,
     set_codebook,
@@ -41,53 +38,6 @@ def prepared(jitter_std: float = 0.0, seed: int = 0, **options):
     set_codebook(router, oracles.project(tokens(CODEWORDS, DIM, seed + 1)))
     router.freeze_codebook()
     return router
-
-
-def alg1(router, hidden: Tensor, dtype: torch.dtype, normalize: bool = True) -> oracles.Alg1:
-    return oracles.alg1_forward(
-        hidden.to(dtype),
-        router.codebook.codewords.to(dtype),
-        leaves(router, dtype)["centroids"].detach(),
-        SHORTLIST,
-        TOP_K,
-        normalize=normalize,
-    )
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_every_line_of_alg1(mode: Mode, normalize: bool):
-    router = prepared(normalize_centroids=normalize)
-    hidden = 2 * tokens(TOKENS, DIM, 5)
-    routing = route(router, hidden, mode)
-    exact, plain = (alg1(router, hidden, t, normalize) for t in (torch.float64, torch.float32))
-
-    assert router.codebook.assign(hidden).tolist() == exact.codeword_ids
-    assert router.shortlists().tolist() == exact.shortlists
-    chosen = routing.to_token_routing()
-    expected = torch.tensor([heads[0].expert_ids for heads in exact.choices])
-    assert torch.equal(chosen.expert_ids, expected)  # best first
-    for what, mine, read in (
-        (
-            "weights of the list",
-            chosen.weights,
-            lambda c, h: torch.stack([x[0].weights for x in c]),
-        ),
-        (
-            "weights of the cells",
-            dense_weights(routing),
-            lambda c, h: oracles.dense_weights(c, EXPERTS, h),
-        ),
-        ("log_z", routing.log_z, oracles.log_z),
-        (
-            "expert_probs",
-            routing.expert_probs,
-            lambda c, h: oracles.expert_probs(c, EXPERTS, h),
-        ),
-    ):
-        truth = read(exact.choices, hidden.double())
-        assert_close(mine, truth, read(plain.choices, hidden), what)
-    assert routing.expert_counts.tolist() == oracles.expert_counts(exact.choices, EXPERTS)
 
 
 def test_cell_probs_are_the_mean_softmax_over_codeword_similarity():
@@ -152,10 +102,10 @@ def test_alg1_by_hand():
     codewords = torch.eye(2).double()
     centroids = torch.tensor([[2.0, 0.0], [3.0, 3.0], [0.0, 5.0], [-1.0, 1.0]]).double()
     hidden = torch.tensor([[4.0, 1.0], [1.0, 3.0]]).double()
-    result = oracles.alg1_forward(hidden, codewords, centroids, 2, 1)
-    assert result.codeword_ids == [0, 1]
-    assert result.shortlists == [[0, 1], [1, 2]]  # experts 1 and 3 tie for y: the lower id
-    first, second = result.choices[0][0], result.choices[1][0]
+    assert [oracles.nearest_codeword(h, codewords) for h in hidden] == [0, 1]
+    lists = oracles.build_shortlists(codewords, centroids, 2)
+    assert lists == [[0, 1], [1, 2]]  # experts 1 and 3 tie for y: the lower id
+    (first,), (second,) = oracles.air_route(hidden, codewords, lists, centroids, 1)
     assert first.expert_ids == [0]  # 4 against 5 / sqrt(2)
     assert second.expert_ids == [2]  # 3 against 4 / sqrt(2)
     expected = 1 / (1 + math.exp(5 / math.sqrt(2) - 4))

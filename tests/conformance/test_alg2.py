@@ -164,31 +164,6 @@ def test_a_static_codebook_learns_once():
     assert_unchanged(router.codebook, first)
 
 
-def test_masked_and_non_finite_tokens_do_not_count():
-    """The update equals Alg. 2 over the remaining tokens only."""
-    router = router_with(decay=0.7)
-    set_codebook(router, oracles.project(tokens(CODEWORDS, DIM, 1)))
-    states = states_of(router.codebook)
-    hidden = tokens(41, DIM, 8)
-    mask = torch.rand(41, generator=torch.Generator().manual_seed(0)) < 0.7
-    hidden[3], hidden[11, 2] = float("nan"), float("inf")
-    mask[3] = mask[11] = True
-    keep = mask & hidden.isfinite().all(dim=1)
-    router.codebook.update(hidden, mask)
-    exact = alg2_update(hidden[keep].double(), states[0], 0.7, 0.0)
-    plain = alg2_update(hidden[keep], states[1], 0.7, 0.0)
-    assert_state(router.codebook, exact, plain, "masked")
-
-
-def test_an_empty_batch_changes_nothing():
-    router = router_with(decay=0.7, dead_below=1.0)
-    set_codebook(router, oracles.project(tokens(CODEWORDS, DIM, 1)), torch.full((CODEWORDS,), 1.1))
-    before = states_of(router.codebook)
-    router.codebook.update(torch.empty(0, DIM))
-    router.codebook.update(tokens(5, DIM, 2), torch.zeros(5, dtype=torch.bool))
-    assert_unchanged(router.codebook, before)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_state_is_float32_whatever_the_model(dtype: torch.dtype):
     """An update from bf16 tokens equals Alg. 2 on those tokens in float32, not in bf16."""

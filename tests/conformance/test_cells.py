@@ -37,6 +37,10 @@ CASES = [
     Case("air", {**SIZES, "num_codewords": 6, "shortlist_size": 7}),
     Case("air", {**SIZES, "num_codewords": 6, "shortlist_size": 30}),
     Case("air", {**SIZES, "num_codewords": 1, "shortlist_size": 20}),
+    Case(
+        "air",
+        {**SIZES, "num_codewords": 7, "shortlist_size": 13, "normalize_centroids": False},
+    ),
 ]
 
 
@@ -52,16 +56,26 @@ def build(case: Case):
     return router
 
 
+def own_lists(case: Case, router, dtype: torch.dtype) -> list[list[int]]:
+    """AIR's shortlists from centroids and codewords alone."""
+    codewords, centroids = router.codebook.codewords.to(dtype), router.centroids.to(dtype)
+    size, normalize = case.config["shortlist_size"], case.config.get("normalize_centroids", True)
+    return oracles.build_shortlists(codewords, centroids, size, normalize=normalize)
+
+
 def own_choices(case: Case, router, hidden: Tensor, dtype: torch.dtype):
     """The per-token definition, shortlists included, from parameters and codewords alone."""
     if case.name == "hierarchical":
         return case.choices(router, hidden.to(dtype), leaves(router, dtype))
-    codewords, centroids = (
+    lists, centroids = own_lists(case, router, dtype), router.centroids.detach().to(dtype)
+    return oracles.air_route(
+        hidden.to(dtype),
         router.codebook.codewords.to(dtype),
-        router.centroids.detach().to(dtype),
+        lists,
+        centroids,
+        case.config["top_k"],
+        normalize=case.config.get("normalize_centroids", True),
     )
-    lists = oracles.build_shortlists(codewords, centroids, case.config["shortlist_size"])
-    return oracles.air_route(hidden.to(dtype), codewords, lists, centroids, case.config["top_k"])
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -70,6 +84,8 @@ def test_cells_equal_the_per_token_definition(case: Case, mode: Mode):
     router, hidden = build(case), 2 * tokens(TOKENS, DIM, 2)
     routing = route(router, hidden, mode)
     exact, plain = (own_choices(case, router, hidden, t) for t in (torch.float64, torch.float32))
+    if case.name == "air":
+        assert router.shortlists().tolist() == own_lists(case, router, torch.float64)
     assert selected_ids(routing) == [sorted(heads[0].expert_ids) for heads in exact]
     listed = routing.to_token_routing()
     assert listed.expert_ids.tolist() == [heads[0].expert_ids for heads in exact]

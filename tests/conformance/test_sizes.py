@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,12 +11,14 @@ from tests import oracles
 from tests.conformance.common import (
     Case,
     all_logits,
+    candidates,
     dense_weights,
     granular,
     leaves,
     row_cells,
     set_codebook,
     tokens,
+    unit,
 )
 from tests.tolerance import assert_close, score_slack
 
@@ -34,27 +34,6 @@ CASES = [
 ]
 COUNTS = {1089: 1201, 2025: 2105}  # tokens
 DTYPES = (torch.float64, torch.float32)
-
-
-def unit(rows: Tensor) -> Tensor:
-    return rows / rows.norm(dim=1, keepdim=True)
-
-
-def candidates(case: Case, router: Any, hidden: Tensor) -> Tensor:
-    """[T, E] bool: the experts a token may choose from, by definition, in float64."""
-    everyone = torch.ones(len(hidden), case.config["num_experts"], dtype=torch.bool)
-    if case.name == "air":
-        codewords = router.codebook.codewords.double()
-        nearest = (hidden @ unit(codewords).T).argmax(1)
-        scores = codewords @ unit(router.centroids.detach().double()).T
-        lists = scores.topk(case.config["shortlist_size"]).indices
-        return torch.zeros_like(everyone).scatter(1, lists[nearest], True)
-    if case.name == "hierarchical":
-        clusters = hidden @ unit(router.cluster_centroids.detach().double()).T
-        chosen = torch.zeros_like(clusters, dtype=torch.bool)
-        chosen.scatter_(1, clusters.topk(case.config["num_selected_clusters"]).indices, True)
-        return chosen.repeat_interleave(33, dim=1)
-    return everyone
 
 
 def plain_weights(case: Case, logits: Tensor, allowed: Tensor, chosen: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Small routers to measure, and the same routing by the paper's formulas in float64."""
+"""Small routers to measure, and the same routing by the paper's formulas."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from airmoe import ROUTERS, AirRouter, track_optimizer
 from tests import oracles
+from tests.conformance.common import Case, all_logits, leaves
 
 DIM, NUM_EXPERTS, TOP_K = 8, 24, 5
 EXTRA: dict[str, dict[str, Any]] = {
@@ -20,10 +22,8 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 def build(name: str, seed: int = 0, **options: Any) -> Any:
-    torch.manual_seed(seed)
-    sizes = {"dim": DIM, "num_experts": NUM_EXPERTS, "top_k": TOP_K}
-    config: Any = ROUTERS[name].Config  # type: ignore[attr-defined]
-    return config(**{**sizes, **EXTRA[name], **options}).build()
+    sizes = {"dim": DIM, "num_experts": NUM_EXPERTS, "top_k": TOP_K, "jitter_std": 0.01}
+    return Case(name, {**sizes, **EXTRA[name], **options}).build(seed)
 
 
 def track(router: AirRouter) -> None:
@@ -45,36 +45,17 @@ def trained_air(seed: int = 0, *, tracked: bool = True, **options: Any) -> AirRo
     return router
 
 
-def rows(router: Any, name: str) -> Tensor:
-    """Centroids of the router in float64, projected if it projects them."""
-    weight = getattr(router, name).detach().double()
-    return oracles.project(weight, router.config.normalize_centroids)
+def case_of(router: Any) -> Case:
+    (name,) = [name for name, kind in ROUTERS.items() if type(router) is kind]
+    return Case(name, vars(router.config))
 
 
-def exact_logits(router: Any, hidden: Tensor) -> Tensor:
-    """[T, E] float64."""
-    logits = hidden.double() @ rows(router, "centroids").T
-    if hasattr(router, "cluster_centroids"):
-        clusters = hidden.double() @ rows(router, "cluster_centroids").T
-        logits = logits + clusters.repeat_interleave(NUM_EXPERTS // clusters.shape[1], dim=1)
-    return logits
+def exact_logits(router: Any, hidden: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """[T, E]."""
+    return all_logits(case_of(router), hidden.to(dtype), leaves(router, dtype)).detach()
 
 
-def choices(router: Any, hidden: Tensor) -> oracles.Choices:
+def choices(router: Any, hidden: Tensor, dtype: torch.dtype = torch.float64) -> oracles.Choices:
     """The routing of `hidden` without jitter."""
-    config, hidden, centroids = router.config, hidden.double(), rows(router, "centroids")
-    if isinstance(router, AirRouter):
-        codewords = router.codebook.codewords.double()
-        lists = oracles.build_shortlists(
-            codewords, centroids, config.shortlist_size, normalize=False
-        )
-        kind: Any = "euclidean" if config.codebook == "euclidean" else "spherical"
-        return oracles.air_route(
-            hidden, codewords, lists, centroids, TOP_K, normalize=False, kind=kind
-        )
-    if hasattr(router, "cluster_centroids"):
-        clusters = rows(router, "cluster_centroids")
-        return oracles.hierarchical_route(
-            hidden, clusters, centroids, TOP_K, config.num_selected_clusters, normalize=False
-        )
-    return oracles.exact_topk(hidden, centroids, TOP_K, normalize=False)
+    calm = copy.deepcopy(router).eval()
+    return case_of(router).choices(calm, hidden.to(dtype), leaves(router, dtype))

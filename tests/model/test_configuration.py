@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from airmoe import (
@@ -17,7 +19,7 @@ from airmoe import (
     TopKRouter,
 )
 from airmoe.config import config
-from airmoe.model import AirMoeConfig
+from airmoe.model import AirMoeConfig, AirMoeForCausalLM
 from tests.model.common import CAUSAL, SMALL, VARIANTS, config_of
 
 
@@ -68,7 +70,7 @@ def test_a_custom_router_needs_no_budget_if_its_options_are_given(
     monkeypatch.setitem(ROUTERS, "own", OwnRouter)
     router: Any = config_of("topk", router="own", router_options={"depth": 3}).router_config()
     assert (router.dim, router.num_experts, router.top_k, router.depth) == (16, 36, 4, 3)
-    with pytest.raises(ConfigError, match=r"model\.router_options\.depth: .* must be given"):
+    with pytest.raises(ConfigError, match=r"router_options\.depth: .* must be given. Required: d"):
         config_of("topk", router="own", router_options={})
     with pytest.raises(ConfigError, match=r"model\.router_options\.width: .*: jitter_std, "):
         config_of("topk", router="own", router_options={"depth": 3, "width": 3})
@@ -138,6 +140,7 @@ def test_unknown_entries_of_a_saved_config_are_kept(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     loads: list[Any] = [
         lambda: AirMoeConfig.from_dict(config.to_dict()),
+        lambda: AirMoeConfig.from_json_file(tmp_path / "config.json"),
         lambda: AirMoeConfig.from_pretrained(tmp_path),
         lambda: AutoConfig.from_pretrained(tmp_path),
     ]
@@ -148,6 +151,8 @@ def test_unknown_entries_of_a_saved_config_are_kept(tmp_path: Path) -> None:
         assert loaded.to_dict() == config.to_dict() | {"_name_or_path": loaded.name_or_path}
     with pytest.raises(ConfigError, match=r"model\.unsloth_version: .* is not an option"):
         AirMoeConfig(**config.to_dict())  # as options of a program they are refused
+    with pytest.raises(ConfigError, match=r"model\.to_dict: .* is not an option"):
+        AirMoeConfig.from_dict({**config.to_dict(), "to_dict": 3})  # it means something else
 
 
 def test_changes_at_loading_are_checked_too(tmp_path: Path) -> None:
@@ -160,3 +165,38 @@ def test_changes_at_loading_are_checked_too(tmp_path: Path) -> None:
 def test_only_experts_that_choose_tokens_are_not_causal() -> None:
     assert [name for name in VARIANTS if config_of(name).routes_causally] == CAUSAL
     assert len(VARIANTS) - len(CAUSAL) == 2
+
+
+# -- edited and damaged files --------------------------------------------------------------
+
+ODD = [None, True, 0, -1, 1.5, float("nan"), 10**30, 10**400, "", "abc"]
+ODD += [[], ["x"], {}, {"type": "linear"}]
+NOTES = {"architectures", "transformers_version", "model_type"}  # that transformers writes
+
+
+def test_no_change_of_a_file_makes_a_traceback(tmp_path: Path) -> None:
+    """It is refused in one line, or a model can be built from it."""
+    config_of("air").save_pretrained(tmp_path)
+    saved, refused = tmp_path / "config.json", []
+    good = json.loads(saved.read_text())
+    for name in good:
+        for value in ODD:
+            saved.write_text(json.dumps({**good, name: value}))
+            try:
+                found = AirMoeConfig.from_pretrained(tmp_path)
+                with torch.device("meta"):
+                    AirMoeForCausalLM(found)
+            except ConfigError as error:
+                refused.append((name, error))
+    assert good.keys() - {name for name, _ in refused} <= NOTES
+    assert len(refused) > 350
+    for name, error in refused:
+        assert "\n" not in str(error) and error.field.startswith("model") and name in str(error)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b"[" * 50_000, b'{"router": "\xff"}'])
+def test_a_file_that_is_no_config_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    for model_class in (AirMoeConfig, AirMoeForCausalLM):
+        with pytest.raises(ConfigError, match=r"config: got '.*config\.json', must be the JSON of"):
+            model_class.from_pretrained(tmp_path)

@@ -235,3 +235,6 @@ def test_router_logits_are_refused_and_never_ignored() -> None:
             asked(ids, output_router_logits=True)
     with pytest.raises(ConfigError, match=r"output_router_logits: got True.*is not an option"):
         config_of("air", output_router_logits=True)
+    model.config.output_router_logits = True
+    with pytest.raises(ConfigError, match="output_router_logits: got True"):
+        model(ids)

@@ -12,16 +12,11 @@ from torch import Tensor, nn
 import airmoe
 from airmoe import ROUTERS, AirRouter, GranularExperts, MoELayer
 from airmoe.distributed import full_tensor
+from tests.conformance import common
 
 DIM, EXPERTS, TOP_K = 8, 36, 4
 SIZES: dict[str, Any] = {"dim": DIM, "num_experts": EXPERTS, "top_k": TOP_K, "jitter_std": 0.3}
-EXTRA: dict[str, dict[str, Any]] = {
-    "air": {"num_codewords": 3, "shortlist_size": 9, "codebook_decay": 0.7},
-    "peer": {"num_heads": 2},
-    "hierarchical": {"num_clusters": 4, "num_selected_clusters": 2},
-    "topk": {},
-    "expert_choice": {},
-}
+EXTRA = {**common.EXTRA, "air": {**common.EXTRA["air"], "codebook_decay": 0.7}}
 # Every router of the table, and AIR's extensions: (router, options).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ROUTERS},
@@ -105,6 +100,16 @@ def dense(routing: airmoe.Routing) -> Tensor:
     listed = routing.to_token_routing()
     weights = torch.zeros(routing.num_tokens, routing.num_experts)
     return weights.scatter_add(1, listed.expert_ids, listed.weights)
+
+
+def losses(output: airmoe.MoEOutput) -> Tensor:
+    """Everything a training step may ask of a routing."""
+    routing = output.routing
+    loss = output.hidden.square().mean() + airmoe.load_balance_loss(routing)
+    loss = loss + airmoe.losses.router_z_loss(routing)
+    if isinstance(routing, airmoe.CellRouting):
+        loss = loss + airmoe.losses.shortlist_balance_loss(routing)
+    return loss
 
 
 def plain_shortlists(router: AirRouter, codewords: Tensor | None = None) -> Tensor:

@@ -18,7 +18,7 @@ import airmoe
 from airmoe.kernels.backend import use_backend
 from airmoe.training import capture
 from airmoe.training.capture import CapturedSteps
-from tests.state.common import CASES, assert_same, batch, build_layer, snapshot
+from tests.state.common import CASES, assert_same, batch, build_layer, losses, snapshot
 
 # -- without a GPU: tensors on the meta device have no values to read --------------------------
 
@@ -50,16 +50,6 @@ def _autocast_knows_meta(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "autocast", autocast)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda d: d != "meta" and enabled(d))
-
-
-def losses(output: airmoe.MoEOutput) -> Tensor:
-    """Everything a training step may ask of a routing."""
-    routing = output.routing
-    loss = output.hidden.square().mean() + airmoe.load_balance_loss(routing)
-    loss = loss + airmoe.losses.router_z_loss(routing)
-    if isinstance(routing, airmoe.CellRouting):
-        loss = loss + airmoe.losses.shortlist_balance_loss(routing)
-    return loss
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looked at on a real device below")

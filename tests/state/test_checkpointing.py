@@ -21,6 +21,7 @@ from tests.state.common import (
     build_block,
     build_layer,
     counting_observe,
+    losses,
     routers_of,
     snapshot,
 )
@@ -184,17 +185,14 @@ def test_losses_of_the_routing_leave_a_checkpointed_block(
 ) -> None:
     def block(layer: airmoe.MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
         output = layer.forward_with_routing(x)
-        loss = airmoe.load_balance_loss(output.routing) + airmoe.router_z_loss(output.routing)
-        if isinstance(output.routing, airmoe.CellRouting):
-            loss = loss + airmoe.shortlist_balance_loss(output.routing)
-        return output.hidden, loss
+        return output.hidden, losses(output)
 
     def run(checkpointed: bool) -> dict[str, Tensor]:
         layer = build_layer(case)
         optimizer = torch.optim.AdamW(layer.parameters())
         if tracked:
             airmoe.track_optimizer(layer, optimizer)
-        losses = []
+        found = []
         inputs = [batch(0).requires_grad_(), batch(1).requires_grad_()]
         for x in inputs:
             if checkpointed:
@@ -203,11 +201,11 @@ def test_losses_of_the_routing_leave_a_checkpointed_block(
                 hidden, loss = parts
             else:
                 hidden, loss = block(layer, x)
-            losses.append(hidden.square().mean() + loss)
-        for loss in reversed(losses):
+            found.append(hidden.square().mean() + loss)
+        for loss in reversed(found):
             loss.backward()
-        found = {f"input{i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
-        return {**snapshot(layer), **found, "loss": torch.stack(losses).detach()}
+        grads = {f"input{i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
+        return {**snapshot(layer), **grads, "loss": torch.stack(found).detach()}
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*without a tracked optimizer")

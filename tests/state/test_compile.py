@@ -29,9 +29,9 @@ from tests.state.common import (
     batch,
     build_layer,
     counting_observe,
+    losses,
     snapshot,
 )
-from tests.state.test_capture import losses
 
 pytestmark = pytest.mark.slow  # it interprets Triton kernels
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

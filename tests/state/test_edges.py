@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import airmoe
-from airmoe import AirRouter, ConfigError, GranularExperts, MoELayer
+from airmoe import AirRouter, GranularExperts, MoELayer
 from tests.state import common
 
 DIM, EXPERTS = 8, 64
@@ -116,13 +115,6 @@ def test_assigned_state_is_float32_again() -> None:
     router.load_state_dict(rounded, assign=True)
     assert router.codebook.codewords.dtype == torch.float32
     assert torch.equal(router.codebook.codewords, rounded["codebook.codewords"].float())
-
-
-def test_tracking_a_model_without_routers_is_a_mistake() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ConfigError, match="must contain a router"):
-        airmoe.track_optimizer(model, optimizer)
 
 
 def test_a_router_may_have_a_part_named_router() -> None:

@@ -42,20 +42,6 @@ def test_an_air_router_saves_its_parameters_codebook_and_counters_only() -> None
     }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_safetensors_round_trip_into_a_fresh_model(case: str, tmp_path: Path) -> None:
-    layer = build_layer(case)
-    for index in range(3):
-        layer(batch(index)).sum().backward()
-    save_file(layer.state_dict(), tmp_path / "model.safetensors")
-    fresh = build_layer(case, seed=123)
-    fresh.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
-    assert_same(dict(fresh.state_dict()), dict(layer.state_dict()))
-    layer.eval()
-    fresh.eval()
-    assert torch.equal(fresh(batch(9)), layer(batch(9)))
-
-
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
 

@@ -57,7 +57,7 @@ def routing_quality(
 ) -> RoutingQuality:
     """Overlap and mass recall from one routing and one pass over the exact logits.
 
-    All tokens are routed, because with expert choice every token matters, but only `rows` compared.
+    All tokens are routed, because with expert choice they compete, but only `rows` are compared.
     """
     if not isinstance(router, Router):
         rule = "must be a router, with the hidden states it gets"

@@ -65,7 +65,7 @@ def unlisted_experts(shortlists: Tensor, num_experts: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingReport:
-    """What a meter saw on all ranks. None: never measured, or not defined for the router."""
+    """What a meter saw on all ranks; None if never measured or not defined for the router."""
 
     entropy: float | None  # of expert usage, nats
     dead_experts: float | None  # fraction in [0, 1] that got no token

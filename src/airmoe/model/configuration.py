@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import re
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from transformers import LlamaConfig
+from huggingface_hub.errors import StrictDataclassError
+from transformers import GenerationConfig, LlamaConfig
+from transformers.activations import ACT2FN
 
 from airmoe.config import check_choice, check_count, check_number, did_you_mean
 from airmoe.errors import ConfigError
+from airmoe.files import read_json
 from airmoe.kernels.token_experts import Activation
 from airmoe.moe.layer import PostNorm
 from airmoe.routers import ADD_YOURS, ROUTERS, RouterConfig
@@ -95,14 +100,23 @@ class AirMoeConfig(LlamaConfig):
         options, layers = copy.deepcopy((self.router_options, self.moe_layers))
         self.router_options, self.moe_layers = options, layers
         super().__post_init__(**names)
+        self.validate()  # Llama's rules, which otherwise run only where its errors hide ours
         self.check()
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Read a saved config, and keep the entries that other tools left there, with a warning."""
-        unknown = {name: value for name, value in config_dict.items() if not cls._knows(name)}
+        """Read a saved config, and keep the entries that other tools left there, with a warning.
+
+        A wrong value raises `ConfigError`, also where a check of transformers finds it.
+        """
+        unknown = {name: config_dict[name] for name in config_dict if cls._is_foreign(name)}
+        for name in unknown.keys() & kwargs.keys():
+            unknown[name] = kwargs.pop(name)
         known = {name: value for name, value in config_dict.items() if name not in unknown}
-        result = super().from_dict(known, **kwargs)
+        try:
+            result = super().from_dict(known, **kwargs)
+        except (StrictDataclassError, KeyError, TypeError, AttributeError) as error:
+            raise refused(error, {**known, **kwargs}) from error
         config = result[0] if isinstance(result, tuple) else result
         config.check()  # again, because the base class sets `kwargs` after the checks
         if unknown:
@@ -115,14 +129,29 @@ class AirMoeConfig(LlamaConfig):
             setattr(config, name, value)
         return result
 
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike[str]) -> Any:
+        """Read a file as `from_dict` does; the base class would call the constructor."""
+        return cls.from_dict(cls._dict_from_json_file(json_file))
+
+    @classmethod
+    def _dict_from_json_file(cls, json_file: str | os.PathLike[str]) -> dict[str, Any]:
+        """The JSON of a config; every method that reads a file calls this."""
+        try:
+            values = read_json(Path(json_file))
+            if not isinstance(values, dict):
+                raise ValueError("it must be an object")
+        except ValueError as error:
+            rule = f"must be the JSON of a model's config ({error})"
+            remedy = "Take the file from another copy, or save the model again."
+            raise ConfigError("config", str(json_file), rule, remedy) from error
+        return values
+
     def check(self) -> None:
         """Raise `ConfigError` for settings that no model can be built from."""
         for name in ("num_experts", "num_experts_per_tok", "expert_size"):
             check_count(f"model.{name}", getattr(self, name))
-        heads = self.num_key_value_heads
-        if self.num_attention_heads % (heads or 1):
-            rule = f"must divide num_attention_heads = {self.num_attention_heads}"
-            raise ConfigError("model.num_key_value_heads", heads, rule, "Choose a divisor.")
+        self._check_decoder()
         for name in ("load_balance_weight", "shortlist_balance_weight", "router_z_weight"):
             check_number(f"model.{name}", getattr(self, name))
         check_number("model.moe_post_norm_gain", self.moe_post_norm_gain, strict=True)
@@ -136,6 +165,25 @@ class AirMoeConfig(LlamaConfig):
             remedy = "Set it to 0, or choose a router with cells (air, hierarchical)."
             weight = self.shortlist_balance_weight
             raise ConfigError("model.shortlist_balance_weight", weight, rule, remedy)
+
+    def _check_decoder(self) -> None:
+        """Check what Llama's own checks let through although no model can be built from it."""
+        for name in ("intermediate_size", "num_key_value_heads", "head_dim"):
+            if getattr(self, name) is not None:
+                check_count(f"model.{name}", getattr(self, name))
+        heads = self.num_key_value_heads
+        if self.num_attention_heads % (heads or 1):
+            rule = f"must divide num_attention_heads = {self.num_attention_heads}"
+            raise ConfigError("model.num_key_value_heads", heads, rule, "Choose a divisor.")
+        check_number("model.rms_norm_eps", self.rms_norm_eps, below=1.0, strict=True)
+        check_number("model.attention_dropout", self.attention_dropout or 0, below=1.0)
+        if self.hidden_act not in ACT2FN:
+            rule = "must be an activation that transformers knows"
+            raise ConfigError("model.hidden_act", self.hidden_act, rule, 'Llama uses "silu".')
+        pad = self.pad_token_id
+        if pad is not None and not -self.vocab_size <= pad < self.vocab_size:
+            rule = f"must be < vocab_size = {self.vocab_size}"
+            raise ConfigError("model.pad_token_id", pad, rule, "Give the tokenizer's, or None.")
 
     def router_config(self) -> RouterConfig:
         """The checked settings of this model's routers."""
@@ -211,6 +259,11 @@ class AirMoeConfig(LlamaConfig):
     def _knows(cls, name: str) -> bool:
         return name.startswith("_") or name in TRANSFORMERS_NAMES or name in cls._options()
 
+    @classmethod
+    def _is_foreign(cls, name: str) -> bool:
+        """Whether the name means nothing to this class or to transformers."""
+        return not (cls._knows(name) or hasattr(cls, name) or hasattr(GenerationConfig(), name))
+
     def _refuse_unknown(self, names: dict[str, Any]) -> None:
         options = self._options()
         for name, value in names.items():
@@ -224,19 +277,19 @@ class AirMoeConfig(LlamaConfig):
 
 
 def _as_typed(error: ConfigError, label: str) -> ConfigError:
-    """A router's error, with the names that the model has for the router's options."""
+    """A router's error under the model's names for the router's options."""
     before, _, name = error.field.rpartition(".")
     if before != label:
         return error
     field = f"model.{TYPED[name]}" if name in TYPED else f"model.router_options.{name}"
-    # The first options in the router's list of valid ones are set by the model.
-    remedy = error.remedy.replace(f"options: {', '.join(TYPED)}, ", "options: ")
+    # The first options in the router's lists of valid and required ones are set by the model.
+    remedy = error.remedy.replace(f": {', '.join(TYPED)}, ", ": ")
     rule, remedy = (re.sub(r"\btop_k\b", TYPED["top_k"], text) for text in (error.rule, remedy))
     return ConfigError(field, error.value, rule, remedy)
 
 
 def refused(error: Exception, given: Mapping[str, Any]) -> ConfigError:
-    """An error of transformers' own checks, several lines long, as one `ConfigError`."""
+    """An error of transformers' own checks, which takes several lines, as one `ConfigError`."""
     reason = str(error).splitlines()[-1].strip().rstrip(".")
     found = re.search(r"for field '(\w+)'", str(error))
     if found is None or found[1] not in given:

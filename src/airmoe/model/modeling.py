@@ -160,7 +160,8 @@ class AirMoeModel(AirMoePreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds, and not both.")
-        if kwargs.get("output_router_logits"):
+        asked = getattr(self.config, "output_router_logits", False)  # as for other models
+        if kwargs.get("output_router_logits", asked):
             rule = "is not available: a router need not score all experts"
             remedy = "For losses read router_loss; for metrics call router.full_logits(hidden)."
             raise ConfigError("output_router_logits", True, rule, remedy)

@@ -25,7 +25,7 @@ PAPER_MOE: dict[str, Any] = {
     "num_experts_per_tok": 512,
     "router_options": {"num_codewords": 1024, "shortlist_size": 2048},
 }
-# Ours, to see everything work on a CPU. A run sets vocab_size to its tokenizer's.
+# Our own, small enough for a CPU. A run sets vocab_size to its tokenizer's.
 TINY_MOE: dict[str, Any] = {
     "num_experts": 1024,
     "num_experts_per_tok": 32,

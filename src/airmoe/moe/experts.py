@@ -1,4 +1,4 @@
-"""Granular and coarse experts. They take any routing and know nothing about routers."""
+"""Granular and coarse experts, which work with any routing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Experts(nn.Module):
     """E feed-forward experts of S neurons: sum over neurons of act(gate.h) * (up.h) * down."""
 
     def __init__(
-        self, num_experts: int, dim: int, activation: Activation, expert_size: int
+        self, num_experts: int, dim: int, activation: Activation = "swiglu", expert_size: int = 1
     ) -> None:
         super().__init__()
         label = type(self).__name__
@@ -102,7 +102,7 @@ class _Experts(nn.Module):
             )
             return token_experts(hidden, tables, weights, expert_ids)
         if triton and gradients and cells.small and self.expert_size == 1:
-            counts = routing.entry_counts()  # lets the backward skip experts that nobody chose
+            counts = routing.entry_counts()  # lets the backward skip experts that no token chose
         return cell_experts(
             hidden, tables, routing.gates, cells, counts=counts, training=self.training
         )
@@ -153,15 +153,6 @@ class _Experts(nn.Module):
 class GranularExperts(_Experts):
     """Tens of thousands to millions of tiny experts, of one neuron each by default."""
 
-    def __init__(
-        self,
-        num_experts: int,
-        dim: int,
-        activation: Activation = "swiglu",
-        expert_size: int = 1,
-    ) -> None:
-        super().__init__(num_experts, dim, activation, expert_size)
-
     def weight_shape(self) -> tuple[int, ...]:
         """[E, D] for single neurons, else [E, S, D]."""
         return (self.num_experts, self.dim) if self.expert_size == 1 else super().weight_shape()
@@ -171,11 +162,7 @@ class CoarseExperts(_Experts):
     """A few large experts, dropless: an expert is a cell, and its pool is its own neurons."""
 
     def __init__(
-        self,
-        num_experts: int,
-        dim: int,
-        expert_size: int,
-        activation: Activation = "swiglu",
+        self, num_experts: int, dim: int, expert_size: int, activation: Activation = "swiglu"
     ) -> None:
         super().__init__(num_experts, dim, activation, expert_size)
 

@@ -68,10 +68,10 @@ class MoELayer(nn.Module):
                 "Build it from its settings: MoELayer(config.build(), experts).",
             )
         for name in ("dim", "num_experts"):
-            if getattr(router.config, name) != getattr(experts, name):
+            if getattr(router.config, name) != getattr(experts, name, None):
                 raise ConfigError(
                     f"MoELayer.experts.{name}",
-                    getattr(experts, name),
+                    getattr(experts, name, None),
                     f"must equal the router's {name} = {getattr(router.config, name)}",
                     "Build router and experts with the same sizes.",
                 )
@@ -151,11 +151,12 @@ class MoELayer(nn.Module):
 
 def _flat_mask(mask: Tensor, shape: torch.Size) -> Tensor:
     """[B, L] bool or 0/1 integers -> [T] bool."""
-    if mask.shape != shape:
+    given = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__qualname__
+    if given != tuple(shape):
         raise ConfigError(
             "MoELayer.mask",
-            tuple(mask.shape),
-            f"must have shape {tuple(shape)}, one entry per token",
+            given,
+            f"must be a tensor of shape {tuple(shape)}, one entry per token",
             "Pass the attention mask of this batch.",
         )
     if mask.is_floating_point() or mask.is_complex():

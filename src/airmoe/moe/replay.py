@@ -88,10 +88,10 @@ def inside_backward() -> bool:
 
 @contextmanager
 def run_once() -> Iterator[None]:
-    """For code that runs in a first forward but not in its recomputation: learning, planning.
+    """For code that runs in the first forward but not in its recomputation: learning, planning.
 
     Selective activation checkpointing gives the n-th saved result of an operator to its n-th call
-    in the second run, so it must not see what has no such call.
+    in the second run, so it must not see calls that the second run does not make.
     """
     selective = False
     for mode in _get_current_dispatch_mode_stack():

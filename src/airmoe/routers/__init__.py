@@ -60,6 +60,8 @@ def import_modules(names: Sequence[str]) -> None:
         sys.path.insert(0, os.getcwd())
     for name in names:
         try:
+            if not all(part.isidentifier() for part in name.split(".")):
+                raise ModuleNotFoundError(name=name)
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):

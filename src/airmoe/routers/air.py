@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
@@ -21,15 +21,7 @@ from airmoe.routers.base import CentroidRouter, Plan
 from airmoe.routers.codebook import Codebook, CodebookKind
 from airmoe.routers.costs import count_air
 from airmoe.routers.expert_choice import capacity_of, expert_choice_gates
-from airmoe.routers.lists import (
-    Due,
-    Key,
-    ListCache,
-    Lists,
-    TensorIdentity,
-    build_lists,
-    inverse_norms_of,
-)
+from airmoe.routers.lists import Due, Key, ListCache, Lists, TensorIdentity, build_lists
 from airmoe.routers.routing import CellRouting, Lazy, ScoredCells, Tokens, token_choice
 from airmoe.routers.settings import Amount, CentroidConfig, Fairness
 from airmoe.routers.tracking import how_to_track
@@ -162,10 +154,8 @@ class AirRouter(CentroidRouter):
             return
         key = self._key()
         due = self.training_lists.due(key)
-        if due == "lists":
-            self.training_lists.store(self._build_lists(), key, self.micro_batches)
-        elif due == "norms":
-            self.training_lists.renew_norms(self.centroids, key)
+        if due in ("lists", "norms"):
+            self.training_lists.store(self._build_lists(due), due, key, self.micro_batches)
 
     def _warn_untracked(self) -> None:
         if not self._warned_untracked:
@@ -236,7 +226,7 @@ class AirRouter(CentroidRouter):
 
     def rebuild_shortlists(self) -> Tensor:
         """[G, M]: what a rebuild would give now, with the jitter of the cached lists."""
-        return self._build_lists(self.built_at).experts
+        return self._build_lists("lists", self.built_at).experts
 
     def _lists(self) -> Lists:
         """The cached lists, or new ones that are not kept.
@@ -246,30 +236,25 @@ class AirRouter(CentroidRouter):
         """
         if self.training:
             due = self.training_lists.due(self._key()) if self.tracked else "lists"
-            if due in ("lists", "replaced"):
-                return self._build_lists()
-            lists = self.training_lists.view()
-            if due == "norms" and lists.inverse_norms is not None:
-                lists = replace(lists, inverse_norms=inverse_norms_of(self.centroids))
-            return lists
+            return self.training_lists.view() if due == "nothing" else self._build_lists(due)
         cache, gradients = self.evaluation_lists, torch.is_grad_enabled()
-        if gradients and self.centroids.requires_grad and not self.tracked:
-            # The model may be trained in evaluation mode, and is if there was a backward.
+        # The model may be trained in evaluation mode, and is if there was a backward.
+        unsure = gradients and self.centroids.requires_grad and not self.tracked
+        if unsure:
             self.on_parameters_changed()
             if self.centroids.grad is not None:
                 self._warn_untracked()
-            return self._build_lists()
         with cache.lock:
             key = self._key()
             due = cache.due(key)
-            if due == "replaced" and gradients:
-                return self._build_lists()  # a backward may need the cached ones
+            if unsure or (gradients and due == "replaced"):
+                return self._build_lists(due)  # a backward may need the cached ones
             if due != "nothing":
-                cache.store(self._build_lists(), key, self.micro_batches)
+                cache.store(self._build_lists(due), due, key, self.micro_batches)
         return cache.view()
 
-    def _build_lists(self, micro_batch: Tensor | None = None) -> Lists:
-        """New lists, with the jitter of this micro-batch or another."""
+    def _build_lists(self, due: Due, micro_batch: Tensor | None = None) -> Lists:
+        """What is due, made new, with the jitter of this micro-batch or another."""
         config, noise = self.config, None
         if self.training and config.jitter_std > 0:  # Alg. 1, line 6
             # The codebook's seed is equal on all ranks.
@@ -282,6 +267,7 @@ class AirRouter(CentroidRouter):
             noise,
             config.shortlist_size,
             normalize=config.normalize_centroids,
+            kept=self.training_lists.view() if due == "norms" else None,
         )
 
     def _key(self) -> Key:
@@ -289,11 +275,12 @@ class AirRouter(CentroidRouter):
 
         In training only loading the codebook makes them out of date, not its learning (Alg. 3).
         """
-        version, centroids = self.codebook.version, TensorIdentity(self.centroids)
+        version, changes = self.codebook.version, self.parameter_changes
+        tensors = (TensorIdentity(self.centroids),)
         if self.training:
-            return Key(self.parameter_changes, version[:1], (centroids,))
-        tensors = (centroids, TensorIdentity(self.codebook.codewords))
-        return Key(self.parameter_changes, version, tensors)
+            return Key(changes, version[:1], tensors, built=changes)
+        tensors += (TensorIdentity(self.codebook.codewords),)
+        return Key(changes, version, tensors, built=changes)
 
     @property
     def lists_due(self) -> Due:
@@ -304,7 +291,7 @@ class AirRouter(CentroidRouter):
     def lists_renewed(self, due: Due) -> None:
         """Note that a CUDA graph has renewed what was due."""
         cache = self.training_lists if self.training else self.evaluation_lists
-        cache.renewed(due, self._key())
+        cache.store(None, due, self._key(), self.micro_batches)
 
     @property
     def built_at(self) -> Tensor | None:

@@ -108,16 +108,16 @@ class Router(nn.Module, ABC):
     _forward_eagerly = run_eagerly(forward)
 
     def read(self, hidden: Tensor | Tokens, mask: Tensor | None = None) -> Tokens:
-        """Check the input and find the tokens that count."""
+        """Check the input and find the tokens that count (`read_tokens`)."""
         return read_tokens(type(self).__name__, self.config.dim, hidden, mask)
 
     @run_eagerly
     def observe(self, hidden: Tensor | Tokens, mask: Tensor | None = None) -> None:
         """Learn from one training micro-batch without gradients, and move the noise on.
 
-        From a batch without a valid token nothing is learned. Only a single process on a CPU can
-        return early: asking a GPU would stall it, and in a process group every rank must take part.
-        There the statistics of such a batch are empty.
+        A batch without a valid token teaches nothing. Only a single process on a CPU returns early:
+        asking a GPU would stall it, and in a process group every rank must take part, with empty
+        statistics if need be.
         """
         tokens = self.read(hidden.detach(), mask)
         distributed, on_cpu = is_distributed(), tokens.valid.device.type == "cpu"
@@ -167,11 +167,13 @@ class Router(nn.Module, ABC):
         """True while the hook of a living optimizer reports its steps to this router."""
         return len(self._hooks) > 0
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Have `on_optimizer_step` called after each step."""
-        if optimizer not in self._hooks:
-            hook = optimizer.register_step_post_hook(lambda *_: self.on_optimizer_step())
-            self._hooks[optimizer] = hook
+    def follow(self, optimizer: Optimizer) -> bool:
+        """Have `on_optimizer_step` called after each step; False if it already is."""
+        if optimizer in self._hooks:
+            return False
+        hook = optimizer.register_step_post_hook(lambda *_: self.on_optimizer_step())
+        self._hooks[optimizer] = hook
+        return True
 
     def unfollow(self, optimizer: Optimizer) -> None:
         """Undo `follow`."""

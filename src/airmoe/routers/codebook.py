@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from airmoe.config import check_choice, check_count, check_number
 from airmoe.distributed import all_gather_rows, all_reduce_sum, is_distributed, rank, world_size
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.codewords import assign, codeword_sums, directions
@@ -26,8 +27,8 @@ CodebookKind = Literal["spherical", "euclidean", "static"]
 class Float32State(nn.Module):
     """A module whose floating-point buffers move between devices but never lose precision.
 
-    They stay float32 when a model is cast: an average over thousands of tokens does not fit
-    bfloat16, and a count above 256 not even as a whole number.
+    They stay float32 when a model is cast: bfloat16 cannot hold an average over thousands of
+    tokens, nor every whole number above 256.
     """
 
     def __init__(self) -> None:
@@ -99,6 +100,11 @@ class Codebook(Float32State):
         dead_below: float = 1.0,
     ) -> None:
         super().__init__()
+        check_count("codebook.num_codewords", num_codewords)
+        check_count("codebook.dim", dim)
+        check_choice("codebook.kind", kind, CodebookKind)
+        check_number("codebook.decay", decay, below=1.0)
+        check_number("codebook.dead_below", dead_below)
         self.num_codewords, self.dim, self.kind = num_codewords, dim, kind
         self.euclidean = kind == "euclidean"
         self.decay, self.dead_below = decay, dead_below
@@ -144,14 +150,16 @@ class Codebook(Float32State):
     @torch.no_grad()
     def update(self, hidden: Tensor | Tokens, mask: Tensor | None = None) -> None:
         """One step of Alg. 2 on a micro-batch; every rank of a process group must call it."""
-        tokens = read_tokens("codebook", self.dim, hidden.detach(), mask)
+        tokens = read_tokens("codebook", self.dim, hidden, mask)
         num_tokens = tokens.hidden.shape[0]
         if self.frozen or (num_tokens == 0 and not is_distributed()):
             return
         started = self._seen_first_batch or self._has_started()
         if self.kind == "static" and started:
             return
-        self._warn_of_few_tokens(num_tokens * world_size() / self.num_codewords)
+        per_code = num_tokens * world_size() / self.num_codewords
+        if 0 < per_code < 4 * self.dead_below and not (self._warned or self.kind == "static"):
+            self._warn_of_few_tokens(per_code)
         # Keys must agree on all ranks, whatever seed each was built with: rank 0's are taken.
         ranks = all_gather_rows(torch.stack([tokens.valid.sum(), self.seed, self.updates]))
         counts = ranks[:, 0]  # [world] valid tokens of each rank
@@ -231,8 +239,6 @@ class Codebook(Float32State):
         self.version = (self.version[0] + 1, self.version[1])
 
     def _warn_of_few_tokens(self, per_code: float) -> None:
-        if self._warned or self.kind == "static" or not 0 < per_code < 4 * self.dead_below:
-            return
         self._warned = True
         warnings.warn(
             f"codebook: {per_code:.2g} tokens per codeword and micro-batch, but a codeword is "

@@ -1,4 +1,4 @@
-"""FLOPs of routers: what they have in common, and then AIR's (Alg. 1 to 3)."""
+"""FLOPs of routers: the terms that several share, then those of AIR (Alg. 1 to 3)."""
 
 from __future__ import annotations
 
@@ -47,9 +47,8 @@ def summary(experts: int, dim: int) -> Operation:
     return flops.product(experts, dim, gradients=3)
 
 
-def slots_of(config: Any, workload: Workload) -> int:
-    """Tokens that an expert takes of a micro-batch."""
-    tokens = workload.tokens_per_micro_batch
+def slots_of(config: Any, tokens: int) -> int:
+    """How many of so many tokens an expert takes: T K / E * factor, rounded up."""
     share = tokens * config.top_k / config.num_experts * config.capacity_factor
     return min(tokens, math.ceil(share))
 
@@ -114,7 +113,7 @@ def count_air(config: Any, workload: Workload, losses: RouterLosses) -> RouterCo
             flops.both(FINE, "weights", flops.softmax(candidates if full else config.top_k)),
         ]
     else:
-        slots = slots_of(config, workload)
+        slots = slots_of(config, workload.tokens_per_micro_batch)
         active = config.num_experts * slots / workload.tokens_per_micro_batch
         terms += [
             flops.both(FINE, "probabilities", flops.softmax(candidates)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,19 +16,13 @@ from airmoe.kernels.norms import unit_rows
 from airmoe.kernels.rows import gather_dot
 from airmoe.kernels.softmax_summary import softmax_summary
 from airmoe.routers.base import CentroidRouter, Plan
-from airmoe.routers.costs import (
-    jitter,
-    router_losses,
-    slots_of,
-    summary,
-    unit_centroids,
-)
+from airmoe.routers.costs import jitter, router_losses, slots_of, summary, unit_centroids
 from airmoe.routers.routing import ExpertRouting, Lazy, ScoredCells, Tokens, by_token
 from airmoe.routers.settings import CentroidConfig
 
 
 class ExpertChoiceRouter(CentroidRouter):
-    """Perfectly balanced by construction, but not causal: unfit for generation."""
+    """Balanced by construction, but not causal, so it cannot generate."""
 
     @config
     class Config(CentroidConfig):
@@ -40,8 +33,9 @@ class ExpertChoiceRouter(CentroidRouter):
             check_number(f"{self.label}.capacity_factor", self.capacity_factor, strict=True)
 
         def count_flops(self, workload: Workload, losses: RouterLosses) -> RouterCount:
-            experts, dim, slots = self.num_experts, self.dim, slots_of(self, workload)
-            active = experts * slots / workload.tokens_per_micro_batch
+            experts, dim, tokens = self.num_experts, self.dim, workload.tokens_per_micro_batch
+            slots = slots_of(self, tokens)
+            active = experts * slots / tokens
             terms = (
                 *unit_centroids(self, workload),
                 Term(FINE, "scores", flops.product(experts, dim), None),
@@ -77,8 +71,7 @@ class ExpertChoiceRouter(CentroidRouter):
         experts = (unit_rows(self.centroids) if normalize else self.centroids).to(dtype)
         log_z = summary.log_z  # [T]
         # The shape counts every token; with padding the last slots stay unused.
-        share = num_tokens * config.top_k / config.num_experts * config.capacity_factor
-        slots = min(num_tokens, math.ceil(share))
+        slots = slots_of(config, num_tokens)
         token_ids = best_tokens(hidden, experts, log_z.detach(), tokens.valid, slots, noise)
         logits = gather_dot(experts, hidden, token_ids)  # [E, C]
         if noise is not None:

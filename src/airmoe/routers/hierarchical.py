@@ -1,4 +1,4 @@
-"""Hierarchical routing: learned cluster scores pick clusters, whose experts vie for K places."""
+"""Hierarchical routing: learned scores pick clusters, and their experts compete for K places."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The inverted index codeword -> M experts: how it is built, and its cache at a fixed address."""
+"""The inverted index, codeword -> M experts: how it is built and cached."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -18,9 +18,9 @@ from airmoe.kernels.noise import Noise
 from airmoe.kernels.norms import inverse_norms
 from airmoe.routers.codebook import Codebook, Float32State
 
-# Which part of the cached lists is out of date: all of it, only the inverse norms, or nothing.
-# "replaced": the cache is good, but other tensors stand in for the centroids it was built from
-# (`functional_call`, an edit by hand), perhaps only for a while.
+# What is out of date: nothing, the shortlists and all that belongs to them, or only the inverse
+# norms, because shortlists may be older than one step. "replaced": nothing, but other tensors stand
+# in for those the lists were built from (`functional_call`, an edit by hand), maybe for a while.
 Due = Literal["nothing", "replaced", "norms", "lists"]
 
 
@@ -35,20 +35,27 @@ class Lists:
 
 @torch.no_grad()
 def build_lists(
-    codewords: Tensor, centroids: Tensor, noise: Noise | None, size: int, *, normalize: bool
+    codewords: Tensor,
+    centroids: Tensor,
+    noise: Noise | None,
+    size: int,
+    *,
+    normalize: bool,
+    kept: Lists | None = None,
 ) -> Lists:
-    """Alg. 1, lines 1 and 4-7: the `size` best experts of every codeword."""
+    """Alg. 1, lines 1 and 4-7: the `size` best experts of every codeword.
+
+    With `kept`, older lists, only the norms are new: scores are exact under any shortlists.
+    """
     centroids = full_tensor(centroids.detach())
     scales = inverse_norms(centroids) if normalize else None  # [E]
-    experts = top_m(codewords, centroids, size, inverse_norms=scales, noise=noise)  # [G, M]
-    reverse = make_reverse(experts, centroids.shape[0]) if use_triton(experts) else None
-    return Lists(experts, scales, reverse)
-
-
-@torch.no_grad()
-def inverse_norms_of(centroids: Tensor) -> Tensor:
-    """[E] 1/|w_e|."""
-    return inverse_norms(full_tensor(centroids.detach()))
+    if kept is None:
+        experts = top_m(codewords, centroids, size, inverse_norms=scales, noise=noise)  # [G, M]
+        kept = Lists(experts, None, None)
+    reverse = kept.reverse
+    if reverse is None and use_triton(kept.experts):
+        reverse = make_reverse(kept.experts, centroids.shape[0])
+    return Lists(kept.experts, scales, reverse)
 
 
 class TensorIdentity(tuple[int, int, Any]):
@@ -68,7 +75,7 @@ class TensorIdentity(tuple[int, int, Any]):
         return super().__new__(cls, (version, tensor.storage_offset(), storage))
 
     def __deepcopy__(self, _memo: object) -> None:
-        """A copy of a module has tensors of its own."""
+        """A copied module has tensors of its own."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # the same for a pickled module
@@ -81,13 +88,14 @@ class Key:
     changes: int  # of the parameters: optimizer steps, loads, edits by hand
     codebook: tuple[int, ...]  # `Codebook.version`; in training only its first number
     tensors: tuple[TensorIdentity, ...]
+    built: int  # `changes` when the shortlists were built; norms may be newer
 
 
 class ListCache(Float32State):
     """The lists of one mode, rewritten in place so that captured CUDA graphs stay valid.
 
-    Shortlists live `lifetime` optimizer steps, norms one. Lists that live several steps are part of
-    the state dict, because what they were built from is gone when a run is resumed.
+    Shortlists live `lifetime` optimizer steps, norms one. Lists that live several steps are in the
+    state dict, because what they were built from is gone when a run is resumed.
     """
 
     experts: Tensor  # [G, M] ascending ids
@@ -128,7 +136,6 @@ class ListCache(Float32State):
     def expire(self) -> None:
         """Make the lists out of date: parameters were loaded, or changed by hand."""
         self.key: Key | None = None
-        self.changes_when_built = 0  # of the shortlists; norms may be newer
         if self.lifetime > 1:
             self.age.fill_(self.lifetime)
 
@@ -142,9 +149,7 @@ class ListCache(Float32State):
     def due(self, now: Key) -> Due:
         """What is out of date. Nothing else decides it."""
         key = self.key
-        if key is None or key.codebook != now.codebook:
-            return "lists"
-        if now.changes - self.changes_when_built >= self.lifetime:
+        if key is None or key.codebook != now.codebook or now.changes - key.built >= self.lifetime:
             return "lists"
         if key.changes != now.changes:
             return "norms"
@@ -157,35 +162,22 @@ class ListCache(Float32State):
         return Lists(self.experts, norms, reverse)
 
     @torch.no_grad()
-    def store(self, lists: Lists, key: Key, micro_batch: Tensor) -> None:
-        self.experts.copy_(lists.experts)
+    def store(self, lists: Lists | None, due: Due, now: Key, micro_batch: Tensor) -> None:
+        """Keep what was built because of `due`; None if a CUDA graph has written it already."""
+        built = self.key.built if due == "norms" and self.key is not None else now.built
+        self.key = replace(now, built=built)
+        if lists is None:
+            return
         if lists.inverse_norms is not None:
             self.inverse_norms.copy_(lists.inverse_norms)
         self._has_reverse = lists.reverse is not None
         if lists.reverse is not None:
             self.entries.copy_(lists.reverse.entries)
             self.starts.copy_(lists.reverse.starts)
-        self.built_at.copy_(micro_batch)
-        self.age.zero_()
-        self.key, self.changes_when_built = key, key.changes
-
-    @torch.no_grad()
-    def renew_norms(self, centroids: Tensor, key: Key) -> None:
-        """Keep scores exact under older lists, at the cost of one pass over the centroids."""
-        if self.normalize:
-            self.inverse_norms.copy_(inverse_norms_of(centroids))
-        if not self._has_reverse and use_triton(self.experts):  # lists of a checkpoint
-            reverse = make_reverse(self.experts, self.inverse_norms.shape[0])
-            self.entries.copy_(reverse.entries)
-            self.starts.copy_(reverse.starts)
-            self._has_reverse = True
-        self.key = key
-
-    def renewed(self, due: Due, key: Key) -> None:
-        """Note that a CUDA graph has written what was due into the buffers."""
-        self.key = key
-        if due == "lists":
-            self.changes_when_built = key.changes
+        if due != "norms":
+            self.experts.copy_(lists.experts)
+            self.built_at.copy_(micro_batch)
+            self.age.zero_()
 
     def loaded(self, changes: int, codebook: Codebook) -> None:
         """Go on with the lists of a checkpoint, if it has any that are not due."""
@@ -195,8 +187,8 @@ class ListCache(Float32State):
                 # `load_state_dict(assign=True)` leaves unsaved buffers there.
                 self._buffers[name] = torch.full_like(buffer, self.lifetime, device=device)
         if self.lifetime > 1 and not self.age.is_meta and int(self.age) < self.lifetime:
-            self.key = Key(-1, codebook.version[:1], ())  # norms and reverse index are not saved
-            self.changes_when_built = changes - int(self.age)
+            # Norms and reverse index are not saved: these are due.
+            self.key = Key(-1, codebook.version[:1], (), changes - int(self.age))
             self._has_reverse = False
 
 

@@ -23,8 +23,8 @@ from airmoe.routers.settings import Amount, Fairness, RouterConfig
 class Queries(nn.Linear):
     """A product in float32 or wider, whatever dtype the weights have: selection needs it.
 
-    The router calls it and reads no weight, so that whatever wraps it (an adapter, a hook, another
-    kind of layer) takes part.
+    The router calls this layer and never reads its weight, so that adapters, hooks and replaced
+    layers work.
     """
 
     def forward(self, input: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Plans under `torch.compile`: from a traced forward to the module that makes them, and back.
 
-Observing, rebuilding shortlists and finding the plan of a recomputed forward depend on state that
-Python holds, and must run at every call: a compiler would fix them as they were when it traced.
-So a compiled graph calls an operator, `airmoe::plan`, which finds the module by a handle and runs
-that code; all the rest of routing is part of the graph.
+Observing, rebuilding shortlists and finding the plan of a recomputed forward depend on Python
+state, so that code must run at every call; a compiler would bake in what it saw while tracing.
+Compiled graphs therefore call an operator, `airmoe::plan`, which finds the module by a handle and
+runs the code. The rest of routing is part of the graph.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ _numbers = itertools.count()  # of modules, and of traced calls
 # have `make_plan(tokens, ticket, learn)`: observe, if it is to learn, and plan. A training forward
 # has a ticket, by which its recomputation is recognised.
 _planners: WeakValueDictionary[int, Any] = WeakValueDictionary()
-# Left out of the CUDA graphs that a compiler records: Python's state must be read at every call.
-_TAGS = [tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None]
 
 
 def new_handle(planner: Any) -> Tensor:
     """What the operator finds a module by; the module keeps it as `_handle`, not as a buffer.
 
-    A tensor and not a number, because a compiler would make a number part of the graph and compile
-    the layers of a model one by one; on the CPU, where reading it does not wait.
+    It is a tensor, because a compiler would make a number part of the graph and compile each layer
+    of a model anew; and it is on the CPU, where reading it does not wait.
     """
     number = next(_numbers)
     _planners[number] = planner
@@ -98,7 +96,8 @@ def _(handle: Tensor, call: int) -> Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
-@torch.library.custom_op("airmoe::plan", mutates_args=(), tags=_TAGS)
+# The tag keeps it out of CUDA graphs: Python's state must be read at every call.
+@torch.library.custom_op("airmoe::plan", mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
 def _plan(
     hidden: Tensor,
     mask: Tensor | None,
@@ -110,9 +109,9 @@ def _plan(
 ) -> list[Tensor]:
     """The tokens that count, and the tensors of a plan, all described by `layout`.
 
-    They are copies: a compiler may write over what an operator gave it, while the module keeps its
-    own. The tokens are there so that something of every call is used: without jitter some plans
-    are empty, and a compiler would drop the call.
+    They are copies, because a compiler may overwrite an operator's results. The tokens are among
+    them so that every call has a result that is used: without jitter some plans are empty, and a
+    compiler would drop the call.
     """
     planner = _planners[int(handle)]
     # A router may have a part that it calls `router`.
@@ -125,15 +124,7 @@ def _plan(
 
 
 @_plan.register_fake
-def _(
-    hidden: Tensor,
-    mask: Tensor | None,
-    ticket: Tensor | None,
-    handle: Tensor,
-    layout: str,
-    gradients: bool,
-    learn: bool,
-) -> list[Tensor]:
+def _(hidden: Tensor, _mask: Any, _ticket: Any, _handle: Any, layout: str, *_: Any) -> list[Tensor]:
     found = []
     for part in filter(None, layout.split(";")):
         dtype, sizes = part.split(":")

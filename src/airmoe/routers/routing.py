@@ -26,7 +26,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Tokens:
-    """Hidden states in which rows that do not count are set to 0, so that they spoil nothing."""
+    """Hidden states; rows that do not count are set to 0, so that they affect no other row."""
 
     hidden: Tensor  # [T, D]
     valid: Tensor  # [T] bool
@@ -39,7 +39,7 @@ class Tokens:
 
     @property
     def bad(self) -> Tensor:
-        """[T] bool: those that should count, but hold NaN, infinity or huge values."""
+        """[T] bool: tokens that are not masked, but hold NaN, infinity or huge values."""
         return ~self.valid if self.mask is None else self.mask & ~self.valid
 
     def detach(self) -> Tokens:
@@ -57,8 +57,8 @@ def read_tokens(label: str, dim: int, hidden: Tensor | Tokens, mask: Tensor | No
 
     `Tokens`, which were read before, are returned as they are.
 
-    Masked tokens do not count, nor do those whose squared norm is no finite float32: NaN, infinity
-    and values beyond 1e19 would spoil sums that others share.
+    Masked tokens do not count, nor do those whose squared norm is not a finite float32: NaN,
+    infinity and values beyond 1e19 would corrupt the sums over all tokens.
     """
     if isinstance(hidden, Tokens):
         return hidden
@@ -88,11 +88,11 @@ def read_tokens(label: str, dim: int, hidden: Tensor | Tokens, mask: Tensor | No
 
 @dataclass(eq=False)
 class Lazy(Generic[Value]):
-    """A value that is computed when it is first read, without autocast and in the gradient mode in
-    which the object was made: it makes no difference who reads it first, or where."""
+    """A value computed when it is first read, without autocast and in the gradient mode in which
+    the object was made, so that it does not matter who reads it first, or where."""
 
     device: torch.device
-    compute: Callable[[], Value] | None
+    compute: Callable[[], Value] | None  # None once it has run
     value: Value | None = None
     gradients: bool = field(default_factory=torch.is_grad_enabled)
 
@@ -101,7 +101,7 @@ class Lazy(Generic[Value]):
             full_precision = torch.autocast(self.device.type, enabled=False)
             with torch.set_grad_enabled(self.gradients), full_precision:
                 self.value = self.compute()
-            self.compute = None  # lets go of what the computation needed
+            self.compute = None  # frees what the computation needed
         return cast(Value, self.value)
 
 
@@ -296,7 +296,7 @@ def sum_over_cells(values: Tensor, cells: Cells, num_experts: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ScoredCells:
-    """Candidates of every token with their logits, -inf where an entry does not count."""
+    """The logits of every token's candidates, -inf where an entry does not count."""
 
     tokens: Tokens
     cells: Cells

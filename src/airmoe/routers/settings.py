@@ -19,7 +19,7 @@ CentroidInit = Literal["unit", "xavier"]
 
 @dataclass(frozen=True)
 class Amount:
-    """A number to compare, and how it comes about."""
+    """A number to compare, and how to write it in a table."""
 
     number: int
     text: str
@@ -68,7 +68,7 @@ class RouterConfig:
             raise self.error("top_k", rule, "Lower top_k or raise num_experts.")
 
     def error(self, name: str, rule: str, remedy: str) -> ConfigError:
-        """What to raise for the setting `name`."""
+        """The error for the setting `name`."""
         return ConfigError(f"{self.label}.{name}", getattr(self, name), rule, remedy)
 
     @classmethod
@@ -78,8 +78,7 @@ class RouterConfig:
 
     @classmethod
     def with_options(cls, options: Mapping[str, Any], **budget: int) -> Self:
-        """The settings of `for_budget`, except for `options`; without a `for_budget` of its own a
-        class has its defaults."""
+        """The settings of `for_budget` (of a class without one: the defaults), except `options`."""
         if cls.for_budget.__func__ is RouterConfig.for_budget.__func__:
             return cls(**budget, **options)
         return dataclasses.replace(cls.for_budget(**budget), **options)

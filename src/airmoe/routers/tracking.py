@@ -37,7 +37,10 @@ def how_to_track() -> str:
 
 @dataclass(frozen=True)
 class Tracking:
-    """A live connection; after `remove()` the routers rebuild their lists in each forward."""
+    """A live connection; after `remove()` the routers rebuild their lists in each forward.
+
+    Routers that were tracked before stay so: each connection ends only what it began.
+    """
 
     routers: list[Router]
     optimizer: weakref.ref[Optimizer]
@@ -68,9 +71,8 @@ def track_optimizer(model: nn.Module, optimizer: Any) -> Tracking:
             "Pass the optimizer that steps the router's centroids.",
         )
     routers = _routers_of(model, optimizer)
-    for router in routers:
-        router.follow(optimizer)
-    return Tracking(routers, weakref.ref(optimizer))
+    new = [router for router in routers if router.follow(optimizer)]
+    return Tracking(new, weakref.ref(optimizer))
 
 
 def _routers_of(model: nn.Module, optimizer: Optimizer) -> list[Router]:
