@@ -66,3 +66,27 @@ def test_with_a_frozen_codebook_the_adapter_is_all_that_changed(tmp_path: Path) 
         found, loaded = fine_tuned(base, tmp_path)
     assert torch.equal(found, loaded)
     assert (found - logits_of(base)).abs().max() > 1e-2
+
+
+def test_a_codebook_that_keeps_learning_warns_once(tmp_path: Path) -> None:
+    """The routing of a frozen layer then changes, and the adapter's file does not hold that."""
+    base = learn_a_little(build("air"))
+    with pytest.warns(UserWarning, match="freeze_codebook") as told:
+        found, loaded = fine_tuned(base, tmp_path)
+    assert sum("freeze_codebook" in str(warning.message) for warning in told) == 1
+    assert not torch.equal(found, loaded)
+
+
+@pytest.mark.parametrize("trained", ["experts", "router", "post_norm", "nothing", "a new codebook"])
+def test_no_warning_without_reason(trained: str) -> None:
+    """If a part of the layer trains, without gradients, or while the codebook starts."""
+    model = build("air")
+    if trained != "a new codebook":
+        learn_a_little(model)
+    model.train().requires_grad_(False)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(f"mlp.{trained}" in name or "q_proj" in name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*freeze_codebook")
+        with torch.set_grad_enabled(trained != "nothing"):
+            model(batch(1), labels=batch(1))

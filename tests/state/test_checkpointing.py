@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import airmoe
+from airmoe.moe import replay
 from tests.state.common import (
     CASES,
     assert_same,
@@ -287,3 +288,20 @@ def test_forwards_that_teach_nothing_are_known_again(use_reentrant: bool) -> Non
         return snapshot(layer)
 
     assert_same(run(True), run(False))
+
+
+def test_plans_that_own_much_memory_are_kept_for_fewer_forwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An untracked router builds lists for every forward, and each plan keeps its own."""
+    layer = build_layer("air").train()
+    own_bytes = layer.router.codebook.codewords.nbytes + layer.router.shortlists().nbytes
+    monkeypatch.setattr(replay, "PLAN_BYTES", 6 * own_bytes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is untracked
+        for seed in range(9):
+            layer(batch(seed))
+    assert len(layer._plans._kept) == 6
+    monkeypatch.setattr(replay, "PLAN_BYTES", 0)
+    layer(batch(9))
+    assert len(layer._plans._kept) == replay.LEAST_PLANS

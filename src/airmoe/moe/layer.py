@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from airmoe.kernels.backend import use_triton
 from airmoe.moe.experts import CoarseExperts, GranularExperts
 from airmoe.moe.replay import PlanLog, inside_backward, run_once
 from airmoe.routers.base import Plan, Router, run_eagerly
+from airmoe.routers.codebook import Codebook
 from airmoe.routers.planning import draw_ticket, new_handle, traced_plan
 from airmoe.routers.routing import Routing, Tokens
 from airmoe.routers.settings import RouterConfig
@@ -78,6 +80,7 @@ class MoELayer(nn.Module):
         self.router, self.experts = router, experts
         self.post_norm = nn.LayerNorm(experts.dim) if post_norm == "layernorm" else None
         self._plans = PlanLog()
+        self._warned_frozen = False
         self._handle = new_handle(self)
 
     def train(self, mode: bool = True) -> MoELayer:
@@ -143,10 +146,27 @@ class MoELayer(nn.Module):
         if inside_backward():  # a recomputation
             return self._plans.find(ticket, tokens.hidden) or router.plan(tokens)
         if learn:
+            first = next(self.parameters(), None)
+            if first is not None and not first.requires_grad:
+                self._warn_if_frozen()
             router.observe(tokens)
         plan = router.plan(tokens)
         self._plans.keep(ticket, tokens.hidden, plan, router.parameter_changes)
         return plan
+
+    def _warn_if_frozen(self) -> None:
+        """Warn once if only the codebook of this layer learns, after its first batch."""
+        codebook = getattr(self.router, "codebook", None)
+        learns = isinstance(codebook, Codebook) and codebook.learning and torch.is_grad_enabled()
+        if self._warned_frozen or not learns or any(p.requires_grad for p in self.parameters()):
+            return
+        self._warned_frozen = True
+        warnings.warn(
+            "No parameter of this MoELayer is trained, but its codebook goes on learning, which "
+            "changes its routing. An adapter's file does not hold that: call "
+            "router.freeze_codebook() before training, or save the whole model.",
+            stacklevel=3,
+        )
 
 
 def _flat_mask(mask: Tensor, shape: torch.Size) -> Tensor:

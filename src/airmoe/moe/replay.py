@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import (
 from airmoe.routers.base import Plan
 
 KEPT_PLANS = 64  # forwards that may wait for their backward
+PLAN_BYTES = 256 * 2**20  # fewer, down to LEAST_PLANS, if their plans own more memory than this
+LEAST_PLANS = 4
 SAMPLED_ROWS = 4
 
 
@@ -55,7 +57,10 @@ class PlanLog:
         if changes != self._parameter_changes:
             self._kept.clear()
             self._parameter_changes = changes
-        self._kept.append(_Kept(ticket, _sample(hidden), plan))
+        kept = self._kept
+        kept.append(_Kept(ticket, _sample(hidden), plan))
+        while len(kept) > LEAST_PLANS and sum(one.plan.own_bytes for one in kept) > PLAN_BYTES:
+            kept.popleft()
 
     def find(self, ticket: int, hidden: Tensor) -> Plan | None:
         """The plan of the forward being recomputed: by ticket, and by content where that fails.

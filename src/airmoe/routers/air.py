@@ -169,10 +169,14 @@ class AirRouter(CentroidRouter):
     def plan(self, tokens: Tokens) -> AirPlan:
         """The coarse stage: nearest codewords and the shortlists as they are now."""
         codeword_ids = self.codebook.nearest(tokens.hidden)
-        codewords = self.codebook.codewords
+        codewords, lists, own_bytes = self.codebook.codewords, self._lists(), 0
         if self.training:  # the next micro-batch moves them, maybe before this plan is used
             codewords = codewords.clone()
-        return AirPlan(self.current_noise_key(), codeword_ids, self._lists(), codewords)
+            own_bytes = codewords.nbytes
+            if lists.experts is not self.training_lists.experts:
+                own_bytes += lists.experts.nbytes
+        noise_key = self.current_noise_key()
+        return AirPlan(noise_key, codeword_ids, lists, codewords, own_bytes=own_bytes)
 
     def route(self, tokens: Tokens, plan: AirPlan) -> CellRouting:
         """The fine stage: exact scores of every token's shortlist and gates of the best K."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -34,6 +34,7 @@ class Plan:
     """
 
     noise_key: Tensor | None  # int64 scalar, None without jitter
+    own_bytes: int = field(default=0, kw_only=True)  # memory that is freed with this plan
 
 
 class Router(nn.Module, ABC):

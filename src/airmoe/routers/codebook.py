@@ -222,6 +222,11 @@ class Codebook(Float32State):
         empty = (sums == 0).all(-1, keepdim=True)
         return torch.where(empty, self.codewords, directions(sums))
 
+    @property
+    def learning(self) -> bool:
+        """Whether updates move it: it has started, and is neither frozen nor static."""
+        return self._seen_first_batch and not self.frozen and self.kind != "static"
+
     def _has_started(self) -> bool:
         """Whether the host knows that the first batch was seen.
 
