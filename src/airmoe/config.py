@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar, dataclass_transform, get_args
 
 from airmoe.errors import ConfigError
+from airmoe.files import can_be_written
 
 ConfigClass = TypeVar("ConfigClass", bound=type)
 
@@ -74,6 +75,15 @@ def check_number(
         low = f"> {least}" if strict else f">= {least}"
         rule = f"must be finite and {low}" + ("" if below == math.inf else f" and < {below}")
         raise ConfigError(field, value, rule, "Choose a value inside that range.")
+
+
+def check_text(field: str, value: object) -> None:
+    """A text that is not empty and that a file's name can hold."""
+    if not isinstance(value, str) or not value:
+        raise ConfigError(field, value, "must be a non-empty text", "Give a name or a path.")
+    if not can_be_written(value):
+        rule = "must be Unicode text without zero bytes, which no file's name can hold"
+        raise ConfigError(field, value, rule, "Give another name or path.")
 
 
 def check_flag(field: str, value: object) -> None:
