@@ -20,6 +20,7 @@ from airmoe.files import locked, read_json, write_json
 from airmoe.training import RunConfig, open_run
 
 FORMAT = 1
+MOST_SHOWN = 12  # differences between settings
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,8 @@ def differences(before: Any, now: Any) -> str:
         for key in sorted(old.keys() | new.keys())
         if key not in old or key not in new or old[key] != new[key]
     ]
-    shown = found if len(found) <= 12 else [*found[:12], f"and {len(found) - 12} more"]
-    return ", ".join(shown)
+    more = f", and {len(found) - MOST_SHOWN} more" if len(found) > MOST_SHOWN else ""
+    return ", ".join(found[:MOST_SHOWN]) + more
 
 
 def flat(values: Any, path: str = "") -> dict[str, Any]:
