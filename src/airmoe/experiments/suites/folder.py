@@ -20,7 +20,6 @@ from airmoe.files import locked, read_json, write_json
 from airmoe.training import RunConfig, open_run
 
 FORMAT = 1
-MOST_SHOWN = 12  # differences between settings
 
 
 @dataclass(frozen=True)
@@ -106,13 +105,11 @@ def differences(before: Any, now: Any) -> str:
     def written(values: dict[str, Any], key: str) -> str:
         return json.dumps(values[key]) if key in values else "nothing"
 
-    found = [
+    return ", ".join(
         f"{key} = {written(old, key)} (now {written(new, key)})"
         for key in sorted(old.keys() | new.keys())
         if key not in old or key not in new or old[key] != new[key]
-    ]
-    more = f", and {len(found) - MOST_SHOWN} more" if len(found) > MOST_SHOWN else ""
-    return ", ".join(found[:MOST_SHOWN]) + more
+    )
 
 
 def flat(values: Any, path: str = "") -> dict[str, Any]:
