@@ -12,9 +12,9 @@ from typing import Any, Literal, TypedDict
 import pytest
 
 from airmoe import ConfigError
+from airmoe.config import can_be_written
 from airmoe.files import (
     build,
-    can_be_written,
     check_unlocked,
     locked,
     parse_json,

@@ -13,8 +13,9 @@ from rich.console import Console
 from airmoe import __version__
 from airmoe.commands.models import evaluate, generate, prepare, train
 from airmoe.commands.studies import bench, doctor, flops, report, suite
+from airmoe.config import can_be_written
 from airmoe.errors import ConfigError, RunError, say
-from airmoe.files import can_be_written, disk_is_full, keep_streams
+from airmoe.files import disk_is_full, keep_streams
 
 app = typer.Typer(
     help="Granular mixtures-of-experts: prepare text, train, evaluate, generate, measure.",

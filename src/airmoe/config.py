@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from typing import Any, TypeVar, dataclass_transform, get_args
 
 from airmoe.errors import ConfigError
-from airmoe.files import can_be_written
 
 ConfigClass = TypeVar("ConfigClass", bound=type)
 
@@ -75,6 +74,11 @@ def check_number(
         low = f"> {least}" if strict else f">= {least}"
         rule = f"must be finite and {low}" + ("" if below == math.inf else f" and < {below}")
         raise ConfigError(field, value, rule, "Choose a value inside that range.")
+
+
+def can_be_written(text: str) -> bool:
+    """Whether a UTF-8 file and a path can hold it, unlike zero bytes and lone surrogates."""
+    return "\0" not in text and not any("\ud800" <= one <= "\udfff" for one in text)
 
 
 def check_text(field: str, value: object) -> None:

@@ -133,11 +133,6 @@ def _build_record(kind: Any, values: dict[str, Any], name: str) -> Any:
     return kind(**found)
 
 
-def can_be_written(text: str) -> bool:
-    """Whether a UTF-8 file and a path can hold it, unlike zero bytes and lone surrogates."""
-    return "\0" not in text and not any("\ud800" <= one <= "\udfff" for one in text)
-
-
 def file_sha256(path: Path) -> str:
     """Hash of a file's contents."""
     with path.open("rb") as file:

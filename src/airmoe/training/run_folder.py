@@ -44,7 +44,7 @@ from airmoe.losses import BALANCE
 from airmoe.model import AirMoeConfig, parameter_counts
 from airmoe.training.checkpoints import FORMAT, LOG, USAGE, check_format
 from airmoe.training.config import RunConfig
-from airmoe.training.run_log import Evaluated, read_log
+from airmoe.training.run_log import read_log
 
 TRAINED = "is being trained"
 UNUSED = (LOCK, "run.json.draft")  # what a kill leaves before there is a run
@@ -62,20 +62,26 @@ class Started(TypedDict):
     machine: dict[str, Any]
 
 
-class Tested(TypedDict):
-    """What test.json holds, as far as we read it."""
-
+class Reached(TypedDict):
     step: int
-    tokens: int
+
+
+class Scores(TypedDict):
     loss: float
     perplexity: float
+
+
+class Tested(Reached, Scores):
+    """What test.json holds."""
+
+    tokens: int
 
 
 class Result(TypedDict):
     """What result.json holds, as far as we read it."""
 
-    best: Evaluated
-    last: Evaluated
+    best: Scores
+    last: Reached
     seconds: float
     tokens_per_second: float | None
 
