@@ -321,3 +321,22 @@ def test_text_in_the_place_of_prepared_text_is_not_to_be_deleted(tmp_path: Path)
         outcome, 2, "has no manifest.json", f"airmoe prepare {texts} --out", "data.folder="
     )
     assert "elete" not in outcome.err
+
+
+def test_an_argument_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    for command in (
+        ("prepare", "text.txt", "--tokenizer", "bytes", "--out", "t\udcffo"),
+        ("train", "tiny", "--run", "t\udcffo"),
+        ("suite", "main", "tiny", "--out", "t\udcffo"),
+    ):
+        assert_one_line(airmoe(*command, cwd=tmp_path), 2, r"got 't\udcffo', must be UTF-8")
+    assert not list(tmp_path.iterdir())
+
+
+def test_prepare_counts_rows_without_text(tmp_path: Path) -> None:
+    rows = ['{"text": null}\n' if n % 20 == 0 else f'{{"text": "text {n}"}}\n' for n in range(60)]
+    (tmp_path / "text.jsonl").write_text("".join(rows))
+    arguments = ("prepare", tmp_path / "text.jsonl", "--out", tmp_path / "out")
+    outcome = airmoe(*arguments, "--tokenizer", "bytes", "--validation-fraction", 0.2)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.splitlines()[0] == "skipped 3 rows without text"

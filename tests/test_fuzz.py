@@ -1,25 +1,38 @@
-"""Random settings and overrides: refused in one line, or taken exactly as given."""
+"""Random settings, overrides and damaged files: refused in one line, or taken exactly as given."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
 import random
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from airmoe import ConfigError
+from airmoe.data import PrepareConfig, open_prepared, prepare
+from airmoe.experiments.report import write_report
+from airmoe.experiments.report.reading import read_all
+from airmoe.files import write_json
 from airmoe.model import METHODS
 from airmoe.training import method_run
+from airmoe.training.checkpoints import check_checkpoint
 from airmoe.training.config import SECTIONS
+from airmoe.training.run_folder import data_sha256, open_run, read_result, read_test
+from airmoe.training.trained import load_trained
+from tests.data.common import save_own
 from tests.test_config_errors import CONFIGS, GOOD
+from tests.training.runs import small_run, train_here
 
 ROUTER_CONFIGS = 200
 OVERRIDES = 280
+DAMAGES = 100  # of every file
 LONGEST = 2_000  # characters of a message
 TINY = method_run("tiny", "air").to_json()
 # By the type of what stands there: values that may well be right.
@@ -31,6 +44,7 @@ PLAUSIBLE: dict[type, tuple[Any, ...]] = {
 }
 
 
+HUGE = 10**5_000  # Python itself reads and writes no integer of more than 4,300 digits
 # Each has broken a real reader somewhere: what JSON allows is far more than what a reader expects.
 HOSTILE: tuple[Any, ...] = (
     None,
@@ -41,6 +55,7 @@ HOSTILE: tuple[Any, ...] = (
     3,
     2**63,
     -(2**63),
+    HUGE,
     0.5,
     -0.0,
     1e308,
@@ -153,4 +168,142 @@ def _random_assignment(chance: random.Random) -> tuple[str, list[str], Any]:
     value = _random_value(chance, before)
     if chance.random() < 0.05:
         path[-1] += "x"
-    return f"{'.'.join(path)}={json.dumps(value)}", path, value
+    return f"{'.'.join(path)}={dump(value)}", path, value
+
+
+def dump(value: Any) -> str:
+    """JSON with integers of any length."""
+    mark = "<huge>"
+
+    def marked(one: Any) -> Any:
+        if isinstance(one, dict):
+            return {key: marked(inner) for key, inner in one.items()}
+        if isinstance(one, list):
+            return [marked(inner) for inner in one]
+        return mark if isinstance(one, int) and one == HUGE else one
+
+    return json.dumps(marked(value)).replace(json.dumps(mark), "1" + "0" * 5_000)
+
+
+# -- damaged files: one whole run, its data and a suite's plan --------------------------------
+
+
+def damaged(content: bytes, chance: random.Random) -> tuple[str, bytes]:
+    """A JSON file cut, with a bit flipped, nested too deeply, or with a field changed."""
+    place = chance.randrange(len(content))
+    kind = chance.choice(("cut", "flip", "nest", "change", "change", "change", "remove", "add"))
+    if kind == "cut":
+        return f"cut at {place}", content[:place]
+    if kind == "flip":
+        flipped = bytes([content[place] ^ (1 << chance.randrange(8))])
+        return f"bit of byte {place}", content[:place] + flipped + content[place + 1 :]
+    if kind == "nest":
+        before, colon, after = content.rpartition(b":")
+        return "deep", before + colon + b"[" * 5_000 + b"]" * 5_000 + b"," + after
+    values = copy.deepcopy(json.loads(content))
+    holder, key = chance.choice(list(_places(values)))
+    new = chance.choice(HOSTILE)
+    if kind == "change":
+        holder[key] = new
+    elif kind == "remove":
+        del holder[key]
+    elif isinstance(holder, list):
+        holder.insert(key, new)
+    else:
+        holder[f"{key}_"] = new
+    shown = "huge" if isinstance(new, int) and new == HUGE else repr(new)
+    return f"{kind} {key}: {shown}", dump(values).encode("utf-8", "surrogatepass")
+
+
+def _places(values: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (object or list, key) in a document."""
+    for key in list(values) if isinstance(values, dict) else range(len(values)):
+        yield values, key
+        if isinstance(values[key], dict | list):
+            yield from _places(values[key])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fuzz")
+    train_here(small_run(folder, documents=24, steps=4, eval_every=2), folder / "mine")
+    own = save_own(folder, "<s> $A")
+    write_json(own / "special_tokens_map.json", {"bos_token": "<s>", "eos_token": "</s>"})
+    for name, tokenizer in (("words", "bpe:300"), ("owned", str(own))):
+        corpus, out = str(folder / "text.txt"), str(folder / name)
+        prepare(PrepareConfig(corpus=corpus, tokenizer=tokenizer, out=out, validation_fraction=0.1))
+    numbers = {"step": 4, "tokens": 640, "loss": 5.5, "perplexity": 244.7}
+    write_json(folder / "mine" / "test.json", numbers)
+    write_report([folder / "mine"], folder / "report", folder / "records")
+    return folder
+
+
+def read_data(folder: Path, name: str) -> object:
+    """All that training takes from prepared text."""
+    prepared = open_prepared(folder / name)
+    blocks = {
+        split: [block["input_ids"].tolist() for block in prepared.blocks(split, 32)]
+        for split in ("train", "validation")
+    }
+    return data_sha256(prepared), blocks, prepared.tokenizer().identity
+
+
+def read_model(folder: Path) -> object:
+    """What a loaded model answers, and when its text ends."""
+    trained = load_trained(folder / "mine", "best")
+    with torch.no_grad():
+        logits = trained.model(torch.arange(24).view(2, 12)).logits
+    run = trained.run.config
+    return run.model, run.data, run.training, trained.model.config.eos_token_id, logits.tolist()
+
+
+def read_to_resume(folder: Path) -> object:
+    """Nothing, if the run may go on."""
+    run = open_run(folder / "mine")
+    return check_checkpoint(run.path / "checkpoint-4", run.sha256(), to_resume=True)
+
+
+def read_reported(path: Path) -> object:
+    """What differs in a valid record is another record: only errors count, in words."""
+    for problem in read_all([path]).problems:
+        raise ConfigError("record", str(path), problem, "")
+    return None
+
+
+# Another number in a result is another measurement: only errors count.
+READERS: dict[str, Callable[[Path], object]] = {
+    "tokens/manifest.json": lambda made: read_data(made, "tokens"),
+    "tokens/tokenizer/airmoe_tokenizer.json": lambda made: read_data(made, "tokens"),
+    "words/tokenizer/tokenizer.json": lambda made: read_data(made, "words"),
+    "words/tokenizer/tokenizer_config.json": lambda made: read_data(made, "words"),
+    "owned/tokenizer/special_tokens_map.json": lambda made: read_data(made, "owned"),
+    "mine/run.json": read_model,
+    "mine/checkpoint-4/config.json": read_model,
+    "mine/checkpoint-4/generation_config.json": read_model,
+    "mine/checkpoint-4/training.json": read_model,
+    "mine/checkpoint-4/manifest.json": read_to_resume,
+    "mine/result.json": lambda made: bool(read_result(made / "mine" / "result.json")),
+    "mine/test.json": lambda made: bool(read_test(made / "mine" / "test.json")),
+    "report/report.json": lambda made: read_reported(made / "report" / "report.json"),
+    "records/single/mine.json": lambda made: read_reported(made / "records"),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_damaged_json(made: Path, name: str) -> None:
+    """Refused in words, or read with the same result as the whole file."""
+    file, read = made / name, READERS[name]
+    content, whole = file.read_bytes(), read(made)
+    chance, refused = random.Random(zlib.crc32(name.encode())), 0
+    try:
+        for _ in range(DAMAGES):
+            what, damage = damaged(content, chance)
+            file.write_bytes(damage)
+            try:
+                assert read(made) == whole, what
+            except ConfigError as error:
+                assert_explained(error, what)
+                refused += 1
+    finally:
+        file.write_bytes(content)
+    assert refused > DAMAGES // 4, "most damage goes unnoticed"

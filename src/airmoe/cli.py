@@ -13,6 +13,7 @@ from rich.console import Console
 from airmoe import __version__
 from airmoe.commands.models import evaluate, generate, prepare, train
 from airmoe.commands.studies import bench, doctor, flops, report, suite
+from airmoe.config import can_be_written
 from airmoe.errors import ConfigError, RunError, say
 from airmoe.files import disk_is_full, keep_streams
 
@@ -66,6 +67,7 @@ def main() -> None:
     _let_waiting_threads_sleep()
     keep_streams()
     try:
+        _check_arguments(sys.argv[1:])
         app(prog_name="airmoe")
     except ConfigError as error:
         _stop(str(error), 2)
@@ -81,6 +83,14 @@ def main() -> None:
         _stop("interrupted", 128 + signal.SIGINT)
     finally:
         _leave_process_group()
+
+
+def _check_arguments(arguments: list[str]) -> None:
+    """Refuse what is not UTF-8: no JSON can hold it, and libraries cannot open such paths."""
+    for number, argument in enumerate(arguments, 1):
+        if not can_be_written(argument):
+            rule = "must be UTF-8, also where it is a path"
+            raise ConfigError(f"argument {number}", argument, rule, "Rename it.")
 
 
 def _let_waiting_threads_sleep() -> None:

@@ -76,6 +76,20 @@ def check_number(
         raise ConfigError(field, value, rule, "Choose a value inside that range.")
 
 
+def can_be_written(text: str) -> bool:
+    """Whether a UTF-8 file and a path can hold it, unlike zero bytes and lone surrogates."""
+    return "\0" not in text and not any("\ud800" <= one <= "\udfff" for one in text)
+
+
+def check_text(field: str, value: object) -> None:
+    """A text that is not empty and that a file's name can hold."""
+    if not isinstance(value, str) or not value:
+        raise ConfigError(field, value, "must be a non-empty text", "Give a name or a path.")
+    if not can_be_written(value):
+        rule = "must be Unicode text without zero bytes, which no file's name can hold"
+        raise ConfigError(field, value, rule, "Give another name or path.")
+
+
 def check_flag(field: str, value: object) -> None:
     """True or False, nothing that merely looks like it."""
     if not isinstance(value, bool):

@@ -25,11 +25,18 @@ class ConfigError(ValueError):
 
     def __init__(self, field: str, value: object, rule: str, remedy: str) -> None:
         self.field, self.value, self.rule, self.remedy = field, value, rule, remedy
-        super().__init__(visible(f"{field}: got {value!r}, {rule}. {remedy}"))
+        super().__init__(visible(f"{field}: got {_shown(value)}, {rule}. {remedy}"))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
         # Exceptions are rebuilt from `args` by default; worker processes need all four parts.
         return type(self), (self.field, self.value, self.rule, self.remedy)
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):  # Python writes no integer of over 4,300 digits
+        return f"{type(value).__name__} too large to be shown"
 
 
 class RunError(RuntimeError):

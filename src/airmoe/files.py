@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, locked, hashed."""
+"""Files: written whole or not at all, read with their types checked, locked, hashed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ import fcntl
 import hashlib
 import json
 import os
+import reprlib
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, cast
+from types import UnionType
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 from airmoe.errors import ConfigError
 
 LOCK = "lock"  # file in a locked folder; never replaced
+Kind = TypeVar("Kind")
+MOST_JSON_LEVELS = 64  # lists and objects in each other; many more would end in a RecursionError
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -44,21 +50,87 @@ def disk_is_full(error: BaseException) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON of a file; ValueError if it is none."""
+    """The JSON of a file; anything wrong with it is a ValueError of one line."""
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would make us wait
+        raise ValueError("it is not a regular file")
     return parse_json(path.read_bytes())
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Anything wrong with the text is a ValueError."""
+    """Anything wrong with the text is a ValueError of one line."""
     try:
-        return json.loads(text)
+        values = json.loads(text)
+        _check_levels(values, MOST_JSON_LEVELS)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    return values
 
 
-def can_be_written(text: str) -> bool:
-    """Whether a UTF-8 file and a path can hold it, unlike zero bytes and lone surrogates."""
-    return "\0" not in text and not any("\ud800" <= one <= "\udfff" for one in text)
+def _check_levels(values: Any, left: int) -> None:
+    if isinstance(values, dict | list):
+        if not left:
+            raise RecursionError
+        for one in values.values() if isinstance(values, dict) else values:
+            _check_levels(one, left - 1)
+
+
+def read_as(
+    kind: type[Kind],
+    path: Path,
+    remedy: str,
+    *,
+    field: str = "file",
+    check: Callable[[Any], object] = bool,
+) -> Kind:
+    """A JSON file that airmoe wrote, as the dataclass or TypedDict it was; else a `ConfigError`.
+
+    `check` sees its values first, to refuse another format in words of its own.
+    """
+    try:
+        values = read_json(path)
+        check(values)
+        return build(kind, values)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(field, str(path), f"cannot be read ({reason})", remedy) from error
+
+
+def build(kind: Any, value: Any, name: str = "it") -> Any:
+    """Plain JSON as a type: the inverse of `asdict`. A ValueError names what does not fit.
+
+    A dataclass has its fields and no others; a TypedDict may have more than its own.
+    """
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind is Any or type(value) is kind or (origin is Literal and value in parts):
+        return value
+    if origin is UnionType:
+        for part in parts:
+            with suppress(ValueError):
+                return build(part, value, name)
+    elif origin is dict and isinstance(value, dict):
+        return {key: build(parts[1], one, f"{name}.{key}") for key, one in value.items()}
+    elif origin in (list, tuple) and isinstance(value, list):
+        return origin(build(parts[0], one, f"{name}.{place}") for place, one in enumerate(value))
+    elif isinstance(value, dict) and (is_dataclass(kind) or is_typeddict(kind)):
+        return _build_record(kind, value, name)
+    elif kind is float and type(value) is int:
+        return float(value)
+    raise ValueError(f"{name} is {reprlib.repr(value)}")
+
+
+def _build_record(kind: Any, values: dict[str, Any], name: str) -> Any:
+    hints = get_type_hints(kind)
+    needed = {one for one in hints if not hasattr(kind, one)}  # a default is a class attribute
+    if missing := sorted(needed - values.keys()):
+        raise ValueError(f"{name} lacks {missing[0]}")
+    found = {one: build(hints.get(one, Any), value, one) for one, value in values.items()}
+    if is_typeddict(kind):
+        return found
+    if extra := found.keys() - hints.keys():
+        raise ValueError(f"{name} has no field {sorted(extra)[0]!r}")
+    return kind(**found)
 
 
 def file_sha256(path: Path) -> str:
@@ -96,7 +168,10 @@ def check_unlocked(folder: Path, field: str, work: str) -> None:
 
 def _lock(folder: Path, field: str, work: str) -> int:
     while True:
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        # Not through a link, because what it leads to would be overwritten.
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(folder / LOCK))
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

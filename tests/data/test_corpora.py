@@ -16,7 +16,9 @@ from tests.data.common import refused, write_jsonl
 
 
 def texts_of(name: str | Path, split: str = "train") -> list[str]:
-    return [d.text for d in open_corpus(str(name), "text").splits[split].documents()]
+    """Its texts; "" stands for a row without one."""
+    documents = open_corpus(str(name), "text").splits[split].documents()
+    return [document.text if document else "" for document in documents]
 
 
 def play_hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Callable[..., Any]) -> None:
@@ -59,7 +61,7 @@ def test_web_corpora_are_streamed_and_have_no_official_validation(
 
     play_hub(monkeypatch, load_dataset)
     assert list(open_corpus(name, "text").splits) == ["train"]
-    assert texts_of(name) == ["one\n\ntwo", "three"]
+    assert texts_of(name) == ["one\n\ntwo", "", "three"]
 
 
 def test_a_network_failure_is_one_line_at_the_start_and_in_the_middle(
@@ -79,8 +81,15 @@ def test_a_network_failure_is_one_line_at_the_start_and_in_the_middle(
 
 
 def test_a_gated_corpus_says_how_to_log_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    httpx, errors = pytest.importorskip("httpx"), pytest.importorskip("huggingface_hub.errors")
+    request = httpx.Request("GET", "https://huggingface.co/api/datasets/x")
+
     def gated(*_: object, **__: object) -> None:
-        raise FileNotFoundError("Dataset is a gated dataset on the Hub.")
+        response = httpx.Response(401, request=request)
+        try:
+            raise errors.GatedRepoError("401 Client Error.", response=response)
+        except errors.GatedRepoError as error:  # as `datasets` does
+            raise FileNotFoundError("Dataset is a gated dataset on the Hub.") from error
 
     play_hub(monkeypatch, gated)
     page = "https://huggingface.co/datasets/BramVanroy/CommonCrawl-CreativeCommons"
@@ -137,7 +146,28 @@ def test_the_fingerprint_follows_names_and_contents_only(tmp_path: Path) -> None
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("text")
     for name in (tmp_path, tmp_path / "notes.md"):
-        with refused(name.name, ".txt", ".jsonl.xz", ".parquet"):
+        with refused(name.name, ".txt", ".jsonl.zst", ".parquet"):
             open_corpus(str(name), "text")
     with refused("'wikitext-103'", "python-docs", "wikitext103", "c5", "openwebtext2"):
         open_corpus("wikitext-103", "text")
+
+
+def test_only_regular_files_and_links_to_them_are_read(tmp_path: Path) -> None:
+    """A pipe or a device would be read for ever."""
+    write_jsonl(tmp_path / "real.jsonl", ["one"])
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.jsonl").symlink_to(tmp_path / "real.jsonl")
+    (tmp_path / "corpus" / "folder.txt").mkdir()
+    assert texts_of(tmp_path / "corpus") == ["one"]
+    odd = tmp_path / "corpus" / "b.jsonl"
+    for make in (
+        lambda: os.mkfifo(odd),
+        lambda: odd.symlink_to("/dev/zero"),
+        lambda: odd.symlink_to("nowhere"),
+    ):
+        make()
+        for name in (odd, tmp_path / "corpus"):
+            if name.exists():
+                with refused("b.jsonl", "must be a regular file or a link to one"):
+                    open_corpus(str(name), "text")
+        odd.unlink()

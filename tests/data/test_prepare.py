@@ -144,6 +144,19 @@ def test_documents_of_a_users_tokenizer_begin_as_it_begins_texts(
     assert prepare(config).manifest == prepared.manifest
 
 
+def test_rows_without_text_are_counted_and_left_out(tmp_path: Path) -> None:
+    rows = ["null", '"one"', "null", '"two"', "null"]
+    lines = "".join(f'{{"text": {row}}}\n' for row in rows)
+    (tmp_path / "corpus.jsonl").write_text(lines)
+    (tmp_path / "valid.jsonl").write_text('{"text": null}\n{"text": "held out"}\n')
+    seen: list[PrepareProgress] = []
+    config = settings(tmp_path, validation=str(tmp_path / "valid.jsonl"))
+    prepared = prepare(config, seen.append, _shard_tokens=1)
+    assert documents_of(prepared, "train") == ["one", "two"]
+    skipped = {progress.split: progress.skipped for progress in seen}
+    assert skipped == {"train": 3, "validation": 1}
+
+
 def test_max_tokens_ends_train_with_the_document_that_reaches_it(
     tmp_path: Path, texts: list[str]
 ) -> None:
@@ -239,11 +252,14 @@ def test_text_that_only_looks_the_same_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_foreign_folder_is_left_alone(tmp_path: Path, texts: list[str]) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    with refused("prepare.out", "not made by prepare", "se another out"):
-        made(tmp_path)
+    for name in ("out", "other.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").write_text("years of work")
+    for out, rule in (("out", "not made by prepare"), ("other", "did not make there")):
+        with refused("prepare.out", rule, "se another out"):
+            made(tmp_path, out=str(tmp_path / out))
     assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
+    assert (tmp_path / "other.partial" / "thesis.txt").read_text() == "years of work"
 
 
 def test_two_prepares_into_one_folder_are_refused(tmp_path: Path, texts: list[str]) -> None:

@@ -58,13 +58,25 @@ def drop_splits(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(values))
 
 
+def edit_split(**fields: object) -> Callable[[Path], None]:
+    def harm(folder: Path) -> None:
+        values = json.loads((folder / "manifest.json").read_text())
+        values["splits"]["train"].update(fields)
+        (folder / "manifest.json").write_text(json.dumps(values))
+
+    return harm
+
+
 @pytest.mark.parametrize(
     ("harm", "parts"),
     [
         (lambda folder: (folder / "manifest.json").unlink(), ["has no manifest.json"]),
-        (lambda folder: (folder / "manifest.json").write_text("{"), ["not a manifest"]),
-        (lambda folder: (folder / "manifest.json").write_text("[]"), ["not a manifest"]),
-        (drop_splits, ["not a manifest", "splits"]),
+        (lambda folder: (folder / "manifest.json").write_text("{"), ["cannot be read"]),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), ["cannot be read"]),
+        (drop_splits, ["cannot be read", "lacks splits"]),
+        (edit_split(tokens=64), ["says 64 tokens in its train split"]),
+        (edit_split(shards=[{"file": "x.bin", "tokens": 64.0, "sha256": ""}], tokens=64),
+         ["cannot be read", "tokens is 64.0"]),
         (edit_version, ["format version 99", "reads 1"]),
         (lambda folder: (folder / "train-00001.bin").unlink(), ["train-00001.bin", "not in the"]),
         (truncate, ["train-00001.bin", "bytes instead of"]),
@@ -121,3 +133,11 @@ def test_a_block_must_fit_into_the_split(prepared: Prepared) -> None:
         prepared.blocks("validation", tokens + 1)
     with pytest.raises(ConfigError, match=r"data\.block_size"):
         prepared.blocks("train", 0)
+
+
+def test_another_tokenizer_in_the_folder_is_refused(prepared: Prepared) -> None:
+    values = json.loads((prepared.folder / "manifest.json").read_text())
+    values["tokenizer"]["sha256"] = "0"
+    (prepared.folder / "manifest.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="holds another tokenizer"):
+        open_prepared(prepared.folder).tokenizer()

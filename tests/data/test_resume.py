@@ -126,9 +126,18 @@ def test_settings_may_change_while_nothing_is_done(tmp_path: Path) -> None:
     assert made(tmp_path, tokenizer="bpe:300").manifest.tokenizer.vocab_size == 300
 
 
-def test_unreadable_progress_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_progress_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[PrepareConfig.__module__], "_BATCH_CHARACTERS", 1000)
     stop_in_the_middle(tmp_path)
-    (tmp_path / "out.partial" / "progress.json").write_text("{}")
-    with refused("out.partial/progress.json", "Use another out.", without=("elete",)):
-        made(tmp_path)
+    progress = tmp_path / "out.partial" / "progress.json"
+    content = progress.read_text()
+    for bad in ("{", "{}", "[]", content.replace('"documents_read": ', '"documents_read": 1')):
+        progress.write_text(bad)
+        # It may not be ours, so it is never advised to be deleted.
+        with refused("out.partial/progress.json", "Use another out.", without=("elete",)):
+            made(tmp_path)
+    progress.write_text(content)
+    for shard in (tmp_path / "out.partial").glob("validation-*.bin"):
+        shard.write_bytes(b"")
+        with pytest.raises(ConfigError, match="of unfinished work but does not"):
+            made(tmp_path)

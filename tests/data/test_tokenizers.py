@@ -208,9 +208,34 @@ def test_the_users_tokenizer_is_saved_whole(tmp_path: Path) -> None:
     assert opened.apply_chat_template(messages, tokenize=False) == "<s>hi"
 
 
-def test_an_incomplete_tokenizer_folder_is_refused(tmp_path: Path) -> None:
-    saved = tmp_path / "saved"
-    make_tokenizer(str(save_own(tmp_path, "<s> $A"))).save(saved)
+@pytest.mark.parametrize("missing", ["files_sha256", "bos_id"])
+def test_a_folder_written_before_a_field_was_kept_does_without_it(
+    tmp_path: Path, missing: str
+) -> None:
+    tokenizer = make_tokenizer(str(save_own(tmp_path, "<s> $A")))
+    tokenizer.save(tmp_path / "saved")
+    file = tmp_path / "saved" / "airmoe_tokenizer.json"
+    identity = json.loads(file.read_text())
+    assert identity.pop(missing) == getattr(tokenizer.identity, missing) is not None
+    file.write_text(json.dumps(identity))
+    former = load_tokenizer(tmp_path / "saved")
+    same = missing == "files_sha256"
+    assert (former.identity == tokenizer.identity) == same
+    assert former.encode_start("a") == tokenizer.encode_start("a")[0 if same else 1 :]
+
+
+def test_a_changed_or_incomplete_tokenizer_folder_is_refused(tmp_path: Path) -> None:
+    """Also for files that change no id of training text: they are copied into every checkpoint."""
+    own, saved = save_own(tmp_path, "<s> $A"), tmp_path / "saved"
+    make_tokenizer(str(own)).save(saved)
+    for name, content in folder_bytes(own).items():
+        (saved / name).write_bytes(content + b" ")
+        with refused("has changed since it was saved"):
+            load_tokenizer(saved)
+        (saved / name).write_bytes(content)
+    (saved / "vocab.txt").write_text("one more")
+    with refused("has changed since it was saved"):
+        load_tokenizer(saved)
     definition = (saved / "tokenizer.json").read_text()
     (saved / "tokenizer.json").write_text(definition[:-9])
     with refused("not a whole tokenizer folder"):

@@ -66,7 +66,10 @@ def test_seeds_and_methods_may_be_added_and_nothing_else(tmp_path: Path) -> None
 
 def write_run(path: Path, config: RunConfig) -> None:
     path.mkdir()
-    (path / "run.json").write_text(json.dumps({"format": FORMAT, "config": config.to_json()}))
+    started = {"format": FORMAT, "config": config.to_json(), "data_sha256": "0" * 64}
+    (path / "run.json").write_text(
+        json.dumps({**started, "versions": {}, "git": {}, "machine": {}})
+    )
 
 
 def test_a_run_with_other_settings_is_not_touched(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Moments at which a run can be killed: each patches the code it names, in a process of its own."""
+"""Moments at which something happens to a run, first of all a kill.
+
+Each patches the code it names, in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,19 @@ from tests.training.runs import kill_self
 Kill = Callable[[], None]
 
 
-def before(owner: Any, name: str, now: Callable[..., bool]) -> None:
-    """Kill this process instead of the first call of `owner.name` for which `now` is true."""
+def _die(*_: Any, **__: Any) -> None:
+    kill_self()
+
+
+def before(
+    owner: Any, name: str, now: Callable[..., bool], job: Callable[..., object] = _die
+) -> None:
+    """Do `job`, with the same arguments, before every call of `owner.name` where `now` is true."""
     original = getattr(owner, name)
 
     def replaced(*arguments: Any, **named: Any) -> Any:
         if now(*arguments, **named):
-            kill_self()
+            job(*arguments, **named)
         return original(*arguments, **named)
 
     setattr(owner, name, replaced)
@@ -50,6 +59,17 @@ def nth(count: int) -> Callable[..., bool]:
         return calls == count
 
     return now
+
+
+def since(count: int) -> Callable[..., bool]:
+    """True from the call of that number on."""
+    now, calls = nth(count), [False]
+
+    def reached(*_: Any, **__: Any) -> bool:
+        calls[0] = calls[0] or now()
+        return calls[0]
+
+    return reached
 
 
 def is_step(step: int) -> Callable[..., bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from airmoe.errors import ConfigError, RunError
+from airmoe.files import write_json
 from airmoe.training import best_checkpoint, loop
 from airmoe.training.checkpoints import (
     STATE,
+    Counters,
     checkpoints,
     clean_up,
     load_model,
@@ -38,8 +41,8 @@ from tests.training.runs import differing, in_process, small_run, train_here
 def fake(folder: Path, *steps: int, best: int | None = None) -> None:
     for step in steps:
         (folder / f"checkpoint-{step}").mkdir()
-        state = {"best_step": best}
-        (folder / f"checkpoint-{step}" / STATE).write_text(json.dumps(state))
+        state = Counters(step, best, 1.0, 0, 0.0, 0.0, 1, {})
+        write_json(folder / f"checkpoint-{step}" / STATE, asdict(state))
         write_manifest(folder / f"checkpoint-{step}", "run")
 
 
@@ -92,6 +95,24 @@ def test_clean_up_finishes_what_a_kill_left(tmp_path: Path) -> None:
     clean_up(empty, keep=2)
 
 
+def test_a_linked_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    """Neither it nor what it leads to is removed, and it takes no place of those that are kept."""
+    elsewhere, run = tmp_path / "elsewhere", tmp_path / "run"
+    elsewhere.mkdir()
+    run.mkdir()
+    fake(elsewhere, 1, 3)
+    fake(run, 2, 4, 5)
+    for step in (1, 3):
+        (run / f"checkpoint-{step}").symlink_to(elsewhere / f"checkpoint-{step}")
+    (run / "checkpoint-6.partial").symlink_to(elsewhere / "checkpoint-1")
+    before = sorted(elsewhere.rglob("*"))
+    remove_old(run, 2, run / "checkpoint-1")
+    assert steps(run) == [1, 3, 4, 5]
+    clean_up(run, keep=2)
+    assert steps(run) == [1, 3, 4, 5]
+    assert sorted(elsewhere.rglob("*")) == before
+
+
 def test_the_best_is_the_one_the_newest_remembers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="checkpoint-N"):
         best_checkpoint(tmp_path)
@@ -103,16 +124,30 @@ def test_the_best_is_the_one_the_newest_remembers(tmp_path: Path) -> None:
     assert step_of(best_checkpoint(tmp_path)) == 6
 
 
-def test_a_failed_write_leaves_no_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "is full.*-2 is whole. Make room",
+        ),
+        (
+            PermissionError(13, "Permission denied", "b"),
+            "denied.*-2 is whole. Put that right",
+        ),
+    ],
+    ids=["full", "not allowed"],
+)
+def test_a_failed_write_leaves_no_trace(error: OSError, what: str, tmp_path: Path) -> None:
     fake(tmp_path, 2)
 
     def fill(folder: Path) -> None:
         save_tensors({"a": torch.zeros(3)}, folder / "a.safetensors")
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
-    with pytest.raises(RunError, match=r"step 4: .*full.*checkpoint-2 is whole.*--resume"):
+    with pytest.raises(RunError, match=rf"step 4: .*{what}, then: .*--resume"):
         write_checkpoint(tmp_path, 4, "run", fill)
-    assert steps(tmp_path) == [2]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
     write_checkpoint(tmp_path, 4, "run", lambda folder: None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4"]
 
@@ -198,7 +233,21 @@ def test_optimizer_state_comes_back(tmp_path: Path) -> None:
     optimizer.step()
     saved = optimizer_state(layer, optimizer)
     assert len(saved) == 6
-    save_tensors(saved, tmp_path / "optimizer.safetensors")
+    file = tmp_path / "optimizer.safetensors"
+    for name, damage in {
+        "weight/exp_avg": lambda value: value.T,
+        "weight/exp_avg_sq": lambda value: value[:, :1],
+        "bias/exp_avg": torch.Tensor.double,
+        "bias/step": lambda value: value[None],
+    }.items():
+        save_tensors({**saved, name: damage(saved[name])}, file)
+        with pytest.raises(ConfigError, match=f"must have '{name}' as the model needs it"):
+            load_optimizer_state(layer, optimizer, file)
+    for wrong in ({}, {"weight/step": saved["weight/step"]}, {**saved, "more": torch.zeros(1)}):
+        save_tensors(wrong, file)
+        with pytest.raises(ConfigError, match="as the model needs it"):
+            load_optimizer_state(layer, optimizer, file)
+    save_tensors(saved, file)
     optimizer.state.clear()
-    load_optimizer_state(layer, optimizer, tmp_path / "optimizer.safetensors")
+    load_optimizer_state(layer, optimizer, file)
     assert differing(optimizer_state(layer, optimizer), saved) == []

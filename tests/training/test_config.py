@@ -108,6 +108,8 @@ def test_the_last_of_several_overrides_counts() -> None:
         ("training=5", "training"),
         ("preset=tiny", "preset"),
         ("training.steps.more=5", "training.steps.more"),
+        ("model.router_options.a.b=5", "model.router_options.a.b"),
+        ('data.folder="a\\u0000b"', "data.folder"),
         ("model.torch_dtype=bfloat16", "model.torch_dtype"),
         ("model.router_options.dim=5", "model.router_options.dim"),
         ("Training.steps=5", "Training.steps"),
@@ -172,15 +174,8 @@ def test_the_middle_layer_stays_the_middle_when_the_depth_changes() -> None:
     assert made.model_config(10, 1).moe_layers == [4]
 
 
-@pytest.mark.parametrize(
-    ("batch", "micro", "processes", "windows"), [(64, 16, 1, 4), (64, 16, 4, 1), (64, 8, 2, 4)]
-)
-def test_accumulation(batch: int, micro: int, processes: int, windows: int) -> None:
-    options = TrainingOptions(batch_size=batch, micro_batch_size=micro, steps=1)
-    assert options.accumulation_steps(processes) == windows
-
-
-def test_too_many_processes_for_a_batch() -> None:
-    options = TrainingOptions(batch_size=8, micro_batch_size=4, steps=1)
-    with pytest.raises(ConfigError, match=r"training\.batch_size: got 8, .*4 x 3"):
+def test_micro_batches_and_processes_share_a_batch() -> None:
+    options = TrainingOptions(batch_size=32, micro_batch_size=4, steps=1)
+    assert [options.accumulation_steps(count) for count in (1, 2, 4, 8)] == [8, 4, 2, 1]
+    with pytest.raises(ConfigError, match=r"training\.batch_size: got 32, .*4 x 3.*use 1, 2, 4, 8"):
         options.accumulation_steps(3)

@@ -10,9 +10,8 @@ import pytest
 
 from airmoe import ConfigError
 from airmoe.data import PrepareConfig, Prepared, prepare
-from airmoe.files import write_json
 from airmoe.training import preset
-from airmoe.training.run_folder import RunFolder, check_same_data, data_sha256
+from airmoe.training.run_folder import check_same_data, create_run, data_sha256
 
 
 def prepared(folder: Path, text: str, *, packed: bool = False) -> Prepared:
@@ -49,8 +48,7 @@ def test_the_tokenizer_and_which_split_is_which_matter(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_with_its_own_text_only(tmp_path: Path) -> None:
     text = prepared(tmp_path / "one", "some words")
-    run = RunFolder(tmp_path, preset("tiny"))
-    write_json(tmp_path / "run.json", {"data_sha256": data_sha256(text)})
+    run = create_run(tmp_path, preset("tiny"), text)
     check_same_data(run, text)
     other = prepared(tmp_path / "two", "other words")
     with pytest.raises(ConfigError, match="must hold the text with which"):

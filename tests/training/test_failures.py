@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +24,16 @@ from tests.training.command import airmoe, airmoe_train, assert_one_line
 from tests.training.runs import assert_same_run, small_run, tensors_of, timeless_log, trained
 
 
-def from_then_on_full(owner: Any, name: str, number: int) -> Callable[[], None]:
-    """From call `number` of `owner.name` on, the disk is full."""
-
-    def patch() -> None:
-        original, now = getattr(owner, name), kills.nth(number)
-        full: list[int] = []
-
-        def replaced(*arguments: Any) -> Any:
-            if now() or full:
-                full.append(1)
-                if isinstance(arguments[-1], Path):
-                    arguments[-1].write_bytes(b"half")
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return original(*arguments)
-
-        setattr(owner, name, replaced)
-
-    return patch
+def is_full(*arguments: Any, code: int = errno.ENOSPC) -> None:
+    """What a full disk does to a write: half of it is there."""
+    if isinstance(arguments[-1], Path):
+        arguments[-1].write_bytes(b"half")
+    raise OSError(code, os.strerror(code))
 
 
 def full_disk(number: int) -> Callable[[], None]:
     """From the tensor file of that number on."""
-    return from_then_on_full(checkpoints, "save_tensors", number)
+    return lambda: kills.before(checkpoints, "save_tensors", kills.since(number), is_full)
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(text: Path, tmp_path: Path) -> None:
@@ -69,17 +57,12 @@ def test_a_full_disk_before_the_first_checkpoint(text: Path, tmp_path: Path) -> 
 def full_at(file: Path, number: int, code: int = errno.ENOSPC) -> Callable[[], None]:
     """The disk is full when that file is brought to it for the `number`th time."""
 
-    def patch() -> None:
-        now, original = kills.nth(number), os.fsync
+    now = kills.nth(number)
 
-        def fsync(handle: int) -> None:
-            if file.exists() and os.path.samestat(os.fstat(handle), file.stat()) and now():
-                raise OSError(code, os.strerror(code))
-            original(handle)
+    def is_it(handle: int) -> bool:
+        return file.exists() and os.path.samestat(os.fstat(handle), file.stat()) and now()
 
-        os.fsync = fsync
-
-    return patch
+    return lambda: kills.before(os, "fsync", is_it, partial(is_full, code=code))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +119,7 @@ def broken_tensorboard(number: int) -> Callable[[], None]:
 
     def patch() -> None:
         records = pytest.importorskip("tensorboard.summary.writer.record_writer")
-        from_then_on_full(records.RecordWriter, "write", number)()
+        kills.before(records.RecordWriter, "write", kills.since(number), is_full)
 
     return patch
 
@@ -167,18 +150,11 @@ def test_a_tracker_does_not_hide_why_a_run_stops(text: Path, tmp_path: Path) -> 
 def poison(step: int) -> Callable[[], None]:
     """One weight becomes infinite before that step."""
 
-    def patch() -> None:
-        original = TrainingLoop._take_step
+    def job(loop: TrainingLoop, **_: Any) -> None:
+        with torch.no_grad():
+            loop.model.lm_head.weight[0, 0] = math.inf
 
-        def take_step(self: TrainingLoop, *, watched: bool) -> Any:
-            if self.step == step - 1:
-                with torch.no_grad():
-                    self.model.lm_head.weight[0, 0] = math.inf
-            return original(self, watched=watched)
-
-        TrainingLoop._take_step = take_step
-
-    return patch
+    return lambda: kills.before(TrainingLoop, "_take_step", kills.is_step(step), job)
 
 
 @pytest.mark.parametrize("log_every", [1, 100])

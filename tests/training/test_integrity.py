@@ -11,7 +11,15 @@ import pytest
 
 from airmoe.errors import ConfigError
 from airmoe.files import read_json, write_json
-from airmoe.training.checkpoints import MANIFEST, OPTIMIZER, check_checkpoint, checkpoints
+from airmoe.training.checkpoints import (
+    LOG,
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    check_checkpoint,
+    checkpoints,
+    write_manifest,
+)
 from airmoe.training.run_folder import open_run
 from airmoe.training.run_log import read_log
 from tests.training import kills
@@ -81,6 +89,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "schedule of another step": (of_another_step("training.json"), "training.json"),
     "another learning rate": (setting("training", "learning_rate", 0.02), "run.json"),
     "another codebook": (setting("model", "router_options", ROUTER), "run.json"),
+    "moments of another step": (of_another_step(OPTIMIZER), OPTIMIZER),
+    "another name": (lambda at: at.rename(at.with_name("checkpoint-5")), "checkpoint-4"),
     "no manifest": (lambda at: (at / MANIFEST).unlink(), MANIFEST),
     "half a manifest": (lambda at: (at / MANIFEST).write_text('{"format": 1,'), MANIFEST),
     "a manifest of 0.1.0": (written_by_0_1_0, "The last version that can read it is 0.1.0"),
@@ -144,3 +154,31 @@ def test_usage_is_that_of_the_best_step(runs: Path) -> None:
     best = run / f"checkpoint-{read_json(run / 'result.json')['best']['step']}"
     usage = (run / "usage.safetensors").read_bytes()
     assert usage == (best / "usage.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("gone", [OPTIMIZER, LOG, "training.json"])
+def test_a_manifest_that_was_made_again(gone: str, run: Path) -> None:
+    """What the hashes are for is not to be had by them: all that is needed is looked at anyway."""
+    checkpoint = run / "checkpoint-4"
+    if gone == OPTIMIZER:
+        (checkpoint / OPTIMIZER).write_bytes((checkpoint / MODEL).read_bytes())
+    else:
+        (checkpoint / gone).unlink()
+    (checkpoint / MANIFEST).unlink()
+    write_manifest(checkpoint, open_run(run).sha256())
+    assert_one_line(airmoe("train", "--resume", run), 2, "checkpoint", gone)
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "reason"),
+    [
+        ("result.json", {"last": 5}, "cannot be read (it lacks best)"),
+        ("run.json", {"format": 2, "config": []}, "cannot be read (it lacks data_sha256)"),
+    ],
+)
+def test_a_file_without_its_fields_is_one_line(
+    file: str, values: dict[str, Any], reason: str, runs: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(runs / "whole", tmp_path / "run"))
+    write_json(run / file, values)
+    assert_one_line(airmoe("train", "--resume", run), 2, file, reason)

@@ -303,13 +303,7 @@ def test_times_leave_out_what_is_not_training(text: Path, tmp_path: Path) -> Non
     config = small_run(text, steps=4, eval_every=2, log_every=1)
 
     def job() -> None:
-        original = loop.evaluate
-
-        def slow(*arguments: Any, **named: Any) -> Any:
-            time.sleep(0.5)
-            return original(*arguments, **named)
-
-        loop.evaluate = slow
+        kills.before(loop, "evaluate", kills.since(1), lambda *_, **__: time.sleep(0.5))
         train_here(config, tmp_path / "run")
 
     assert in_process(job) == 0

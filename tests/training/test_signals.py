@@ -40,19 +40,12 @@ def send(
 ) -> Callable[[], None]:
     """Signal this process at a call of `owner.name`."""
 
-    def patch() -> None:
-        original = getattr(owner, name)
+    def job(*_: Any, **__: Any) -> None:
+        for _again in range(times):
+            os.kill(os.getpid(), number)
+            time.sleep(pause)
 
-        def replaced(*arguments: Any, **named: Any) -> Any:
-            if now(*arguments, **named):
-                for _ in range(times):
-                    os.kill(os.getpid(), number)
-                    time.sleep(pause)
-            return original(*arguments, **named)
-
-        setattr(owner, name, replaced)
-
-    return patch
+    return lambda: kills.before(owner, name, now, job)
 
 
 def before_step(number: int, step: int) -> Callable[[], None]:

@@ -20,7 +20,7 @@ def prepare(
         str,
         typer.Argument(
             help="python-docs, wikitext103, c5, openwebtext2, or a file or folder of .txt, "
-            ".jsonl, .parquet (text also .gz, .xz)"
+            ".jsonl, .parquet (text also .gz, .xz, .zst)"
         ),
     ],
     out: Annotated[str, typer.Option(help="folder to make")],

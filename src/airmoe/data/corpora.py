@@ -16,7 +16,9 @@ from airmoe.files import file_sha256, json_sha256
 class Source(Protocol):
     """Something that can be read from its start, any number of times, always in the same order."""
 
-    def documents(self) -> Iterator[Document]: ...
+    def documents(self) -> Iterator[Document | None]:
+        """Documents, and None for every row whose text is null."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,16 @@ class HubSplit:
     rows_are_lines: bool = False
     """WikiText: rows are lines, with "" for a line of one space, and articles span rows."""
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Iterator[Document | None]:
         texts: Iterator[str | None] = self._texts()
         if self.rows_are_lines:
             lines = (text if text and text.strip() else " \n" for text in texts)
             texts = split_lines(lines, self.dataset, at_empty_lines=False)
-        yield from (Document(text) for text in texts if text and text.strip())
+        for text in texts:
+            if text is None:
+                yield None
+            elif text.strip():
+                yield Document(text)
 
     def _texts(self) -> Iterator[str | None]:
         load_dataset = require("datasets", f"to read {self.dataset}").load_dataset
@@ -111,10 +117,14 @@ def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
         found = sorted((file.relative_to(path).parts, file) for file in path.rglob("*"))
         inside = [file for parts, file in found if not any(p.startswith(".") for p in parts)]
-    files = [file for file in inside if file.name.endswith(ENDINGS) and file.is_file()]
+    files = [file for file in inside if file.name.endswith(ENDINGS) and not file.is_dir()]
     if not files:
         rule = "holds no text to read" if path.is_dir() else "is not a kind of text file we read"
         raise corpus_error(path, rule, f"Files must end in {', '.join(ENDINGS)}.")
+    for file in files:
+        if not file.is_file():  # reading a pipe or device might never end
+            rule = "must be a regular file or a link to one"
+            raise corpus_error(file, rule, "Put a file in its place, or remove it.")
     return files
 
 

@@ -1,4 +1,4 @@
-"""Local text files -> documents, read one at a time.
+"""Local text files -> documents, read one at a time; one over `MAX_DOCUMENT_BYTES` is refused.
 
 | ending     | a document is |
 |------------|---------------|
@@ -6,7 +6,7 @@
 | `.jsonl`   | the text field of the JSON object on each line |
 | `.parquet` | the text column of each row |
 
-`.txt` and `.jsonl` may be compressed: `.gz`, `.xz`.
+`.txt` and `.jsonl` may be compressed: `.gz`, `.xz`, `.zst`.
 
 A line of spaces is not empty: WikiText puts ` \\n` between the paragraphs of an article and starts
 the next article with a level-1 heading, ` = Title = `.
@@ -15,6 +15,7 @@ the next article with a level-1 heading, ` = Title = `.
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import lzma
 import re
@@ -22,21 +23,74 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from airmoe.errors import ConfigError, require
+from airmoe.files import parse_json
 
-COMPRESSIONS = {".gz": gzip.open, ".xz": lzma.open}
+_PIECE_BYTES = 1 << 13  # packed, read at once
+WINDOW_BYTES = 1 << 27  # memory for unpacking .xz, as much as zstd takes
+
+
+class _XzStreams(io.RawIOBase):
+    """Unpacks stream after stream, as `lzma.open` does, but with a limit on memory.
+
+    Also, `lzma.open` takes whatever is bad behind a stream for the end of the file.
+    """
+
+    def __init__(self, packed: IO[bytes]) -> None:
+        self._packed = packed
+        self._stream: lzma.LZMADecompressor | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        unpacked = b""
+        while not unpacked:
+            packed = b""
+            if self._stream is None or self._stream.eof:
+                if not (packed := self._next_stream()):
+                    return 0
+                self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, WINDOW_BYTES)
+            elif self._stream.needs_input and not (packed := self._packed.read(_PIECE_BYTES)):
+                raise EOFError("the last stream has no end")
+            unpacked = self._stream.decompress(packed, len(buffer))
+        buffer[: len(unpacked)] = unpacked
+        return len(unpacked)
+
+    def _next_stream(self) -> bytes:
+        """The first bytes of the next stream, behind zeros that may stand there; or nothing."""
+        if self._stream is None:
+            return self._packed.read(_PIECE_BYTES)
+        piece = self._stream.unused_data
+        while not piece.lstrip(b"\0"):
+            if not (piece := self._packed.read(_PIECE_BYTES)):
+                break
+        return piece.lstrip(b"\0")
+
+
+def _open_xz(packed: IO[bytes]) -> IO[bytes]:
+    return io.BufferedReader(_XzStreams(packed))
+
+
+def _open_zst(packed: IO[bytes]) -> IO[bytes]:
+    arrow = require("pyarrow", "to read .zst files")
+    return io.BufferedReader(arrow.CompressedInputStream(packed, "zstd"))
+
+
+# All unpack only as much as is asked for: memory stays small however far a file unpacks.
+COMPRESSIONS: dict[str, Any] = {".gz": gzip.open, ".xz": _open_xz, ".zst": _open_zst}
 ENDINGS = (
     *(kind + packed for kind in (".txt", ".jsonl") for packed in ("", *COMPRESSIONS)),
     ".parquet",
 )
 
-MAX_CHARACTERS = 1 << 24
-"""Of a document in a .txt file, several of the longest books: more is a file without empty lines,
-which would be held in memory whole."""
+MAX_DOCUMENT_BYTES = 1 << 24
+"""16 MiB of UTF-8, several of the longest books; also the longest line of a .jsonl file."""
 
-_PARQUET_ROWS = 1024  # read at once
+MAX_COLUMN_BYTES = 1 << 29
+"""512 MiB of text in one row group of a .parquet file, which is unpacked at once."""
 
 _TITLE = re.compile(r" = [^=\s](?:.*[^=\s])? = \r?\n?")  # level 2 is ` = = Title = = `
 
@@ -57,13 +111,15 @@ class LocalFiles:
     files: tuple[Path, ...]
     text_field: str
 
-    def documents(self) -> Iterator[Document]:
-        """Every document that is more than white space."""
+    def documents(self) -> Iterator[Document | None]:
+        """Every document that is more than white space; None for a row whose text is null."""
         sizes = [file.stat().st_size for file in self.files]
         total, before = max(sum(sizes), 1), 0
         for file, size in zip(self.files, sizes, strict=True):
             for text, fraction in _read(file, self.text_field):
-                if text and text.strip():
+                if text is None:
+                    yield None
+                elif text.strip():
                     yield Document(text, (before + fraction * size) / total)
             before += size
 
@@ -79,7 +135,7 @@ def split_lines(lines: Iterable[str], place: str, *, at_empty_lines: bool) -> It
     A title counts only at the start or after a blank line, because formulas can look like one.
     """
     document: list[str] = []
-    size, first = 0, 1  # characters of the document, number of its first line
+    size, first = 0, 1  # bytes of the document, number of its first line
     after_blank = True
     for number, line in enumerate(lines, 1):
         ends = at_empty_lines and line in ("\n", "\r\n")
@@ -89,11 +145,9 @@ def split_lines(lines: Iterable[str], place: str, *, at_empty_lines: bool) -> It
             size, first = 0, number + ends
         if not ends:
             document.append(line)
-            size += len(line)
-            if size > MAX_CHARACTERS:
-                rule = f"holds more than {MAX_CHARACTERS:,} characters in one document"
-                remedy = "End documents by empty lines."
-                raise corpus_error(f"{place}, from line {first}", rule, remedy)
+            size += len(line.encode())
+            if size > MAX_DOCUMENT_BYTES:
+                raise _too_long(f"{place}, from line {first}", "End documents by empty lines.")
         after_blank = not line.strip()
     yield "".join(document).strip("\r\n")
 
@@ -106,7 +160,8 @@ def _read(path: Path, text_field: str) -> Iterator[tuple[str | None, float]]:
     size = max(path.stat().st_size, 1)
     with path.open("rb") as packed:
         unpack = COMPRESSIONS.get(path.suffix)
-        lines = _decoded_lines(unpack(packed) if unpack else packed, path)
+        content = unpack(packed) if unpack else packed
+        lines = _decoded_lines(content, path)
         if Path(path.stem if unpack else path).suffix == ".txt":
             texts: Iterator[str | None] = split_lines(lines, str(path), at_empty_lines=True)
         else:
@@ -114,19 +169,26 @@ def _read(path: Path, text_field: str) -> Iterator[tuple[str | None, float]]:
         try:
             for text in texts:
                 yield text, packed.tell() / size
-        except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
             rule = f"is cut short or damaged near byte {packed.tell()} ({error})"
             remedy = "Fetch the file again, or unpack what can be read and use that."
+            if "emory" in str(error):  # what zstd and xz say of a window over the limit
+                rule = f"needs more than {WINDOW_BYTES >> 20} MiB of memory to unpack"
+                remedy = "Pack it again with a smaller window, without --long or --ultra."
             raise corpus_error(path, rule, remedy) from error
 
 
 def _decoded_lines(content: IO[bytes], path: Path) -> Iterator[str]:
-    for number, line in enumerate(content, 1):
+    lines = iter(lambda: content.readline(MAX_DOCUMENT_BYTES + 1), b"")
+    for number, line in enumerate(lines, 1):
+        if len(line) > MAX_DOCUMENT_BYTES:
+            raise _too_long(f"{path}, line {number}", "Break or remove the line.")
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
             remedy = "Convert the file, for example: iconv -f latin1 -t utf-8."
-            raise corpus_error(f"{path}, line {number}", "must be UTF-8", remedy) from error
+            rule = f"must be UTF-8, but byte {error.start + 1} of the line is not"
+            raise corpus_error(f"{path}, line {number}", rule, remedy) from error
 
 
 def _parse_jsonl(lines: Iterable[str], path: Path, text_field: str) -> Iterator[str | None]:
@@ -135,9 +197,11 @@ def _parse_jsonl(lines: Iterable[str], path: Path, text_field: str) -> Iterator[
             continue
         place = f"{path}, line {number}"
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            rule = f"must be one JSON object ({error.msg}, column {error.colno})"
+            row = parse_json(line)
+        except ValueError as error:
+            syntax = isinstance(error, json.JSONDecodeError)
+            reason = f"{error.msg}, column {error.colno}" if syntax else str(error)
+            rule = f"must be one JSON object ({reason})"
             raise corpus_error(place, rule, "Fix or remove the line.") from error
         if not isinstance(row, dict) or text_field not in row:
             raise _no_such_field(place, text_field, list(row) if isinstance(row, dict) else [])
@@ -149,17 +213,39 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[str | None, flo
     arrow = require("pyarrow", "to read .parquet files")
     row = 0
     try:
-        with parquet.ParquetFile(path) as file:
+        # Opened here: pyarrow takes no name that is not UTF-8.
+        with path.open("rb") as stream, parquet.ParquetFile(stream) as file:
             columns, total = file.schema_arrow.names, file.metadata.num_rows
             if text_field not in columns:
                 raise _no_such_field(str(path), text_field, columns)
-            for batch in file.iter_batches(_PARQUET_ROWS, columns=[text_field]):
-                for value in batch.column(0).to_pylist():
-                    row += 1
-                    yield _checked(value, text_field, f"{path}, row {row}"), row / total
+            kind = file.schema_arrow.field(text_field).type
+            kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
+            if kind not in (arrow.string(), arrow.large_string(), arrow.null()):
+                raise _not_a_string(str(path), text_field, str(kind))
+            _check_column_size(file.metadata, text_field, path)
+            # Row by row: a packed file can repeat one long value at no cost.
+            for batch in file.iter_batches(1, columns=[text_field]):
+                row += 1
+                [value] = batch.column(0).to_pylist()
+                yield _checked(value, text_field, f"{path}, row {row}"), row / total
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         rule = f"cannot be read as parquet after row {row} ({error})"
         raise corpus_error(path, rule, "Fetch the file again, or write it anew.") from error
+
+
+def _check_column_size(metadata: Any, text_field: str, path: Path) -> None:
+    """Raise if a row group, which is unpacked at once, holds too much text."""
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = [group.column(place) for place in range(group.num_columns)]
+        texts = [column for column in columns if column.path_in_schema == text_field]
+        size = max((text.total_uncompressed_size for text in texts), default=0)
+        if size > MAX_COLUMN_BYTES:
+            raise corpus_error(
+                f"{path}, row group {number + 1}",
+                f"holds {size:,} bytes of text, must be at most {MAX_COLUMN_BYTES:,}",
+                "Write the file again with smaller row groups (pyarrow: row_group_size=1000).",
+            )
 
 
 def _checked(text: object, text_field: str, place: str) -> str | None:
@@ -167,14 +253,25 @@ def _checked(text: object, text_field: str, place: str) -> str | None:
     if text is None:
         return None
     if not isinstance(text, str):
-        rule = f"must hold a string in '{text_field}', but holds {type(text).__name__}"
-        raise corpus_error(place, rule, "Fix or remove it, or set text_field to another one.")
+        raise _not_a_string(place, text_field, type(text).__name__)
     try:
-        text.encode()
+        size = len(text.encode())
     except UnicodeEncodeError as error:
         rule = "must be Unicode text, but holds half of a surrogate pair"
         raise corpus_error(place, rule, "Fix or remove it.") from error
+    if size > MAX_DOCUMENT_BYTES:
+        raise _too_long(place, "Divide it into several, or remove it.")
     return text
+
+
+def _not_a_string(place: str, text_field: str, found: str) -> ConfigError:
+    rule = f"must hold a string in '{text_field}', but holds {found}"
+    return corpus_error(place, rule, "Fix or remove it, or set text_field to another one.")
+
+
+def _too_long(place: str, remedy: str) -> ConfigError:
+    rule = f"holds more than {MAX_DOCUMENT_BYTES:,} bytes in one document"
+    return corpus_error(place, rule, remedy)
 
 
 def _no_such_field(place: str, text_field: str, fields: list[str]) -> ConfigError:

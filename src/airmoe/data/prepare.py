@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from airmoe.config import check_count, check_number, config
+from airmoe.config import check_count, check_number, check_text, config
 from airmoe.data.corpora import Corpus, open_corpus
 from airmoe.data.documents import Document
 from airmoe.data.prepared import (
@@ -35,9 +35,12 @@ from airmoe.data.shards import SHARD_TOKENS, SplitInfo, SplitWriter
 from airmoe.data.tokenizer_choice import bpe_vocab_size, is_trained, make_tokenizer
 from airmoe.data.tokenizers import Tokenizer, load_tokenizer
 from airmoe.errors import ConfigError
-from airmoe.files import LOCK, locked, read_json, sync_folder, sync_tree, write_json
+from airmoe.files import LOCK, json_sha256, locked, read_as, sync_folder, sync_tree, write_json
 
 PROGRESS_FILE = "progress.json"
+
+# What may lie in the folder before there is a progress file.
+_BEGINNING = {LOCK, f"{PROGRESS_FILE}.draft", TOKENIZER_FOLDER, f"{TOKENIZER_FOLDER}.draft"}
 
 _BATCH_CHARACTERS = 1 << 20  # tokenized at once, on all cores
 
@@ -66,9 +69,8 @@ class PrepareConfig:
     def check(self) -> None:
         for name in ("corpus", "tokenizer", "out", "validation", "text_field"):
             value = getattr(self, name)
-            missing = name == "validation" and value is None
-            if not missing and not (isinstance(value, str) and value):
-                raise ConfigError(f"prepare.{name}", value, "must be a text", "Give a string.")
+            if not (value is None and name == "validation"):
+                check_text(f"prepare.{name}", value)
         check_number("prepare.validation_fraction", self.validation_fraction, below=1, strict=True)
         if self.max_tokens is not None:
             check_count("prepare.max_tokens", self.max_tokens)
@@ -85,6 +87,8 @@ class PrepareProgress:
     tokens: int
     fraction: float | None
     """Of the split's input, or of `max_tokens` if that is nearer; None if unknown."""
+    skipped: int = 0
+    """Rows of the split whose text is null."""
 
 
 Report = Callable[[PrepareProgress], None]
@@ -113,7 +117,7 @@ def prepare(
         rule = "is there already and was not made by prepare"
         raise ConfigError("prepare.out", str(out), rule, "Use another out.")
     manifest = read_manifest(out)
-    other_tokenizer = fixed and asdict(manifest.tokenizer) != asdict(fixed.identity)
+    other_tokenizer = fixed and not manifest.tokenizer.is_kept_by(fixed.identity)
     if manifest.recipe != recipe or other_tokenizer:
         rule = "was prepared with other settings, other text or another tokenizer"
         remedy = "Delete it or use another out. For train that is data.folder."
@@ -181,6 +185,14 @@ class _Progress:
     documents_read: int
     """Documents of it that are on disk."""
     written: dict[str, SplitInfo]
+    asked: dict[str, Any]
+    """What decides the result: settings, text and tokenizer."""
+
+
+def _check_unchanged(values: Any) -> None:
+    """Raise unless `values`, whose hash is taken out, are those that were written."""
+    if not isinstance(values, dict) or values.pop("sha256", None) != json_sha256(values):
+        raise ValueError("it has changed since it was written")
 
 
 class _Job:
@@ -205,6 +217,7 @@ class _Job:
             "tokenizer": asdict(fixed.identity) if fixed else None,
             "shard_tokens": shard_tokens,
         }
+        self._skipped = 0  # rows without text, of the split being read
         self._start = self._read_progress()
         self._tokenizer = self._saved_tokenizer() or self._save_tokenizer(fixed)
         names = [*corpus.splits, *(["validation"] if self._fraction else [])]
@@ -217,18 +230,12 @@ class _Job:
         """Where an earlier prepare with the same settings stopped, else the beginning."""
         file = self._folder / PROGRESS_FILE
         if file.exists():
-            try:
-                values = read_json(file)
-                splits = values["written"].items()
-                written = {name: SplitInfo.from_json(split) for name, split in splits}
-                progress = _Progress(values["source"], values["documents_read"], written)
-                is_same = values["asked"] == self._asked
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                rule = f"cannot be read ({type(error).__name__}: {error})"
-                raise ConfigError("prepare.out", str(file), rule, "Use another out.") from error
-            if is_same:
+            progress = read_as(
+                _Progress, file, "Use another out.", field="prepare.out", check=_check_unchanged
+            )
+            if progress.asked == self._asked:
                 return progress
-            if written:
+            if progress.written:
                 raise ConfigError(
                     "prepare.out",
                     self._config.out,
@@ -236,9 +243,13 @@ class _Job:
                     f"(see {self._folder.name})",
                     f"Delete {self._folder} or use another out.",
                 )
+        elif foreign := sorted({path.name for path in self._folder.iterdir()} - _BEGINNING):
+            rule = f"holds files that prepare did not make there, such as {foreign[0]}"
+            remedy = "Move them away or use another out."
+            raise ConfigError("prepare.out", str(self._folder), rule, remedy)
         # Nothing worth keeping was done, for instance because the settings were wrong.
         shutil.rmtree(self._folder / TOKENIZER_FOLDER, ignore_errors=True)
-        return _Progress("train", 0, {})
+        return _Progress("train", 0, {}, self._asked)
 
     def _saved_tokenizer(self) -> Tokenizer | None:
         folder = self._folder / TOKENIZER_FOLDER
@@ -247,8 +258,9 @@ class _Job:
     def _save_tokenizer(self, fixed: Tokenizer | None) -> Tokenizer:
         """Train the tokenizer if there is none; it gets its name only when it is whole."""
         documents = self._corpus.splits["train"].documents()
-        texts = (each.text for each in documents if not in_validation(each.text, self._fraction))
-        tokenizer = fixed or make_tokenizer(self._config.tokenizer, texts)
+        texts = (each.text for each in documents if each)
+        trained_on = (text for text in texts if not in_validation(text, self._fraction))
+        tokenizer = fixed or make_tokenizer(self._config.tokenizer, trained_on)
         draft = self._folder / f"{TOKENIZER_FOLDER}.draft"
         shutil.rmtree(draft, ignore_errors=True)
         tokenizer.save(draft)
@@ -258,7 +270,8 @@ class _Job:
         return tokenizer
 
     def _save(self, progress: _Progress) -> None:
-        write_json(self._folder / PROGRESS_FILE, {"asked": self._asked, **asdict(progress)})
+        values = asdict(progress)
+        write_json(self._folder / PROGRESS_FILE, {**values, "sha256": json_sha256(values)})
 
     def run(self) -> Manifest:
         """Do what is left to do."""
@@ -288,20 +301,28 @@ class _Job:
         """Everything of one split of the corpus behind the first `count` documents."""
         if self._is_full(source):
             return
-        documents = itertools.islice(self._corpus.splits[source].documents(), count, None)
-        for batch in _batches(documents):
+        self._skipped = 0
+        for batch in _batches(itertools.islice(self._documents(source), count, None)):
             texts = [document.text for document in batch]
             for text, tokens in zip(texts, self._tokenizer.encode_documents(texts), strict=True):
                 split = "validation" if in_validation(text, self._fraction) else source
                 count += 1
                 if self._writers[split].add(tokens):
                     written = {name: writer.synced() for name, writer in self._writers.items()}
-                    self._save(_Progress(source, count, written))
+                    self._save(_Progress(source, count, written, self._asked))
                 if self._is_full(source):
                     break
             self._tell(source, count, batch[-1].fraction)
             if self._is_full(source):
                 return
+
+    def _documents(self, source: str) -> Iterator[Document]:
+        """Those of a split, while counting the rows that have no text."""
+        for document in self._corpus.splits[source].documents():
+            if document is None:
+                self._skipped += 1
+            else:
+                yield document
 
     def _is_full(self, source: str) -> bool:
         limit = self._config.max_tokens
@@ -315,7 +336,7 @@ class _Job:
             fraction = max(fraction or 0.0, min(1.0, tokens / self._config.max_tokens))
         if source == "train" and self._fraction:
             tokens += self._writers["validation"].tokens
-        self._report(PrepareProgress(source, documents, tokens, fraction))
+        self._report(PrepareProgress(source, documents, tokens, fraction, self._skipped))
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from airmoe.config import check_count
 from airmoe.data.shards import TOKEN_TYPE, BlockDataset, ShardInfo, SplitInfo
 from airmoe.data.tokenizers import Tokenizer, TokenizerIdentity, load_tokenizer
 from airmoe.errors import ConfigError
-from airmoe.files import file_sha256, read_json
+from airmoe.files import file_sha256, read_as
 
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
@@ -50,7 +51,11 @@ class Prepared:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the tokens."""
-        return load_tokenizer(self.folder / TOKENIZER_FOLDER)
+        tokenizer = load_tokenizer(self.folder / TOKENIZER_FOLDER)
+        if not self.manifest.tokenizer.is_kept_by(tokenizer.identity):
+            rule = "holds another tokenizer than the one its manifest names"
+            raise ConfigError("data", str(self.folder), rule, _PREPARE_AGAIN)
+        return tokenizer
 
     def tokens(self, split: str) -> int:
         """How many tokens a split has, ends of documents included."""
@@ -94,19 +99,19 @@ def read_manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST_FILE
     if not file.is_file():
         raise _not_prepared(folder)
-    try:
-        values = read_json(file)
-        if (version := values["format_version"]) != FORMAT_VERSION:
-            raise ValueError(f"format version {version}, this airmoe reads {FORMAT_VERSION}")
-        return Manifest(
-            format_version=version,
-            recipe=Recipe(**values["recipe"]),
-            tokenizer=TokenizerIdentity(**values["tokenizer"]),
-            splits={name: SplitInfo.from_json(split) for name, split in values["splits"].items()},
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        rule = f"is not a manifest of `airmoe prepare` ({type(error).__name__}: {error})"
-        raise ConfigError("data", str(file), rule, _PREPARE_AGAIN) from error
+    manifest = read_as(Manifest, file, _PREPARE_AGAIN, field="data", check=_check_version)
+    for name, split in manifest.splits.items():
+        # Blocks are cut by these numbers.
+        if (total := sum(shard.tokens for shard in split.shards)) != split.tokens:
+            rule = f"says {split.tokens} tokens in its {name} split, but {total} in its shards"
+            raise ConfigError("data", str(file), rule, _PREPARE_AGAIN)
+    return manifest
+
+
+def _check_version(values: Any) -> None:
+    found = values.get("format_version") if isinstance(values, dict) else None
+    if type(found) is not int or found != FORMAT_VERSION:
+        raise ValueError(f"format version {found}, this airmoe reads {FORMAT_VERSION}")
 
 
 def _check_shard(folder: Path, shard: ShardInfo, *, verify: bool) -> None:

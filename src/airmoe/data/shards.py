@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from airmoe.errors import ConfigError
 from airmoe.files import file_sha256
 
 TOKEN_TYPE = np.dtype("<u4")
@@ -41,11 +42,6 @@ class SplitInfo:
     tokens: int
     shards: tuple[ShardInfo, ...]
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> SplitInfo:
-        shards = tuple(ShardInfo(**shard) for shard in values["shards"])
-        return cls(values["documents"], values["tokens"], shards)
-
 
 class SplitWriter:
     """Appends the documents of one split to shards, and can go on where `synced` was called."""
@@ -60,11 +56,20 @@ class SplitWriter:
         self._open_tokens = self.tokens - sum(shard.tokens for shard in self._shards)
         self._stream: IO[bytes] | None = None
         if self._open_tokens:
-            os.truncate(self._file(), self._open_tokens * TOKEN_TYPE.itemsize)
-            self._stream = self._file().open("ab")
+            self._reopen(self._open_tokens * TOKEN_TYPE.itemsize)
 
     def _file(self) -> Path:
         return self._folder / f"{self._split}-{len(self._shards):05d}.bin"
+
+    def _reopen(self, size: int) -> None:
+        """Go on behind the first `size` bytes of an unfinished shard."""
+        file = self._file()
+        if not file.is_file() or file.stat().st_size < size:
+            rule = f"should hold at least {size} bytes of unfinished work but does not"
+            remedy = f"Delete {file.parent} and run prepare again."
+            raise ConfigError("prepare.out", str(file), rule, remedy)
+        os.truncate(file, size)
+        self._stream = file.open("ab")
 
     def add(self, tokens: Tokens) -> bool:
         """Append one document; True if that finished a shard."""

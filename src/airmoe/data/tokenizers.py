@@ -6,15 +6,15 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from airmoe.data.shards import TOKEN_TYPE, Tokens
 from airmoe.errors import ConfigError, require
-from airmoe.files import json_sha256, read_json
+from airmoe.files import build, json_sha256, parse_json, read_json
 
 END_OF_TEXT = "<|endoftext|>"  # of the tokenizers made here
 
@@ -41,14 +41,19 @@ def tokenizer_error(given: object, rule: str, remedy: str) -> ConfigError:
 class TokenizerIdentity:
     """Tokenizers with equal identities turn every text into equal ids."""
 
-    kind: str
+    kind: Literal["bytes", "hugging-face", "llama-3"]
     vocab_size: int
     sha256: str
     eos_id: int
     bos_id: int | None = None
     """The token before every document, if there is one."""
     files_sha256: str | None = field(default=None, compare=False)
-    """Of all files of a user's tokenizer, also those that change no id (a chat template)."""
+    """Of all files of a user's tokenizer, also those that change no id (a chat template). None for
+    other kinds, and in folders prepared before they were hashed."""
+
+    def is_kept_by(self, other: TokenizerIdentity) -> bool:
+        """Whether `other` is this tokenizer with the same files, where their hash is known."""
+        return self == other and self.files_sha256 in (None, other.files_sha256)
 
 
 class Tokenizer:
@@ -130,13 +135,21 @@ class BytesTokenizer(Tokenizer):
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Open what `Tokenizer.save` wrote."""
     try:
-        identity = TokenizerIdentity(**read_json(folder / IDENTITY_FILE))
-        if identity.kind == "bytes":
-            return BytesTokenizer()
-        return Tokenizer(read_files(folder), identity)
+        identity = build(TokenizerIdentity, read_json(folder / IDENTITY_FILE))
+        files = read_files(folder)
+        tokenizer = BytesTokenizer() if identity.kind == "bytes" else Tokenizer(files)
+        found = tokenizer.identity
+        if identity.kind == "llama-3":  # known by another file
+            sha256 = hashlib.sha256(files[LLAMA3_FILE]).hexdigest()
+            found = replace(found, kind="llama-3", sha256=sha256)
     except Exception as error:  # the library raises plain Exception for a bad definition
         rule = f"is not a whole tokenizer folder ({type(error).__name__}: {error})"
         raise tokenizer_error(folder, rule, "Prepare the data again.") from error
+    if not identity.is_kept_by(replace(found, bos_id=identity.bos_id)):
+        rule = f"has changed since it was saved: {IDENTITY_FILE} describes another one"
+        raise tokenizer_error(folder, rule, "Prepare the data again.")
+    tokenizer.identity = identity
+    return tokenizer
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -146,9 +159,9 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 def _eos_token(files: dict[str, bytes]) -> str:
-    settings = json.loads(files[HUGGING_FACE_CONFIG])
+    settings = parse_json(files[HUGGING_FACE_CONFIG])
     if "eos_token" not in settings and SPECIALS_FILE in files:
-        settings = json.loads(files[SPECIALS_FILE])
+        settings = parse_json(files[SPECIALS_FILE])
     eos = settings["eos_token"]
     return eos["content"] if isinstance(eos, dict) else eos
 

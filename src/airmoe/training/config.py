@@ -14,11 +14,13 @@ from airmoe.config import (
     check_count,
     check_flag,
     check_number,
+    check_text,
     config,
     did_you_mean,
     unknown_option,
 )
 from airmoe.errors import ConfigError
+from airmoe.files import parse_json
 from airmoe.flops import Workload
 from airmoe.model import AirMoeConfig
 from airmoe.model.configuration import refused
@@ -76,9 +78,8 @@ class DataOptions:
     def check(self) -> None:
         for name in ("corpus", "tokenizer", "folder", "validation"):
             value, optional = getattr(self, name), name in ("folder", "validation")
-            if not (value is None and optional) and not (isinstance(value, str) and value):
-                rule = "must be a non-empty text"
-                raise ConfigError(f"data.{name}", value, rule, "Give a name or a path.")
+            if not (value is None and optional):
+                check_text(f"data.{name}", value)
         check_count("data.block_size", self.block_size, least=2)
         check_number("data.validation_fraction", self.validation_fraction, below=1.0)
         if self.max_tokens is not None:
@@ -203,6 +204,7 @@ class RunConfig:
     training: TrainingOptions
 
     def check(self) -> None:
+        check_text("preset", self.preset)
         unknown = [name for name in self.model if name not in MODEL_OPTIONS]
         if unknown:
             raise unknown_option("model", unknown[0], self.model[unknown[0]], MODEL_OPTIONS)
@@ -294,11 +296,7 @@ def override(run: RunConfig, assignments: Sequence[str]) -> RunConfig:
             raise ConfigError(
                 "overrides", assignment, "must look like key.path=value", "Add '=' and a value."
             )
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = text
-        _assign(values, path, value)
+        _assign(values, path, _parse(path, text))
     return RunConfig.from_json(values)
 
 
@@ -314,13 +312,29 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> None:
         )
     if name not in SECTIONS[section]:
         raise unknown_option(section, name, value, SECTIONS[section])
-    if inner and name != "router_options":
+    if inner and (name != "router_options" or "." in inner):
         raise ConfigError(
             path,
             value,
             f"goes too deep: {section}.{name} has no options of its own",
             "Only model.router_options.<name> has a third part.",
         )
-    values[section][name] = {**values[section][name], inner: value} if inner else value
+    if inner:
+        before = values[section][name] or {}
+        if not isinstance(before, dict):
+            rule = "must map names to values"
+            raise ConfigError(f"{section}.{name}", before, rule, "Give a JSON object.")
+        value = {**before, inner: value}
+    values[section][name] = value
     if path == "model.router":
         values["model"]["router_options"] = {}  # another router has other options
+
+
+def _parse(path: str, text: str) -> Any:
+    try:
+        return parse_json(text)
+    except json.JSONDecodeError:
+        return text
+    except ValueError as error:  # JSON, but of no use to anybody
+        shown = text if len(text) <= 60 else f"{text[:60]}..."
+        raise ConfigError(path, shown, f"cannot be read: {error}", "Give another value.") from error

@@ -80,13 +80,15 @@ class Display:
 
 
 class PrepareDisplay:
-    """A bar while text is prepared."""
+    """A bar while text is prepared; then the number of rows without text."""
 
     def __init__(self, console: Console, corpus: str) -> None:
-        self._title = f"preparing {visible(corpus)}"
+        self._console, self._title = console, f"preparing {visible(corpus)}"
+        self._skipped: dict[str, int] = {}  # by split
         self._bar, self._task = _progress(console, transient=True), None
 
     def show(self, progress: PrepareProgress) -> None:
+        self._skipped[progress.split] = progress.skipped
         if self._task is None:
             self._bar.start()
             self._task = self._bar.add_task(self._title, total=None, count="", numbers="")
@@ -103,6 +105,8 @@ class PrepareDisplay:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+        if skipped := sum(self._skipped.values()):
+            say(self._console, f"skipped {skipped:,} rows without text")
 
 
 def is_installed(tracker: Tracker) -> bool:

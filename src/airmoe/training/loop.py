@@ -12,6 +12,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -223,7 +223,7 @@ class TrainingLoop:
             evaluated, usage = self._usage
             if usage and evaluated == self.step:
                 checkpoints.save_tensors(usage, folder / checkpoints.USAGE)
-            write_json(folder / checkpoints.STATE, self._counters())
+            write_json(folder / checkpoints.STATE, asdict(self._counters()))
             shutil.copyfile(self.run.log, folder / checkpoints.LOG)
 
         def write() -> None:
@@ -234,38 +234,41 @@ class TrainingLoop:
 
         on_first_rank(write)  # a failure there is raised on all ranks
 
-    def _counters(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "best_step": self.best_step,
-            "best_loss": None if self.best_step is None else self.best_loss,
-            "last_logged": self._last_logged,
-            "seconds": self.clock.seconds,
-            "training_seconds": self.clock.training_seconds,
-            "processes": world_size(),
-            "scaler": self.scaler.state_dict(),
-        }
+    def _counters(self) -> checkpoints.Counters:
+        return checkpoints.Counters(
+            step=self.step,
+            best_step=self.best_step,
+            best_loss=None if self.best_step is None else self.best_loss,
+            last_logged=self._last_logged,
+            seconds=self.clock.seconds,
+            training_seconds=self.clock.training_seconds,
+            processes=world_size(),
+            scaler=self.scaler.state_dict(),
+        )
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, whatever number of processes wrote it."""
-        saved = checkpoints.load_json(checkpoint / checkpoints.STATE)
+        saved = checkpoints.read_counters(checkpoint)
         checkpoints.load_model(checkpoint, self.model)
-        moments = checkpoint / checkpoints.OPTIMIZER
-        checkpoints.load_optimizer_state(self.model, self.optimizer, moments)
-        if saved["scaler"]:
-            self.scaler.load_state_dict(saved["scaler"])
-        self.step, self._last_logged = saved["step"], saved["last_logged"]
-        if saved["best_step"] is not None:
-            self.best_step, self.best_loss = saved["best_step"], saved["best_loss"]
-        self.clock.go_on(saved["seconds"], saved["training_seconds"])
+        moments, may_be_new = checkpoint / checkpoints.OPTIMIZER, self.scaler.is_enabled()
+        checkpoints.load_optimizer_state(self.model, self.optimizer, moments, may_be_new=may_be_new)
+        if saved.scaler:
+            self.scaler.load_state_dict(saved.scaler)
+        self.step, self._last_logged = saved.step, saved.last_logged
+        if saved.best_step is not None and saved.best_loss is not None:
+            self.best_step, self.best_loss = saved.best_step, saved.best_loss
+        self.clock.go_on(saved.seconds, saved.training_seconds)
         # A rank that was not there before keeps the random state its seed gave it, and where the
         # number of ranks changed, each goes on from the mean of their running losses.
-        processes = saved["processes"]
-        files = [checkpoint / f"random-{place}.safetensors" for place in range(processes)]
-        if rank() < processes:
-            checkpoints.set_random_state(load_file(files[rank()]))
-        same = files[rank() : rank() + 1] if processes == world_size() else files
-        losses = [load_file(file)["running_loss"] for file in same]
+        files = [checkpoint / f"random-{place}.safetensors" for place in range(saved.processes)]
+        like = {**checkpoints.random_state(), "running_loss": torch.zeros(1)}
+        states = [checkpoints.load_tensors(file, like, free=("cuda",)) for file in files]
+        own = states[rank() : rank() + 1]
+        if own:
+            checkpoints.set_random_state(own[0])
+        losses = [
+            state["running_loss"] for state in (own if len(states) == world_size() else states)
+        ]
         self._running_loss = torch.cat(losses).mean().to(self.accelerator.device)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from airmoe.config import did_you_mean
 from airmoe.errors import ConfigError
+from airmoe.files import parse_json
 from airmoe.model import AirMoeConfig, model_size, with_method
 from airmoe.model.methods import check_method
 from airmoe.routers import AirRouter
@@ -154,7 +154,7 @@ def _divided(assignments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _are_air_options(text: str) -> bool:
     try:
-        given = json.loads(text)
+        given = parse_json(text)
     except ValueError:
         return True  # `override` refuses it
     return not isinstance(given, dict) or given.keys() <= AIR_OPTIONS

@@ -180,13 +180,21 @@ def _accelerator(run: RunFolder, console: Console) -> Accelerator:
         track = "none"
     # Codebooks are equal on all processes by construction: there is nothing to broadcast.
     in_ddp = DistributedDataParallelKwargs(broadcast_buffers=False)
-    return Accelerator(
-        mixed_precision="no",
-        cpu=not torch.cuda.is_available(),
-        log_with=None if track == "none" else track,
-        project_dir=run.path,
-        kwargs_handlers=[in_ddp],
-    )
+    try:
+        return Accelerator(
+            mixed_precision="no",
+            cpu=not torch.cuda.is_available(),
+            log_with=None if track == "none" else track,
+            project_dir=run.path,
+            kwargs_handlers=[in_ddp],
+        )
+    except ValueError as error:
+        raise ConfigError(
+            "training.precision",
+            run.config.training.precision,
+            "cannot be set in a process in which a Trainer or Accelerator has set another one",
+            "Train in a process of its own.",
+        ) from error
 
 
 def _trained(loop: TrainingLoop, console: Console) -> int | None:

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -36,13 +36,13 @@ from airmoe.files import (
     check_unlocked,
     json_sha256,
     locked,
-    read_json,
+    read_as,
     write_bytes,
     write_json,
 )
 from airmoe.losses import BALANCE
 from airmoe.model import AirMoeConfig, parameter_counts
-from airmoe.training.checkpoints import FORMAT, LOG, USAGE, check_format, load_json
+from airmoe.training.checkpoints import FORMAT, LOG, USAGE, check_format
 from airmoe.training.config import RunConfig
 from airmoe.training.run_log import read_log
 
@@ -51,12 +51,48 @@ UNUSED = (LOCK, "run.json.draft")  # what a kill leaves before there is a run
 PACKAGES = ("transformers", "accelerate", "safetensors", "tokenizers", "numpy")
 
 
+class Started(TypedDict):
+    """What run.json holds, as far as we read it."""
+
+    format: int
+    config: dict[str, Any]
+    data_sha256: str
+    versions: dict[str, str]
+    git: dict[str, Any]
+    machine: dict[str, Any]
+
+
+class Reached(TypedDict):
+    step: int
+
+
+class Scores(TypedDict):
+    loss: float
+    perplexity: float
+
+
+class Tested(Reached, Scores):
+    """What test.json holds."""
+
+    tokens: int
+
+
+class Result(TypedDict):
+    """What result.json holds, as far as we read it."""
+
+    best: Scores
+    last: Reached
+    seconds: float
+    tokens_per_second: float | None
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """An existing run folder and the settings in it."""
 
     path: Path
     config: RunConfig
+    started: Started
 
     @property
     def log(self) -> Path:
@@ -75,9 +111,9 @@ class RunFolder:
 
         Taken from run.json, so that an option which a later version adds does not change it.
         """
-        values = read_json(self.path / "run.json")
-        settings = {name: value for name, value in values["config"].items() if name != "preset"}
-        return json_sha256({"config": settings, "data_sha256": values["data_sha256"]})
+        settings = {**self.started["config"]}
+        del settings["preset"]
+        return json_sha256({"config": settings, "data_sha256": self.started["data_sha256"]})
 
     def lock(self) -> AbstractContextManager[None]:
         """Keep others out of a run that goes on."""
@@ -104,20 +140,17 @@ def claimed(path: Path, config: RunConfig) -> Iterator[None]:
 
 def create_run(path: Path, config: RunConfig, prepared: Prepared) -> RunFolder:
     """Write what a new run is into its claimed folder."""
-    write_json(
-        path / "run.json",
-        {
-            "format": FORMAT,
-            "config": config.to_json(),
-            "data_sha256": data_sha256(prepared),
-            "data_recipe": asdict(prepared.manifest.recipe),
-            "versions": versions(),
-            "git": git_state(),
-            "machine": machine(),
-            "balance": BALANCE,
-        },
-    )
-    return RunFolder(path, config)
+    started: Started = {
+        "format": FORMAT,
+        "config": config.to_json(),
+        "data_sha256": data_sha256(prepared),
+        "versions": versions(),
+        "git": git_state(),
+        "machine": machine(),
+    }
+    more = {"data_recipe": asdict(prepared.manifest.recipe), "balance": BALANCE}
+    write_json(path / "run.json", {**started, **more})
+    return RunFolder(path, config, started)
 
 
 def check_free(path: Path, config: RunConfig) -> None:
@@ -147,9 +180,9 @@ def open_run(path: Path) -> RunFolder:
     if not file.is_file():
         rule = "must be a run folder with a run.json"
         raise ConfigError("run", str(path), rule, "Give the folder of a run.")
-    values = load_json(file, "Start a new run.")
-    check_format(file, values.get("format"))
-    return RunFolder(path, RunConfig.from_json(values["config"]))
+    remedy = "Put it back as it was, or start a new run."
+    started = read_as(Started, file, remedy, check=lambda values: check_format(file, values))
+    return RunFolder(path, RunConfig.from_json(started["config"]), started)
 
 
 def write_result(run: RunFolder, model: AirMoeConfig, peak_memory: float | None) -> None:
@@ -164,7 +197,7 @@ def write_result(run: RunFolder, model: AirMoeConfig, peak_memory: float | None)
     usage = run.path / f"checkpoint-{best['step']}" / USAGE
     if usage.exists():
         write_bytes(run.path / USAGE, usage.read_bytes())
-    counts, started = parameter_counts(model), read_json(run.path / "run.json")
+    counts, started = parameter_counts(model), run.started
     here = started if peak_memory is None else {"versions": versions(), "machine": machine()}
     write_json(
         run.result,
@@ -173,7 +206,7 @@ def write_result(run: RunFolder, model: AirMoeConfig, peak_memory: float | None)
             "parameters": {"total": counts.total, "active": counts.active},
             "best": best,
             "last": last,
-            "test": read_json(run.test) if run.test.exists() else None,
+            "test": read_test(run.test) if run.test.exists() else None,
             "tokens": last["tokens"],
             "seconds": last["seconds"],
             "tokens_per_second": median(speeds) if speeds else None,
@@ -186,9 +219,13 @@ def write_result(run: RunFolder, model: AirMoeConfig, peak_memory: float | None)
     )
 
 
-def read_result(file: Path) -> dict[str, Any]:
-    """A result.json."""
-    return load_json(file, f"Remove it and resume the run: airmoe train --resume {file.parent}")
+def read_result(file: Path) -> Result:
+    remedy = f"Remove it and resume the run: airmoe train --resume {file.parent}"
+    return read_as(Result, file, remedy)
+
+
+def read_test(file: Path) -> Tested:
+    return read_as(Tested, file, "Remove it and resume the run: the test split is measured again.")
 
 
 def data_sha256(prepared: Prepared) -> str:
@@ -202,7 +239,7 @@ def data_sha256(prepared: Prepared) -> str:
 
 def check_same_data(run: RunFolder, prepared: Prepared) -> None:
     """Raise if the text changed since the run began: it would go on as another run."""
-    if read_json(run.path / "run.json")["data_sha256"] != data_sha256(prepared):
+    if run.started["data_sha256"] != data_sha256(prepared):
         raise ConfigError(
             "data.folder",
             str(prepared.folder),

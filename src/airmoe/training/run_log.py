@@ -8,15 +8,32 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from airmoe.errors import ConfigError
+from airmoe.files import build, parse_json
 
 Line = dict[str, Any]
 TIME_FIELDS = ("seconds", "training_seconds", "tokens_per_second")  # the rest repeats exactly
 STARTING_STEPS = 8  # of a process that compiles or captures graphs: they are not timed
+
+
+class Logged(TypedDict):
+    """Any line of a log, as far as we read it."""
+
+    kind: str
+    step: int
+    tokens: int
+    loss: float
+    seconds: float
+
+
+class Evaluated(Logged):
+    """One with "kind": "eval"."""
+
+    perplexity: float
 
 
 class Clock:
@@ -111,7 +128,12 @@ def read_log(path: Path) -> list[Line]:
         return []
     whole, _, _ = path.read_bytes().rpartition(b"\n")
     try:
-        return [json.loads(line) for line in whole.splitlines()]
+        return [_line(parse_json(text)) for text in whole.splitlines()]
     except ValueError as error:
-        remedy = f"Put it back, or start a new run in another folder than {path.parent}."
+        remedy = f"Resume the run, which puts its copy back: airmoe train --resume {path.parent}"
         raise ConfigError("file", str(path), f"cannot be read ({error})", remedy) from error
+
+
+def _line(values: Any) -> Line:
+    line = build(Logged, values)
+    return build(Evaluated, line) if line["kind"] == "eval" else line

@@ -20,6 +20,7 @@ from airmoe.data import (
     open_prepared,
     prepare,
 )
+from airmoe.data.tokenizer_choice import is_trained, make_tokenizer
 from airmoe.distributed import rank, world_size
 from airmoe.errors import ConfigError
 from airmoe.training.config import DataOptions, RunConfig, TrainingOptions
@@ -55,7 +56,10 @@ def prepared_data(
         return open_prepared(folder)
     prepared = open_prepared(folder)
     found = prepared.manifest.recipe.tokenizer
-    if found != data.tokenizer:
+    if found != data.tokenizer and (
+        is_trained(data.tokenizer)
+        or make_tokenizer(data.tokenizer).identity != prepared.manifest.tokenizer
+    ):
         raise ConfigError(
             "data.tokenizer",
             data.tokenizer,

@@ -19,7 +19,7 @@ from airmoe.errors import say, visible
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.experiments.suites.plan import PlannedRun
 from airmoe.training.display import summary
-from airmoe.training.run_folder import read_result
+from airmoe.training.run_folder import Result, read_result
 
 SHOWN = ("loss", "perplexity", "tokens_per_second")
 TAIL_BYTES = 2**16  # some hundred lines
@@ -48,7 +48,7 @@ class Board:
     ) -> None:
         self._suite, self._runs, self._steps, self._console = suite, runs, steps, console
         self._messages: dict[str, str] = {}  # why runs failed
-        self._results: dict[str, dict[str, Any]] = {}
+        self._results: dict[str, Result] = {}
         for run in runs:
             if suite.is_finished(run.folder):
                 self._read_result(run)
@@ -121,7 +121,7 @@ class Board:
     def _say(self, text: str) -> None:
         say(self._console, text)
 
-    def _read_result(self, run: PlannedRun) -> dict[str, Any]:
+    def _read_result(self, run: PlannedRun) -> Result:
         if run.folder not in self._results:
             self._results[run.folder] = read_result(self._suite.run(run.folder) / "result.json")
         return self._results[run.folder]
