@@ -19,6 +19,8 @@ from airmoe import ConfigError
 from airmoe.data import PrepareConfig, open_prepared, prepare
 from airmoe.experiments.report import write_report
 from airmoe.experiments.report.reading import read_all
+from airmoe.experiments.suites.folder import SuiteFolder
+from airmoe.experiments.suites.plan import make_plan
 from airmoe.files import write_json
 from airmoe.model import METHODS
 from airmoe.training import method_run
@@ -32,6 +34,7 @@ from tests.training.runs import small_run, train_here
 
 ROUTER_CONFIGS = 200
 OVERRIDES = 280
+SUITE = make_plan("main", "tiny")
 DAMAGES = 100  # of every file
 LONGEST = 2_000  # characters of a message
 TINY = method_run("tiny", "air").to_json()
@@ -234,6 +237,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         prepare(PrepareConfig(corpus=corpus, tokenizer=tokenizer, out=out, validation_fraction=0.1))
     numbers = {"step": 4, "tokens": 640, "loss": 5.5, "perplexity": 244.7}
     write_json(folder / "mine" / "test.json", numbers)
+    SuiteFolder(folder / "suite").write(SUITE)
     write_report([folder / "mine"], folder / "report", folder / "records")
     return folder
 
@@ -284,6 +288,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "mine/checkpoint-4/manifest.json": read_to_resume,
     "mine/result.json": lambda made: bool(read_result(made / "mine" / "result.json")),
     "mine/test.json": lambda made: bool(read_test(made / "mine" / "test.json")),
+    "suite/suite.json": lambda made: SuiteFolder(made / "suite").check(SUITE),
     "report/report.json": lambda made: read_reported(made / "report" / "report.json"),
     "records/single/mine.json": lambda made: read_reported(made / "records"),
 }

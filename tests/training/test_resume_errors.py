@@ -80,8 +80,28 @@ def test_a_finished_run_needs_no_checkpoints(finished: Path, tmp_path: Path) -> 
     assert {path: path.stat().st_mtime_ns for path in (run, *run.rglob("*"))} == before
 
 
-def test_before_the_first_checkpoint(text: Path, tmp_path: Path) -> None:
-    config = small_run(text, steps=6, log_every=1, eval_every=4)
+def test_an_unfinished_run_without_its_checkpoints(unfinished: Path, tmp_path: Path) -> None:
+    """It must not silently begin at step 0."""
+    checkpoint, log = unfinished / "checkpoint-2", unfinished / "log.jsonl"
+    checkpoint.rename(tmp_path / "away")
+    with log.open("a") as file:
+        file.write('{"kind": "train", "step": 9, "los')  # torn by the kill
+    before = log.read_bytes()
+    reached = ("its log reaches step 3", "checkpoint after step 2")
+    outcome = resume(unfinished)
+    assert_one_line(outcome, 2, f"run: got '{unfinished}'", *reached, "Put", "start a new run")
+    assert log.read_bytes() == before
+    (tmp_path / "away").rename(checkpoint)
+    assert resume(unfinished).code == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"eval_every": 4}, {"eval_every": "epoch"}, {"eval_every": 6, "save_every": 4}],
+    ids=["evaluation", "epoch", "save_every"],
+)
+def test_before_the_first_checkpoint(options: dict[str, Any], text: Path, tmp_path: Path) -> None:
+    config = small_run(text, steps=6, log_every=1, **options)
     run = killed(config, tmp_path / "run", kills.in_fill(1))
     outcome = resume(run)
     assert outcome.code == 0, outcome.err

@@ -28,7 +28,18 @@ from airmoe.model.configuration import refused
 Auto = Literal["auto"]  # what this machine supports: automatic.py
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Sharding = Literal["none", "fsdp2"]
-Tracker = Literal["tensorboard", "wandb", "mlflow", "none"]  # as Accelerate calls them
+Tracker = Literal[  # as Accelerate calls them
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "comet_ml",
+    "aim",
+    "clearml",
+    "dvclive",
+    "swanlab",
+    "trackio",
+    "none",
+]
 
 COUNTS = (
     "hidden_size",
@@ -190,6 +201,11 @@ class TrainingOptions:
 
     def steps_between_evaluations(self, steps_per_epoch: int) -> int:
         return steps_per_epoch if self.eval_every == "epoch" else self.eval_every
+
+    def first_checkpoint_step(self, num_blocks: int) -> int:
+        """The step after which a run has a checkpoint."""
+        evaluation = self.steps_between_evaluations(num_blocks // self.batch_size)
+        return min(evaluation, self.save_every or evaluation)
 
 
 @config

@@ -17,7 +17,7 @@ from airmoe.files import json_sha256
 from airmoe.training.config import RunConfig, Tracker
 from airmoe.training.run_log import Line
 
-INSTALL = {"tensorboard": "'airmoe[track]'"}  # where pip has another name
+INSTALL = {"tensorboard": "'airmoe[track]'", "comet_ml": "comet-ml"}  # where pip has another name
 
 # name in the log -> (short name, format)
 SHOWN = {

@@ -52,7 +52,7 @@ from airmoe.training.run_folder import (
     read_result,
     write_result,
 )
-from airmoe.training.run_log import LogWriter
+from airmoe.training.run_log import LogWriter, read_log
 from airmoe.training.text import blocks_of, data_folder, prepared_data
 
 
@@ -95,20 +95,36 @@ def resume(folder: Path | str, console: Console | None = None) -> Finished:
     check_same_data(run, prepared)
     with full_disk_explained(folder), ExitStack() as stack:
         on_first_rank(lambda: stack.enter_context(run.lock()))
-        checkpoint = on_first_rank(lambda: _newest_checkpoint(run, console))
+        checkpoint = on_first_rank(lambda: _newest_checkpoint(run, prepared, console))
         return _run(run, prepared, console, checkpoint)
 
 
-def _newest_checkpoint(run: RunFolder, console: Console) -> Path | None:
+def _newest_checkpoint(run: RunFolder, prepared: Prepared, console: Console) -> Path | None:
     """The checkpoint to go on from, checked; what the run did after it is removed."""
     found = checkpoints(run.path)
     if found:
         check_checkpoint(found[-1], run.sha256(), to_resume=True)
     else:
+        _check_never_saved(run, prepared)
         _say(console, f"{run.path} has no checkpoint yet: it starts again.")
     clean_up(run.path, run.config.training.keep_checkpoints)
     write_bytes(run.log, (found[-1] / LOG).read_bytes() if found else b"")
     return found[-1] if found else None
+
+
+def _check_never_saved(run: RunFolder, prepared: Prepared) -> None:
+    """Raise if a run without checkpoints once had one: its log goes on after the first was due."""
+    train_blocks, _ = blocks_of(run.config, prepared)
+    first = run.config.training.first_checkpoint_step(len(train_blocks))
+    reached = max((line["step"] for line in read_log(run.log)), default=0)
+    if reached > first:
+        raise ConfigError(
+            "run",
+            str(run.path),
+            f"must hold the checkpoints it had: its log reaches step {reached}, and it wrote a "
+            f"checkpoint after step {first}",
+            "Put its newest checkpoint-N folder back, or start a new run in another folder.",
+        )
 
 
 def _check_folder_there(config: RunConfig) -> None:
