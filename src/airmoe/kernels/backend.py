@@ -25,7 +25,6 @@ Backend = Literal["reference", "triton"]
 Choice = Literal["auto", "reference", "triton"]
 CHOICES = get_args(Choice)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-TENSOR_KINDS = ("Tensor", "Optional[Tensor]")  # as schemas name them
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -174,6 +173,11 @@ def operator(
     return register
 
 
+def chunks(total: int, step: int) -> list[slice]:
+    """Cut `total` rows into runs of at most `step`."""
+    return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+
+
 Backward = Callable[[Any, set[str]], dict[str, Tensor]]
 
 
@@ -191,7 +195,7 @@ def gradient(
 
 
 class _Gradient:
-    """What `gradient` registers. At most one input may be a list of tensors; it is saved last."""
+    """What `gradient` registers."""
 
     def __init__(
         self,
@@ -203,18 +207,12 @@ class _Gradient:
     ) -> None:
         schema = op._opoverload._schema
         inputs = [argument.name for argument in schema.arguments]
-        kinds = [str(argument.type) for argument in schema.arguments]
         grads = [f"grad_{name}" for name in outputs]
-        self.function, self.of, self.num_inputs = function, of, len(inputs)
+        self.function, self.of = function, of
         self.names = [*grads, *inputs, *saved]  # what the backward's operator takes
-        self.first_input = len(grads)
-        # Places among the inputs and, after them, the saved outputs.
+        self.inputs = slice(len(grads), len(grads) + len(inputs))
         self.of_places = [inputs.index(name) for name in of]
-        self.saved_places = [outputs.index(name) for name in saved]  # among the outputs
-        self.lists = [place for place, kind in enumerate(kinds) if kind == "List[Tensor]"]
-        single = [place for place, kind in enumerate(kinds) if kind in TENSOR_KINDS]
-        self.tensors = [*single, *range(len(inputs), len(inputs) + len(saved))]
-        self.constants = [n for n in range(len(inputs)) if n not in (*single, *self.lists)]
+        self.saved_places = [outputs.index(name) for name in saved]
         declared = str(schema).partition("(")[2].rpartition(") ->")[0]
         parts = [*(f"Tensor? {grad}" for grad in grads), declared]
         parts += [*(f"Tensor {name}" for name in saved), "bool[] wanted"]
@@ -224,13 +222,13 @@ class _Gradient:
 
     def run(self, *args: Any) -> list[Tensor]:
         call = SimpleNamespace(**dict(zip(self.names, args, strict=False)))
-        call.inputs = args[self.first_input : self.first_input + self.num_inputs]
+        call.inputs = args[self.inputs]
         wanted = [name for name, want in zip(self.of, args[-1], strict=True) if want]
         found = self.function(call, set(wanted))
         return [found[name] for name in wanted]
 
     def fake(self, *args: Any) -> list[Tensor]:
-        operands = [args[self.first_input + place] for place in self.of_places]
+        operands = [args[self.inputs][place] for place in self.of_places]
         wanted = [tensor for tensor, want in zip(operands, args[-1], strict=True) if want]
         return [tensor.new_empty(tensor.shape) for tensor in wanted]
 
@@ -238,20 +236,20 @@ class _Gradient:
         output = output if isinstance(output, tuple) else (output,)
         values = [*inputs, *(output[place] for place in self.saved_places)]
         ctx.set_materialize_grads(False)
-        ctx.constants = [values[place] for place in self.constants]
-        members = [member for place in self.lists for member in values[place]]
-        ctx.save_for_backward(*(values[place] for place in self.tensors), *members)
+        ctx.sizes = [len(value) if isinstance(value, list) else None for value in values]
+        leaves = [v for value in values for v in (value if isinstance(value, list) else [value])]
+        ctx.save_for_backward(*(leaf if isinstance(leaf, Tensor) else None for leaf in leaves))
+        ctx.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        found: list[Any] = [None] * self.num_inputs
-        values: list[Any] = [None] * (self.num_inputs + len(self.saved_places))
-        for place, tensor in zip(self.tensors, ctx.saved_tensors, strict=False):
-            values[place] = tensor
-        for place, constant in zip(self.constants, ctx.constants, strict=True):
-            values[place] = constant
-        for place in self.lists:
-            values[place] = list(ctx.saved_tensors[len(self.tensors) :])
-            found[place] = [None] * len(values[place])
+        pairs = zip(ctx.saved_tensors, ctx.constants, strict=True)
+        leaves = (constant if tensor is None else tensor for tensor, constant in pairs)
+        values = [
+            next(leaves) if size is None else [next(leaves) for _ in range(size)]
+            for size in ctx.sizes
+        ]
+        inputs = ctx.sizes[: len(ctx.needs_input_grad)]
+        found: list[Any] = [None if size is None else [None] * size for size in inputs]
         if any(grad is not None for grad in grads):
             upstream = [None if grad is None else grad.contiguous() for grad in grads]
             wanted = [ctx.needs_input_grad[place] for place in self.of_places]

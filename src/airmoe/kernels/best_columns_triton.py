@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.backend import chunks
 from airmoe.kernels.device_triton import (
     INFINITY,
     as_stored,
@@ -274,8 +275,7 @@ class BestColumns:
         return torch.empty(self.rows_at_once, columns, dtype=dtype, device=device)
 
     def chunks(self) -> list[slice]:
-        total, step = self.tables.rows.shape[1], self.rows_at_once
-        return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+        return chunks(self.tables.rows.shape[1], self.rows_at_once)
 
     def find(self, rows: slice, ids: Tensor, scores: Tensor | None = None) -> None:
         """Write the best columns of one of `chunks`: ids [rows, count] ascending, and scores."""

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.backend import chunks
 from airmoe.kernels.best_columns_triton import (
     BestColumns,
     Tables,
@@ -88,9 +89,7 @@ def _best_first(ids: Tensor, scores: Tensor) -> Tensor:
             BLOCK=block, TILE=RANK_TILE, num_warps=max(1, block // 128),
         )  # fmt: skip
         return ordered
-    step = max(1, SORT_ELEMENTS // count)
-    for start in range(0, num_tokens, step):
-        rows = slice(start, start + step)
+    for rows in chunks(num_tokens, max(1, SORT_ELEMENTS // count)):
         # Ids ascend, so a stable sort leaves ties in their order.
         order = scores[rows].sort(dim=-1, descending=True, stable=True).indices
         ordered[rows] = ids[rows].gather(-1, order)

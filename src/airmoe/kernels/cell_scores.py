@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import gradient, operator, own_precision, use_triton
+from airmoe.kernels.backend import chunks, gradient, operator, own_precision, use_triton
 from airmoe.kernels.cells import CellLayout, Cells, RowAdder, nonempty_cells, row_reader
 from airmoe.kernels.noise import Noise, noise_of, noise_operands
 
@@ -104,10 +104,10 @@ def _through_norm(grad_unit: Tensor, centroids: Tensor, inverse_norms: Tensor | 
     """Gradient of w from that of w / |w|: drop the radial part, divide by the norm. In place."""
     if inverse_norms is None:
         return grad_unit
-    for start in range(0, grad_unit.shape[0], ROW_CHUNK):
-        part = grad_unit[start : start + ROW_CHUNK]
-        scale = inverse_norms[start : start + ROW_CHUNK].to(part.dtype).unsqueeze(-1)
-        unit = centroids[start : start + ROW_CHUNK].to(part.dtype) * scale
+    for rows in chunks(grad_unit.shape[0], ROW_CHUNK):
+        part = grad_unit[rows]
+        scale = inverse_norms[rows].to(part.dtype).unsqueeze(-1)
+        unit = centroids[rows].to(part.dtype) * scale
         radial = (part * unit).sum(-1, keepdim=True)
         part.addcmul_(unit, radial, value=-1).mul_(scale)
     return grad_unit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import operator, own_precision, use_triton
+from airmoe.kernels.backend import chunks, operator, own_precision, use_triton
 from airmoe.kernels.token_experts import SMALL_BATCH
 from airmoe.kernels.top_k import top_positions
 
@@ -24,12 +24,11 @@ def assign(hidden: Tensor, codewords: Tensor, *, euclidean: bool) -> Tensor:
     nearest = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
     # |h - c|^2 = |h|^2 - 2 (<h, c> - |c|^2 / 2): the token's own norm changes no order.
     offset = codewords.square().sum(-1) / 2 if euclidean else None
-    rows = max(1, CHUNK_ELEMENTS // codewords.shape[0])
-    for start in range(0, hidden.shape[0], rows):
-        similarity = hidden[start : start + rows].to(codewords.dtype) @ codewords.T  # [rows, G]
+    for rows in chunks(hidden.shape[0], max(1, CHUNK_ELEMENTS // codewords.shape[0])):
+        similarity = hidden[rows].to(codewords.dtype) @ codewords.T  # [rows, G]
         if offset is not None:
             similarity -= offset
-        nearest[start : start + rows] = top_positions(similarity, 1).squeeze(-1)
+        nearest[rows] = top_positions(similarity, 1).squeeze(-1)
     return nearest
 
 

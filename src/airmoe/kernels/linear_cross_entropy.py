@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from airmoe.errors import ConfigError
-from airmoe.kernels.backend import operator, own_precision, use_triton
+from airmoe.kernels.backend import chunks, operator, own_precision, use_triton
 
 IGNORE_INDEX = -100  # Hugging Face's and PyTorch's label of a position without a target
 CPU_CHUNK_BYTES = 256 * 2**20
@@ -145,7 +145,7 @@ def loss_and_gradients(problem: Problem) -> LossAndGradients:
 def token_chunks(hidden: Tensor, num_words: int) -> list[slice]:
     """Runs of tokens whose logits fit the budget: two float32 copies, one of lower precision."""
     step = max(1, chunk_bytes(hidden.device) // (BYTES_PER_LOGIT * max(1, num_words)))
-    return [slice(start, start + step) for start in range(0, hidden.shape[0], step)]
+    return chunks(hidden.shape[0], step)
 
 
 def chunk_bytes(device: torch.device) -> int:

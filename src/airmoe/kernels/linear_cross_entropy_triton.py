@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.backend import chunks
 from airmoe.kernels.device_triton import INFINITY
 from airmoe.kernels.linear_cross_entropy import (
     LossAndGradients,
@@ -171,8 +172,7 @@ def loss_and_gradients(problem: Problem) -> LossAndGradients:
     grad_hidden, grad_weight = None, None
     if want_hidden:
         grad_hidden = hidden.new_empty(hidden.shape, dtype=gradient_dtype(dtype))
-    for start in range(0, num_tokens, step):
-        chunk = slice(start, min(start + step, num_tokens))
+    for chunk in chunks(num_tokens, step):
         skipped, states = problem.part(chunk)
         found = torch.mm(states, rows.T, out=logits[: states.shape[0]])  # [n, padded]
         losses_and_gradients_(

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import gradient, operator, own_precision, use_triton
+from airmoe.kernels.backend import chunks, gradient, operator, own_precision, use_triton
 from airmoe.kernels.norms import unit_rows
 
 CHUNK_ELEMENTS = 1 << 17  # gathered elements held at once in `_dot`: half a megabyte stays in cache
@@ -66,8 +66,7 @@ def chosen_logits(hidden: Tensor, experts: Tensor, ids: Tensor, *, normalize: bo
 def _dot(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     result = torch.empty(ids.shape, dtype=queries.dtype, device=queries.device)
     step = max(1, CHUNK_ELEMENTS // max(1, ids.shape[1] * queries.shape[1]))
-    for start in range(0, ids.shape[0], step):
-        part = slice(start, start + step)
+    for part in chunks(ids.shape[0], step):
         rows = table.index_select(0, ids[part].flatten()).to(queries.dtype)
         rows = rows.view(*ids[part].shape, queries.shape[1])  # [step, J, D]
         result[part] = torch.bmm(rows, queries[part].unsqueeze(-1)).squeeze(-1)

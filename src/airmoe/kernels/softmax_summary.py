@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import gradient, operator, own_precision, use_triton
+from airmoe.kernels.backend import chunks, gradient, operator, own_precision, use_triton
 from airmoe.kernels.noise import Noise, noise_of, noise_operands
 from airmoe.kernels.norms import unit_rows
 
@@ -101,8 +101,7 @@ def _token_logits(hidden: Tensor, experts: Tensor, noise: Noise | None, rows: sl
 
 
 def _token_chunks(hidden: Tensor, experts: Tensor) -> list[slice]:
-    step = max(1, CHUNK_ELEMENTS // experts.shape[0])
-    return [slice(start, start + step) for start in range(0, hidden.shape[0], step)]
+    return chunks(hidden.shape[0], max(1, CHUNK_ELEMENTS // experts.shape[0]))
 
 
 @operator("airmoe::softmax_summary")

@@ -24,6 +24,7 @@ import torch
 import triton
 from torch import Tensor
 
+from airmoe.kernels.backend import chunks
 from airmoe.kernels.best_experts_triton import exact_tables
 from airmoe.kernels.device_triton import as_stored, part_dtype
 from airmoe.kernels.noise import Noise, noise_of
@@ -91,8 +92,7 @@ class Chunks:
         return step, min(128, max(16, triton.next_power_of_2(step)))
 
     def slices(self) -> list[slice]:
-        total, step = self.num_tokens, self.step
-        return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+        return chunks(self.num_tokens, self.step)
 
     def _operands(self, *, together: bool) -> tuple[_Operand, _Operand]:
         """Of tokens and experts. Multiplied `together`, two tables of float16 are left whole."""

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.backend import interpreted
+from airmoe.kernels.backend import chunks, interpreted
 from airmoe.kernels.best_columns_triton import Tables, product
 from airmoe.kernels.device_triton import FLOAT32_MAX, INFINITY
 from airmoe.kernels.noise_triton import normal
@@ -268,8 +268,7 @@ class StreamedColumns:
         self.floors = torch.empty(self.rows_at_once, dtype=torch.float32, device=device)
 
     def chunks(self) -> list[slice]:
-        total, step = self.num_rows, self.rows_at_once
-        return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+        return chunks(self.num_rows, self.rows_at_once)
 
     def _group(self) -> int:
         elements = THIN_ELEMENTS * self.config["num_warps"]

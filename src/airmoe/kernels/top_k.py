@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import operator, use_triton
+from airmoe.kernels.backend import chunks, operator, use_triton
 
 POSITION = 0xFFFFFFFF  # the low half of a key: how many columns come after its own
 ROW_CHUNK_ELEMENTS = 1 << 18  # keeps the int64 keys of one chunk inside the cache
@@ -65,18 +65,18 @@ class _TopKGates(torch.autograd.Function):
     def forward(ctx: Any, scores: Tensor, valid: Tensor, count: int) -> Tensor:
         gates = torch.empty_like(scores)
         log_z = scores.new_empty(scores.shape[0], 1)  # log of the softmax denominators
-        rows = max(1, ROW_CHUNK_ELEMENTS // max(1, scores.shape[1]))
-        for start in range(0, scores.shape[0], rows):
-            part = scores[start : start + rows]
+        step = max(1, ROW_CHUNK_ELEMENTS // max(1, scores.shape[1]))
+        for rows in chunks(scores.shape[0], step):
+            part = scores[rows]
             mask = chosen_mask(part, count)
             kept = part.masked_fill(~mask, -torch.inf)
             part_log_z = (part if count == 1 else kept).logsumexp(-1, keepdim=True)
             # A chosen gate never underflows to 0, because 0 means "not chosen".
             tiny = torch.finfo(torch.float32).tiny
             part_gates = kept.sub_(part_log_z).exp_().clamp_min_(tiny)
-            unused = ~(mask & valid[start : start + rows].unsqueeze(-1))
-            gates[start : start + rows] = part_gates.masked_fill_(unused, 0.0)
-            log_z[start : start + rows] = part_log_z
+            unused = ~(mask & valid[rows].unsqueeze(-1))
+            gates[rows] = part_gates.masked_fill_(unused, 0.0)
+            log_z[rows] = part_log_z
         ctx.save_for_backward(gates, *((scores, log_z) if count == 1 else ()))
         return gates
 
