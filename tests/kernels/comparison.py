@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
+from airmoe.kernels.top_k import selection_keys
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter's bfloat16 is wrong, so on a CPU there is none.
@@ -58,6 +59,12 @@ def assert_no_worse(fast: Found, plain: Found, exact: Found) -> None:
         unit = torch.finfo(fast[name].dtype).eps * wanted.abs().max().item()
         bound = 2 * plain_error + FLOOR * unit
         assert error <= bound, f"{name}: error {error:.3e}, allowed {bound:.3e}"
+
+
+def chosen_mask(scores: Tensor, count: int) -> Tensor:
+    """True at the `count` largest places of each row, ties to the lowest position."""
+    keys = selection_keys(scores)
+    return keys >= keys.topk(count, dim=-1).values[:, -1:]
 
 
 def captured(

@@ -20,19 +20,23 @@ from airmoe.kernels.cell_products_triton import make_parts
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import (
     Cells,
-    block_rows,
     counts_per_entry,
     make_cells,
     make_reverse,
-    row_tiles,
     sort_by_cell,
 )
-from airmoe.kernels.cells_triton import used_entries
+from airmoe.kernels.cells_triton import block_rows, row_tiles, used_entries
 from airmoe.kernels.noise import Noise, Stage, make_noise
 from airmoe.kernels.token_experts import Activation, ExpertTables, is_gated
-from airmoe.kernels.top_k import chosen_mask
 from tests.interpreter import exact_products
-from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_no_worse, results_and_grads
+from tests.kernels.comparison import (
+    DEVICE,
+    DTYPES,
+    Found,
+    assert_no_worse,
+    chosen_mask,
+    results_and_grads,
+)
 
 
 @dataclass(frozen=True)

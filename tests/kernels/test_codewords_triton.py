@@ -21,7 +21,7 @@ from airmoe.kernels.device_triton import bfloat16_parts
 @pytest.fixture(params=["small batch", "large batch"])
 def _both_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of either size of batch, whatever the number of tokens."""
-    module = "airmoe.kernels.codewords.SMALL_BATCH"
+    module = "airmoe.kernels.codewords_triton.SMALL_BATCH"
     monkeypatch.setattr(module, 64 if request.param == "small batch" else 0)
 
 

@@ -23,7 +23,6 @@ from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good
 
 pytest.importorskip("triton")
 from airmoe.kernels import rows_triton, token_experts_triton
-from airmoe.kernels import token_experts as token_experts_module
 from airmoe.kernels.token_experts_triton import (
     _weigh,
     _weigh_grads,
@@ -85,7 +84,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def _both_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of either size of batch; long rows in parts, wide ones in several blocks."""
     if request.param == "large batch":
-        monkeypatch.setattr(token_experts_module, "SMALL_BATCH", 0)
+        monkeypatch.setattr(token_experts_triton, "SMALL_BATCH", 0)
     monkeypatch.setattr(rows_triton, "PART_ENTRIES", 16)
     monkeypatch.setattr(rows_triton, "MOST_COLUMNS", 64)
     monkeypatch.setattr(rows_triton, "MOST_COLUMNS_IN_PAIRS", 32)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.top_k import chosen_mask, top_k_gates
+from airmoe.kernels.top_k import top_k_gates
+from tests.kernels.comparison import chosen_mask
 from tests.tolerance import assert_close
 
 pytest.importorskip("triton")

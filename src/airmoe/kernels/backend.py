@@ -7,11 +7,13 @@ choice. Where Triton cannot be used, plain PyTorch runs, and one logged line say
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
@@ -146,78 +148,78 @@ def own_precision(operation: Callable[Arguments, Result]) -> Callable[Arguments,
     return without_autocast
 
 
+@dataclass(frozen=True)
+class Gradient:
+    """Of an operator: `of` names the inputs that can get a gradient, `outputs` what the operator
+    returns, `saved` those of the outputs that its backward needs."""
+
+    of: tuple[str, ...]
+    outputs: tuple[str, ...]
+    saved: tuple[str, ...] = ()
+
+
 def operator(
-    name: str,
-    *,
-    schema: str | None = None,
-    fake: Callable[..., Any] | None = None,
-) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """`torch.library.custom_op` for a function that launches kernels, and its fake.
+    schema: str, module: str, *, fake: Callable[..., Any], gradient: Gradient | None = None
+) -> CustomOpDef:
+    """The operator `airmoe::<schema>`. The function of its name in `module`, one of the files of
+    Triton kernels, computes it; `fake` gives empty results of the same shapes.
 
-    Triton launches on the current device, so that is set to the one of the first tensor.
+    With a `gradient`, the module's `<name>_backward` computes it. That function takes all inputs,
+    saved outputs and gradients (`grad_<output>`, None where there is none) as attributes of one
+    object, with `inputs` in order, and the names of those inputs that want a gradient; it returns
+    their gradients by name.
     """
+    name = schema.partition("(")[0]
 
-    def register(function: Callable[..., Any]) -> CustomOpDef:
-        @functools.wraps(function)
-        def on_its_device(*args: Any) -> Any:
-            first = next(arg for arg in args if isinstance(arg, Tensor))
-            with torch.cuda.device_of(first):
-                return function(*args)
+    def find(function: str) -> Callable[..., Any]:
+        return getattr(importlib.import_module(f"airmoe.kernels.{module}"), function)
 
-        taken = schema or torch.library.infer_schema(function, mutates_args=())
-        found = torch.library.custom_op(name, on_its_device, mutates_args=(), schema=taken)
-        if fake is not None:
-            found.register_fake(fake)
-        return found
-
-    return register
+    op = _register(schema, lambda *args: find(name)(*args), fake)
+    if gradient is not None:
+        _Backward(name, op, gradient, lambda *args: find(f"{name}_backward")(*args))
+    return op
 
 
-def chunks(total: int, step: int) -> list[slice]:
+def _register(schema: str, launch: Callable[..., Any], fake: Callable[..., Any]) -> CustomOpDef:
+    """Triton launches on the current device, so that is set to the one of the first tensor."""
+    name, _, signature = schema.partition("(")
+
+    def on_its_device(*args: Any) -> Any:
+        with torch.cuda.device_of(next(arg for arg in args if isinstance(arg, Tensor))):
+            return launch(*args)
+
+    op = torch.library.custom_op(
+        f"airmoe::{name}", on_its_device, mutates_args=(), schema=f"({signature}"
+    )
+    op.register_fake(fake)
+    return op
+
+
+def chunks(total: int, step: int) -> Iterator[slice]:
     """Cut `total` rows into runs of at most `step`."""
-    return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+    for start in range(0, total, step):
+        yield slice(start, min(start + step, total))
 
 
-Backward = Callable[[Any, set[str]], dict[str, Tensor]]
-
-
-def gradient(
-    op: CustomOpDef, *, of: Sequence[str], outputs: Sequence[str], saved: Sequence[str] = ()
-) -> Callable[[Backward], CustomOpDef]:
-    """Make a function the backward of `op`, as an operator `<op>_backward` of its own.
-
-    `of` names the inputs that can get a gradient, `outputs` what `op` returns, `saved` those of the
-    outputs that the backward needs. The function takes all inputs, saved outputs and gradients
-    (`grad_<output>`, None where there is none) as attributes of one object, with `inputs` in order,
-    and the names of those inputs that want a gradient; it returns their gradients by name.
-    """
-    return lambda function: _Gradient(op, of, outputs, saved, function).operator
-
-
-class _Gradient:
-    """What `gradient` registers."""
+class _Backward:
+    """The operator `<name>_backward`, and what autograd keeps for it."""
 
     def __init__(
-        self,
-        op: CustomOpDef,
-        of: Sequence[str],
-        outputs: Sequence[str],
-        saved: Sequence[str],
-        function: Backward,
+        self, name: str, op: CustomOpDef, gradient: Gradient, function: Callable[..., Any]
     ) -> None:
         schema = op._opoverload._schema
         inputs = [argument.name for argument in schema.arguments]
-        grads = [f"grad_{name}" for name in outputs]
-        self.function, self.of = function, of
-        self.names = [*grads, *inputs, *saved]  # what the backward's operator takes
+        grads = [f"grad_{name}" for name in gradient.outputs]
+        self.function, self.of = function, gradient.of
+        self.names = [*grads, *inputs, *gradient.saved]  # what the operator takes
         self.inputs = slice(len(grads), len(grads) + len(inputs))
-        self.of_places = [inputs.index(name) for name in of]
-        self.saved_places = [outputs.index(name) for name in saved]
+        self.of_places = [inputs.index(name) for name in gradient.of]
+        self.saved_places = [gradient.outputs.index(name) for name in gradient.saved]
         declared = str(schema).partition("(")[2].rpartition(") ->")[0]
         parts = [*(f"Tensor? {grad}" for grad in grads), declared]
-        parts += [*(f"Tensor {name}" for name in saved), "bool[] wanted"]
-        name, schema = f"{op._qualname}_backward", f"({', '.join(parts)}) -> Tensor[]"
-        self.operator = operator(name, schema=schema, fake=self.fake)(self.run)
+        parts += [*(f"Tensor {name}" for name in gradient.saved), "bool[] wanted"]
+        schema = f"{name}_backward({', '.join(parts)}) -> Tensor[]"
+        self.operator = _register(schema, self.run, self.fake)
         op.register_autograd(self.backward, setup_context=self.save)
 
     def run(self, *args: Any) -> list[Tensor]:

@@ -14,6 +14,7 @@ tokens as rows.
 # pyright: reportGeneralTypeIssues=none
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ from airmoe.kernels.device_triton import (
     inverse_root,
     largest,
 )
-from airmoe.kernels.noise import Noise
+from airmoe.kernels.noise import Noise, noise_of
 from airmoe.kernels.noise_triton import normal
 from airmoe.kernels.top_k_triton import LONGEST_ROW, MAX_REGISTERS, row_warps
 
@@ -274,7 +275,7 @@ class BestColumns:
         device = self.tables.rows.device
         return torch.empty(self.rows_at_once, columns, dtype=dtype, device=device)
 
-    def chunks(self) -> list[slice]:
+    def chunks(self) -> Iterator[slice]:
         return chunks(self.tables.rows.shape[1], self.rows_at_once)
 
     def find(self, rows: slice, ids: Tensor, scores: Tensor | None = None) -> None:
@@ -316,14 +317,16 @@ def _thin(
     )  # fmt: skip
 
 
-def find_shortlists(
+def top_m(
     codewords: Tensor,
     centroids: Tensor,
     size: int,
     inverse_norms: Tensor | None,
-    noise: Noise | None,
+    row_keys: Tensor | None,
+    noise_std: float,
 ) -> Tensor:
-    """See `best_experts.top_m_op`."""
+    """Codewords [G, D] float32, centroids [E, D] of any dtype -> [G, size] ids ascending."""
+    noise = noise_of(row_keys, noise_std)
     ids = torch.empty(codewords.shape[0], size, dtype=torch.int64, device=codewords.device)
     if codewords.shape[0] == 0:
         return ids

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import chunks, operator, own_precision, use_triton
-from airmoe.kernels.noise import Noise, noise_of, noise_operands
+from airmoe.kernels.noise import Noise, noise_operands
 from airmoe.kernels.norms import inverse_norms
 from airmoe.kernels.top_k import POSITION, selection_keys, top_positions
 
@@ -78,25 +78,14 @@ def _best_columns(
     return ids if ordered else ids.sort(-1).values
 
 
-@operator(
-    "airmoe::top_m",
+top_m_op = operator(
+    "top_m(Tensor codewords, Tensor centroids, SymInt size, Tensor? inverse_norms, "
+    "Tensor? row_keys, float noise_std) -> Tensor",
+    "best_columns_triton",
     fake=lambda codewords, _, size, *rest: codewords.new_empty(
         codewords.shape[0], size, dtype=torch.int64
     ),
 )
-def top_m_op(
-    codewords: Tensor,
-    centroids: Tensor,
-    size: int,
-    inverse_norms: Tensor | None,
-    row_keys: Tensor | None,
-    noise_std: float,
-) -> Tensor:
-    """Codewords [G, D] float32, centroids [E, D] of any dtype -> [G, size] ids ascending."""
-    from airmoe.kernels.best_columns_triton import find_shortlists
-
-    noise = noise_of(row_keys, noise_std)
-    return find_shortlists(codewords, centroids, size, inverse_norms, noise)
 
 
 @torch.no_grad()
@@ -132,25 +121,14 @@ def best_experts(
     return _best_columns(hidden.to(work), experts, count, tile, scales, noise, ordered=ordered)
 
 
-@operator(
-    "airmoe::best_experts",
+best_experts_op = operator(
+    "best_experts(Tensor hidden, Tensor experts, SymInt count, Tensor? row_keys, float noise_std, "
+    "bool normalize, bool ordered) -> Tensor",
+    "best_experts_triton",
     fake=lambda hidden, _, count, *rest: hidden.new_empty(
         hidden.shape[0], count, dtype=torch.int64
     ),
 )
-def best_experts_op(
-    hidden: Tensor,
-    experts: Tensor,
-    count: int,
-    row_keys: Tensor | None,
-    noise_std: float,
-    normalize: bool,
-    ordered: bool,
-) -> Tensor:
-    """[T, D] and [E, D] -> [T, count] expert ids, best first or, if not `ordered`, ascending."""
-    from airmoe.kernels.best_experts_triton import find_best
-
-    return find_best(hidden, experts, count, noise_of(row_keys, noise_std), normalize, ordered)
 
 
 @torch.no_grad()

@@ -21,8 +21,8 @@ from airmoe.kernels.best_columns_triton import (
     whole,
 )
 from airmoe.kernels.device_triton import bfloat16_parts
-from airmoe.kernels.noise import Noise
-from airmoe.kernels.norms_triton import norms_of_rows
+from airmoe.kernels.noise import Noise, noise_of
+from airmoe.kernels.norms_triton import inverse_norms
 from airmoe.kernels.stream_triton import StreamedColumns, can_stream
 
 SPLIT_TOKENS = 256  # from so many tokens on a copy of the experts in parts pays
@@ -42,7 +42,7 @@ def exact_tables(
 ) -> Tables:
     """Both as the matrix units take them, their products as exact as float32."""
     many = hidden.shape[0] >= NORM_TOKENS
-    scales = norms_of_rows(experts) if normalize and many else None
+    scales = inverse_norms(experts) if normalize and many else None
     inside = normalize and not many
     halves = hidden.dtype == experts.dtype == torch.float16
     copies = hidden.shape[0] >= SPLIT_TOKENS and experts.numel() <= SPLIT_ELEMENTS
@@ -96,21 +96,22 @@ def _best_first(ids: Tensor, scores: Tensor) -> Tensor:
     return ordered
 
 
-def find_best(
+def best_experts(
     hidden: Tensor,
     experts: Tensor,
     count: int,
-    noise: Noise | None,
+    row_keys: Tensor | None,
+    noise_std: float,
     normalize: bool,
     ordered: bool,
 ) -> Tensor:
-    """See `best_experts.best_experts_op`."""
+    """[T, D] and [E, D] -> [T, count] expert ids, best first or, if not `ordered`, ascending."""
     num_tokens, device = hidden.shape[0], hidden.device
     dtype = torch.int32 if ordered else torch.int64
     ids = torch.empty(num_tokens, count, dtype=dtype, device=device)
     if ids.numel() == 0:
         return ids.long()
-    tables = exact_tables(hidden, experts, noise, normalize)
+    tables = exact_tables(hidden, experts, noise_of(row_keys, noise_std), normalize)
     best = _finder(tables, count)
     if not ordered:
         for rows in best.chunks():

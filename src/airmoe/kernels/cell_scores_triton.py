@@ -4,6 +4,8 @@
 # pyright: reportReturnType=none, reportGeneralTypeIssues=none
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -88,6 +90,16 @@ def _scores_kernel(
         store_rows(scores, target, row_mask, places, found, POOL)
 
 
+def cell_scores(*operands: Any) -> Tensor:
+    """hidden and centroids in one dtype -> [N, M] float32."""
+    return all_scores(Scored.of(*operands))
+
+
+def keeps_scores(hidden: Tensor) -> bool:
+    """Whether scores are kept for the backward: where the products are float32."""
+    return hidden.dtype == torch.float32
+
+
 def all_scores(scored: Scored) -> Tensor:
     """[N, M] float32."""
     shape = (scored.layout.num_rows, scored.layout.pool)
@@ -146,13 +158,14 @@ def _scale_kernel(
         store_rows(out, own, own >= 0, places, grad * norms[None, :], POOL)
 
 
-def backward(grad_scores: Tensor, scored: Scored, wanted: set[str]) -> dict[str, Tensor]:
+def cell_scores_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
     """Gradients of the wanted of hidden and centroids.
 
     Products are float32: these scores are a float32 tensor of somebody's graph.
     """
+    scored = Scored.of(*call.inputs)
     hidden, centroids, layout = scored.hidden, scored.centroids, scored.layout
-    grads = _scale_by_norms(grad_scores, scored.inverse_norms, layout)
+    grads = _scale_by_norms(call.grad_scores, scored.inverse_norms, layout)
     found: dict[str, Tensor] = {}
     if "hidden" in wanted:
         products = pool_products([(grads, centroids.float())], layout, hidden.shape[0])

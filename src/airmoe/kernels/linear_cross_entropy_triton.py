@@ -10,6 +10,7 @@ two products for the gradients, whose sums are float32 from the first chunk to t
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -158,6 +159,16 @@ def _unscaled_(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums of gradients that were held in `dtype`, in place."""
     scale = gradient_scale(dtype)
     return sums if scale == 1 else sums.div_(scale)
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *form: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss and the gradients of hidden and weight, empty if unwanted."""
+    result = loss_and_gradients(Problem(hidden, weight, labels.contiguous(), *form))
+    grads = (result.hidden, result.weight)
+    grad_hidden, grad_weight = (hidden.new_empty(0) if g is None else g for g in grads)
+    return result.loss, grad_hidden, grad_weight
 
 
 def loss_and_gradients(problem: Problem) -> LossAndGradients:

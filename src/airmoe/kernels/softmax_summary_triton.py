@@ -17,6 +17,7 @@ The gradient of a score exists in registers only. All sums have a fixed order.
 # pyright: reportReturnType=none
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from airmoe.kernels.backend import chunks
 from airmoe.kernels.best_experts_triton import exact_tables
 from airmoe.kernels.device_triton import as_stored, part_dtype
 from airmoe.kernels.noise import Noise, noise_of
-from airmoe.kernels.norms_triton import norms_of_rows
+from airmoe.kernels.norms_triton import inverse_norms
 from airmoe.kernels.softmax_kernels_triton import (
     expert_grads_kernel,
     hidden_grads_kernel,
@@ -72,7 +73,7 @@ class Chunks:
     ) -> None:
         (self.num_tokens, self.dim), self.num_experts = hidden.shape, experts.shape[0]
         self.hidden, self.experts, self.noise = hidden, experts, noise
-        self.scales = norms_of_rows(experts) if normalize else None
+        self.scales = inverse_norms(experts) if normalize else None
         self.tables = exact_tables(hidden, experts)
         self.columns = triton.cdiv(self.num_experts, COLUMNS) * COLUMNS
         self.step, self.block_rows = self._sizes()
@@ -91,7 +92,7 @@ class Chunks:
         step = min(self.num_tokens, most // 128 * 128 if most > 128 else most)
         return step, min(128, max(16, triton.next_power_of_2(step)))
 
-    def slices(self) -> list[slice]:
+    def slices(self) -> Iterator[slice]:
         return chunks(self.num_tokens, self.step)
 
     def _operands(self, *, together: bool) -> tuple[_Operand, _Operand]:
@@ -218,10 +219,17 @@ class Chunks:
         return found
 
 
-def forward(
-    hidden: Tensor, experts: Tensor, weights: Tensor, noise: Noise | None, normalize: bool
+def softmax_summary(
+    hidden: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    row_keys: Tensor | None,
+    noise_std: float,
+    normalize: bool,
 ) -> tuple[Tensor, Tensor]:
     """log Z [T] and mean probabilities [E], float32."""
+    hidden, experts, weights = hidden.contiguous(), experts.contiguous(), weights.float()
+    weights, noise = weights.contiguous(), noise_of(row_keys, noise_std)
     log_z = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     if hidden.shape[0] == 0:
         return log_z, log_z.new_zeros(experts.shape[0])
@@ -235,11 +243,8 @@ def forward(
     return log_z, mean.sum(0).float()
 
 
-def backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
-    """Gradients of the wanted of hidden and experts.
-
-    `call` is what went into `softmax_summary_op`, came out, and came back.
-    """
+def softmax_summary_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
+    """Gradients of the wanted of hidden and experts."""
     hidden, experts, log_z = call.hidden.contiguous(), call.experts.contiguous(), call.log_z
     weights, grad_log_z, grad_mean = call.weights.float(), call.grad_log_z, call.grad_mean_probs
     weights = weights.contiguous()

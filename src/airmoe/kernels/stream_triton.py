@@ -14,6 +14,8 @@ below the least jittered score kept, and only what passes is ever jittered.
 # pyright: reportGeneralTypeIssues=none, reportReturnType=none
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -267,7 +269,7 @@ class StreamedColumns:
         self.held = torch.empty(self.rows_at_once, dtype=torch.int32, device=device)
         self.floors = torch.empty(self.rows_at_once, dtype=torch.float32, device=device)
 
-    def chunks(self) -> list[slice]:
+    def chunks(self) -> Iterator[slice]:
         return chunks(self.num_rows, self.rows_at_once)
 
     def _group(self) -> int:

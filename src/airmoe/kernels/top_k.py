@@ -34,13 +34,6 @@ def top_positions(scores: Tensor, count: int, ordered: bool = True) -> Tensor:
     return scores.shape[-1] - 1 - (keys & POSITION)
 
 
-def chosen_mask(scores: Tensor, count: int) -> Tensor:
-    """True at exactly `count` places of each row."""
-    keys = selection_keys(scores)
-    least = keys.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    return keys >= least
-
-
 def softmax_weights(logits: Tensor) -> Tensor:
     """Softmax over chosen logits [..., K]; never 0, because 0 marks an unused slot."""
     return logits.softmax(-1).clamp_min(torch.finfo(torch.float32).tiny)
@@ -68,7 +61,8 @@ class _TopKGates(torch.autograd.Function):
         step = max(1, ROW_CHUNK_ELEMENTS // max(1, scores.shape[1]))
         for rows in chunks(scores.shape[0], step):
             part = scores[rows]
-            mask = chosen_mask(part, count)
+            keys = selection_keys(part)
+            mask = keys >= keys.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
             kept = part.masked_fill(~mask, -torch.inf)
             part_log_z = (part if count == 1 else kept).logsumexp(-1, keepdim=True)
             # A chosen gate never underflows to 0, because 0 means "not chosen".
@@ -92,26 +86,16 @@ class _TopKGates(torch.autograd.Function):
         return weighted.addcmul_(gates, total, value=-1), None, None
 
 
-@operator(
-    "airmoe::top_k_gates",
+top_k_gates_op = operator(
+    "top_k_gates(Tensor scores, Tensor valid, SymInt count) -> Tensor",
+    "top_k_triton",
     fake=lambda scores, *_: torch.empty_like(scores, memory_format=torch.contiguous_format),
 )
-def top_k_gates_op(scores: Tensor, valid: Tensor, count: int) -> Tensor:
-    from airmoe.kernels.top_k_triton import gates_from_scores
-
-    scores = scores.contiguous()
-    gates = torch.empty_like(scores)
-    log_z = torch.empty(scores.shape[0], dtype=torch.float32, device=scores.device)
-    gates_from_scores(scores, None, valid.contiguous(), count, gates, log_z)
-    return gates
-
-
-@operator("airmoe::top_k_gates_backward", fake=lambda grads, gates, _: torch.empty_like(gates))
-def top_k_gates_backward_op(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
-    """Gradient of the scores; they are needed where the gate is the full-softmax probability."""
-    from airmoe.kernels.top_k_triton import score_grads
-
-    return score_grads(grad_gates, gates, scores)
+top_k_gates_backward_op = operator(
+    "top_k_gates_backward(Tensor grad_gates, Tensor gates, Tensor? scores) -> Tensor",
+    "top_k_triton",
+    fake=lambda grads, gates, _: torch.empty_like(gates),
+)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:

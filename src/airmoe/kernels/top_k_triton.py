@@ -141,6 +141,15 @@ def smallest_gate(dtype: torch.dtype) -> float:
     return 2.0**-24 if dtype == torch.float16 else torch.finfo(dtype).tiny
 
 
+def top_k_gates(scores: Tensor, valid: Tensor, count: int) -> Tensor:
+    """scores [R, n], valid [R] -> gates [R, n]."""
+    scores = scores.contiguous()
+    gates = torch.empty_like(scores)
+    log_z = torch.empty(scores.shape[0], dtype=torch.float32, device=scores.device)
+    gates_from_scores(scores, None, valid.contiguous(), count, gates, log_z)
+    return gates
+
+
 def gates_from_scores(
     scores: Tensor, row_ids: Tensor | None, valid: Tensor, count: int, gates: Tensor, log_z: Tensor
 ) -> None:
@@ -184,7 +193,7 @@ def _long_gates_from_scores(
         )  # fmt: skip
 
 
-def score_grads(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
+def top_k_gates_backward(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
     """Gradient of the scores; they are needed where the gate is the full-softmax probability."""
     rows, columns = gates.shape
     grad_scores = torch.empty_like(gates)
