@@ -125,22 +125,6 @@ def tables_of(given: Found, activation: Activation, size: int = 1) -> ExpertTabl
 # -- layout ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_tiles_cover_every_row_once(case: Case) -> None:
-    cells = case.cells()
-    tiles = row_tiles(cells.offsets, cells.token_ids.shape[0])
-    rows = tiles.rows.view(-1, tiles.block)
-    assert sorted(rows[rows >= 0].tolist()) == list(range(sum(case.sizes)))
-    cell_of_row = cells.cell_of_row.tolist()
-    for cell, first, own in zip(
-        tiles.cells.tolist(), tiles.first_rows.tolist(), rows.tolist(), strict=True
-    ):
-        used = [row for row in own if row >= 0]
-        assert (cell >= 0) == bool(used)
-        assert used == list(range(first, first + len(used))) or cell < 0
-        assert all(cell_of_row[row] == cell for row in used)
-
-
 def test_block_sizes_follow_the_mean_cell() -> None:
     assert [block_rows(n, 10) for n in (10, 160, 320, 330, 640, 9999)] == [32, 32, 32, 64, 64, 64]
 
