@@ -81,8 +81,8 @@ def some_cells(size: int = 1) -> cells.CellLayout:
 
 
 def scored() -> tuple[Any, ...]:
-    keys = noise.Noise(int32(1000, 12), 0.1)
-    return Scored(floats(12, 16), floats(20, 16), floats(20).abs(), keys, some_cells()).operands()
+    tables = floats(12, 16), floats(20, 16), floats(20).abs()
+    return Scored(*tables, int32(1000, 12), 0.1, some_cells()).operands()
 
 
 def experts(*, gated: bool) -> tuple[Tensor | None, Tensor, Tensor]:

@@ -114,7 +114,7 @@ def test_values_and_gradients_equal_the_reference(case: Case) -> None:
 @pytest.mark.parametrize("case", [CASES["odd"], CASES["sharp"]], ids=["odd", "sharp"])
 def test_chunks(case: Case) -> None:
     inputs = case.inputs()
-    chunks = Chunks(inputs["hidden"], inputs["experts"], None, normalize=False)
+    chunks = Chunks(inputs["hidden"], inputs["experts"], (None, 0.0), normalize=False)
     assert len(list(chunks.slices())) > 1
     assert_as_good(case.function(), inputs)
 

@@ -32,7 +32,6 @@ from airmoe.kernels.device_triton import (
     inverse_root,
     largest,
 )
-from airmoe.kernels.noise import Noise, noise_of
 from airmoe.kernels.noise_triton import normal
 from airmoe.kernels.top_k_triton import LONGEST_ROW, MAX_REGISTERS, row_warps
 
@@ -218,7 +217,8 @@ class Tables:
     rows: Tensor  # [parts, N, D]
     columns: Tensor  # [parts, E, D]
     scales: Tensor | None  # [E]
-    noise: Noise | None
+    row_keys: Tensor | None  # [N] of the jitter
+    noise_std: float
     float32: bool  # multiply as float32, or as what the parts are
     normalize: bool = False  # columns of norm 1, measured during the product; one part each
 
@@ -232,11 +232,11 @@ class Tables:
         _scores_kernel[(grid,)](
             left, right,
             None if self.scales is None else self.scales[columns],
-            None if self.noise is None else self.noise.row_keys[rows],
+            None if self.row_keys is None else self.row_keys[rows],
             out, num_rows, num_columns, dim, left.stride(0), right.stride(0), out.stride(0),
-            columns.start, 0.0 if self.noise is None else self.noise.std,
+            columns.start, self.noise_std,
             NORMALIZE=self.normalize, HAS_SCALES=self.scales is not None,
-            HAS_NOISE=self.noise is not None, ROW_PARTS=row_parts,
+            HAS_NOISE=self.row_keys is not None, ROW_PARTS=row_parts,
             COLUMN_PARTS=column_parts, FLOAT32=self.float32, **config,
         )  # fmt: skip
 
@@ -326,7 +326,6 @@ def top_m(
     noise_std: float,
 ) -> Tensor:
     """Codewords [G, D] float32, centroids [E, D] of any dtype -> [G, size] ids ascending."""
-    noise = noise_of(row_keys, noise_std)
     ids = torch.empty(codewords.shape[0], size, dtype=torch.int64, device=codewords.device)
     if codewords.shape[0] == 0:
         return ids
@@ -334,7 +333,9 @@ def top_m(
     assert cuts is not None, "the caller checks that lists are short enough"
     in_parts = exact_as_bfloat16(centroids)
     rows = bfloat16_parts(codewords) if in_parts else whole(codewords)
-    tables = Tables(rows, whole(centroids), inverse_norms, noise, float32=not in_parts)
+    tables = Tables(
+        rows, whole(centroids), inverse_norms, row_keys, noise_std, float32=not in_parts
+    )
     best = BestColumns(tables, size, cuts)
     for chunk in best.chunks():
         best.find(chunk, ids[chunk])

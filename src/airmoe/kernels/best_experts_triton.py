@@ -21,7 +21,6 @@ from airmoe.kernels.best_columns_triton import (
     whole,
 )
 from airmoe.kernels.device_triton import bfloat16_parts
-from airmoe.kernels.noise import Noise, noise_of
 from airmoe.kernels.norms_triton import inverse_norms
 from airmoe.kernels.stream_triton import StreamedColumns, can_stream
 
@@ -38,19 +37,24 @@ def _parts(table: Tensor) -> Tensor:
 
 
 def exact_tables(
-    hidden: Tensor, experts: Tensor, noise: Noise | None = None, normalize: bool = False
+    hidden: Tensor,
+    experts: Tensor,
+    row_keys: Tensor | None = None,
+    noise_std: float = 0.0,
+    normalize: bool = False,
 ) -> Tables:
     """Both as the matrix units take them, their products as exact as float32."""
     many = hidden.shape[0] >= NORM_TOKENS
     scales = inverse_norms(experts) if normalize and many else None
     inside = normalize and not many
     halves = hidden.dtype == experts.dtype == torch.float16
+    form = scales, row_keys, noise_std
     copies = hidden.shape[0] >= SPLIT_TOKENS and experts.numel() <= SPLIT_ELEMENTS
     if halves or (exact_as_bfloat16(hidden) and exact_as_bfloat16(experts)):
-        return Tables(whole(hidden), whole(experts), scales, noise, False, inside)
+        return Tables(whole(hidden), whole(experts), *form, False, inside)
     if (exact_as_bfloat16(experts) and not inside) or copies:
-        return Tables(_parts(hidden), _parts(experts), scales, noise, False)
-    return Tables(whole(hidden), whole(experts), scales, noise, True, inside)
+        return Tables(_parts(hidden), _parts(experts), *form, False)
+    return Tables(whole(hidden), whole(experts), *form, True, inside)
 
 
 @triton.jit
@@ -111,7 +115,7 @@ def best_experts(
     ids = torch.empty(num_tokens, count, dtype=dtype, device=device)
     if ids.numel() == 0:
         return ids.long()
-    tables = exact_tables(hidden, experts, noise_of(row_keys, noise_std), normalize)
+    tables = exact_tables(hidden, experts, row_keys, noise_std, normalize)
     best = _finder(tables, count)
     if not ordered:
         for rows in best.chunks():

@@ -7,7 +7,7 @@ a CPU the two steps are the faster way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from airmoe.kernels.backend import Gradient, operator, own_precision
 from airmoe.kernels.cell_scores import Scored
 from airmoe.kernels.cells import Cells, version_of
-from airmoe.kernels.noise import Noise
+from airmoe.kernels.noise import Noise, noise_operands
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,15 @@ def cell_gates(
     if work != hidden.dtype or work != centroids.dtype:
         work = torch.promote_types(work, torch.float32)
     hidden, centroids = hidden.to(work).contiguous(), centroids.to(work).contiguous()
-    scored = Scored(hidden, centroids, inverse_norms, noise, cells.layout(centroids.shape[0]))
+    operands = hidden, centroids, inverse_norms, *noise_operands(noise)
+    scored = Scored(*operands, cells.layout(centroids.shape[0]))
     carry_probs = torch.is_grad_enabled()
     gates, log_z, probs, scores = cell_gates_op(
         *scored.operands(), valid, top_k, capacity, carry_probs
     )
-    scored = Scored(hidden.detach(), centroids.detach(), inverse_norms, noise, cells.layout())
-    version = version_of(scored.centroids)
+    hidden, centroids = hidden.detach(), centroids.detach()
+    scored = replace(scored, hidden=hidden, centroids=centroids, layout=cells.layout())
+    version = version_of(centroids)
     return CellGates(gates, log_z, probs, scores, scored, cells, valid, version)
 
 

@@ -247,7 +247,7 @@ def probs_per_entry(*operands: Any) -> Tensor:
     """
     scored, (scores, log_z, valid) = Scored.of(*operands), operands[-3:]
     kept = keeps_scores(scored.hidden)
-    layout, noise = scored.layout, scored.noise
+    layout = scored.layout
     dim, pool = scored.hidden.shape[1], layout.pool
     out = torch.empty(layout.pools.shape, dtype=torch.float32, device=log_z.device)
     wide = scored.hidden.dtype == torch.float32
@@ -256,11 +256,11 @@ def probs_per_entry(*operands: Any) -> Tensor:
     _probs_kernel[(triton.cdiv(pool, block_p), layout.pools.shape[0])](
         scored.hidden, scored.centroids,
         log_z if scored.inverse_norms is None else scored.inverse_norms,
-        layout.token_ids if noise is None else noise.row_keys, 0.0 if noise is None else noise.std,
+        layout.token_ids if scored.row_keys is None else scored.row_keys, scored.noise_std,
         scores if kept else log_z, layout.offsets, layout.token_ids, layout.pools,
         log_z, valid, out,
         POOL=pool, DIM=dim, BLOCK_T=layout.tiles.block, BLOCK_P=block_p, BLOCK_D=block_d,
-        NORMS=scored.inverse_norms is not None, NOISE=noise is not None, KEPT=kept,
+        NORMS=scored.inverse_norms is not None, NOISE=scored.row_keys is not None, KEPT=kept,
         PRECISION=dot_precision(scored.hidden.dtype), num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

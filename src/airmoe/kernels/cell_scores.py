@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from airmoe.kernels.backend import Gradient, chunks, operator, own_precision, use_triton
 from airmoe.kernels.cells import CellLayout, Cells, RowAdder, nonempty_cells, read_rows
-from airmoe.kernels.noise import Noise, noise_of, noise_operands
+from airmoe.kernels.noise import Noise, noise_operands
 
 ROW_CHUNK = 1024  # rows projected at once: temporaries stay in the cache
 
@@ -34,9 +34,9 @@ def cell_scores(
     if use_triton(hidden, centroids):
         if hidden.dtype != centroids.dtype:
             hidden, centroids = hidden.float(), centroids.float()
+        tables = hidden.contiguous(), centroids.contiguous(), inverse_norms
         layout = cells.layout(centroids.shape[0])
-        scored = Scored(hidden.contiguous(), centroids.contiguous(), inverse_norms, noise, layout)
-        return cell_scores_op(*scored.operands())
+        return cell_scores_op(*Scored(*tables, *noise_operands(noise), layout).operands())
     return _CellScores.apply(hidden, centroids, inverse_norms, cells, noise)  # type: ignore[no-any-return]
 
 
@@ -122,7 +122,8 @@ class Scored:
     hidden: Tensor  # [T, D]
     centroids: Tensor  # [E, D], of the same dtype
     inverse_norms: Tensor | None  # [E]
-    noise: Noise | None
+    row_keys: Tensor | None  # [T] of the jitter
+    noise_std: float
     layout: CellLayout
 
     # As operators take it.
@@ -131,25 +132,16 @@ class Scored:
         "float noise_std, Tensor[] layout"
     )
 
-    def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, float, list[Tensor]]:
+    def operands(self) -> tuple[Any, ...]:
         """The arguments of `SCHEMA`."""
-        noise = noise_operands(self.noise)
+        noise = self.row_keys, self.noise_std
         return self.hidden, self.centroids, self.inverse_norms, *noise, self.layout.tensors()
 
     @classmethod
-    def of(
-        cls,
-        hidden: Tensor,
-        centroids: Tensor,
-        inverse_norms: Tensor | None,
-        row_keys: Tensor | None,
-        noise_std: float,
-        layout: list[Tensor],
-        *_others: Any,
-    ) -> Scored:
+    def of(cls, *operands: Any) -> Scored:
         """From the arguments of an operator that begin with those of `SCHEMA`."""
-        noise = noise_of(row_keys, noise_std)
-        return cls(hidden, centroids, inverse_norms, noise, CellLayout.of(layout))
+        hidden, centroids, inverse_norms, row_keys, noise_std, layout, *_others = operands
+        return cls(hidden, centroids, inverse_norms, row_keys, noise_std, CellLayout.of(layout))
 
 
 def _empty_scores(*operands: Any) -> Tensor:

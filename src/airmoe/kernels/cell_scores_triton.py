@@ -110,7 +110,7 @@ def all_scores(scored: Scored) -> Tensor:
 
 def write_scores(scored: Scored, scores: Tensor, part: tuple[int, int] | None = None) -> None:
     """Write scores [N, M]; with `part` = (first tile, tiles) a buffer [tiles * block, M]."""
-    layout, tiles, noise = scored.layout, scored.layout.tiles, scored.noise
+    layout, tiles = scored.layout, scored.layout.tiles
     dim, pool = scored.hidden.shape[1], layout.pool
     first, count = (0, tiles.count) if part is None else part
     if count == 0:
@@ -119,12 +119,11 @@ def write_scores(scored: Scored, scores: Tensor, part: tuple[int, int] | None = 
     _scores_kernel[(triton.cdiv(pool, config["BLOCK_P"]), count)](
         scored.hidden, scored.centroids,
         scores if scored.inverse_norms is None else scored.inverse_norms,
-        layout.token_ids if noise is None else noise.row_keys,
-        0.0 if noise is None else noise.std,
+        layout.token_ids if scored.row_keys is None else scored.row_keys, scored.noise_std,
         tiles.cells, tiles.first_rows, layout.offsets, layout.token_ids, layout.pools,
         scores, first,
         POOL=pool, DIM=dim, BLOCK_T=tiles.block, NORMS=scored.inverse_norms is not None,
-        NOISE=noise is not None, TILED=part is not None,
+        NOISE=scored.row_keys is not None, TILED=part is not None,
         PRECISION=dot_precision(scored.hidden.dtype), **config,
     )  # fmt: skip
 

@@ -72,11 +72,6 @@ def noise_operands(noise: Noise | None) -> tuple[Tensor | None, float]:
     return (None, 0.0) if noise is None else (noise.row_keys, noise.std)
 
 
-def noise_of(row_keys: Tensor | None, std: float) -> Noise | None:
-    """From what `noise_operands` gave."""
-    return None if row_keys is None else Noise(row_keys, std)
-
-
 def make_noise(key: Tensor, stage: Stage, num_rows: int, std: float) -> Noise:
     """One stream per row from a micro-batch key (int64 scalar)."""
     rows = torch.arange(num_rows, device=key.device)

@@ -281,14 +281,13 @@ class StreamedColumns:
         tables, config = self.tables, self.config
         left, right = tables.rows[:, rows], tables.columns
         (row_parts, num_rows, dim), (column_parts, num_columns, _) = left.shape, right.shape
-        noise = tables.noise
-        row_keys = None if noise is None else noise.row_keys[rows]
-        noise_std = 0.0 if noise is None else noise.std
+        row_keys = None if tables.row_keys is None else tables.row_keys[rows]
+        noisy, noise_std = row_keys is not None, tables.noise_std
         _stream_kernel[(triton.cdiv(num_rows, config["BLOCK_R"]),)](
             left, right, tables.scales, row_keys, self.keys, self.held, self.floors,
             num_rows, num_columns, dim, left.stride(0), right.stride(0), noise_std,
             self.count, self.count // 8,
-            HAS_SCALES=tables.scales is not None, HAS_NOISE=noise is not None,
+            HAS_SCALES=tables.scales is not None, HAS_NOISE=noisy,
             ROW_PARTS=row_parts, COLUMN_PARTS=column_parts, FLOAT32=tables.float32,
             EVEN=num_columns % config["BLOCK_C"] == 0 and dim % config["BLOCK_D"] == 0,
             SPAN=SPAN, CAPACITY=self.capacity, GROUP=self._group(),
@@ -297,6 +296,6 @@ class StreamedColumns:
         block = min(UNPACK_BLOCK, triton.next_power_of_2(self.count))
         _unpack_kernel[(num_rows, triton.cdiv(self.count, block))](
             self.keys, row_keys, ids, scores, self.count, self.capacity, noise_std,
-            HAS_NOISE=noise is not None, KEEP_SCORES=scores is not None, BLOCK=block,
+            HAS_NOISE=noisy, KEEP_SCORES=scores is not None, BLOCK=block,
             num_warps=max(1, block // 256),
         )  # fmt: skip
