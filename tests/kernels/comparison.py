@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
+from airmoe.kernels.cells import Cells, make_cells
 from airmoe.kernels.noise import Noise, normal
 from airmoe.kernels.top_k import selection_keys
 
@@ -16,6 +18,27 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 FLOOR = 2  # units in the last place of the largest entry: a lucky reference may round less
 Found = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class CellCase:
+    """Cells of given sizes; rows of one token each unless `rows_per_token` says otherwise."""
+
+    sizes: tuple[int, ...]
+    dim: int = 24
+    experts: int = 70
+    pool: int = 19
+    rows_per_token: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.sizes) // self.rows_per_token
+
+    def cells(self) -> Cells:
+        assignments = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
+        cell_ids = assignments[torch.randperm(assignments.numel())].view(-1, self.rows_per_token)
+        pools = torch.rand(len(self.sizes), self.experts).argsort(-1)[:, : self.pool]
+        return make_cells(cell_ids.to(DEVICE), pools.sort(-1).values.to(DEVICE))
 
 
 def results_and_grads(function: Callable[[Found], Found], inputs: Found, seed: int = 0) -> Found:

@@ -32,6 +32,7 @@ from tests.interpreter import exact_products
 from tests.kernels.comparison import (
     DEVICE,
     DTYPES,
+    CellCase,
     Found,
     assert_no_worse,
     chosen_mask,
@@ -40,31 +41,14 @@ from tests.kernels.comparison import (
 
 
 @dataclass(frozen=True)
-class Case:
-    """Cells of given sizes; rows of one token each unless `rows_per_token` says otherwise."""
-
-    sizes: tuple[int, ...]
-    dim: int = 24
-    experts: int = 70
-    pool: int = 19
+class Case(CellCase):
     top_k: int = 5
-    rows_per_token: int = 1
     expert_size: int = 1
     activation: Activation = "swiglu"
     jitter: bool = True
     normalize: bool = True
     sharpness: float = 1.0  # of the scores: where it is large, one expert has nearly all
     aligned: bool = False  # tokens and centroids point nearly the same way, as trained ones do
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.sizes) // self.rows_per_token
-
-    def cells(self) -> Cells:
-        assignments = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
-        cell_ids = assignments[torch.randperm(assignments.numel())].view(-1, self.rows_per_token)
-        pools = torch.rand(len(self.sizes), self.experts).argsort(-1)[:, : self.pool]
-        return make_cells(cell_ids.to(DEVICE), pools.sort(-1).values.to(DEVICE))
 
     def noise(self) -> Noise | None:
         key = torch.tensor(5, device=DEVICE)

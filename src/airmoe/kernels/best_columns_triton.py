@@ -33,7 +33,8 @@ from airmoe.kernels.device_triton import (
     largest,
 )
 from airmoe.kernels.noise_triton import normal
-from airmoe.kernels.top_k_triton import LONGEST_ROW, MAX_REGISTERS, row_warps
+from airmoe.kernels.top_k import LONGEST_ROW
+from airmoe.kernels.top_k_triton import MAX_REGISTERS, row_warps
 
 SEGMENT = LONGEST_ROW
 SCORE_ELEMENTS = 1 << 23  # scores that exist at once: 32 MiB
@@ -57,11 +58,16 @@ def _product_config(rows: int, dim: int, products: int, float32: bool) -> dict[s
 @triton.jit
 def product(
     rows_at, columns_at, row_stride, column_stride, row_mask, column_mask, depth, dim,
+    NORMALIZE: tl.constexpr,
     ROW_PARTS: tl.constexpr, COLUMN_PARTS: tl.constexpr, FLOAT32: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_R, BLOCK_C] products; of parts, those pairs that reach a float32's last bit."""
+    """[BLOCK_R, BLOCK_C] products; of parts, those pairs that reach a float32's last bit.
+
+    To NORMALIZE columns of one part, their norms are measured as they come by.
+    """
     scores = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
+    squares = tl.zeros((BLOCK_D, BLOCK_C), dtype=tl.float32)
     for start in range(0, dim, BLOCK_D):
         inside = depth < dim - start
         some_rows = row_mask & inside[None, :]
@@ -69,6 +75,8 @@ def product(
         if FLOAT32:
             left = tl.load(rows_at + start, mask=some_rows, other=0.0).to(tl.float32)
             right = tl.load(columns_at + start, mask=some_columns, other=0.0).to(tl.float32)
+            if NORMALIZE:
+                squares += right * right
             scores = tl.dot(left, right, scores, input_precision="tf32x3")
         else:
             for row_part in tl.static_range(ROW_PARTS):
@@ -80,30 +88,12 @@ def product(
                             mask=some_columns,
                             other=0.0,
                         )
+                        if NORMALIZE:
+                            squares += right.to(tl.float32) * right.to(tl.float32)
                         scores = tl.dot(left, right, scores)
+    if NORMALIZE:
+        scores *= inverse_root(tl.sum(squares, axis=0))[None, :]
     return scores
-
-
-@triton.jit
-def _normalized_product(
-    rows_at, columns_at, row_mask, column_mask, depth, dim, FLOAT32: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The same for one part each, with columns of norm 1, which are measured as they come by."""
-    scores = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
-    squares = tl.zeros((BLOCK_D, BLOCK_C), dtype=tl.float32)
-    for start in range(0, dim, BLOCK_D):
-        inside = depth < dim - start
-        left = tl.load(rows_at + start, mask=row_mask & inside[None, :], other=0.0)
-        right = tl.load(columns_at + start, mask=column_mask & inside[:, None], other=0.0)
-        wide = right.to(tl.float32)
-        squares += wide * wide
-        if FLOAT32:
-            scores = tl.dot(left.to(tl.float32), wide, scores, input_precision="tf32x3")
-        else:
-            scores = tl.dot(left, right, scores)
-    square = tl.sum(squares, axis=0)
-    return scores * inverse_root(square)[None, :]
 
 
 @triton.jit
@@ -123,17 +113,10 @@ def _scores_kernel(
     real_column = column < num_columns
     rows_at = rows_ptr + row.to(tl.int64)[:, None] * dim + depth[None, :]
     columns_at = columns_ptr + column.to(tl.int64)[None, :] * dim + depth[:, None]
-    if NORMALIZE:
-        scores = _normalized_product(
-            rows_at, columns_at, real_row[:, None], real_column[None, :], depth, dim,
-            FLOAT32, BLOCK_R, BLOCK_C, BLOCK_D,
-        )  # fmt: skip
-    else:
-        scores = product(
-            rows_at, columns_at, row_stride, column_stride, real_row[:, None],
-            real_column[None, :], depth, dim,
-            ROW_PARTS, COLUMN_PARTS, FLOAT32, BLOCK_R, BLOCK_C, BLOCK_D,
-        )  # fmt: skip
+    scores = product(
+        rows_at, columns_at, row_stride, column_stride, real_row[:, None], real_column[None, :],
+        depth, dim, NORMALIZE, ROW_PARTS, COLUMN_PARTS, FLOAT32, BLOCK_R, BLOCK_C, BLOCK_D,
+    )  # fmt: skip
     if HAS_SCALES:
         scores *= tl.load(scales_ptr + column, mask=real_column, other=0.0)[None, :]
     if HAS_NOISE:

@@ -154,7 +154,7 @@ find_tiles_op = operator(
 
 
 def find_tiles(offsets: Tensor, num_rows: int, block: int) -> tuple[Tensor, ...]:
-    """The parts of `RowTiles`, in two small kernels, because a decoding step waits for each."""
+    """The parts of `RowTiles`."""
     offsets, num_cells = offsets.contiguous(), offsets.shape[0] - 1
     cells, first_rows, rows, starts = _empty_tiles(offsets, num_rows, block)
     _starts_kernel[(triton.cdiv(num_cells, SUM_BLOCK),)](

@@ -18,7 +18,10 @@ def unit_rows(rows: Tensor) -> Tensor:
 
 
 def inverse_norms(rows: Tensor, *, gradient: bool = False) -> Tensor:
-    """1/|w_e| in float32 or wider, 0 for a zero row: [E, D] -> [E]."""
+    """1/|w_e| in float32 or wider, 0 for a zero row: [E, D] -> [E].
+
+    It is a constant to autograd unless a `gradient` is asked for, which plain PyTorch gives.
+    """
     if not gradient:
         rows = rows.detach()
         if use_triton(rows):

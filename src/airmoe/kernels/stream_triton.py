@@ -185,7 +185,7 @@ def _stream_kernel(
             else:
                 scores = product(
                     rows_at, columns_at, row_stride, column_stride, real_row[:, None],
-                    real_column, depth, dim,
+                    real_column, depth, dim, False,
                     ROW_PARTS, COLUMN_PARTS, FLOAT32, BLOCK_R, BLOCK_C, BLOCK_D,
                 )  # fmt: skip
             if HAS_SCALES:

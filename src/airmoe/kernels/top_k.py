@@ -11,7 +11,9 @@ from torch.autograd.function import once_differentiable
 from airmoe.kernels.backend import chunks, operator, use_triton
 
 POSITION = 0xFFFFFFFF  # the low half of a key: how many columns come after its own
-ROW_CHUNK_ELEMENTS = 1 << 18  # keeps the int64 keys of one chunk inside the cache
+LONGEST_ROW = 16384  # of Triton: scores that fit into the registers of one program
+CPU_CHUNK_ELEMENTS = 1 << 18  # keeps the int64 keys of one chunk inside the cache
+CUDA_CHUNK_ELEMENTS = 1 << 22
 
 
 def selection_keys(scores: Tensor, first: int = 0, total: int | None = None) -> Tensor:
@@ -46,7 +48,7 @@ def top_k_gates(scores: Tensor, valid: Tensor, count: int) -> Tensor:
     ties go to the lowest position, and selection is on float32. With `count` = 1 the weight is
     the probability among all n (Switch), so that it has a gradient.
     """
-    if use_triton(scores):
+    if scores.shape[1] <= LONGEST_ROW and use_triton(scores):
         return top_k_gates_op(scores, valid, count)
     return _TopKGates.apply(scores, valid, count)  # type: ignore[no-any-return]
 
@@ -58,7 +60,8 @@ class _TopKGates(torch.autograd.Function):
     def forward(ctx: Any, scores: Tensor, valid: Tensor, count: int) -> Tensor:
         gates = torch.empty_like(scores)
         log_z = scores.new_empty(scores.shape[0], 1)  # log of the softmax denominators
-        step = max(1, ROW_CHUNK_ELEMENTS // max(1, scores.shape[1]))
+        elements = CPU_CHUNK_ELEMENTS if scores.device.type == "cpu" else CUDA_CHUNK_ELEMENTS
+        step = max(1, elements // max(1, scores.shape[1]))
         for rows in chunks(scores.shape[0], step):
             part = scores[rows]
             keys = selection_keys(part)
