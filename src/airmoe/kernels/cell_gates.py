@@ -7,16 +7,16 @@ a CPU the two steps are the faster way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import gradient, operator, own_precision
+from airmoe.kernels.backend import Gradient, operator, own_precision
 from airmoe.kernels.cell_scores import Scored
 from airmoe.kernels.cells import Cells, version_of
-from airmoe.kernels.noise import Noise
+from airmoe.kernels.noise import Noise, noise_operands
 
 
 @dataclass(frozen=True)
@@ -80,42 +80,19 @@ def cell_gates(
     if work != hidden.dtype or work != centroids.dtype:
         work = torch.promote_types(work, torch.float32)
     hidden, centroids = hidden.to(work).contiguous(), centroids.to(work).contiguous()
-    scored = Scored(hidden, centroids, inverse_norms, noise, cells.layout(centroids.shape[0]))
+    operands = hidden, centroids, inverse_norms, *noise_operands(noise)
+    scored = Scored(*operands, cells.layout(centroids.shape[0]))
     carry_probs = torch.is_grad_enabled()
     gates, log_z, probs, scores = cell_gates_op(
         *scored.operands(), valid, top_k, capacity, carry_probs
     )
-    scored = Scored(hidden.detach(), centroids.detach(), inverse_norms, noise, cells.layout())
-    version = version_of(scored.centroids)
+    hidden, centroids = hidden.detach(), centroids.detach()
+    scored = replace(scored, hidden=hidden, centroids=centroids, layout=cells.layout())
+    version = version_of(centroids)
     return CellGates(gates, log_z, probs, scores, scored, cells, valid, version)
 
 
-@operator(
-    "airmoe::cell_gates",
-    schema=f"({Scored.SCHEMA}, Tensor valid, SymInt? top_k, Tensor? capacity, bool carry_probs) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
-)
-def cell_gates_op(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gates, log Z, `probs` and the scores where they are kept, else nothing.
-
-    `probs` is zero, there for its gradient: the mean probabilities are computed only when they are
-    read, and then added to it. So their gradient arrives here with that of the gates, and one
-    backward serves both.
-    """
-    from airmoe.kernels.cell_gates_triton import make_gates
-    from airmoe.kernels.expert_choice_triton import gates_of_experts_choice
-
-    scored, (valid, top_k, capacity, carry_probs) = Scored.of(*operands), operands[-4:]
-    if top_k is not None:
-        gates, log_z, scores = make_gates(scored, valid, top_k)
-    else:
-        gates, log_z, scores = gates_of_experts_choice(scored, valid, capacity)
-    probs = log_z.new_zeros(scored.centroids.shape[0] if carry_probs else 0)
-    return gates, log_z, probs, log_z.new_empty(0) if scores is None else scores
-
-
-@cell_gates_op.register_fake
-def _(*operands: Any) -> tuple[Tensor, ...]:
+def _empty_gates(*operands: Any) -> tuple[Tensor, ...]:
     scored, carry_probs = Scored.of(*operands), operands[-1]
     hidden, shape = scored.hidden, (scored.layout.num_rows, scored.layout.pool)
     return (
@@ -126,31 +103,29 @@ def _(*operands: Any) -> tuple[Tensor, ...]:
     )
 
 
-@gradient(
-    cell_gates_op,
-    of=("hidden", "centroids"),
-    outputs=("gates", "log_z", "probs", "scores"),
-    saved=("gates", "log_z", "scores"),
+# Gates, log Z, `probs` and the scores where they are kept, else nothing. `probs` is zero, there for
+# its gradient: the mean probabilities are computed only when they are read, and then added to it.
+# So their gradient arrives here with that of the gates, and one backward serves both.
+cell_gates_op = operator(
+    f"cell_gates({Scored.SCHEMA}, Tensor valid, SymInt? top_k, Tensor? capacity, bool carry_probs) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "cell_gates_triton",
+    fake=_empty_gates,
+    gradient=Gradient(
+        of=("hidden", "centroids"),
+        outputs=("gates", "log_z", "probs", "scores"),
+        saved=("gates", "log_z", "scores"),
+    ),
 )
-def cell_gates_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
-    from airmoe.kernels.cell_gates_triton import backward, score_grads
-
-    scored = Scored.of(*call.inputs)
-    return backward(scored, score_grads(scored, call), wanted)
 
 
-@operator(
-    "airmoe::probs_per_entry",
-    schema=f"({Scored.SCHEMA}, Tensor scores, Tensor log_z, Tensor valid) -> Tensor",
-)
-def probs_per_entry_op(*operands: Any) -> Tensor:
-    """Sum over each cell's valid rows of the softmax over their candidates: [G, M] float32."""
-    from airmoe.kernels.cell_gates_triton import probs_per_entry
-
-    return probs_per_entry(Scored.of(*operands), *operands[-3:])
-
-
-@probs_per_entry_op.register_fake
-def _(*operands: Any) -> Tensor:
+def _empty_sums(*operands: Any) -> Tensor:
     pools = Scored.of(*operands).layout.pools
     return pools.new_empty(pools.shape, dtype=torch.float32)
+
+
+probs_per_entry_op = operator(
+    f"probs_per_entry({Scored.SCHEMA}, Tensor scores, Tensor log_z, Tensor valid) -> Tensor",
+    "cell_gates_triton",
+    fake=_empty_sums,
+)

@@ -4,6 +4,8 @@
 # pyright: reportReturnType=none, reportGeneralTypeIssues=none
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -88,6 +90,16 @@ def _scores_kernel(
         store_rows(scores, target, row_mask, places, found, POOL)
 
 
+def cell_scores(*operands: Any) -> Tensor:
+    """hidden and centroids in one dtype -> [N, M] float32."""
+    return all_scores(Scored.of(*operands))
+
+
+def keeps_scores(hidden: Tensor) -> bool:
+    """Whether scores are kept for the backward: where the products are float32."""
+    return hidden.dtype == torch.float32
+
+
 def all_scores(scored: Scored) -> Tensor:
     """[N, M] float32."""
     shape = (scored.layout.num_rows, scored.layout.pool)
@@ -98,7 +110,7 @@ def all_scores(scored: Scored) -> Tensor:
 
 def write_scores(scored: Scored, scores: Tensor, part: tuple[int, int] | None = None) -> None:
     """Write scores [N, M]; with `part` = (first tile, tiles) a buffer [tiles * block, M]."""
-    layout, tiles, noise = scored.layout, scored.layout.tiles, scored.noise
+    layout, tiles = scored.layout, scored.layout.tiles
     dim, pool = scored.hidden.shape[1], layout.pool
     first, count = (0, tiles.count) if part is None else part
     if count == 0:
@@ -107,12 +119,11 @@ def write_scores(scored: Scored, scores: Tensor, part: tuple[int, int] | None = 
     _scores_kernel[(triton.cdiv(pool, config["BLOCK_P"]), count)](
         scored.hidden, scored.centroids,
         scores if scored.inverse_norms is None else scored.inverse_norms,
-        layout.token_ids if noise is None else noise.row_keys,
-        0.0 if noise is None else noise.std,
+        layout.token_ids if scored.row_keys is None else scored.row_keys, scored.noise_std,
         tiles.cells, tiles.first_rows, layout.offsets, layout.token_ids, layout.pools,
         scores, first,
         POOL=pool, DIM=dim, BLOCK_T=tiles.block, NORMS=scored.inverse_norms is not None,
-        NOISE=noise is not None, TILED=part is not None,
+        NOISE=scored.row_keys is not None, TILED=part is not None,
         PRECISION=dot_precision(scored.hidden.dtype), **config,
     )  # fmt: skip
 
@@ -146,13 +157,14 @@ def _scale_kernel(
         store_rows(out, own, own >= 0, places, grad * norms[None, :], POOL)
 
 
-def backward(grad_scores: Tensor, scored: Scored, wanted: set[str]) -> dict[str, Tensor]:
+def cell_scores_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
     """Gradients of the wanted of hidden and centroids.
 
     Products are float32: these scores are a float32 tensor of somebody's graph.
     """
+    scored = Scored.of(*call.inputs)
     hidden, centroids, layout = scored.hidden, scored.centroids, scored.layout
-    grads = _scale_by_norms(grad_scores, scored.inverse_norms, layout)
+    grads = _scale_by_norms(call.grad_scores, scored.inverse_norms, layout)
     found: dict[str, Tensor] = {}
     if "hidden" in wanted:
         products = pool_products([(grads, centroids.float())], layout, hidden.shape[0])

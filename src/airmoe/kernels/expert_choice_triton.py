@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.cell_gates_triton import keeps_scores
 from airmoe.kernels.cell_scores import Scored
-from airmoe.kernels.cell_scores_triton import all_scores
+from airmoe.kernels.cell_scores_triton import all_scores, keeps_scores
 from airmoe.kernels.cells import CellLayout
 from airmoe.kernels.device_triton import INFINITY
 from airmoe.kernels.top_k_triton import smallest_gate
@@ -130,7 +129,8 @@ def _gates_kernel(
 def gates_of_experts_choice(
     scored: Scored, valid: Tensor, capacity: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `make_gates`, where each expert takes its `capacity` (0-dim) most probable tokens."""
+    """Gates, log Z and scores as for token choice; each expert takes its `capacity` (0-dim) most
+    probable tokens."""
     layout, tiles, pool = scored.layout, scored.layout.tiles, scored.layout.pool
     num_tokens = valid.shape[0]
     scores = all_scores(scored)
