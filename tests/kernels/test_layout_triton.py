@@ -171,7 +171,7 @@ def test_compiled_in_one_graph(dynamic: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [8, 16_384, 65_536, 100_001])
-@pytest.mark.parametrize("num_cells", [1, 1000, 1024, 65_535])
+@pytest.mark.parametrize("num_cells", [1, 1000, 1024, 30_011])
 def test_large_shapes(num_tokens: int, num_cells: int) -> None:
     for ids in (random_ids(num_tokens, num_cells), random_ids(num_tokens, 1) + num_cells // 2):
         cells = check_cells(ids, num_cells)
