@@ -28,7 +28,7 @@ from airmoe.kernels import (
 )
 from airmoe.kernels import linear_cross_entropy as cross_entropy
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.cell_scores import Scored
+from airmoe.kernels.cell_scores import ScoreInputs
 from airmoe.kernels.cells import make_cells
 from tests.kernels.comparison import DEVICE, captured
 
@@ -82,7 +82,7 @@ def some_cells(size: int = 1) -> cells.CellLayout:
 
 def scored() -> tuple[Any, ...]:
     tables = floats(12, 16), floats(20, 16), floats(20).abs()
-    return Scored(*tables, int32(1000, 12), 0.1, some_cells()).operands()
+    return ScoreInputs(*tables, int32(1000, 12), 0.1, some_cells()).operands()
 
 
 def experts(*, gated: bool) -> tuple[Tensor | None, Tensor, Tensor]:

@@ -150,8 +150,8 @@ def own_precision(operation: Callable[Arguments, Result]) -> Callable[Arguments,
 
 @dataclass(frozen=True)
 class Gradient:
-    """Of an operator: `of` names the inputs that can get a gradient, `outputs` what the operator
-    returns, `saved` those of the outputs that its backward needs."""
+    """An operator's gradient: `of` lists its differentiable inputs, `outputs` what it returns, and
+    `saved` those of the outputs that its backward needs."""
 
     of: tuple[str, ...]
     outputs: tuple[str, ...]

@@ -20,7 +20,7 @@ from airmoe.kernels.token_experts import (
     empty_pre,
 )
 
-FEW_ROWS = 4  # a cell with so few leaves out the experts that none of its rows chose
+SPARSE_CELL_ROWS = 4  # a cell with so few rows skips the experts that none of them chose
 
 
 @own_precision
@@ -37,9 +37,9 @@ def cell_experts(
 
     hidden [T, D], gates [N, M]. Experts with gate 0 add nothing but are computed: the price of
     dense products. With `counts` [G, M], how many rows of a cell have a gate for each of its
-    experts, Triton's backward passes over those without. A CPU leaves out what small cells did not
-    choose, but not in `training`: a forward without gradients may be checkpointing's first, and
-    must sum in the same order as the one that is recomputed.
+    experts, Triton's backward skips those without. Without gradients a CPU skips what small cells
+    did not choose, but not in `training`: that forward may be the first of activation
+    checkpointing, and must sum in the same order as its recomputation.
     """
     gate, up, down = tables.gate, tables.up, tables.down
     if not use_triton(hidden, gate, up, down):
@@ -93,7 +93,9 @@ class _CellExperts(torch.autograd.Function):
                 weights = weights.repeat_interleave(size, dim=-1)  # [rows, neurons]
             # Experts that were not chosen add nothing, even if they overflow: act(0) is 0.
             unused = weights == 0
-            if not keep and states.shape[0] <= FEW_ROWS:  # decoding: most of the pool is not chosen
+            if (
+                not keep and states.shape[0] <= SPARSE_CELL_ROWS
+            ):  # decoding: most of the pool is not chosen
                 chosen = (~unused).any(0).nonzero().squeeze(-1)
                 pool, weights, unused = pool[chosen], weights[:, chosen], unused[:, chosen]
             part_up = (states @ read(up, pool).to(work).T).masked_fill(unused, 0)
@@ -175,7 +177,7 @@ def _activation_backward(
 
 def _empty_results(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     layout, keep = CellLayout.of(rest[3]), rest[-1]
-    pre = empty_pre(hidden, gate, (layout.num_rows, layout.pool), keep)
+    pre = empty_pre(hidden, gate, (layout.num_rows, layout.pool_width), keep)
     return torch.empty_like(hidden), *pre
 
 

@@ -131,7 +131,7 @@ def _form(
     dim: int, tables: ExpertTables, gates: Tensor, layout: CellLayout
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Of both kernels: the grid, and what of the layout and of the experts they take."""
-    tiles, neurons, dtype = layout.tiles, layout.pool, tables.up.dtype
+    tiles, neurons, dtype = layout.tiles, layout.pool_width, tables.up.dtype
     block_p = max(16, min(triton.next_power_of_2(neurons), 64))
     most = 32 if dtype == torch.float32 else 64
     cells = (tiles.cells, tiles.first_rows, layout.offsets, layout.token_ids, layout.pools)
@@ -160,7 +160,7 @@ def cell_experts(
     """Output [T, D], and the pre-activations of up and gate [N, neurons], empty where not kept."""
     tables = ExpertTables.of(gate, up, down, activation, expert_size)
     cells = CellLayout.of(layout)
-    active = hidden.new_empty(cells.num_rows, cells.pool)  # gated activations
+    active = hidden.new_empty(cells.num_rows, cells.pool_width)  # gated activations
     pre_up, pre_gate = empty_pre(hidden, gate, active.shape, keep)
     if cells.tiles.count:
         grid, operands, sizes = _form(hidden.shape[1], tables, gates, cells)

@@ -1,8 +1,8 @@
 """Gates of cells in one go: fine scores, the K best, their softmax (Alg. 1, line 10; Eq. 2).
 
 The definition is `cell_scores` followed by `top_k_gates`, or by the routers' `expert_choice_gates`;
-here scores are not kept unless the products are float32. For one row per token, on Triton only: on
-a CPU the two steps are the faster way.
+here scores are kept only if the products are float32, where computing them again is slow. For one
+row per token, on Triton only: on a CPU the two steps are faster.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import Gradient, operator, own_precision
-from airmoe.kernels.cell_scores import Scored
+from airmoe.kernels.cell_scores import ScoreInputs
 from airmoe.kernels.cells import Cells, version_of
 from airmoe.kernels.noise import Noise, noise_operands
 
@@ -25,9 +25,9 @@ class CellGates:
 
     gates: Tensor  # [N, M], 0 = not chosen
     log_z: Tensor  # [N] logsumexp over all M candidates, 0 for tokens that do not count
-    _probs: Tensor  # [E] zeros, which take the gradient of `expert_probs`; empty without one
+    _probs: Tensor  # [E] zeros that carry the gradient of `expert_probs` back; empty without one
     _scores: Tensor  # [N, M] where they are kept, else empty
-    _scored: Scored  # what they were computed from
+    _scored: ScoreInputs  # what they were computed from
     _cells: Cells
     _valid: Tensor  # [T]
     _centroids_version: int | None
@@ -50,7 +50,7 @@ class CellGates:
             return
         if version_of(self._scored.centroids) != self._centroids_version:
             raise RuntimeError(
-                "This routing is of an earlier moment: its centroids have changed since. Read "
+                "This routing is stale: its centroids have changed since. Read "
                 "probabilities before the optimizer's step, or route again."
             )
 
@@ -81,7 +81,7 @@ def cell_gates(
         work = torch.promote_types(work, torch.float32)
     hidden, centroids = hidden.to(work).contiguous(), centroids.to(work).contiguous()
     operands = hidden, centroids, inverse_norms, *noise_operands(noise)
-    scored = Scored(*operands, cells.layout(centroids.shape[0]))
+    scored = ScoreInputs(*operands, cells.layout(centroids.shape[0]))
     carry_probs = torch.is_grad_enabled()
     gates, log_z, probs, scores = cell_gates_op(
         *scored.operands(), valid, top_k, capacity, carry_probs
@@ -93,8 +93,8 @@ def cell_gates(
 
 
 def _empty_gates(*operands: Any) -> tuple[Tensor, ...]:
-    scored, carry_probs = Scored.of(*operands), operands[-1]
-    hidden, shape = scored.hidden, (scored.layout.num_rows, scored.layout.pool)
+    scored, carry_probs = ScoreInputs.of(*operands), operands[-1]
+    hidden, shape = scored.hidden, (scored.layout.num_rows, scored.layout.pool_width)
     return (
         hidden.new_empty(shape),
         hidden.new_empty(shape[0], dtype=torch.float32),
@@ -107,8 +107,8 @@ def _empty_gates(*operands: Any) -> tuple[Tensor, ...]:
 # its gradient: the mean probabilities are computed only when they are read, and then added to it.
 # So their gradient arrives here with that of the gates, and one backward serves both.
 cell_gates_op = operator(
-    f"cell_gates({Scored.SCHEMA}, Tensor valid, SymInt? top_k, Tensor? capacity, bool carry_probs) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    f"cell_gates({ScoreInputs.SCHEMA}, Tensor valid, SymInt? top_k, Tensor? capacity, "
+    "bool carry_probs) -> (Tensor, Tensor, Tensor, Tensor)",
     "cell_gates_triton",
     fake=_empty_gates,
     gradient=Gradient(
@@ -120,12 +120,12 @@ cell_gates_op = operator(
 
 
 def _empty_sums(*operands: Any) -> Tensor:
-    pools = Scored.of(*operands).layout.pools
+    pools = ScoreInputs.of(*operands).layout.pools
     return pools.new_empty(pools.shape, dtype=torch.float32)
 
 
 probs_per_entry_op = operator(
-    f"probs_per_entry({Scored.SCHEMA}, Tensor scores, Tensor log_z, Tensor valid) -> Tensor",
+    f"probs_per_entry({ScoreInputs.SCHEMA}, Tensor scores, Tensor log_z, Tensor valid) -> Tensor",
     "cell_gates_triton",
     fake=_empty_sums,
 )

@@ -36,7 +36,7 @@ def cell_scores(
             hidden, centroids = hidden.float(), centroids.float()
         tables = hidden.contiguous(), centroids.contiguous(), inverse_norms
         layout = cells.layout(centroids.shape[0])
-        return cell_scores_op(*Scored(*tables, *noise_operands(noise), layout).operands())
+        return cell_scores_op(*ScoreInputs(*tables, *noise_operands(noise), layout).operands())
     return _CellScores.apply(hidden, centroids, inverse_norms, cells, noise)  # type: ignore[no-any-return]
 
 
@@ -116,7 +116,7 @@ def _through_norm(grad_unit: Tensor, centroids: Tensor, inverse_norms: Tensor | 
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoreInputs:
     """The operands of scoring."""
 
     hidden: Tensor  # [T, D]
@@ -138,7 +138,7 @@ class Scored:
         return self.hidden, self.centroids, self.inverse_norms, *noise, self.layout.tensors()
 
     @classmethod
-    def of(cls, *operands: Any) -> Scored:
+    def of(cls, *operands: Any) -> ScoreInputs:
         """From the arguments of an operator that begin with those of `SCHEMA`."""
         hidden, centroids, inverse_norms, row_keys, noise_std, layout, *_others = operands
         return cls(hidden, centroids, inverse_norms, row_keys, noise_std, CellLayout.of(layout))
@@ -146,13 +146,13 @@ class Scored:
 
 def _empty_scores(*operands: Any) -> Tensor:
     """[N, M] float32."""
-    scored = Scored.of(*operands)
-    shape = scored.layout.num_rows, scored.layout.pool
+    scored = ScoreInputs.of(*operands)
+    shape = scored.layout.num_rows, scored.layout.pool_width
     return scored.hidden.new_empty(shape, dtype=torch.float32)
 
 
 cell_scores_op = operator(
-    f"cell_scores({Scored.SCHEMA}) -> Tensor",
+    f"cell_scores({ScoreInputs.SCHEMA}) -> Tensor",
     "cell_scores_triton",
     fake=_empty_scores,
     gradient=Gradient(of=("hidden", "centroids"), outputs=("scores",)),

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.cell_products_triton import make_parts, pool_products, row_products
-from airmoe.kernels.cell_scores import Scored
+from airmoe.kernels.cell_scores import ScoreInputs
 from airmoe.kernels.cells import CellLayout, RowTiles
 from airmoe.kernels.device_triton import (
     dot_precision,
@@ -92,7 +92,7 @@ def _scores_kernel(
 
 def cell_scores(*operands: Any) -> Tensor:
     """hidden and centroids in one dtype -> [N, M] float32."""
-    return all_scores(Scored.of(*operands))
+    return all_scores(ScoreInputs.of(*operands))
 
 
 def keeps_scores(hidden: Tensor) -> bool:
@@ -100,18 +100,18 @@ def keeps_scores(hidden: Tensor) -> bool:
     return hidden.dtype == torch.float32
 
 
-def all_scores(scored: Scored) -> Tensor:
+def all_scores(scored: ScoreInputs) -> Tensor:
     """[N, M] float32."""
-    shape = (scored.layout.num_rows, scored.layout.pool)
+    shape = (scored.layout.num_rows, scored.layout.pool_width)
     scores = torch.empty(shape, dtype=torch.float32, device=scored.hidden.device)
     write_scores(scored, scores)
     return scores
 
 
-def write_scores(scored: Scored, scores: Tensor, part: tuple[int, int] | None = None) -> None:
+def write_scores(scored: ScoreInputs, scores: Tensor, part: tuple[int, int] | None = None) -> None:
     """Write scores [N, M]; with `part` = (first tile, tiles) a buffer [tiles * block, M]."""
     layout, tiles = scored.layout, scored.layout.tiles
-    dim, pool = scored.hidden.shape[1], layout.pool
+    dim, pool = scored.hidden.shape[1], layout.pool_width
     first, count = (0, tiles.count) if part is None else part
     if count == 0:
         return
@@ -162,7 +162,7 @@ def cell_scores_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
 
     Products are float32: these scores are a float32 tensor of somebody's graph.
     """
-    scored = Scored.of(*call.inputs)
+    scored = ScoreInputs.of(*call.inputs)
     hidden, centroids, layout = scored.hidden, scored.centroids, scored.layout
     grads = _scale_by_norms(call.grad_scores, scored.inverse_norms, layout)
     found: dict[str, Tensor] = {}
@@ -185,7 +185,7 @@ def _scale_by_norms(
     """grad_scores [N, M] times 1/|w| of each entry's expert."""
     if inverse_norms is None or grad_scores.numel() == 0:
         return grad_scores
-    tiles, pool = layout.tiles, layout.pool
+    tiles, pool = layout.tiles, layout.pool_width
     out = torch.empty_like(grad_scores)
     block_p = max(16, min(triton.next_power_of_2(pool), 128))
     _scale_kernel[(triton.cdiv(pool, block_p), tiles.count)](

@@ -11,7 +11,7 @@ from torch import Tensor
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import operator, use_triton
 
-FEW_ROWS = 32  # in the mean cell: then some experts of a pool are chosen by none of its rows
+SMALL_MEAN_ROWS = 32  # rows of the mean cell: with so few, some experts of a pool are not chosen
 MANY_KEYS = 2048  # fewer are sorted by one program
 
 
@@ -41,7 +41,7 @@ def make_reverse(pools: Tensor, num_experts: int) -> ReverseIndex:
             "must have fewer than 2**31 entries, which are numbered in 32 bits",
             "Use fewer codewords or shorter shortlists.",
         )
-    if num_experts <= 2**16:  # a GPU takes a pass over all keys for every byte of one
+    if num_experts <= 2**16:  # a GPU's radix sort takes one pass per byte of the keys
         keys, entries = (pools.flatten() - 2**15).to(torch.int16).sort(stable=True)
         ordered = keys.int() + 2**15
     else:
@@ -104,8 +104,8 @@ class CellLayout:
         return self.token_ids.shape[0]
 
     @property
-    def pool(self) -> int:
-        """M, or the neurons of so many experts."""
+    def pool_width(self) -> int:
+        """M, or the number of their neurons."""
         return self.pools.shape[1]
 
     def reverse_index(self, num_experts: int) -> ReverseIndex:
@@ -129,8 +129,8 @@ class Cells:
 
     @property
     def small(self) -> bool:
-        """True where the mean cell has so few rows that some of its experts are chosen by none."""
-        return self.token_ids.shape[0] <= FEW_ROWS * self.pools.shape[0]
+        """True where the mean cell has so few rows that they leave some of its experts unused."""
+        return self.token_ids.shape[0] <= SMALL_MEAN_ROWS * self.pools.shape[0]
 
     def layout(self, num_experts: int | None = None) -> CellLayout:
         """What kernels read, with the reverse index where the number of experts is given."""
@@ -148,12 +148,12 @@ class Cells:
         return self._reverse[0]
 
     def check_current(self) -> None:
-        """Pools are a cache that is rewritten in place: an old routing must not be read by it."""
+        """Pools are a cache, rewritten in place: an old routing must not read the new lists."""
         if torch.compiler.is_compiling():
             return  # pools of a compiled graph are its own, and versions mean nothing in it
         if self.pools_version not in (None, version_of(self.pools)):
             raise RuntimeError(
-                "This routing is of an earlier moment: its router has rebuilt the shortlists. "
+                "This routing is stale: its router has rebuilt the shortlists. "
                 "Read ids, counts and probabilities before the next step, or route again."
             )
 
@@ -182,7 +182,7 @@ def sort_by_cell(cell_ids: Tensor, num_cells: int) -> tuple[Tensor, Tensor, Tens
     """cell_ids [N] -> the same sorted, the places they had (equal ones in order), and the first row
     of each cell [G + 1]."""
     if cell_ids.shape[0] >= MANY_KEYS and num_cells <= 2**15:
-        # A GPU takes a pass over all keys for every byte of one.
+        # A GPU's radix sort takes one pass per byte of the keys.
         narrow, order = cell_ids.to(torch.int16).sort(stable=True)
         row_cells = narrow.to(cell_ids.dtype)
     else:
