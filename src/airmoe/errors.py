@@ -51,9 +51,6 @@ def require(module: str, purpose: str, extra: str = "data") -> Any:
         package = module.partition(".")[0]
         if error.name is None or error.name.partition(".")[0] != package:
             raise  # the package is there, but something inside it is missing
-        raise ConfigError(
-            "python package",
-            package,
-            f"is not installed, but is needed {purpose}",
-            f"Run: pip install 'airmoe[{extra}]'",
-        ) from None
+        rule = f"is not installed, but is needed {purpose}"
+        remedy = f"Run: pip install 'airmoe[{extra}]'"
+        raise ConfigError("python package", package, rule, remedy) from None

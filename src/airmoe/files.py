@@ -177,12 +177,8 @@ def _lock(folder: Path, field: str, work: str) -> int:
         except BlockingIOError as error:
             holder = os.pread(handle, 1000, 0).decode(errors="replace").strip()
             os.close(handle)
-            raise ConfigError(
-                field,
-                str(folder),
-                f"{work} by {holder or 'another process'} at this moment",
-                "Wait for it, or stop it first.",
-            ) from error
+            rule = f"{work} by {holder or 'another process'} at this moment"
+            raise ConfigError(field, str(folder), rule, "Wait for it, or stop it first.") from error
         try:
             if os.path.samestat(os.fstat(handle), os.stat(folder / LOCK)):
                 return handle

@@ -78,12 +78,8 @@ def train(
     console = Console()
     if resume is not None:
         if (given := preset or run or method) is not None:
-            raise ConfigError(
-                "train",
-                str(given),
-                "cannot be given with --resume, because a resumed run keeps its settings",
-                "Give --resume alone, or start a new run.",
-            )
+            rule = "cannot be given with --resume, because a resumed run keeps its settings"
+            raise ConfigError("train", str(given), rule, "Give --resume alone, or start a new run.")
         finished = training.resume(resume, console)
     else:
         if preset is None:

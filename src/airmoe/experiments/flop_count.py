@@ -110,12 +110,8 @@ def _ledger(run: RunConfig, workload: Workload) -> Ledger:
     if vocab_size is None and is_trained(name):
         vocab_size = bpe_vocab_size(name)
     if vocab_size is None:
-        raise ConfigError(
-            "model.vocab_size",
-            None,
-            f"must be given with the tokenizer {name}, which is not opened here",
-            "Add model.vocab_size=...",
-        )
+        rule = f"must be given with the tokenizer {name}, which is not opened here"
+        raise ConfigError("model.vocab_size", None, rule, "Add model.vocab_size=...")
     return count_flops(run.model_config(vocab_size, eos_id=0), workload)
 
 

@@ -33,33 +33,22 @@ def check_device(run: RunConfig, num_processes: int) -> None:
     """Refuse what this machine cannot do before the work starts."""
     options = run.training
     if options.precision == "fp16" and not torch.cuda.is_available():
-        raise ConfigError(
-            "training.precision",
-            "fp16",
-            "needs a GPU, because its loss scaling does",
-            "Use training.precision=bf16 or fp32 here.",
-        )
+        rule = "needs a GPU, because its loss scaling does"
+        remedy = "Use training.precision=bf16 or fp32 here."
+        raise ConfigError("training.precision", "fp16", rule, remedy)
     if options.precision == "bf16":
         check_bfloat16("training.precision", "cuda" if torch.cuda.is_available() else "cpu")
     obstacle = against_cuda_graph(options, Machine.this(num_processes))
     if options.cuda_graph is True and obstacle is not None:
-        raise ConfigError(
-            "training.cuda_graph",
-            True,
-            f"cannot be, because {obstacle}",
-            "Set training.cuda_graph=auto, or change that.",
-        )
+        remedy = "Set training.cuda_graph=auto, or change that."
+        raise ConfigError("training.cuda_graph", True, f"cannot be, because {obstacle}", remedy)
 
 
 def check_sharding(run: RunConfig, num_processes: int) -> None:
     """A new sharded run needs several processes; a resumed one may go on with one."""
     if run.training.sharding == "fsdp2" and num_processes == 1:
-        raise ConfigError(
-            "training.sharding",
-            "fsdp2",
-            "needs more than one process",
-            "Start with: torchrun --nproc-per-node N -m airmoe train ..., or leave it at none.",
-        )
+        remedy = "Start with: torchrun --nproc-per-node N -m airmoe train ..., or leave it at none."
+        raise ConfigError("training.sharding", "fsdp2", "needs more than one process", remedy)
 
 
 @cache

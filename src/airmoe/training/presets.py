@@ -108,12 +108,8 @@ def air_model(base: RunConfig) -> AirMoeConfig:
     """The model of a run that must have AIR."""
     model = base.model_config(vocab_size=2, eos_id=1)  # any vocabulary: it is not kept
     if model.router != "air":
-        raise ConfigError(
-            "model.router",
-            model.router,
-            "must be 'air', because the other methods are made from it",
-            "Leave it out.",
-        )
+        rule = "must be 'air', because the other methods are made from it"
+        raise ConfigError("model.router", model.router, rule, "Leave it out.")
     return model
 
 

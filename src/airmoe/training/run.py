@@ -131,12 +131,10 @@ def _check_folder_there(config: RunConfig) -> None:
     """Raise if data.folder is gone: its text need not have come from data.corpus."""
     folder = config.data.folder
     if folder is not None and not Path(folder).is_dir():
-        raise ConfigError(
-            "data.folder",
-            folder,
-            "must be there, with the text of the run",
-            "Resume where the run was started (its paths are relative to there), or put it back.",
+        remedy = (
+            "Resume where the run was started (its paths are relative to there), or put it back."
         )
+        raise ConfigError("data.folder", folder, "must be there, with the text of the run", remedy)
 
 
 def _start_processes(config: RunConfig) -> None:

@@ -240,12 +240,9 @@ def data_sha256(prepared: Prepared) -> str:
 def check_same_data(run: RunFolder, prepared: Prepared) -> None:
     """Raise if the text changed since the run began: it would go on as another run."""
     if run.started["data_sha256"] != data_sha256(prepared):
-        raise ConfigError(
-            "data.folder",
-            str(prepared.folder),
-            f"must hold the text with which {run.path} began",
-            "Put that back, or start a new run.",
-        )
+        rule = f"must hold the text with which {run.path} began"
+        remedy = "Put that back, or start a new run."
+        raise ConfigError("data.folder", str(prepared.folder), rule, remedy)
 
 
 def versions() -> dict[str, str]:

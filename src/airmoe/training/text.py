@@ -60,12 +60,9 @@ def prepared_data(
         is_trained(data.tokenizer)
         or make_tokenizer(data.tokenizer).identity != prepared.manifest.tokenizer
     ):
-        raise ConfigError(
-            "data.tokenizer",
-            data.tokenizer,
-            f"must be {found}, with which {folder} was prepared",
-            f"Set data.tokenizer={found}, or prepare the text again.",
-        )
+        rule = f"must be {found}, with which {folder} was prepared"
+        remedy = f"Set data.tokenizer={found}, or prepare the text again."
+        raise ConfigError("data.tokenizer", data.tokenizer, rule, remedy)
     return prepared
 
 
@@ -83,12 +80,9 @@ def blocks_of(config: RunConfig, prepared: Prepared) -> tuple[BlockDataset, Any]
 def check_blocks(num_blocks: int, batch_size: int, block_size: int) -> None:
     """Raise unless there is text for one optimizer step."""
     if num_blocks < batch_size:
-        raise ConfigError(
-            "training.batch_size",
-            batch_size,
-            f"must be <= {num_blocks}, the blocks of {block_size} tokens in the training text",
-            "Use more text, shorter blocks (data.block_size) or a smaller batch.",
-        )
+        rule = f"must be <= {num_blocks}, the blocks of {block_size} tokens in the training text"
+        remedy = "Use more text, shorter blocks (data.block_size) or a smaller batch."
+        raise ConfigError("training.batch_size", batch_size, rule, remedy)
 
 
 @lru_cache(maxsize=1)

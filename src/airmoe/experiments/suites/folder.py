@@ -56,13 +56,11 @@ class SuiteFolder:
             rule = "must be the folder of a suite, but holds a single run"
             raise ConfigError("out", str(self.path), rule, "Give another --out.")
         if self.file.exists() and (different := _different(self.read(), plan)):
-            raise ConfigError(
-                "out",
-                str(self.path),
-                f"holds another suite: {different}",
+            remedy = (
                 "Give the settings of its first start (seeds and --also may only be added), or "
-                "another --out.",
+                "another --out."
             )
+            raise ConfigError("out", str(self.path), f"holds another suite: {different}", remedy)
         for run in plan.runs:
             self._check_run(run)
 

@@ -163,13 +163,11 @@ def _steps(run: RunConfig, tokens: int | None) -> int | None:
         return None
     per_step = run.training.batch_size * run.data.block_size
     if tokens < per_step:
-        raise ConfigError(
-            "tokens",
-            tokens,
+        rule = (
             f"must be at least one step of {per_step} tokens (training.batch_size x "
-            "data.block_size)",
-            "Raise --tokens.",
+            "data.block_size)"
         )
+        raise ConfigError("tokens", tokens, rule, "Raise --tokens.")
     return tokens // per_step
 
 

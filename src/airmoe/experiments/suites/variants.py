@@ -56,13 +56,11 @@ def granularity_variants(base: RunConfig) -> Variants:
     model = air_model(base)
     experts, active = model.num_experts, model.num_experts_per_tok
     if experts % active:
-        raise ConfigError(
-            "model.num_experts",
-            experts,
+        rule = (
             f"must be a multiple of num_experts_per_tok = {active} in this suite, because coarser "
-            "experts must have as many neurons in all",
-            "Change one of them.",
+            "experts must have as many neurons in all"
         )
+        raise ConfigError("model.num_experts", experts, rule, "Change one of them.")
     return {
         f"q{level}": with_model(base, _at_granularity(model, level))
         for level in _granularities(active)
