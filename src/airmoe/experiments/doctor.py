@@ -1,7 +1,5 @@
 """`airmoe doctor`: what this installation is and can do."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Iterator

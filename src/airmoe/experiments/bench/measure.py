@@ -1,7 +1,5 @@
 """One contender of a case: built, checked, then timed; whatever happens becomes a result."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import multiprocessing

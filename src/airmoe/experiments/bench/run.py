@@ -1,7 +1,5 @@
 """`airmoe bench` and `make bench`: cases one after the other, each with its JSON file."""
 
-from __future__ import annotations
-
 import gc
 import platform
 import re

@@ -1,7 +1,5 @@
 """Loss against granularity: the law L(Q) = a / Q^b + c (Eq. 3), its fit and its figure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
