@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from airmoe.data.tokenizers import (
     BYTES_VOCAB,
@@ -115,9 +114,17 @@ def _bos_id(tokenizer: Tokenizer, path: Path) -> int | None:
     Training text must look the same, so whatever else it would change is refused.
     """
     plain = tokenizer.encode(_PROBE)
+    transformers = require("transformers", "to open this tokenizer")
     with tempfile.TemporaryDirectory() as copy:
         tokenizer.save(Path(copy))
-        used = _as_transformers_does(copy)(_PROBE)["input_ids"]
+        try:
+            opened = transformers.AutoTokenizer.from_pretrained(
+                copy, local_files_only=True, trust_remote_code=False
+            )
+        except Exception:  # it does not say which class it is of, or needs code of its own
+            fast = transformers.PreTrainedTokenizerFast
+            opened = fast.from_pretrained(copy, local_files_only=True)
+        used = opened(_PROBE)["input_ids"]
     ends = ([], [tokenizer.identity.eos_id])
     for begin in (0, 1):
         if used[begin : begin + len(plain)] == plain and used[begin + len(plain) :] in ends:
@@ -128,16 +135,6 @@ def _bos_id(tokenizer: Tokenizer, path: Path) -> int | None:
         "most one token before and eos_token behind it",
         "Open it with transformers.AutoTokenizer and save it again with save_pretrained.",
     )
-
-
-def _as_transformers_does(folder: str) -> Any:
-    transformers = require("transformers", "to open this tokenizer")
-    try:
-        return transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except Exception:  # it does not say which class it is of, or code of its own would be needed
-        return transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
 def _open_bare(file: Path) -> Tokenizer:

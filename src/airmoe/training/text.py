@@ -112,15 +112,12 @@ class MicroBatches:
         batch = order[place * options.batch_size :][: options.batch_size]
         for start in range(rank() * size, len(batch), world_size() * size):
             chosen = [self._blocks[index]["input_ids"] for index in batch[start : start + size]]
-            input_ids = self._to_device(torch.stack(chosen))  # [micro batch, block]
+            input_ids = torch.stack(chosen)  # [micro batch, block]
+            if self._device.type == "cuda":
+                input_ids = input_ids.pin_memory()  # or the copy would wait for the GPU
+            input_ids = input_ids.to(self._device, non_blocking=True)
             yield {
                 "input_ids": input_ids,
                 "labels": input_ids,
                 "num_items_in_batch": self._num_targets,
             }
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        """Without waiting for the GPU, which would later wait for us."""
-        if self._device.type == "cuda":
-            tensor = tensor.pin_memory()  # or the copy would block all the same
-        return tensor.to(self._device, non_blocking=True)

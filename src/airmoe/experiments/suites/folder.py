@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from airmoe.errors import ConfigError
-from airmoe.experiments.suites.plan import Plan, PlannedRun
+from airmoe.experiments.suites.plan import Plan
 from airmoe.files import locked, read_json, write_json
 from airmoe.training import RunConfig, open_run
 
@@ -60,16 +60,12 @@ class SuiteFolder:
             )
             raise ConfigError("out", str(self.path), f"holds another suite: {different}", remedy)
         for run in plan.runs:
-            self._check_run(run)
-
-    def _check_run(self, run: PlannedRun) -> None:
-        path = self.run(run.folder)
-        if not self.is_begun(run.folder):
-            return
-        if different := differences(open_run(path).config.to_json(), run.config.to_json()):
-            rule = f"holds a run with other settings: {different}"
-            remedy = "Give the settings it was made with, or another --out."
-            raise ConfigError("out", str(path), rule, remedy)
+            path = self.run(run.folder)
+            before = open_run(path).config if self.is_begun(run.folder) else run.config
+            if different := differences(before.to_json(), run.config.to_json()):
+                rule = f"holds a run with other settings: {different}"
+                remedy = "Give the settings it was made with, or another --out."
+                raise ConfigError("out", str(path), rule, remedy)
 
     def write(self, plan: Plan) -> None:
         self.path.mkdir(parents=True, exist_ok=True)

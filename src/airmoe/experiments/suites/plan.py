@@ -11,7 +11,7 @@ from typing import Any
 from airmoe.config import check_count
 from airmoe.errors import ConfigError
 from airmoe.experiments.fairness import check_fair
-from airmoe.experiments.suites.variants import SUITES, Variants
+from airmoe.experiments.suites.variants import SUITES
 from airmoe.training import RunConfig, TrainingOptions, override
 from airmoe.training import preset as named_run
 from airmoe.training.automatic import Machine, settle
@@ -115,11 +115,14 @@ def make_plan(
         base = _with_training(base, epochs=epochs, steps=_steps(base, tokens))
     if base.training.steps is not None:
         check_warmup(base.training, base.training.steps)
-    variants = _with_more(SUITES[suite].variants(base), base, also)
+    variants = SUITES[suite].variants(base)
+    more = {name: method_variant(base, name) for name in also}
+    for name in more.keys() & variants.keys():
+        raise ConfigError("also", name, "is in this suite already", "Leave it out.")
     runs = tuple(
         PlannedRun(variant, _with_training(config, seed=seed))
         for seed in range(base.training.seed, base.training.seed + num_seeds)
-        for variant, config in variants.items()
+        for variant, config in (variants | more).items()
     )
     check_fair({run.folder: run.config for run in runs}, SUITES[suite].rules)
     return Plan(suite, preset, runs)
@@ -136,13 +139,6 @@ def check_warmup(training: TrainingOptions, steps: int) -> None:
             f"{training.warmup:g})",
             "Raise --tokens or --epochs, or lower training.warmup.",
         )
-
-
-def _with_more(variants: Variants, base: RunConfig, also: Sequence[str]) -> Variants:
-    more = {name: method_variant(base, name) for name in also}
-    for name in more.keys() & variants.keys():
-        raise ConfigError("also", name, "is in this suite already", "Leave it out.")
-    return {**variants, **more}
 
 
 def _check_only_length(overrides: Sequence[str], tokens: int | None, epochs: int | None) -> None:
