@@ -132,7 +132,6 @@ def _build_record(kind: Any, values: dict[str, Any], name: str) -> Any:
 
 
 def file_sha256(path: Path) -> str:
-    """Hash of a file's contents."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

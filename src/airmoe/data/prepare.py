@@ -269,7 +269,6 @@ class _Job:
         write_json(self.folder / PROGRESS_FILE, {**values, "sha256": json_sha256(values)})
 
     def run(self) -> Manifest:
-        """Do what is left to do."""
         with ExitStack() as stack:
             for writer in self._writers.values():
                 stack.callback(writer.close)

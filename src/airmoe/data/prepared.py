@@ -48,7 +48,6 @@ class Prepared:
     manifest: Manifest
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens."""
         tokenizer = load_tokenizer(self.folder / TOKENIZER_FOLDER)
         if not self.manifest.tokenizer.is_kept_by(tokenizer.identity):
             rule = "holds another tokenizer than the one its manifest names"
@@ -101,7 +100,6 @@ def open_prepared(folder: str | Path, *, verify: bool = True) -> Prepared:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read `manifest.json`."""
     file = folder / MANIFEST_FILE
     if not file.is_file():
         raise _not_prepared(folder)

@@ -28,7 +28,6 @@ class FlopCount:
     tokens: int | None  # length of the run, where it is known
 
     def to_json(self) -> dict[str, Any]:
-        """Every term."""
         methods = {name: ledger.to_json(self.tokens) for name, ledger in self.ledgers.items()}
         workload = dataclasses.asdict(self.workload)
         return {"preset": self.preset, "workload": workload, "methods": methods}

@@ -1,11 +1,9 @@
 """What one training run is: model options, data, recipe; strict, JSON both ways, overridable."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from huggingface_hub.errors import StrictDataclassError
 
@@ -249,7 +247,7 @@ class RunConfig:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> RunConfig:
+    def from_json(cls, values: dict[str, Any]) -> Self:
         try:
             data, training = DataOptions(**values["data"]), TrainingOptions(**values["training"])
             return cls(**{**values, "data": data, "training": training})
@@ -300,7 +298,14 @@ def override(run: RunConfig, assignments: Sequence[str]) -> RunConfig:
             raise ConfigError(
                 "overrides", assignment, "must look like key.path=value", "Add '=' and a value."
             )
-        _assign(values, path, _parse(path, text))
+        try:
+            value = parse_json(text)
+        except json.JSONDecodeError:
+            value = text
+        except ValueError as error:  # JSON, but of no use to anybody
+            shown, rule = text if len(text) <= 60 else f"{text[:60]}...", f"cannot be read: {error}"
+            raise ConfigError(path, shown, rule, "Give another value.") from error
+        _assign(values, path, value)
     return RunConfig.from_json(values)
 
 
@@ -325,13 +330,3 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> None:
     values[section][name] = value
     if path == "model.router":
         values["model"]["router_options"] = {}  # another router has other options
-
-
-def _parse(path: str, text: str) -> Any:
-    try:
-        return parse_json(text)
-    except json.JSONDecodeError:
-        return text
-    except ValueError as error:  # JSON, but of no use to anybody
-        shown = text if len(text) <= 60 else f"{text[:60]}..."
-        raise ConfigError(path, shown, f"cannot be read: {error}", "Give another value.") from error

@@ -80,27 +80,16 @@ def autocast_of(precision: Precision, device: torch.device) -> AbstractContextMa
 
 
 def placed(model: AirMoeForCausalLM, accelerator: Accelerator, run: RunConfig) -> nn.Module:
-    """The model on its device; on several processes in DDP, or sharded in place by FSDP2."""
+    """The model on its device; on several processes in DDP, or sharded in place by FSDP2.
+
+    Every decoder layer is a unit; embedding, head and last norm are in the root. By hand, because
+    Accelerate offers FSDP2 on accelerators only and makes the tied head a unit of its own, whose
+    forward our chunked loss never calls. Parameters stay float32 and autocast rounds: a router's
+    scores must not be rounded with the weights.
+    """
     if run.training.sharding != "fsdp2" or accelerator.num_processes == 1:
         return accelerator.prepare_model(model)
     model.to(accelerator.device)  # pyright: ignore[reportArgumentType]
-    _shard(model)
-    return model
-
-
-def checkpoint_activations(model: AirMoeForCausalLM) -> None:
-    """Recompute layers in backward, by the name that transformers has for it since 5.23, or had."""
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-
-
-def _shard(model: AirMoeForCausalLM) -> None:
-    """FSDP2: every decoder layer a unit; embedding, head and last norm in the root.
-
-    By hand, because Accelerate offers FSDP2 on accelerators only and makes the tied head a unit of
-    its own, whose forward our chunked loss never calls. Parameters stay float32 and autocast
-    rounds: a router's scores must not be rounded with the weights.
-    """
     mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
     for layer in model.model.layers:
         for part in layer.modules():
@@ -108,3 +97,10 @@ def _shard(model: AirMoeForCausalLM) -> None:
                 keep_apart(part)
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    return model
+
+
+def checkpoint_activations(model: AirMoeForCausalLM) -> None:
+    """Recompute layers in backward, by the name that transformers has for it since 5.23, or had."""
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})

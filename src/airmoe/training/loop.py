@@ -5,8 +5,6 @@ when due, log, evaluate, save. Everything a step depends on is in the checkpoint
 the step's number, so a resumed run has the same bits as one that never stopped.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 import signal
@@ -15,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from accelerate import Accelerator
@@ -302,14 +300,13 @@ class StopOnSignal:
         self._enabled, self._received_at = enabled, 0.0
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> StopOnSignal:
+    def __enter__(self) -> Self:
         if self._enabled:
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the handlers that were there before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

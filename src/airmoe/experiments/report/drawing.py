@@ -102,7 +102,6 @@ class Drawing:
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

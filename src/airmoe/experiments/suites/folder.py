@@ -72,7 +72,6 @@ class SuiteFolder:
         write_json(self.file, plan.to_json())
 
     def read(self) -> Plan:
-        """The plan as it was written."""
         try:
             return Plan.from_json(read_json(self.file))
         except (ValueError, KeyError, TypeError) as error:
@@ -80,7 +79,6 @@ class SuiteFolder:
             raise ConfigError("out", str(self.file), rule, "Use another --out.") from error
 
     def config(self, folder: str) -> RunConfig:
-        """The settings of one run."""
         return next(run.config for run in self.read().runs if run.folder == folder)
 
 

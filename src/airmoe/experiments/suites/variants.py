@@ -29,11 +29,6 @@ ABLATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 FEWEST_GRANULARITIES = 5
 
 
-def main_variants(base: RunConfig) -> Variants:
-    """AIR and its rivals at equal budgets."""
-    return {name: method_variant(base, name) for name in MAIN}
-
-
 def ablation_variants(base: RunConfig) -> Variants:
     """AIR with one of its parts removed or replaced."""
     model = air_model(base)
@@ -90,7 +85,7 @@ class Suite:
 # Granularity and codebook vary the sizes of the two stages by design.
 WITHOUT_SIZES = tuple(rule for rule in Rule if rule not in (Rule.STRUCTURE, Rule.CANDIDATES))
 SUITES = {
-    "main": Suite(main_variants),
+    "main": Suite(lambda base: {name: method_variant(base, name) for name in MAIN}),
     "ablations": Suite(ablation_variants),
     "granularity": Suite(granularity_variants, WITHOUT_SIZES),
     "codebook": Suite(codebook_variants, WITHOUT_SIZES),
