@@ -1,9 +1,7 @@
 """The errors users meet: what was given or happened, which rule it breaks, what to do."""
 
-from __future__ import annotations
-
 import importlib
-from typing import Any
+from typing import Any, Self
 
 
 def visible(text: object) -> str:
@@ -27,7 +25,7 @@ class ConfigError(ValueError):
         self.field, self.value, self.rule, self.remedy = field, value, rule, remedy
         super().__init__(visible(f"{field}: got {_shown(value)}, {rule}. {remedy}"))
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[str, object, str, str]]:
         # Exceptions are rebuilt from `args` by default; worker processes need all four parts.
         return type(self), (self.field, self.value, self.rule, self.remedy)
 

@@ -1,14 +1,12 @@
 """Text <-> token ids: Hugging Face tokenizers and plain bytes, one interface, saved in folders."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -51,7 +49,7 @@ class TokenizerIdentity:
     """Of all files of a user's tokenizer, also those that change no id (a chat template). None for
     other kinds, and in folders prepared before they were hashed."""
 
-    def is_kept_by(self, other: TokenizerIdentity) -> bool:
+    def is_kept_by(self, other: Self) -> bool:
         """Whether `other` is this tokenizer with the same files, where their hash is known."""
         return self == other and self.files_sha256 in (None, other.files_sha256)
 

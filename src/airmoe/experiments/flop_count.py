@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from airmoe.data.tokenizer_choice import bpe_vocab_size, is_trained
-from airmoe.errors import ConfigError
+from airmoe.errors import ConfigError, say
 from airmoe.flops import COLUMNS, PARTS, Column, Cost, Ledger, Workload, count_flops
 from airmoe.training import RunConfig, method_run
 from airmoe.training.config import workload_of
@@ -43,11 +43,10 @@ class FlopCount:
                 columns = [(method, ledger, name) for method, ledger in self.ledgers.items()]
                 console.print(self._table(name, columns, ("total",)))
         load = self.workload
-        console.print(
+        say(
+            console,
             f"Blocks of {load.sequence_length:,} tokens; steps of {load.tokens_per_step:,} on "
             f"{load.devices} device(s), micro-batches of {load.tokens_per_micro_batch:,}.",
-            highlight=False,
-            soft_wrap=True,
         )
 
     def _table(

@@ -28,9 +28,8 @@ def data_folder(data: DataOptions) -> Path:
     """Where the prepared tokens of these options are."""
     if data.folder is not None:
         return Path(data.folder)
-    corpus = Path(data.corpus).name if "/" in data.corpus else data.corpus
-    tokenizer = Path(data.tokenizer).name if "/" in data.tokenizer else data.tokenizer
-    return Path("data") / re.sub(r"[^\w.-]+", "-", f"{corpus}-{tokenizer}")
+    names = (Path(name).name if "/" in name else name for name in (data.corpus, data.tokenizer))
+    return Path("data") / re.sub(r"[^\w.-]+", "-", "-".join(names))
 
 
 def prepared_data(

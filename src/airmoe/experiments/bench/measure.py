@@ -117,7 +117,6 @@ def measure(entry: Entry, setting: Setting) -> Result:
 
 def measure_alone(entry: Entry, setting: Setting) -> Result:
     """`measure` in a process of its own, so that heap and peak memory are the contender's alone."""
-
     result = Result(entry.key, entry.name, entry.role)
     with result.recorded(), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         result = pool.submit(measure, entry, setting).result()

@@ -1,12 +1,10 @@
 """What a suite runs: every variant with every seed, at one length; refused where unfair."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from airmoe.config import check_count
 from airmoe.errors import ConfigError
@@ -54,7 +52,7 @@ class Plan:
         return {"format": FORMAT, "suite": self.suite, "preset": self.preset, "runs": runs}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Plan:
+    def from_json(cls, values: dict[str, Any]) -> Self:
         """Raises ValueError, KeyError or TypeError where `to_json` did not write the values."""
         if values["format"] != FORMAT:
             raise ValueError(f"its format is {values['format']}, ours {FORMAT}")
@@ -64,7 +62,7 @@ class Plan:
         )
         return cls(str(values["suite"]), str(values["preset"]), tuple(runs))
 
-    def settled(self, machine: Machine, begun: Plan | None) -> tuple[Plan, list[str]]:
+    def settled(self, machine: Machine, begun: Self | None) -> tuple[Self, list[str]]:
         """The plan with one precision and micro-batch for all its runs in place of `auto`.
 
         A suite that has begun keeps its own. A new one takes the smallest micro-batch that any of
