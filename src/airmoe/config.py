@@ -4,8 +4,6 @@
 missing names, and whose `check()` method, if it has one, runs after every construction.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import inspect

@@ -85,17 +85,6 @@ def product(rows: float, width: int, *, gradients: int = 2) -> Operation:
     return Operation(2 * rows * width, gradients * 2 * rows * width, "product")
 
 
-def attention_products(heads: int, length: int, head_dim: int) -> Operation:
-    """One query token against all `length` keys and values, none of them masked."""
-    size = heads * length * head_dim
-    return Operation(4 * size, 10 * size, "product")
-
-
-def attention_softmax(heads: int, length: int) -> Operation:
-    """The rest of the appendix's formula for attention."""
-    return Operation(2 * heads * length, 5 * heads * length)
-
-
 def softmax(size: int, rows: int = 1) -> Operation:
     """`rows` softmaxes over `size` each."""
     return Operation(rows * (2 * size + 1), 5 * rows * size)
@@ -119,11 +108,6 @@ def multiply(size: float, *, gradient: bool = True) -> Operation:
 def activation(name: str, size: float) -> Operation:
     cost = ACTIVATION_COSTS[name]
     return Operation(cost * size, (cost + 1) * size)
-
-
-def rotate(size: int) -> Operation:
-    """Rotary embedding: x * cos + rotated x * sin, and the same back."""
-    return Operation(3 * size, 3 * size)
 
 
 def scatter(size: int, *, backward: bool = False) -> Operation:
@@ -193,12 +177,9 @@ class Workload:
             check_count(f"workload.{name}", getattr(self, name))
         together = self.tokens_per_micro_batch * self.devices
         if self.tokens_per_step % together:
-            raise ConfigError(
-                "workload.tokens_per_step",
-                self.tokens_per_step,
-                f"must be a multiple of tokens_per_micro_batch x devices = {together}",
-                "Change one of them.",
-            )
+            rule = f"must be a multiple of tokens_per_micro_batch x devices = {together}"
+            remedy = "Change one of them."
+            raise ConfigError("workload.tokens_per_step", self.tokens_per_step, rule, remedy)
 
     @property
     def steps_per_token(self) -> float:
@@ -297,7 +278,8 @@ def _embedding(model: Any) -> Iterator[Term]:
     yield both(part, "embedding", scatter(dim, backward=True))
     yield both(part, "residuals", add(dim), 2 * num_layers)
     rotated = (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
-    yield both(part, "rotary positions", rotate(rotated), num_layers)
+    # x * cos + rotated x * sin, and the same back
+    yield both(part, "rotary positions", Operation(3 * rotated, 3 * rotated), num_layers)
 
 
 def _attention(model: Any, length: int) -> Iterator[Term]:
@@ -309,8 +291,11 @@ def _attention(model: Any, length: int) -> Iterator[Term]:
     yield both(part, "keys", product(key_size, dim), num_layers)
     yield both(part, "values", product(key_size, dim), num_layers)
     yield both(part, "output", product(dim, heads * head_dim), num_layers)
-    yield both("sdpa", "products", attention_products(heads, length, head_dim), num_layers)
-    yield both("sdpa", "softmax", attention_softmax(heads, length), num_layers)
+    # One query token against all keys and values, none of them masked.
+    scores = heads * length
+    products = Operation(4 * scores * head_dim, 10 * scores * head_dim, "product")
+    yield both("sdpa", "products", products, num_layers)
+    yield both("sdpa", "softmax", Operation(2 * scores, 5 * scores), num_layers)
 
 
 def _feed_forward(dim: int, size: int, num_layers: int) -> Iterator[Term]:

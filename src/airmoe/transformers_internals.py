@@ -5,8 +5,6 @@ there. Not here: what transformers documents for authors of models (`_init_weigh
 `_can_record_outputs`, `config._attn_implementation`, layers of Llama to build on, ...).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,12 +23,9 @@ def _known_versions() -> Iterator[None]:
     try:
         yield
     except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            "transformers",
-            transformers.__version__,
-            f"lacks a name that airmoe needs ({error}): it knows {' to '.join(KNOWN)}",
-            f"Run: pip install 'transformers=={KNOWN[1]}'.",
-        ) from error
+        rule = f"lacks a name that airmoe needs ({error}): it knows {' to '.join(KNOWN)}"
+        remedy = f"Run: pip install 'transformers=={KNOWN[1]}'."
+        raise ConfigError("transformers", transformers.__version__, rule, remedy) from error
 
 
 with _known_versions():

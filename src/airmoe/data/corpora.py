@@ -1,7 +1,5 @@
 """A corpus name or path -> splits of documents."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

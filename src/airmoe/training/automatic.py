@@ -5,9 +5,8 @@ stand in its run.json. Compiler and CUDA graphs change its speed only: they are 
 process, and where they cannot be had the run takes the slower path to the same result.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -33,7 +32,7 @@ class Machine:
     processes: int
 
     @classmethod
-    def this(cls, processes: int) -> Machine:
+    def this(cls, processes: int) -> Self:
         if not torch.cuda.is_available():
             return cls(cuda=False, bf16=False, triton=False, memory=0, processes=processes)
         device = torch.device("cuda", torch.cuda.current_device())

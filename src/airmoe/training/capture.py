@@ -6,8 +6,6 @@ micro-batches is which cached lists are due, so there is one graph per answer. W
 refused, or modules have hooks, micro-batches run plainly, and one line says why.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,7 +79,6 @@ class CapturedSteps:
         return captured.loss.clone()  # the next replay overwrites it
 
     def _switch_off(self, reason: str) -> None:
-        """Run plainly from now on."""
         self._is_on = False
         self._graphs.clear()
         for router in self._routers:  # a capture that failed may have noted lists it never built

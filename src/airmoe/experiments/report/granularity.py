@@ -1,7 +1,5 @@
 """Loss against granularity: the law L(Q) = a / Q^b + c (Eq. 3), its fit and its figure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -80,7 +78,6 @@ def _linear(amounts: np.ndarray, values: np.ndarray, power: float) -> tuple[floa
 
 
 def law_of(group: Group) -> ScalingLaw | None:
-    """The law of a group's losses."""
     found = _losses(group)
     return fit_scaling_law(list(found), [one.mean for one in found.values()])
 

@@ -4,8 +4,6 @@
 have the same format.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import UnionType

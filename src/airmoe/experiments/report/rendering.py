@@ -1,7 +1,5 @@
 """A report as files: HTML, Markdown and LaTeX by Jinja templates, its figures, its record."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -118,13 +116,7 @@ def environment(folder: Path) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    filters: dict[str, Any] = {
-        "md": markdown,
-        "md_cell": markdown_cell,
-        "tex": tex,
-        "tex_cell": tex_cell,
-    }
-    made.filters.update(filters)
+    made.filters.update(md=markdown, md_cell=markdown_cell, tex=tex, tex_cell=tex_cell)
     return made
 
 
