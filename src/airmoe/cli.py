@@ -1,5 +1,7 @@
 """The command `airmoe`: its subcommands, and how they end."""
 
+from __future__ import annotations
+
 import os
 import signal
 import sys

@@ -4,6 +4,8 @@
 missing names, and whose `check()` method, if it has one, runs after every construction.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import difflib
 import inspect

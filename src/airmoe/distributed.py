@@ -3,6 +3,8 @@
 A router may be built long before `init_process_group`, so nothing here is remembered.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, TypeVar
 

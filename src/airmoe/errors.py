@@ -1,5 +1,7 @@
 """The errors users meet: what was given or happened, which rule it breaks, what to do."""
 
+from __future__ import annotations
+
 import importlib
 from typing import Any, Self
 

@@ -1,5 +1,7 @@
 """Files: written whole or not at all, read with their types checked, locked, hashed."""
 
+from __future__ import annotations
+
 import errno
 import fcntl
 import hashlib

@@ -16,6 +16,8 @@ In a process group each of these is a collective, in training and evaluation ali
 call it, or those that do wait for ever.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -5,6 +5,8 @@ there. Not here: what transformers documents for authors of models (`_init_weigh
 `_can_record_outputs`, `config._attn_implementation`, layers of Llama to build on, ...).
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

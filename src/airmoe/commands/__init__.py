@@ -4,6 +4,8 @@ Commands import what they need inside, so that --help is quick. Here: parameters
 and how a shell completes them.
 """
 
+from __future__ import annotations
+
 from typing import Annotated
 
 import typer

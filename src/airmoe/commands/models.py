@@ -1,5 +1,7 @@
 """Prepare text, train a model, evaluate it, generate text with it."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Annotated
 

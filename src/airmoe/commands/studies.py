@@ -1,5 +1,7 @@
 """Comparisons and costs: suites and reports, time and FLOPs, and what this machine can do."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Annotated
 

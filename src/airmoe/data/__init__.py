@@ -1,5 +1,7 @@
 """Text -> tokens on disk -> blocks for training."""
 
+from __future__ import annotations
+
 from airmoe.data.prepare import PrepareConfig, PrepareProgress, prepare
 from airmoe.data.prepared import Manifest, Prepared, Recipe, open_prepared
 from airmoe.data.shards import BlockDataset, ShardInfo, SplitInfo

@@ -1,5 +1,7 @@
 """A corpus name or path -> splits of documents."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -12,6 +12,8 @@ A line of spaces is not empty: WikiText puts ` \\n` between the paragraphs of an
 the next article with a level-1 heading, ` = Title = `.
 """
 
+from __future__ import annotations
+
 import gzip
 import io
 import json

@@ -5,6 +5,8 @@ each finished shard, so that a prepare that was killed goes on from there, and e
 that an undisturbed one would have written.
 """
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import os

@@ -1,5 +1,7 @@
 """A prepared folder: what its `manifest.json` says, opened and checked."""
 
+from __future__ import annotations
+
 import shlex
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,6 +5,8 @@ only. Documents are the topics of `help()`, and for every module of the standard
 and its functions' docstrings, and each of its classes. Modules are parsed, never imported.
 """
 
+from __future__ import annotations
+
 import ast
 import platform
 import re

@@ -4,6 +4,8 @@ A shard is a file of little-endian uint32, `train-00000.bin` and on. It ends wit
 fills it, so no document lies in two, and counting documents tells what is finished.
 """
 
+from __future__ import annotations
+
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The name of a tokenizer -> the tokenizer: found, opened or trained."""
 
+from __future__ import annotations
+
 import base64
 import hashlib
 import importlib.util

@@ -1,5 +1,7 @@
 """Text <-> token ids: Hugging Face tokenizers and plain bytes, one interface, saved in folders."""
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import json

@@ -1,5 +1,7 @@
 """`airmoe doctor`: what this installation is and can do."""
 
+from __future__ import annotations
+
 import importlib.util
 import sys
 

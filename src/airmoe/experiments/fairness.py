@@ -1,5 +1,7 @@
 """When runs may be compared: the paper's rules (its appendix on MoE configurations) as checks."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import math

@@ -1,5 +1,7 @@
 """FLOPs of named runs, for the command `airmoe flops`."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Training runs: one loop on Accelerate, exact resume, DDP and FSDP2, routing health."""
 
+from __future__ import annotations
+
 from airmoe.training.checkpoints import best_checkpoint
 from airmoe.training.config import (
     MODEL_OPTIONS,

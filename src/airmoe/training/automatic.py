@@ -5,6 +5,8 @@ stand in its run.json. Compiler and CUDA graphs change its speed only: they are 
 process, and where they cannot be had the run takes the slower path to the same result.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from typing import Self
 

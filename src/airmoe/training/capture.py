@@ -6,6 +6,8 @@ micro-batches is which cached lists are due, so there is one graph per answer. W
 refused, or modules have hooks, micro-batches run plainly, and one line says why.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass

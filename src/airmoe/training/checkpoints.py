@@ -10,6 +10,8 @@ checkpoint-N/  model.safetensors, config.json  what `from_pretrained` reads
                manifest.json                   run, size and sha256 of every other file
 """
 
+from __future__ import annotations
+
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator

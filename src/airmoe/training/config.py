@@ -1,5 +1,7 @@
 """What one training run is: model options, data, recipe; strict, JSON both ways, overridable."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """What this machine allows: precisions, and one model on several processes."""
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess

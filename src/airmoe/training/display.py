@@ -1,5 +1,7 @@
 """Where else log lines go: to the terminal, and to a tracker such as TensorBoard."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self

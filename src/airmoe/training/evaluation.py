@@ -1,5 +1,7 @@
 """Loss over whole held-out splits, exact to the token, and what the routers did there."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext

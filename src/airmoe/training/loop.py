@@ -5,6 +5,8 @@ when due, log, evaluate, save. Everything a step depends on is in the checkpoint
 the step's number, so a resumed run has the same bits as one that never stopped.
 """
 
+from __future__ import annotations
+
 import math
 import shutil
 import signal

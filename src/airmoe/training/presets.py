@@ -1,5 +1,7 @@
 """Named runs, with any method at an equal budget: `tiny` for a laptop, and the paper's runs."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

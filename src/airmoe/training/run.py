@@ -4,6 +4,8 @@
 train it (loop.py), measure the test split, write result.json.
 """
 
+from __future__ import annotations
+
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -11,6 +11,8 @@ RUN/  run.json         settings, hash and recipe of the text, versions, git stat
       usage.safetensors  then too: which experts the best checkpoint uses
 """
 
+from __future__ import annotations
+
 import importlib.metadata
 import os
 import platform

@@ -1,5 +1,7 @@
 """A run's log.jsonl: its lines timed, written, and read."""
 
+from __future__ import annotations
+
 import json
 import os
 import time

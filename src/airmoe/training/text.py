@@ -1,5 +1,7 @@
 """From a run's data options to prepared tokens, and on to the micro-batches of each step."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache

@@ -1,5 +1,7 @@
 """A trained model out of a run folder, and text from it."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

@@ -1,5 +1,7 @@
 """The cases: shapes by name, and the tokens and codebook that every contender gets."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal

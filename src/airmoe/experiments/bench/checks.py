@@ -13,6 +13,8 @@ mode, without jitter. In training mode the output must match the choices and wei
 reports.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial

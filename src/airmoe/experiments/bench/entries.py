@@ -15,6 +15,8 @@ with 2 or 4 bytes for a number; intermediate results could stay on the chip and 
     floor = max(executed FLOPs / FLOP ceiling, bytes / byte ceiling)
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

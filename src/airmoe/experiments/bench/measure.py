@@ -1,5 +1,7 @@
 """One contender of a case: built, checked, then timed; whatever happens becomes a result."""
 
+from __future__ import annotations
+
 import gc
 import logging
 import multiprocessing

@@ -1,5 +1,7 @@
 """Layers as other people write them: the paper's listing, and the package PEER-pytorch."""
 
+from __future__ import annotations
+
 from importlib.util import find_spec
 
 import torch

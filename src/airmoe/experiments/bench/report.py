@@ -1,5 +1,7 @@
 """Tables and closing lines, from results in the layout of the JSON files."""
 
+from __future__ import annotations
+
 from statistics import median
 from typing import Any
 

@@ -1,5 +1,7 @@
 """`airmoe bench` and `make bench`: cases one after the other, each with its JSON file."""
 
+from __future__ import annotations
+
 import gc
 import platform
 import re

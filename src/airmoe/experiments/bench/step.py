@@ -7,6 +7,8 @@ On random tokens the hidden states stay alike and fall into a few cells. On prep
 timed after enough training that the codebook has spread, as it is for nearly all of a run.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

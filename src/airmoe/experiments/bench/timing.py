@@ -5,6 +5,8 @@ what the device takes once the host runs ahead, and the host's time where it doe
 is wall-clock time.
 """
 
+from __future__ import annotations
+
 import ctypes
 import gc
 import time

@@ -8,6 +8,8 @@ contents.py               tables.py (metrics.py), claims.py, paper.py, and the f
 rendering.py (templates/) -> the files
 """
 
+from __future__ import annotations
+
 from airmoe.experiments.report.rendering import Written, write_report
 
 __all__ = ["Written", "write_report"]

@@ -6,6 +6,8 @@ is fixed before runs start: the interval is Student's if at least three seeds ha
 fewer it comes from the spread between seeds in earlier runs.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,6 +3,8 @@
 The templates decide the order and the words around it.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from airmoe.experiments.report.claims import claims_table

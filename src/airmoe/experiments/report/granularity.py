@@ -1,5 +1,7 @@
 """Loss against granularity: the law L(Q) = a / Q^b + c (Eq. 3), its fit and its figure."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

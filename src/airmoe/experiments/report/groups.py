@@ -3,6 +3,8 @@
 Whatever else makes them hard to compare becomes a note, broken rules of fairness.py included.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterable, Sequence

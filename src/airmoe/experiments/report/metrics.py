@@ -1,5 +1,7 @@
 """The numbers of a table: how each is read from a run, summed up over seeds, and written."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,6 +4,8 @@ paper.csv: its main table, dead experts and entropy from its appendix, and its a
 small model on WikiText-103; their AIR is another run than that of the main table).
 """
 
+from __future__ import annotations
+
 import csv
 from dataclasses import dataclass
 from functools import cache

@@ -1,5 +1,7 @@
 """Run folders, suite folders and files of reports -> a record, with a line for each problem."""
 
+from __future__ import annotations
+
 import math
 import zlib
 from collections.abc import Iterator, Sequence

@@ -4,6 +4,8 @@
 have the same format.
 """
 
+from __future__ import annotations
+
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import UnionType

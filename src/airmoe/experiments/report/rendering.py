@@ -1,5 +1,7 @@
 """A report as files: HTML, Markdown and LaTeX by Jinja templates, its figures, its record."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

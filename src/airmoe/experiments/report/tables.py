@@ -1,5 +1,7 @@
 """Tables as plain data: a row per variant, mean and spread over seeds, the best in bold."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -4,6 +4,8 @@ variants.py and fairness.py -> plan.py -> run.py: a process (child.py) for each 
 layout, shown by progress.py
 """
 
+from __future__ import annotations
+
 from airmoe.experiments.suites.plan import Plan, PlannedRun, make_plan
 from airmoe.experiments.suites.run import run_suite
 from airmoe.experiments.suites.variants import SUITES

@@ -5,6 +5,8 @@ So its peak memory and a hard crash are its own. It ends with its standard input
 process holds open: when a suite is killed, no run of it goes on training.
 """
 
+from __future__ import annotations
+
 import os
 import select
 import signal

@@ -6,6 +6,8 @@ OUT/  suite.json            the plan
       air-seed42.failed.json  message and exit code, until it is tried again
 """
 
+from __future__ import annotations
+
 import json
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """What a suite runs: every variant with every seed, at one length; refused where unfair."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Sequence

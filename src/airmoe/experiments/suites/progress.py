@@ -1,5 +1,7 @@
 """What a suite prints: a line per run with the time left, and a table at the end."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress

@@ -1,5 +1,7 @@
 """Runs a suite: finished runs are skipped, begun ones go on, and a crash stops no other run."""
 
+from __future__ import annotations
+
 import os
 import re
 import signal

@@ -1,5 +1,7 @@
 """The four suites: what each compares, made from one run with AIR."""
 
+from __future__ import annotations
+
 import copy
 import math
 from collections.abc import Callable, Sequence
