@@ -1,7 +1,7 @@
-"""How a micro-batch is run: compiled, as a CUDA graph, or as plain Python.
+"""Micro-batches as CUDA graphs.
 
 A small model spends more time launching kernels than running them. A CUDA graph repeats what the
-device did, and nothing of what Python did beside it. The one thing Python decides between
+device did, without the side effects of the Python code. The one thing Python decides between
 micro-batches is which cached lists are due, so there is one graph per answer. Where a capture is
 refused, or modules have hooks, micro-batches run plainly, and one line says why.
 """
@@ -85,7 +85,7 @@ class CapturedSteps:
         self._graphs.clear()
         for router in self._routers:  # a capture that failed may have noted lists it never built
             router.on_parameters_changed()
-        LOG.warning("CUDA graphs are off, steps are launched one by one: %s.", reason)
+        LOG.warning("CUDA graphs are off, steps run without them, slower: %s.", reason)
 
     def _due(self) -> tuple[Due, ...]:
         return tuple(router.lists_due for router in self._routers)

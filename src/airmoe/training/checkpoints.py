@@ -101,7 +101,7 @@ def read_counters(checkpoint: Path) -> Counters:
 def write_checkpoint(
     run_folder: Path, step: int, run_sha256: str, fill: Callable[[Path], None]
 ) -> None:
-    """Let `fill` write into a new folder, bring it to the disk, then give it its name."""
+    """Let `fill` write into a new folder, flush it to the disk, then give it its name."""
     partial = run_folder / f"checkpoint-{step}{PARTIAL}"
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while it wrote
     try:
@@ -213,7 +213,7 @@ def check_files(checkpoint: Path, files: dict[str, Listed | None]) -> None:
         elif (size := path.stat().st_size) != listed["bytes"]:
             difference = f"it has {size} bytes instead of {listed['bytes']}"
         elif file_sha256(path) != listed["sha256"]:
-            difference = "its sha256 is another"
+            difference = "its sha256 differs"
         else:
             continue
         raise refused(path, f"must be whole, as its {MANIFEST} has it ({difference})")
@@ -290,7 +290,7 @@ def load_optimizer_state(
 ) -> None:
     """Give every parameter its entries back, sharded as the parameter is.
 
-    `may_be_new`: there may be none at all, of an optimizer that skipped every step.
+    `may_be_new`: the file may be empty, if the optimizer skipped every step.
     """
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     count = torch.zeros(())

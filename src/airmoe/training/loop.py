@@ -53,7 +53,7 @@ class TrainingLoop:
         train_blocks: Any,
         eval_blocks: Any,
         save_tokenizer: Callable[[Path], None],
-        way: Execution,
+        how: Execution,
     ) -> None:
         self.run, self.model, self.accelerator = run, model, accelerator
         self.options = options = run.config.training
@@ -62,7 +62,7 @@ class TrainingLoop:
         self.step, self.last_step = 0, options.total_steps(self.batches.steps_per_epoch)
         self.best_step: int | None = None
         self.best_loss = math.inf
-        slow_start = way.compile or way.cuda_graph
+        slow_start = how.compile or how.cuda_graph
         self.clock = Clock(starting_steps=STARTING_STEPS if slow_start else 0)
         if options.gradient_checkpointing:
             checkpoint_activations(model)
@@ -72,7 +72,7 @@ class TrainingLoop:
         if any(isinstance(module, Router) for module in model.modules()):
             track_optimizer(model, self.optimizer)
         self.watch = RoutingWatch(model, options.quality_tokens)
-        self._graphs = CapturedSteps(model, self._forward_backward) if way.cuda_graph else None
+        self._graphs = CapturedSteps(model, self._forward_backward) if how.cuda_graph else None
         self._router_losses: dict[str, Tensor] = {}  # of the last watched micro-batch
         self._usage: tuple[int, dict[str, Tensor]] = (0, {})  # step of an evaluation, its counts
         self._last_logged = 0

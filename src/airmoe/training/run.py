@@ -130,7 +130,7 @@ def _start_processes(config: RunConfig) -> None:
     """Join torchrun's process group, if any, before anything that only one process may do."""
     state = PartialState(cpu=not torch.cuda.is_available())
     check_device(config, state.num_processes)
-    config.training.accumulation_steps(state.num_processes)
+    config.training.accumulation_steps(state.num_processes)  # refuses what does not divide
 
 
 def _prepared_on_every_process(config: RunConfig, console: Console) -> Prepared:
@@ -149,24 +149,24 @@ def _run(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path 
     transformers_logging.disable_progress_bar()  # one bar, and it is ours
     set_seed(options.seed)
     model = build_model(config, prepared)
-    way = execution(options, Machine.this(PartialState().num_processes))
-    for line in way.lines:
+    how = execution(options, Machine.this(PartialState().num_processes))
+    for line in how.lines:
         _say(console, line)
-    if way.compile:
+    if how.compile:
         compile_layers(model, may_fail=options.compile == "auto")
     accelerator = _accelerator(run, console)
     save_tokenizer = prepared.tokenizer().save
-    loop = TrainingLoop(run, model, accelerator, train_blocks, eval_blocks, save_tokenizer, way)
+    loop = TrainingLoop(run, model, accelerator, train_blocks, eval_blocks, save_tokenizer, how)
     if checkpoint is not None:
         loop.restore(checkpoint)
     counts = parameter_counts(model.config)
     size = f"{counts.total / 1e6:.2f} M parameters, {counts.active / 1e6:.2f} M active per token"
     tokens = options.batch_size * config.data.block_size
     _say(console, f"{run.path.name}: {size}; {loop.last_step:,} steps of {tokens:,} tokens")
-    was_killed_later = loop.step == loop.last_step  # than its last checkpoint
+    already_trained = loop.step == loop.last_step  # killed after its last checkpoint
     stopped_by = _trained(loop, console)
     if stopped_by is None:
-        peak = None if was_killed_later else peak_memory()
+        peak = None if already_trained else peak_memory()
         if is_untested(run, prepared):
             measure_test(run, prepared, model, console)
         if rank() == 0:
