@@ -19,7 +19,7 @@ from airmoe.training import best_checkpoint, override, preset
 from airmoe.training import run as run_module
 from airmoe.training.config import SECTIONS
 from airmoe.training.run_folder import claimed, open_run
-from tests.training.command import Outcome, airmoe, airmoe_train, assert_one_line, started
+from tests.training.command import airmoe, airmoe_train, assert_one_line
 from tests.training.runs import in_process, kill_self, small_model, small_run, trained
 
 # -- settings -----------------------------------------------------------------------------------
@@ -293,11 +293,3 @@ def test_experts_that_choose_tokens_cannot_generate(
     assert best_checkpoint(run).name == "checkpoint-1"
     assert_one_line(airmoe("generate", run, "the"), 2, "experts choose tokens")
     assert airmoe("eval", run).code == 0
-
-
-@pytest.mark.slow
-def test_the_real_process_says_the_same(tmp_path: Path) -> None:
-    process = started("train", "tiny", "training.stepz=5", cwd=tmp_path)
-    out, err = process.communicate(timeout=120)
-    assert_one_line(Outcome(process.returncode, out, err), 2, "training.stepz: got 5")
-    assert out == ""

@@ -42,14 +42,6 @@ def test_batches_and_blocks(name: str) -> None:
     block, per_device = BATCHES[name.partition("-")[0], run.data.corpus]
     assert run.data.block_size == block
     assert run.training.batch_size == 4 * per_device
-    assert (
-        run.training.batch_size * block
-        == {
-            (256, 16): 16_384,
-            (1024, 16): 65_536,
-            (1024, 32): 131_072,
-        }[block, per_device]
-    )
     assert run.training.accumulation_steps(4) == 1  # runs on 4 devices
     assert run.data.tokenizer == "llama-3"
 

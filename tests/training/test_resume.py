@@ -12,8 +12,11 @@ import torch
 from airmoe import ROUTERS
 from airmoe.data import open_prepared
 from airmoe.files import read_json, write_json
-from airmoe.training import RunConfig
+from airmoe.training import RunConfig, evaluation
+from airmoe.training import checkpoints as saving
+from airmoe.training import run as running
 from airmoe.training.checkpoints import checkpoints, step_of
+from airmoe.training.loop import TrainingLoop
 from airmoe.training.text import MicroBatches, epoch_order
 from tests.training import kills
 from tests.training.runs import (
@@ -28,6 +31,7 @@ from tests.training.runs import (
     trained,
 )
 
+BEFORE_RESULT = kills.before_call(running, "write_result", 1)
 # 12 steps of 2 micro-batches, evaluated and saved at 4, 8 and 12, logged at 1, 3, 6, 9 and 12;
 # an evaluation has 3 batches; a checkpoint's tensor files are optimizer and random states.
 KILLS = {
@@ -35,16 +39,16 @@ KILLS = {
     "between windows": kills.before_step(7),
     "inside a window": kills.at_micro_batch(2 * 5 + 1),
     "in the second micro-batch": kills.at_micro_batch(2 * 6 + 2),
-    "after the optimizer's step": kills.after_optimizer_step(6),
-    "in an evaluation": kills.in_evaluation(3 + 2),
+    "after the optimizer's step": kills.after_call(TrainingLoop, "_take_step", 6),
+    "in an evaluation": kills.before_call(evaluation, "_summed_loss", 3 + 2),
     "in the first checkpoint": kills.in_fill(2),
     "in a checkpoint, after its model": kills.in_fill(2 + 1),
-    "before a checkpoint's name": kills.before_rename(2),
-    "before the rotation": kills.before_rotation(2),
-    "before the last rotation": kills.before_rotation(3),
+    "before a checkpoint's name": kills.after_call(saving, "sync_tree", 2),
+    "before the rotation": kills.before_call(saving, "remove_old", 2),
+    "before the last rotation": kills.before_call(saving, "remove_old", 3),
     "in the rotation": kills.in_rotation,
-    "right after a checkpoint": kills.after_rotation(2),
-    "before the result": kills.before_result,
+    "right after a checkpoint": kills.after_call(saving, "remove_old", 2),
+    "before the result": BEFORE_RESULT,
 }
 
 
@@ -76,16 +80,6 @@ def test_killed_twice_and_with_a_torn_log_line(
     assert_same_run(run, reference)
 
 
-@pytest.mark.parametrize("moment", ["between windows", "in the second micro-batch"])
-def test_lists_that_live_several_steps(
-    moment: str, lasting: tuple[RunConfig, Path], tmp_path: Path
-) -> None:
-    """Steps 4 and 8 are saved; lists are built in 1, 4, 7 and 10."""
-    config, reference = lasting
-    killed(config, tmp_path / "run", KILLS[moment])
-    assert_same_run(resumed(tmp_path / "run"), reference)
-
-
 def test_resuming_a_finished_run_changes_nothing(
     plain: tuple[RunConfig, Path], tmp_path: Path
 ) -> None:
@@ -100,7 +94,7 @@ def test_a_result_names_the_machine_that_trained(
     """Not the one that resumed a run whose steps were done: its numbers are not from there."""
     config, _ = plain
     run = tmp_path / "run"
-    killed(config, run, kills.before_result)
+    killed(config, run, BEFORE_RESULT)
     elsewhere = {"machine": {"device": "another", "count": 9}, "versions": {"python": "9"}}
     write_json(run / "run.json", read_json(run / "run.json") | elsewhere)
     resumed(run)

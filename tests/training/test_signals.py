@@ -96,7 +96,7 @@ def test_the_step_is_finished_and_saved(
     assert_same_run(run, reference)
 
 
-@pytest.mark.parametrize("step", [5, 6])  # one and two steps after lists were built
+@pytest.mark.parametrize("step", [4, 5, 6])  # lists are built in 1, 4, 7 and 10
 def test_lists_that_live_several_steps(
     step: int, lasting: tuple[RunConfig, Path], tmp_path: Path
 ) -> None:
