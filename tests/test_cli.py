@@ -312,17 +312,6 @@ def test_names_reach_the_terminal_escaped(run: Path, tmp_path: Path) -> None:
             assert_one_line(outcome, code)
 
 
-def test_text_in_the_place_of_prepared_text_is_not_to_be_deleted(tmp_path: Path) -> None:
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    write_text(texts, 60)
-    outcome = airmoe("train", "tiny", f"data.folder={texts}", "--run", tmp_path / "run")
-    assert_one_line(
-        outcome, 2, "has no manifest.json", f"airmoe prepare {texts} --out", "data.folder="
-    )
-    assert "elete" not in outcome.err
-
-
 def test_an_argument_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     for command in (
         ("prepare", "text.txt", "--tokenizer", "bytes", "--out", "t\udcffo"),

@@ -125,11 +125,6 @@ def test_finished_runs_are_not_repeated(toy: Toy, whole: Path) -> None:
     assert table_rows(outcome.out) == table_rows((toy.folder / "whole.out").read_text())
 
 
-def test_other_settings_are_refused(toy: Toy, whole: Path) -> None:
-    outcome = toy.run(whole, "training.learning_rate=0.02")
-    assert_one_line(outcome, 2, "holds another suite", "learning_rate = 0.01 (now 0.02)")
-
-
 def test_epochs_are_compared_with_the_warmup_when_the_text_is_known(toy: Toy) -> None:
     """One step an epoch, and it is warm-up."""
     out = toy.folder / "short"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,32 +139,16 @@ def test_another_text_of_the_same_name_and_size(text: Path, tmp_path: Path) -> N
     assert not (tmp_path / "2").exists()
 
 
-def damaged(text: Path, folder: Path, damage: Callable[[bytearray], Any]) -> Path:
-    tokens = folder / "tokens"
-    shutil.copytree(text / "tokens", tokens)
+def test_damaged_tokens(text: Path, finished: Path, tmp_path: Path) -> None:
+    tokens = shutil.copytree(text / "tokens", tmp_path / "tokens")
     shard = tokens / "train-00000.bin"
     content = bytearray(shard.read_bytes())
-    damage(content)
+    content[1000] ^= 1
     shard.write_bytes(content)
-    return tokens
-
-
-@pytest.mark.parametrize(
-    ("damage", "part"),
-    [
-        (lambda content: content.__setitem__(1000, content[1000] ^ 1), "sha256"),
-        (lambda content: content.__delitem__(slice(-4, None)), "bytes instead of"),
-    ],
-    ids=["flipped", "cut"],
-)
-def test_damaged_tokens(
-    damage: Callable[[bytearray], Any], part: str, text: Path, finished: Path, tmp_path: Path
-) -> None:
-    tokens = damaged(text, tmp_path, damage)
     outcome = airmoe_train(small_run(text), tmp_path / "run", f"data.folder={tokens}")
-    assert_one_line(outcome, 2, str(tokens / "train-00000.bin"), part)
+    assert_one_line(outcome, 2, str(shard), "sha256")
     assert not (tmp_path / "run").exists()
-    assert_one_line(airmoe("eval", finished, "--data", tokens), 2, part)
+    assert_one_line(airmoe("eval", finished, "--data", tokens), 2, "sha256")
 
 
 # -- folders ------------------------------------------------------------------------------------

@@ -47,13 +47,6 @@ def test_a_full_disk_keeps_the_checkpoint_before(text: Path, tmp_path: Path) -> 
     assert_same_run(run, trained(config, tmp_path / "reference"))
 
 
-def test_a_full_disk_before_the_first_checkpoint(text: Path, tmp_path: Path) -> None:
-    config = small_run(text, steps=4, eval_every=2)
-    outcome = airmoe_train(config, tmp_path / "run", patch=full_disk(1))
-    assert_one_line(outcome, 1, "step 2", "No checkpoint was written before")
-    assert airmoe("train", "--resume", tmp_path / "run").code == 0
-
-
 def full_at(file: Path, number: int, code: int = errno.ENOSPC) -> Callable[[], None]:
     """The disk is full when that file is brought to it for the `number`th time."""
 

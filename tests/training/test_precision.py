@@ -43,14 +43,6 @@ def test_bf16_computes_in_bf16_and_keeps_its_state_in_float32(tmp_path: Path) ->
     assert {tensor.dtype for tensor in moments.values()} == {torch.float32}
 
 
-def test_gradient_checkpointing_changes_no_bit(tmp_path: Path) -> None:
-    plain = run_of(tmp_path, "plain")
-    saving = run_of(tmp_path, "saving", gradient_checkpointing=True)
-    assert timeless_log(saving) == timeless_log(plain)
-    one, other = (load_file(run / "checkpoint-4" / "model.safetensors") for run in (plain, saving))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_layers_train_the_same(tmp_path: Path) -> None:

@@ -103,12 +103,6 @@ def test_every_preset_builds_with_every_method(name: str, method: str) -> None:
     assert run.preset == name
 
 
-def test_tiny_runs_on_a_laptop() -> None:
-    run = preset("tiny")
-    assert (run.data.corpus, run.data.tokenizer) == ("python-docs", "bpe:2048")
-    assert run.training.precision == "auto" and run.training.sharding == "none"
-
-
 def test_unknown_names() -> None:
     with pytest.raises(ConfigError, match=r"preset: got 'huge', .*large-c5"):
         preset("huge")
