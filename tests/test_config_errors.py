@@ -75,13 +75,6 @@ def assert_option_refused(
     return assert_refused(lambda: CONFIGS[name](**options), path, value, rule, remedy)
 
 
-@pytest.mark.parametrize("name", ROUTERS)
-def test_the_good_settings_are_good(name: str) -> None:
-    router = build(name)
-    for field, value in GOOD[name].items():
-        assert getattr(router.config, field) == value
-
-
 # (router, option, value, words of the rule, words of the remedy)
 IMPOSSIBLE: list[tuple[str, str, object, str, str]] = [
     ("air", "shortlist_size", 3, ">= top_k = 4", "Raise shortlist_size"),

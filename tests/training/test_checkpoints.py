@@ -23,7 +23,6 @@ from airmoe.training.checkpoints import (
     Counters,
     checkpoints,
     clean_up,
-    load_model,
     load_optimizer_state,
     optimizer_state,
     remove_old,
@@ -34,7 +33,6 @@ from airmoe.training.checkpoints import (
 )
 from airmoe.training.evaluation import Evaluation
 from airmoe.training.trained import load_trained
-from tests.model.common import build, learn_a_little
 from tests.training.runs import differing, in_process, small_run, train_here
 
 
@@ -165,18 +163,6 @@ def test_tensors_that_are_no_block_of_memory_are_saved_right(tmp_path: Path) -> 
     value = torch.arange(12.0).reshape(3, 4).T
     save_tensors({"a": value}, tmp_path / "a.safetensors")
     assert torch.equal(load_file(tmp_path / "a.safetensors")["a"], value)
-
-
-def test_a_model_is_loaded_whole(tmp_path: Path) -> None:
-    source, target = learn_a_little(build("air")), build("air")
-    with torch.no_grad():
-        for parameter in source.parameters():
-            parameter.add_(1)
-    source.save_pretrained(tmp_path)
-    load_model(tmp_path, target)
-    assert all(
-        torch.equal(value, source.state_dict()[name]) for name, value in target.state_dict().items()
-    )
 
 
 def with_losses(losses: dict[int, float], text: Path, folder: Path, **options: Any) -> Path:

@@ -19,7 +19,7 @@ from airmoe.training import run as run_module
 from airmoe.training.config import SECTIONS
 from airmoe.training.run_folder import claimed, open_run
 from tests.training.command import airmoe, airmoe_train, assert_one_line
-from tests.training.runs import in_process, kill_self, small_model, small_run, trained
+from tests.training.runs import OPTIONS, in_process, kill_self, small_model, small_run, trained
 
 # -- settings -----------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ def test_models_without_a_checkpoint(command: str, unfinished: Path) -> None:
     "fields",
     [
         {"router": "expert_choice", "router_options": {}},
-        {"router_options": {"num_codewords": 8, "shortlist_size": 16, "gate": "expert_choice"}},
+        {"router_options": OPTIONS | {"gate": "expert_choice"}},
     ],
     ids=["expert_choice", "air with its gate"],
 )

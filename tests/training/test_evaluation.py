@@ -225,10 +225,3 @@ def test_a_watch_that_is_off_sees_nothing() -> None:
     assert tokens_seen(watch) == 36
     with on(watch):
         assert tokens_seen(watch) == 0  # starts from nothing
-
-
-def test_watching_changes_no_result() -> None:
-    plain, watched = (learn_a_little(build("air")) for _ in range(2))
-    expected = plain(batch(5), labels=batch(5)).loss
-    with on(RoutingWatch(watched, 8)):
-        assert torch.equal(watched(batch(5), labels=batch(5)).loss, expected)

@@ -43,9 +43,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def tracked(text: Path) -> tuple[RunConfig, Path]:
-    config = small_run(text, track="tensorboard")
-    return config, trained(config, text / "tracked")
+def config(text: Path) -> RunConfig:
+    return small_run(text, track="tensorboard")
+
+
+@pytest.fixture(scope="module")
+def tracked(config: RunConfig, text: Path) -> Path:
+    return trained(config, text / "tracked")
 
 
 def lines_of(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -65,12 +69,11 @@ EVAL_FIELDS = {
 }
 
 
-def test_lines_and_their_fields(tracked: tuple[RunConfig, Path]) -> None:
-    config, run = tracked
-    train, evaluations = lines_of(run, "train"), lines_of(run, "eval")
+def test_lines_and_their_fields(config: RunConfig, tracked: Path) -> None:
+    train, evaluations = lines_of(tracked, "train"), lines_of(tracked, "eval")
     assert [line["step"] for line in train] == [1, 3, 6, 9, 12]
     assert [line["step"] for line in evaluations] == [4, 8, 12]
-    assert len(read_log(run / "log.jsonl")) == 8
+    assert len(read_log(tracked / "log.jsonl")) == 8
     for line in train:
         assert line.keys() == TRAIN_FIELDS
     # Of 12 steps one warms up from 0, then a line falls to nearly 0 at the last.
@@ -85,7 +88,7 @@ def test_lines_and_their_fields(tracked: tuple[RunConfig, Path]) -> None:
         numbers = [value for name, value in line.items() if name != "kind"]
         assert all(isinstance(value, (int, float)) and math.isfinite(value) for value in numbers)
         assert 0 <= line["dead_experts"] <= 1 and 0 <= line["overlap"] <= 1
-    seconds = [line["seconds"] for line in read_log(run / "log.jsonl")]
+    seconds = [line["seconds"] for line in read_log(tracked / "log.jsonl")]
     assert seconds == sorted(seconds) and seconds[0] > 0
 
 
@@ -104,15 +107,14 @@ def test_a_train_line_is_the_mean_since_the_line_before(text: Path, tmp_path: Pa
     assert found[6] == pytest.approx(sum(losses[3:6]) / 3, rel=4 * 2**-24)
 
 
-def test_the_first_line_is_the_loss_of_a_new_model(tracked: tuple[RunConfig, Path]) -> None:
+def test_the_first_line_is_the_loss_of_a_new_model(config: RunConfig, tracked: Path) -> None:
     """The model its seed draws, on the first blocks of its order, micro-batch by micro-batch."""
-    config, run = tracked
-    assert lines_of(run, "train")[0]["loss"] == pytest.approx(loss_of_a_new_model(config), rel=1e-5)
+    wanted = loss_of_a_new_model(config)
+    assert lines_of(tracked, "train")[0]["loss"] == pytest.approx(wanted, rel=1e-5)
 
 
-def test_a_new_model_has_learned_nothing_yet(tracked: tuple[RunConfig, Path]) -> None:
+def test_a_new_model_has_learned_nothing_yet(config: RunConfig) -> None:
     """But it leans to repeat its input: 0.9 above log 257, give or take 0.2 with a seed."""
-    config, _ = tracked
     seeds = [
         dataclasses.replace(config, training=dataclasses.replace(config.training, seed=seed))
         for seed in range(8)
@@ -146,18 +148,17 @@ def test_other_models_log_what_they_have(text: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "dense" / "usage.safetensors").exists()
 
 
-def test_flops_run_on_with_the_tokens(tracked: tuple[RunConfig, Path]) -> None:
-    config, run = tracked
+def test_flops_run_on_with_the_tokens(config: RunConfig, tracked: Path) -> None:
     options, block = config.training, config.data.block_size
     ledger = count_flops(
-        load_trained(run).model.config,
+        load_trained(tracked).model.config,
         Workload(
             sequence_length=block,
             tokens_per_step=options.batch_size * block,
             tokens_per_micro_batch=options.sequences * block,
         ),
     )
-    for line in read_log(run / "log.jsonl"):
+    for line in read_log(tracked / "log.jsonl"):
         assert line["flops"] == pytest.approx(ledger.run(line["tokens"]))
         assert line["executed_flops"] == pytest.approx(ledger.run(line["tokens"], "executed"))
         assert line["executed_flops"] != line["flops"]
@@ -177,11 +178,10 @@ def test_a_router_the_ledger_does_not_know_is_trained_without(
     assert flops_per_token(config, model, 1) == {}
 
 
-def test_usage_of_the_best_checkpoint(tracked: tuple[RunConfig, Path]) -> None:
-    config, run = tracked
-    usage = load_file(run / "usage.safetensors")
+def test_usage_of_the_best_checkpoint(config: RunConfig, tracked: Path) -> None:
+    usage = load_file(tracked / "usage.safetensors")
     assert usage.keys() == {"experts.1", "cells.1"}
-    best = json.loads((run / "result.json").read_text())["best"]
+    best = json.loads((tracked / "result.json").read_text())["best"]
     experts, cells = usage["experts.1"], usage["cells.1"]
     assert int(experts.sum()) == 4 * int(cells.sum())  # four experts a token, one cell
     tokens = config.training.eval_blocks or len(
@@ -200,9 +200,8 @@ def test_the_log_of_a_killed_run_is_whole_lines(text: Path, tmp_path: Path) -> N
     assert log.endswith("\n") and len([json.loads(line) for line in log.splitlines()]) == 6
 
 
-def test_run_json(tracked: tuple[RunConfig, Path]) -> None:
-    config, run = tracked
-    values = json.loads((run / "run.json").read_text())
+def test_run_json(config: RunConfig, tracked: Path) -> None:
+    values = json.loads((tracked / "run.json").read_text())
     assert values["format"] == 2
     assert RunConfig.from_json(values["config"]) == config
     assert config.data.folder is not None
@@ -220,10 +219,9 @@ def test_run_json(tracked: tuple[RunConfig, Path]) -> None:
     assert values["machine"].keys() == {"device", "count"}
 
 
-def test_result_json(tracked: tuple[RunConfig, Path]) -> None:
-    config, run = tracked
-    result = json.loads((run / "result.json").read_text())
-    log = read_log(run / "log.jsonl")
+def test_result_json(config: RunConfig, tracked: Path) -> None:
+    result = json.loads((tracked / "result.json").read_text())
+    log = read_log(tracked / "log.jsonl")
     evaluations = [line for line in log if line["kind"] == "eval"]
     assert result["config"] == config.to_json()
     assert result["log"] == log
@@ -234,12 +232,12 @@ def test_result_json(tracked: tuple[RunConfig, Path]) -> None:
     speeds = [line["tokens_per_second"] for line in log if line["kind"] == "train"]
     assert result["tokens_per_second"] == median(speeds)
     assert 0.05 < result["peak_memory_gib"] < 100
-    model = load_trained(run).model
+    model = load_trained(tracked).model
     total = sum(parameter.numel() for parameter in model.parameters())
     assert result["parameters"]["total"] == total
     inactive = (64 - 4) * 3 * 32  # experts a token leaves out, three rows of the width each
     assert result["parameters"]["active"] == total - inactive
-    started = json.loads((run / "run.json").read_text())
+    started = json.loads((tracked / "run.json").read_text())
     assert result["versions"] == started["versions"]
     assert result["git"] == started["git"]
     assert result["versions"]["airmoe"] == airmoe.__version__
@@ -256,11 +254,10 @@ def events(run: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_tensorboard_has_the_same_numbers(tracked: tuple[RunConfig, Path]) -> None:
-    _, run = tracked
-    found = events(run)
+def test_tensorboard_has_the_same_numbers(tracked: Path) -> None:
+    found = events(tracked)
     for kind in ("train", "eval"):
-        lines = lines_of(run, kind)
+        lines = lines_of(tracked, kind)
         for name in lines[0].keys() - {"kind", "step", "tokens"}:
             expected = [(line["step"], pytest.approx(line[name], rel=1e-6)) for line in lines]
             assert found[f"{kind}/{name}"] == expected, name

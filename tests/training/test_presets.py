@@ -29,6 +29,15 @@ BATCHES = {
     ("medium", "openwebtext2"): (1024, 16),
     ("large", "openwebtext2"): (1024, 32),
 }
+ROUTERS = {
+    "air": {"AirRouter"},
+    "exact": {"TopKRouter"},
+    "peer": {"PeerRouter"},
+    "hierarchical": {"HierarchicalRouter"},
+    "expert_choice": {"ExpertChoiceRouter"},
+    "coarse": {"TopKRouter"},
+    "dense": set(),
+}
 
 
 def test_every_run_of_the_paper_has_a_name() -> None:
@@ -88,18 +97,7 @@ def test_every_preset_builds_with_every_method(name: str, method: str) -> None:
     with torch.device("meta"):
         model = AirMoeForCausalLM(config)
     routers = {type(module).__name__ for module in model.modules() if hasattr(module, "observe")}
-    assert (
-        routers
-        == {
-            "air": {"AirRouter"},
-            "exact": {"TopKRouter"},
-            "peer": {"PeerRouter"},
-            "hierarchical": {"HierarchicalRouter"},
-            "expert_choice": {"ExpertChoiceRouter"},
-            "coarse": {"TopKRouter"},
-            "dense": set(),
-        }[method]
-    )
+    assert routers == ROUTERS[method]
     assert run.preset == name
 
 
