@@ -49,7 +49,6 @@ def truncate(folder: Path) -> None:
 
 
 def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """With another manifest."""
 
     def harm(folder: Path) -> None:
         values = read_json(folder / "manifest.json")

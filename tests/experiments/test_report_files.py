@@ -205,7 +205,6 @@ def runs(tmp_path: Path) -> Path:
 
 
 def records_of(runs: Path, folder: Path) -> list[str]:
-    """The records of everything under `runs`."""
     planned = plan_records(read_all([runs]).runs, folder)
     return sorted(str(path.relative_to(folder)) for path in planned)
 

@@ -132,7 +132,6 @@ def test_finished_runs_are_not_repeated(toy: Toy, whole: Path) -> None:
 
 
 def test_epochs_are_compared_with_the_warmup_when_the_text_is_known(toy: Toy) -> None:
-    """One step an epoch, and it is warm-up."""
     out = toy.folder / "short"
     text = ["training.steps=null", "training.epochs=1", "training.batch_size=1000"]
     outcome = toy.run(out, *text, "training.micro_batch_size=1000")

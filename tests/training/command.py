@@ -73,7 +73,6 @@ def airmoe_train(config: RunConfig, run: Path, *overrides: str, **options: Any) 
 
 
 def table_rows(printed: str) -> list[list[str]]:
-    """The cells of every table in what a command printed."""
     lines = [line for line in printed.splitlines() if "│" in line]
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
 

@@ -179,7 +179,6 @@ def with_losses(losses: dict[int, float], text: Path, folder: Path, **options: A
 
 
 def test_the_best_is_chosen_by_validation_loss(text: Path, tmp_path: Path) -> None:
-    """Of a run that overfits."""
     run = with_losses({2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5}, text, tmp_path, eval_every=2)
     assert steps(run) == [4, 8]
     assert step_of(best_checkpoint(run)) == 4

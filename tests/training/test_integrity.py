@@ -43,7 +43,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(runs: Path, tmp_path: Path) -> Path:
-    """A copy of the killed one."""
     return Path(shutil.copytree(runs / "killed", tmp_path / "run"))
 
 

@@ -237,7 +237,6 @@ def test_one_process_takes_up_what_two_made(name: str, runs: Path, tmp_path: Pat
     ("name", "sharded"), [("one-killed", False), ("fsdp-killed-copy", True)], ids=["ddp", "fsdp"]
 )
 def test_two_processes_take_up_what_there_is(name: str, sharded: bool, runs: Path) -> None:
-    """One process made the first of them, two the second."""
     for rank in (0, 1):
         loaded = runs / f"{name}-by-two-{rank}.safetensors"
         rest = assert_taken_up(loaded, runs / name / "checkpoint-4")
