@@ -1,12 +1,11 @@
 """Triton's interpreter, in which the kernels run without a GPU, less the work that it repeats.
 
-What it computes stays the same to the bit. It repeats three things, which took most of the time of
+What it computes stays the same to the bit. It repeats two things, which took much of the time of
 the kernels' tests:
 
 - At a launch it puts functions of its own into `triton.language`, for which it looks at every name
   there; and again at each call of a function by a kernel, where they are in place already.
 - It makes a table of all types whenever it asks for one of them.
-- It describes the shape of every tensor in words that nobody reads.
 """
 
 from __future__ import annotations
@@ -23,19 +22,15 @@ import numpy as np
 def spare_repeated_work() -> None:
     """Where there is no Triton, or one that works in another way, nothing changes."""
     try:
-        from triton.language.core import _type_for_tuple_values
         from triton.runtime.interpreter import GridExecutor, _get_np_dtype, _patch_lang
     except ImportError:
         return
-    from triton.language import core
     from triton.runtime import interpreter
 
     patch, launch = once_a_launch(_patch_lang, GridExecutor.__call__)
     setattr(interpreter, "_patch_lang", patch)  # noqa: B010 (it is private)
     setattr(GridExecutor, "__call__", launch)  # noqa: B010
     setattr(interpreter, "_get_np_dtype", once_a_type(_get_np_dtype))  # noqa: B010
-    remembered = once_a_shape(_type_for_tuple_values, core.constexpr)
-    setattr(core, "_type_for_tuple_values", remembered)  # noqa: B010
 
 
 def once_a_launch(
@@ -68,21 +63,6 @@ def once_a_type(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if name not in known:
             known[name] = numpy_type(of)
         return known[name]
-
-    return remembered
-
-
-def once_a_shape(tuple_type: Callable[..., Any], constant: type[Any]) -> Callable[..., Any]:
-    """Of whole numbers; whether each is a `constant` of Triton makes no difference to the type."""
-    known: dict[tuple[int, ...], Any] = {}
-
-    def remembered(values: list[Any], fields: list[str] | None = None) -> Any:
-        numbers = tuple([v.value if type(v) is constant else v for v in values])
-        if fields is not None or any(type(number) is not int for number in numbers):
-            return tuple_type(values, fields)
-        if numbers not in known:
-            known[numbers] = tuple_type(values)
-        return known[numbers]
 
     return remembered
 

@@ -79,7 +79,6 @@ def killed_at_operation(job: Job, folder: Path, number: int) -> int:
 
 
 def killed_after(job: Job, seconds: float) -> int:
-    """`job` in a process that dies then."""
 
     def dying() -> None:
         timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL))

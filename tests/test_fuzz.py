@@ -262,7 +262,6 @@ def read_model(folder: Path) -> object:
 
 
 def read_to_resume(folder: Path) -> object:
-    """Nothing, if the run may go on."""
     run = open_run(folder / "mine")
     return check_checkpoint(run.path / "checkpoint-4", run.sha256(), to_resume=True)
 

@@ -20,6 +20,8 @@ from tests.data.common import folder_bytes
 from tests.experiments.forked import fork_runs
 from tests.random_kills import KILLS, kill_at_random
 from tests.training.runs import (
+    OPTIONS,
+    Whole,
     assert_same_run,
     assignments,
     in_process,
@@ -36,14 +38,13 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """A short run with lists that live several steps, and the one that was never killed."""
     folder = tmp_path_factory.mktemp("kills")
-    model = small_model(num_experts_per_tok=2)
-    model["router_options"] = {**model["router_options"], "refresh_every": 3}
+    options = OPTIONS | {"refresh_every": 3}
+    model = small_model(num_experts_per_tok=2, router_options=options)
     config = small_run(folder, model, documents=60, steps=8, eval_every=2, log_every=1)
-    trained(config, folder / "whole")
-    return config, folder
+    return Whole(config, trained(config, folder / "whole"))
 
 
 def killed(
@@ -54,18 +55,17 @@ def killed(
     assert kill_at_random(job, folder, check, wanted, seed=share) >= wanted
 
 
-def test_train(toy: tuple[RunConfig, Path], tmp_path: Path) -> None:
-    config, folder = toy
+def test_train(toy: Whole, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def job() -> None:
         if (run / "run.json").exists():
             resume_here(run)
         else:
-            train_here(config, run)
+            train_here(toy.config, run)
 
     def check() -> None:
-        assert_same_run(run, folder / "whole")
+        assert_same_run(run, toy.path)
         shutil.rmtree(run)
 
     killed(job, run, check, 3)
@@ -98,15 +98,14 @@ def plan_of(config: RunConfig) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def suite(toy: tuple[RunConfig, Path]) -> Path:
-    config, folder = toy
+def suite(toy: Whole) -> Path:
 
     def job() -> None:
         fork_runs()()
-        assert run_suite(plan_of(config), folder / "suite", quiet()) == 0
+        assert run_suite(plan_of(toy.config), toy.path.parent / "suite", quiet()) == 0
 
     assert in_process(job) == 0
-    return folder / "suite"
+    return toy.path.parent / "suite"
 
 
 def wait_for_runs(suite: Path) -> None:
@@ -121,10 +120,9 @@ def wait_for_runs(suite: Path) -> None:
                 time.sleep(0.01)
 
 
-def test_suite(toy: tuple[RunConfig, Path], suite: Path, tmp_path: Path) -> None:
+def test_suite(toy: Whole, suite: Path, tmp_path: Path) -> None:
     """The suite's own process is killed, and with it the run it waits for."""
-    config, _ = toy
-    plan, out = plan_of(config), tmp_path / "suite"
+    plan, out = plan_of(toy.config), tmp_path / "suite"
 
     def job() -> None:
         wait_for_runs(out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import lzma
 import subprocess
 import sys
@@ -302,18 +301,3 @@ def test_a_missing_package_is_asked_for_by_name(
     for name in ("a.txt.zst", "a.parquet"):
         with refused("pyarrow", "pip install 'airmoe[data]'"):
             read(write(tmp_path / name, b"x"))
-
-
-SHARED = Path(__file__).parents[3] / "shared" / "data"
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the training text beside the project")
-def test_the_training_text_splits_into_articles() -> None:
-    documents = LocalFiles((SHARED / "wiki-train-0.txt.xz",), "text").documents()
-    first = [document.text for document in itertools.islice(documents, 20) if document]
-    titles = [text.split("\n")[0] for text in first]
-    assert titles[:3] == ["Motorola 68040", "Karl Ferdinand Braun", "Alaska Interior"]
-    assert all("\n\n" not in text and not text.endswith("\n") for text in first)
-    wikitext = read(SHARED / "wikitext-103-valid.txt.xz")
-    assert len(wikitext) == 60
-    assert wikitext[0].startswith(" = Homarus gammarus = \n \n Homarus gammarus , known as")

@@ -287,10 +287,7 @@ def test_an_empty_split_is_refused_and_leaves_nothing_behind(tmp_path: Path) -> 
         ("tokenizer", None),
         ("out", 3),
         ("validation", ""),
-        ("tokenizer", "bpe:200"),
         ("validation_fraction", 0),
-        ("validation_fraction", 1.0),
-        ("max_tokens", 0),
         ("seed", 1),
     ],
 )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from airmoe import ConfigError
 from airmoe.data import Prepared, open_prepared
+from airmoe.files import read_json, write_json
 from tests.data.common import make_texts, prepare_texts, refused
 
 
@@ -47,24 +48,18 @@ def truncate(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-4])
 
 
-def edit_version(folder: Path) -> None:
-    values = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(values | {"format_version": 99}))
+def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
 
-
-def drop_splits(folder: Path) -> None:
-    values = json.loads((folder / "manifest.json").read_text())
-    del values["splits"]
-    (folder / "manifest.json").write_text(json.dumps(values))
-
-
-def edit_split(**fields: object) -> Callable[[Path], None]:
     def harm(folder: Path) -> None:
-        values = json.loads((folder / "manifest.json").read_text())
-        values["splits"]["train"].update(fields)
-        (folder / "manifest.json").write_text(json.dumps(values))
+        values = read_json(folder / "manifest.json")
+        change(values)
+        write_json(folder / "manifest.json", values)
 
     return harm
+
+
+def edited_split(**fields: object) -> Callable[[Path], None]:
+    return edited(lambda values: values["splits"]["train"].update(fields))
 
 
 @pytest.mark.parametrize(
@@ -73,11 +68,11 @@ def edit_split(**fields: object) -> Callable[[Path], None]:
         (lambda folder: (folder / "manifest.json").unlink(), ["has no manifest.json"]),
         (lambda folder: (folder / "manifest.json").write_text("{"), ["cannot be read"]),
         (lambda folder: (folder / "manifest.json").write_text("[]"), ["cannot be read"]),
-        (drop_splits, ["cannot be read", "lacks splits"]),
-        (edit_split(tokens=64), ["says 64 tokens in its train split"]),
-        (edit_split(shards=[{"file": "x.bin", "tokens": 64.0, "sha256": ""}], tokens=64),
+        (edited(lambda values: values.pop("splits")), ["cannot be read", "lacks splits"]),
+        (edited_split(tokens=64), ["says 64 tokens in its train split"]),
+        (edited_split(shards=[{"file": "x.bin", "tokens": 64.0, "sha256": ""}], tokens=64),
          ["cannot be read", "tokens is 64.0"]),
-        (edit_version, ["format version 99", "reads 1"]),
+        (edited(lambda values: values.update(format_version=99)), ["format version 99", "reads 1"]),
         (lambda folder: (folder / "train-00001.bin").unlink(), ["train-00001.bin", "not in the"]),
         (truncate, ["train-00001.bin", "bytes instead of"]),
         (damage_last_byte, ["train-00001.bin", "is damaged", "sha256"]),
@@ -136,8 +131,6 @@ def test_a_block_must_fit_into_the_split(prepared: Prepared) -> None:
 
 
 def test_another_tokenizer_in_the_folder_is_refused(prepared: Prepared) -> None:
-    values = json.loads((prepared.folder / "manifest.json").read_text())
-    values["tokenizer"]["sha256"] = "0"
-    (prepared.folder / "manifest.json").write_text(json.dumps(values))
+    edited(lambda values: values["tokenizer"].update(sha256="0"))(prepared.folder)
     with pytest.raises(ConfigError, match="holds another tokenizer"):
         open_prepared(prepared.folder).tokenizer()

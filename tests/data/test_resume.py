@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from airmoe import ConfigError
 from airmoe.data import PrepareConfig
+from airmoe.data.shards import SplitWriter
 from airmoe.files import LOCK, locked
 from tests.data.common import folder_bytes, made, make_texts, refused, write_jsonl
-
-ROOT = Path(__file__).parents[2]
+from tests.random_kills import killed_at_operation
+from tests.training.command import pythonpath
+from tests.training.runs import in_process
 
 # Slow enough to be killed in the middle: it waits after every batch.
 SLOW_PREPARE = """
@@ -29,15 +33,11 @@ prepare(config, lambda _: time.sleep(0.05), _shard_tokens=3000)
 """
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
-
-
 def start_slow_prepare(folder: Path) -> subprocess.Popen[bytes]:
     """A prepare that has finished some shards and is not at its end."""
     write_jsonl(folder / "corpus.jsonl", make_texts(1000))
     command = [sys.executable, "-c", SLOW_PREPARE, folder / "corpus.jsonl", folder / "out"]
-    process = subprocess.Popen(command, env=environment())
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": pythonpath()})
     deadline = time.monotonic() + 60
     while not (folder / "out.partial" / "train-00003.bin").exists():
         assert process.poll() is None and time.monotonic() < deadline, "it never got going"
@@ -46,16 +46,40 @@ def start_slow_prepare(folder: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_moment_changes_no_byte(tmp_path: Path) -> None:
-    corpus = write_jsonl(tmp_path / "corpus.jsonl", make_texts(40))
-    (tmp_path / "work").mkdir()
-    command = [sys.executable, "-m", "tests.data.killing", corpus, tmp_path / "work"]
-    driver = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200
-    )
-    assert driver.returncode == 0, driver.stderr
-    kills, verdict = driver.stdout.split()
-    assert verdict == "identical" and int(kills) > 25
+def test_a_kill_at_any_moment_changes_no_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before one operation on a file or document written after another, and twice."""
+    write_jsonl(tmp_path / "corpus.jsonl", make_texts(40))
+    options = {"tokenizer": "bpe:300", "validation_fraction": 0.2, "shard_tokens": 700}
+    (tmp_path / "whole").mkdir()
+    whole = folder_bytes(made(tmp_path, out=str(tmp_path / "whole" / "out"), **options).folder)
+    place = tmp_path / "killed"
+    add = SplitWriter.add
+
+    def operation(writer: SplitWriter, tokens: Any) -> bool:
+        sys.audit("open", str(place))
+        return add(writer, tokens)
+
+    def job() -> None:
+        made(tmp_path, out=str(place / "out"), **options)
+
+    monkeypatch.setattr(SplitWriter, "add", operation)
+    moment, codes = 1, []
+    while 0 not in codes:
+        place.mkdir()
+        codes.append(killed_at_operation(job, place, moment))
+        if (place / "out").exists():
+            shown = folder_bytes(place / "out")
+            shown.pop(LOCK, None)
+            assert shown == whole, "half a folder shows"
+        killed_at_operation(job, place, 12)  # the second try dies too, a little further on
+        assert in_process(job) == 0
+        assert folder_bytes(place / "out") == whole, f"killed at moment {moment}"
+        assert [path.name for path in place.iterdir()] == ["out"]
+        shutil.rmtree(place)
+        moment += 1 if moment < 12 else 4  # the beginning in full, then a sample
+    assert set(codes) == {0, -signal.SIGKILL} and len(codes) > 26
 
 
 @pytest.mark.slow

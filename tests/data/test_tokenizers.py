@@ -63,7 +63,7 @@ def test_nothing_is_added_and_specials_in_the_text_are_plain_text(name: str) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_saved_tokenizers_are_the_same(name: str, tmp_path: Path) -> None:
+def test_we_and_transformers_open_what_was_saved(name: str, tmp_path: Path) -> None:
     tokenizer = build(name)
     tokenizer.save(tmp_path / "saved")
     text = "\n".join(make_texts(20, seed=1))
@@ -74,16 +74,10 @@ def test_saved_tokenizers_are_the_same(name: str, tmp_path: Path) -> None:
         assert other.identity == tokenizer.identity
         assert other.encode(text) == tokenizer.encode(text)
 
-
-@pytest.mark.parametrize("name", ["bytes", "bpe:400"])
-def test_transformers_opens_what_we_save(name: str, tmp_path: Path) -> None:
-    tokenizer = build(name)
-    tokenizer.save(tmp_path)
-    text = "\n".join(make_texts(20, seed=1))
-    for opened in (
-        AutoTokenizer.from_pretrained(tmp_path),
-        PreTrainedTokenizerFast.from_pretrained(tmp_path),
-    ):
+    if name == "llama-3":
+        return  # test_transformers_opens_llama3_whole
+    for kind in (AutoTokenizer, PreTrainedTokenizerFast):
+        opened = kind.from_pretrained(tmp_path / "saved")
         assert opened.encode(text, add_special_tokens=False) == tokenizer.encode(text)
         assert opened.decode(tokenizer.encode(text)) == text
         assert opened.eos_token_id == tokenizer.identity.eos_id

@@ -123,7 +123,6 @@ def test_the_tree_of_the_readme_exists() -> None:
 
 
 def test_numbers_on_the_first_screen() -> None:
-    """A layer and a training step on a GPU, one layer on a CPU."""
     text = " ".join(README.partition("![")[0].split())
     on_gpu = {result["key"]: result for result in stored("paper")["results"]}
     keys = ("air", "hierarchical", "peer")
@@ -149,7 +148,6 @@ def stored(name: str) -> dict[str, Any]:
 
 
 def test_numbers_in_decisions() -> None:
-    """Numbers that the page takes from the code."""
     text = " ".join((ROOT / "docs" / "decisions.md").read_text(encoding="utf-8").split())
     config = AirRouter.Config(dim=1, num_experts=1, top_k=1, num_codewords=1, shortlist_size=1)
     assert f"at most {KEPT_PLANS} forwards" in text

@@ -117,7 +117,6 @@ def test_commands_of_all_pages_are_understood() -> None:
 
 
 def commands_of(text: str) -> list[str]:
-    """Command lines in blocks and between backticks."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     blocks += re.findall(r"^ {4}(?:airmoe|torchrun) (?:.*\\\n)*.*$", text, re.MULTILINE)
     inline = re.findall(r"(?<!`)`(airmoe [^`]+)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.S))

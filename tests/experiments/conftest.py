@@ -11,7 +11,6 @@ from tests.experiments.report_toys import write_main_suite, write_run
 
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
-    """A folder with one run that is fine."""
     write_run(tmp_path / "runs" / "good")
     return tmp_path / "runs"
 

@@ -164,6 +164,5 @@ def change_config(run: Path, section: str, **options: object) -> None:
 
 
 def only_group(folder: Path) -> Group:
-    """Of a folder whose runs are compared in one table."""
     (group,) = group_runs(read_all([folder]).runs).groups
     return group

@@ -22,13 +22,13 @@ from airmoe.experiments.bench.entries import ENTRIES, Entry
 from airmoe.experiments.bench.measure import Result, Setting
 from airmoe.experiments.bench.report import closing_lines, fastest, print_case
 from airmoe.experiments.bench.timing import Limits, Timer, best_device
-from tests.training.command import Outcome, airmoe, assert_one_line
+from tests.training.command import airmoe, assert_one_line, succeeds
 
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 
 
-def bench_quickly(*arguments: object, out: Path) -> Outcome:
-    return airmoe("bench", *arguments, "--quick", "--repeats", 2, "--out", out)
+def bench_quickly(*arguments: object, out: Path) -> str:
+    return succeeds("bench", *arguments, "--quick", "--repeats", 2, "--out", out)
 
 
 def load(file: Path) -> dict[str, Any]:
@@ -36,8 +36,7 @@ def load(file: Path) -> dict[str, Any]:
 
 
 def test_all_contenders_in_one_run(tmp_path: Path) -> None:
-    outcome = bench_quickly(out=tmp_path / "new")
-    assert (outcome.code, outcome.err) == (0, ""), outcome
+    printed = bench_quickly(out=tmp_path / "new")
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["paper-quick.json"]
     content = load(tmp_path / "new" / "paper-quick.json")
     assert content["complete"] and content["phase"] == "training"
@@ -60,7 +59,7 @@ def test_all_contenders_in_one_run(tmp_path: Path) -> None:
     )
     baseline = fastest(content, "baseline")
     assert baseline is not None
-    lines = outcome.out.splitlines()
+    lines = printed.splitlines()
     (line,) = [line for line in lines if "times as fast as the fastest granular baseline" in line]
     assert f"baseline, {baseline['name']}," in line
     for key in results:
@@ -70,8 +69,7 @@ def test_all_contenders_in_one_run(tmp_path: Path) -> None:
 
 def test_cases_of_a_cpu(tmp_path: Path) -> None:
     cases = ("cpu", "cpu-swiglu", "cpu-growth")
-    outcome = bench_quickly(*cases, out=tmp_path)
-    assert (outcome.code, outcome.err) == (0, ""), outcome
+    bench_quickly(*cases, out=tmp_path)
     for name in cases:
         content = load(tmp_path / f"{name}-quick.json")
         assert content["device"]["threads"] >= 1 and content["device"]["name"]
@@ -102,8 +100,7 @@ def test_full_sizes_on_a_cpu_get_a_process_each_and_a_wrong_one_fails_the_comman
 
 
 def test_scaling_and_decoding_of_one(tmp_path: Path) -> None:
-    outcome = bench_quickly("--scaling", "--decode", "--only", "air", out=tmp_path)
-    assert (outcome.code, outcome.err) == (0, ""), outcome
+    bench_quickly("--scaling", "--decode", "--only", "air", out=tmp_path)
     files = {file.name: load(file) for file in tmp_path.iterdir()}
     scaling = [f"scaling-{4**n}-quick-only.json" for n in range(6, 11)]
     decoding = [f"decode-{tokens}-quick-only.json" for tokens in (1, 8, 64)]
@@ -121,11 +118,9 @@ def test_training_steps_on_text(tmp_path: Path) -> None:
     text, prepared = tmp_path / "text.txt", tmp_path / "prepared"
     lines = (f"{number} times {number} is {number * number}.\n\n" for number in range(600))
     text.write_text("".join(lines), encoding="utf-8")
-    outcome = airmoe("prepare", text, "--out", prepared, "--tokenizer", "bytes")
-    assert outcome.code == 0, outcome
+    succeeds("prepare", text, "--out", prepared, "--tokenizer", "bytes")
     given = ("--step", "--only", "eager", "--data", prepared)
-    outcome = bench_quickly(*given, out=tmp_path / "out")
-    assert (outcome.code, outcome.err) == (0, ""), outcome
+    printed = bench_quickly(*given, out=tmp_path / "out")
     content = load(tmp_path / "out" / "step-text-quick-only.json")
     assert "text, after" in content["shape_text"]
     (result,) = content["results"]
@@ -133,7 +128,7 @@ def test_training_steps_on_text(tmp_path: Path) -> None:
     assert result["work"]["last_loss"] < 4 < result["work"]["first_loss"]  # ln 512 = 6.2
     speeds = [256e3 / ms for ms in result["total_ms"]]
     assert result["work"]["tokens_per_second"] == pytest.approx(speeds)
-    assert f"{median(speeds):,.0f}" in outcome.out
+    assert f"{median(speeds):,.0f}" in printed
     assert result["work"]["codeword_perplexity"] > 1.5
 
 

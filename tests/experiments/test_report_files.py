@@ -27,7 +27,7 @@ from tests.experiments.report_toys import (
     write_suite,
     write_usage,
 )
-from tests.training.command import airmoe, assert_one_line
+from tests.training.command import airmoe, assert_one_line, succeeds
 
 STRANGE = r"strange $\frac$ <b> a_b"
 
@@ -159,17 +159,16 @@ def test_the_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runs = tmp_path / "runs"
     write_suite(runs / "book", "codebook", {"g32-m128": {"perplexity": 66.0}})
-    outcome = airmoe("report", runs, "--records", tmp_path / "records")
-    assert (outcome.code, outcome.err) == (0, "")
+    printed = succeeds("report", runs, "--records", tmp_path / "records")
     names = ("report.md", "report.tex", "report.html", "report.json")
-    assert outcome.out.splitlines() == [
+    assert printed.splitlines() == [
         "1 runs reported:",
         *(f"  {runs / 'report' / name}" for name in names),
         f"  {tmp_path / 'records' / 'codebook' / 'g32-m128-seed42.json'}",
     ]
     # The folder of the report is no run, and a report.json is written again where it lies.
     again = airmoe("report", runs / "report" / "report.json")
-    assert again.out.splitlines() == outcome.out.splitlines()[:-1]
+    assert again.out.splitlines() == printed.splitlines()[:-1]
     assert len(read_all([runs]).runs) == 1
 
 
@@ -180,9 +179,8 @@ def test_names_that_are_no_text_are_escaped(tmp_path: Path) -> None:
         about = {"versions": {"torch": "\ud800"}}
         write_run(folder, [f"training.learning_rate={rate}"], about=about)
     (tmp_path / "runs" / os.fsdecode(b"\xfe")).mkdir()
-    outcome = airmoe("report", tmp_path / "runs", "--records", tmp_path / "records")
-    assert (outcome.code, outcome.err) == (0, "")
-    assert r"runs/\udcfe: holds no run" in outcome.out
+    printed = succeeds("report", tmp_path / "runs", "--records", tmp_path / "records")
+    assert r"runs/\udcfe: holds no run" in printed
     page = (tmp_path / "runs" / "report" / "report.html").read_text(encoding="utf-8")
     assert r"AIR (\udcff\x1b[31m)" in page and "\x1b" not in page
     assert len(read_all([tmp_path / "records"]).runs) == 2
@@ -207,15 +205,13 @@ def runs(tmp_path: Path) -> Path:
 
 
 def records_of(runs: Path, folder: Path) -> list[str]:
-    """The records of everything under `runs`."""
     planned = plan_records(read_all([runs]).runs, folder)
     return sorted(str(path.relative_to(folder)) for path in planned)
 
 
 @pytest.fixture
 def records(runs: Path, tmp_path: Path) -> Path:
-    outcome = airmoe("report", runs, "--out", tmp_path / "out", "--records", tmp_path / "records")
-    assert (outcome.code, outcome.err) == (0, "")
+    succeeds("report", runs, "--out", tmp_path / "out", "--records", tmp_path / "records")
     return tmp_path / "records"
 
 

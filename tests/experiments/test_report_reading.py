@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from airmoe import ConfigError
 from airmoe.experiments.report import contents
 from airmoe.experiments.report.contents import make_report
 from airmoe.experiments.report.reading import MOST_POINTS, read_all
@@ -73,12 +72,6 @@ def test_paths_that_are_not_there_or_given_twice(good: Path) -> None:
     record = read_all([good, good / "good", good, good / "nowhere"])
     assert len(record.runs) == 1
     assert record.problems == [f"{good / 'nowhere'}: there is no such file or folder"]
-
-
-def test_no_run_at_all(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"must hold at least one finished run .*holds no run"):
-        read_all([tmp_path])
 
 
 def test_runs_of_a_suite_that_crashed_or_have_not_begun(suite: Path) -> None:

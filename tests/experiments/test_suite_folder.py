@@ -15,9 +15,8 @@ from airmoe.experiments.suites import Plan, make_plan
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.experiments.suites.progress import Board, newest
 from airmoe.experiments.suites.run import _last_words
-from airmoe.training import RunConfig
 from airmoe.training.automatic import Machine, settle
-from airmoe.training.checkpoints import FORMAT
+from tests.experiments.report_toys import write_run
 from tests.training.command import table_rows
 
 
@@ -64,21 +63,14 @@ def test_seeds_and_methods_may_be_added_and_nothing_else(tmp_path: Path) -> None
     assert (out / "suite.json").read_bytes() == before
 
 
-def write_run(path: Path, config: RunConfig) -> None:
-    path.mkdir()
-    started = {"format": FORMAT, "config": config.to_json(), "data_sha256": "0" * 64}
-    (path / "run.json").write_text(
-        json.dumps({**started, "versions": {}, "git": {}, "machine": {}})
-    )
-
-
 def test_a_run_with_other_settings_is_not_touched(tmp_path: Path) -> None:
     plan = make_plan("main", "tiny")
-    write_run(tmp_path / "air-seed42", make_plan("main", "tiny", tokens=5000).runs[0].config)
+    other = make_plan("main", "tiny", tokens=5000).runs[0].config
+    write_run(tmp_path / "air-seed42", other, result=False)
     with pytest.raises(ConfigError, match=r"air-seed42.*other settings: training.steps = 9 .now"):
         open_suite(tmp_path, plan)
     assert not (tmp_path / "suite.json").exists()
-    write_run(tmp_path / "single", plan.runs[0].config)
+    write_run(tmp_path / "single", plan.runs[0].config, result=False)
     with pytest.raises(ConfigError, match="holds a single run"):
         open_suite(tmp_path / "single", plan)
 

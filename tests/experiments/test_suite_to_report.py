@@ -8,7 +8,7 @@ import pytest
 
 from airmoe.files import read_json
 from tests.experiments.forked import fork_runs
-from tests.training.command import airmoe
+from tests.training.command import succeeds
 from tests.training.runs import assignments, small_model, small_run
 
 pytestmark = pytest.mark.slow
@@ -25,14 +25,12 @@ def suites(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = small_run(folder, small_model(num_experts_per_tok=8), steps=6, eval_every=3)
     for name in SUITES:
         arguments = ["suite", name, "tiny", *assignments(config), "--out", folder / "suites" / name]
-        outcome = airmoe(*arguments, patch=fork_runs())
-        assert (outcome.code, outcome.err) == (0, ""), outcome
+        succeeds(*arguments, patch=fork_runs())
     return folder / "suites"
 
 
 def test_every_run_is_in_the_report(suites: Path, tmp_path: Path) -> None:
-    outcome = airmoe("report", suites, "--out", tmp_path)
-    assert outcome.code == 0, outcome
+    succeeds("report", suites, "--out", tmp_path)
     page, text = ((tmp_path / f"report.{end}").read_text() for end in ("html", "md"))
     for suite, variants in SUITES.items():
         for variant in variants:

@@ -60,13 +60,19 @@ def airmoe(
         return Outcome(code, out.read(), err.read())
 
 
+def succeeds(*arguments: object, **options: Any) -> str:
+    """What `airmoe ARGUMENTS` prints; it must end well, with nothing on standard error."""
+    outcome = airmoe(*arguments, **options)
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    return outcome.out
+
+
 def airmoe_train(config: RunConfig, run: Path, *overrides: str, **options: Any) -> Outcome:
     """`airmoe train` with these settings."""
     return airmoe("train", "tiny", *assignments(config), *overrides, "--run", run, **options)
 
 
 def table_rows(printed: str) -> list[list[str]]:
-    """The cells of every table in what a command printed."""
     lines = [line for line in printed.splitlines() if "│" in line]
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from airmoe.training import RunConfig
 from tests.training import kills
-from tests.training.runs import killed, small_model, small_run, trained
+from tests.training.runs import OPTIONS, Whole, killed, small_model, small_run, trained
 
 
 @pytest.fixture(scope="session")
@@ -21,19 +20,23 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def plain(text: Path) -> tuple[RunConfig, Path]:
+def plain(text: Path) -> Whole:
     """The settings of most tests, 12 steps, and a run of them."""
     config = small_run(text)
-    return config, trained(config, text / "plain")
+    return Whole(config, trained(config, text / "plain"))
 
 
 @pytest.fixture(scope="session")
-def lasting(text: Path) -> tuple[RunConfig, Path]:
+def lasting(text: Path) -> Whole:
     """The same, but lists live three steps."""
-    model = small_model()
-    model["router_options"] = {**model["router_options"], "refresh_every": 3}
-    config = small_run(text, model)
-    return config, trained(config, text / "lasting")
+    config = small_run(text, small_model(router_options=OPTIONS | {"refresh_every": 3}))
+    return Whole(config, trained(config, text / "lasting"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Where a test may make a run."""
+    return tmp_path / "run"
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from airmoe.training import checkpoints, evaluation
+from airmoe.training import checkpoints
 from airmoe.training.loop import TrainingLoop
-from airmoe.training.run_log import LogWriter
 from tests.training.runs import kill_self
 
 Kill = Callable[[], None]
@@ -77,42 +76,27 @@ def is_step(step: int) -> Callable[..., bool]:
     return lambda loop, *_, **__: loop.step == step - 1
 
 
+def before_call(owner: Any, name: str, count: int) -> Kill:
+    """Before the call of that number, counted over the whole process."""
+    return lambda: before(owner, name, nth(count))
+
+
+def after_call(owner: Any, name: str, count: int) -> Kill:
+    return lambda: after(owner, name, nth(count))
+
+
 def before_step(step: int) -> Kill:
     """Between two accumulation windows."""
     return lambda: before(TrainingLoop, "_take_step", is_step(step))
 
 
 def at_micro_batch(count: int) -> Kill:
-    """Right behind a micro-batch, counted over the whole process."""
-    return lambda: after(TrainingLoop, "_forward_backward", nth(count))
-
-
-def after_optimizer_step(count: int) -> Kill:
-    """The parameters have moved, the step is not counted yet."""
-    return lambda: after(TrainingLoop, "_take_step", nth(count))
-
-
-def in_evaluation(batch: int) -> Kill:
-    return lambda: before(evaluation, "_summed_loss", nth(batch))
-
-
-def after_log_line(count: int) -> Kill:
-    return lambda: after(LogWriter, "write", nth(count))
+    return after_call(TrainingLoop, "_forward_backward", count)
 
 
 def in_fill(file: int) -> Kill:
     """While a checkpoint is written: its model is there, tensor file number `file` is not."""
-    return lambda: before(checkpoints, "save_tensors", nth(file))
-
-
-def before_rename(count: int) -> Kill:
-    """All files of a checkpoint are there, its name is not."""
-    return lambda: after(checkpoints, "sync_tree", nth(count))
-
-
-def before_rotation(count: int) -> Kill:
-    """A new checkpoint is whole, the old ones are still there."""
-    return lambda: before(checkpoints, "remove_old", nth(count))
+    return before_call(checkpoints, "save_tensors", file)
 
 
 def in_rotation() -> None:
@@ -127,14 +111,3 @@ def in_rotation() -> None:
 
     original = shutil.rmtree
     setattr(shutil, "rmtree", half_removed)  # noqa: B010 (the type differs)
-
-
-def after_rotation(count: int) -> Kill:
-    return lambda: after(checkpoints, "remove_old", nth(count))
-
-
-def before_result() -> None:
-    """Everything is done but the summary."""
-    from airmoe.training import run
-
-    before(run, "write_result", nth(1))

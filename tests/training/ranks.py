@@ -81,7 +81,6 @@ def measure(folder: Path, name: str) -> None:
 
 
 def killed(folder: Path, name: str) -> None:
-    """Both processes, in the seventh step."""
     kills.at_micro_batch(7)()
     train_here(read_config(folder, name), folder / name)
 
@@ -135,7 +134,6 @@ def take_up(run: Path, name: str) -> None:
 
 
 def take_up_together(folder: Path, name: str) -> None:
-    """One that two processes made, and one that one process made."""
     assert world_size() == 2
     take_up(folder / name, f"{name}-by-two")
 

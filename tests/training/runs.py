@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from airmoe.training.run import build_model
 from airmoe.training.run_log import TIME_FIELDS, read_log
 from airmoe.training.text import epoch_order
 
+OPTIONS = {"num_codewords": 8, "shortlist_size": 16}
 WORDS = "the of a expert router token learns codebook follows shortlist picks and then again"
 
 
@@ -54,7 +56,7 @@ def small_model(**fields: Any) -> dict[str, Any]:
                 "num_key_value_heads": 1,
                 "num_experts": 64,
                 "num_experts_per_tok": 4,
-                "router_options": {"num_codewords": 8, "shortlist_size": 16},
+                "router_options": OPTIONS,
                 **fields,
             }
         )
@@ -142,6 +144,14 @@ def in_process(job: Callable[[], Any]) -> int:
             os._exit(code)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run that was never killed, to compare with."""
+
+    config: RunConfig
+    path: Path
 
 
 def trained(config: RunConfig, folder: Path) -> Path:

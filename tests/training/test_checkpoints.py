@@ -23,7 +23,6 @@ from airmoe.training.checkpoints import (
     Counters,
     checkpoints,
     clean_up,
-    load_model,
     load_optimizer_state,
     optimizer_state,
     remove_old,
@@ -34,7 +33,6 @@ from airmoe.training.checkpoints import (
 )
 from airmoe.training.evaluation import Evaluation
 from airmoe.training.trained import load_trained
-from tests.model.common import build, learn_a_little
 from tests.training.runs import differing, in_process, small_run, train_here
 
 
@@ -167,18 +165,6 @@ def test_tensors_that_are_no_block_of_memory_are_saved_right(tmp_path: Path) -> 
     assert torch.equal(load_file(tmp_path / "a.safetensors")["a"], value)
 
 
-def test_a_model_is_loaded_whole(tmp_path: Path) -> None:
-    source, target = learn_a_little(build("air")), build("air")
-    with torch.no_grad():
-        for parameter in source.parameters():
-            parameter.add_(1)
-    source.save_pretrained(tmp_path)
-    load_model(tmp_path, target)
-    assert all(
-        torch.equal(value, source.state_dict()[name]) for name, value in target.state_dict().items()
-    )
-
-
 def with_losses(losses: dict[int, float], text: Path, folder: Path, **options: Any) -> Path:
     """A run whose validation losses are given by step; everything else is real."""
     config = small_run(text, steps=max(losses), **options)
@@ -193,7 +179,6 @@ def with_losses(losses: dict[int, float], text: Path, folder: Path, **options: A
 
 
 def test_the_best_is_chosen_by_validation_loss(text: Path, tmp_path: Path) -> None:
-    """Of a run that overfits."""
     run = with_losses({2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5}, text, tmp_path, eval_every=2)
     assert steps(run) == [4, 8]
     assert step_of(best_checkpoint(run)) == 4

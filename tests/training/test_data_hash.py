@@ -6,12 +6,8 @@ import gzip
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
-from airmoe import ConfigError
 from airmoe.data import PrepareConfig, Prepared, prepare
-from airmoe.training import preset
-from airmoe.training.run_folder import check_same_data, create_run, data_sha256
+from airmoe.training.run_folder import data_sha256
 
 
 def prepared(folder: Path, text: str, *, packed: bool = False) -> Prepared:
@@ -44,12 +40,3 @@ def test_the_tokenizer_and_which_split_is_which_matter(tmp_path: Path) -> None:
         replace(manifest, splits={"train": train}),
     ):
         assert data_sha256(replace(text, manifest=changed)) != data_sha256(text)
-
-
-def test_a_run_goes_on_with_its_own_text_only(tmp_path: Path) -> None:
-    text = prepared(tmp_path / "one", "some words")
-    run = create_run(tmp_path, preset("tiny"), text)
-    check_same_data(run, text)
-    other = prepared(tmp_path / "two", "other words")
-    with pytest.raises(ConfigError, match="must hold the text with which"):
-        check_same_data(run, other)

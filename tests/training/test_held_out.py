@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
 
 from airmoe.data import PrepareConfig, open_prepared, prepare
 from airmoe.files import read_json
-from airmoe.training import RunConfig, evaluate
+from airmoe.training import RunConfig, evaluate, override
 from airmoe.training.checkpoints import write_manifest
 from airmoe.training.run_folder import open_run
 from airmoe.training.trained import load_trained
@@ -17,17 +17,14 @@ from tests.training.runs import resume_here, small_run, train_here
 
 
 def with_test_split(folder: Path) -> RunConfig:
-    """A run on text in three files."""
     config = small_run(folder, steps=12, eval_every=4)
     splits = folder / "splits"
     splits.mkdir()
     documents = (folder / "text.txt").read_text(encoding="utf-8").split("\n\n")
-    for name, part in (("train", documents[:200]), ("valid", documents[200:220])):
-        (splits / f"{name}.txt").write_text("\n\n".join(part), encoding="utf-8")
-    (splits / "test.txt").write_text("\n\n".join(documents[220:]), encoding="utf-8")
+    for name, first, last in (("train", 0, 200), ("valid", 200, 220), ("test", 220, 240)):
+        (splits / f"{name}.txt").write_text("\n\n".join(documents[first:last]), encoding="utf-8")
     prepare(PrepareConfig(corpus=str(splits), tokenizer="bytes", out=str(folder / "tokens3")))
-    data = dataclasses.replace(config.data, corpus=str(splits), folder=str(folder / "tokens3"))
-    return dataclasses.replace(config, data=data)
+    return override(config, [f"data.corpus={splits}", f"data.folder={folder}/tokens3"])
 
 
 @pytest.fixture(scope="module")
@@ -50,32 +47,22 @@ def test_the_best_checkpoint_is_measured(run: Path) -> None:
     assert found["perplexity"] != read_json(run / "result.json")["best"]["perplexity"]
 
 
-def test_it_is_the_best_and_not_the_last(run: Path) -> None:
-    """The weights in memory are the last ones: spoil the best checkpoint and measure again."""
+def test_it_is_the_best_and_not_the_last(run: Path, tmp_path: Path) -> None:
+    """Killed before the measurement, which is made up for, with another checkpoint the best."""
+    run = shutil.copytree(run, tmp_path / "run")
     best = load_trained(run).checkpoint
     state = best.parent / "checkpoint-12" / "training.json"
     values = state.read_text(encoding="utf-8")
     before = read_json(run / "test.json")
-    try:
-        earlier = "8" if best.name == "checkpoint-12" else "12"
-        step = f'"best_step": {best.name.partition("-")[2]}'
-        state.write_text(values.replace(step, f'"best_step": {earlier}'), encoding="utf-8")
-        write_manifest(state.parent, open_run(run).sha256())
-        (run / "test.json").unlink()
-        (run / "result.json").unlink()
-        resume_here(run)
-        assert read_json(run / "test.json")["step"] == int(earlier)
-        assert read_json(run / "test.json")["loss"] != before["loss"]
-    finally:
-        state.write_text(values, encoding="utf-8")
-        write_manifest(state.parent, open_run(run).sha256())
-
-
-def test_killed_before_the_measurement_it_is_made_up_for(run: Path) -> None:
-    for name in ("test.json", "result.json"):
-        (run / name).unlink(missing_ok=True)
+    earlier = "8" if best.name == "checkpoint-12" else "12"
+    step = f'"best_step": {best.name.partition("-")[2]}'
+    state.write_text(values.replace(step, f'"best_step": {earlier}'), encoding="utf-8")
+    write_manifest(state.parent, open_run(run).sha256())
+    (run / "test.json").unlink()
+    (run / "result.json").unlink()
     resume_here(run)
-    test_the_best_checkpoint_is_measured(run)
+    assert read_json(run / "test.json")["step"] == int(earlier)
+    assert read_json(run / "test.json")["loss"] != before["loss"]
 
 
 def test_without_a_test_split_there_is_none(tmp_path: Path) -> None:
@@ -89,7 +76,6 @@ def test_one_too_short_for_a_block_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "splits" / "test.txt").write_text("short", encoding="utf-8")
     out = str(tmp_path / "short")
     prepare(PrepareConfig(corpus=config.data.corpus, tokenizer="bytes", out=out))
-    data = dataclasses.replace(config.data, folder=out)
-    training = dataclasses.replace(config.training, steps=2, eval_every=2)
-    train_here(dataclasses.replace(config, data=data, training=training), tmp_path / "run")
+    short = ["training.steps=2", "training.eval_every=2", f"data.folder={out}"]
+    train_here(override(config, short), tmp_path / "run")
     assert read_json(tmp_path / "run" / "result.json")["test"] is None

@@ -29,6 +29,15 @@ BATCHES = {
     ("medium", "openwebtext2"): (1024, 16),
     ("large", "openwebtext2"): (1024, 32),
 }
+ROUTERS = {
+    "air": {"AirRouter"},
+    "exact": {"TopKRouter"},
+    "peer": {"PeerRouter"},
+    "hierarchical": {"HierarchicalRouter"},
+    "expert_choice": {"ExpertChoiceRouter"},
+    "coarse": {"TopKRouter"},
+    "dense": set(),
+}
 
 
 def test_every_run_of_the_paper_has_a_name() -> None:
@@ -42,14 +51,6 @@ def test_batches_and_blocks(name: str) -> None:
     block, per_device = BATCHES[name.partition("-")[0], run.data.corpus]
     assert run.data.block_size == block
     assert run.training.batch_size == 4 * per_device
-    assert (
-        run.training.batch_size * block
-        == {
-            (256, 16): 16_384,
-            (1024, 16): 65_536,
-            (1024, 32): 131_072,
-        }[block, per_device]
-    )
     assert run.training.accumulation_steps(4) == 1  # runs on 4 devices
     assert run.data.tokenizer == "llama-3"
 
@@ -96,25 +97,8 @@ def test_every_preset_builds_with_every_method(name: str, method: str) -> None:
     with torch.device("meta"):
         model = AirMoeForCausalLM(config)
     routers = {type(module).__name__ for module in model.modules() if hasattr(module, "observe")}
-    assert (
-        routers
-        == {
-            "air": {"AirRouter"},
-            "exact": {"TopKRouter"},
-            "peer": {"PeerRouter"},
-            "hierarchical": {"HierarchicalRouter"},
-            "expert_choice": {"ExpertChoiceRouter"},
-            "coarse": {"TopKRouter"},
-            "dense": set(),
-        }[method]
-    )
+    assert routers == ROUTERS[method]
     assert run.preset == name
-
-
-def test_tiny_runs_on_a_laptop() -> None:
-    run = preset("tiny")
-    assert (run.data.corpus, run.data.tokenizer) == ("python-docs", "bpe:2048")
-    assert run.training.precision == "auto" and run.training.sharding == "none"
 
 
 def test_unknown_names() -> None:

@@ -12,11 +12,16 @@ import torch
 from airmoe import ROUTERS
 from airmoe.data import open_prepared
 from airmoe.files import read_json, write_json
-from airmoe.training import RunConfig
+from airmoe.training import checkpoints as saving
+from airmoe.training import evaluation
+from airmoe.training import run as running
 from airmoe.training.checkpoints import checkpoints, step_of
+from airmoe.training.loop import TrainingLoop
 from airmoe.training.text import MicroBatches, epoch_order
 from tests.training import kills
 from tests.training.runs import (
+    OPTIONS,
+    Whole,
     assert_same_run,
     differing,
     killed,
@@ -28,6 +33,7 @@ from tests.training.runs import (
     trained,
 )
 
+BEFORE_RESULT = kills.before_call(running, "write_result", 1)
 # 12 steps of 2 micro-batches, evaluated and saved at 4, 8 and 12, logged at 1, 3, 6, 9 and 12;
 # an evaluation has 3 batches; a checkpoint's tensor files are optimizer and random states.
 KILLS = {
@@ -35,72 +41,48 @@ KILLS = {
     "between windows": kills.before_step(7),
     "inside a window": kills.at_micro_batch(2 * 5 + 1),
     "in the second micro-batch": kills.at_micro_batch(2 * 6 + 2),
-    "after the optimizer's step": kills.after_optimizer_step(6),
-    "in an evaluation": kills.in_evaluation(3 + 2),
+    "after the optimizer's step": kills.after_call(TrainingLoop, "_take_step", 6),
+    "in an evaluation": kills.before_call(evaluation, "_summed_loss", 3 + 2),
     "in the first checkpoint": kills.in_fill(2),
     "in a checkpoint, after its model": kills.in_fill(2 + 1),
-    "before a checkpoint's name": kills.before_rename(2),
-    "before the rotation": kills.before_rotation(2),
-    "before the last rotation": kills.before_rotation(3),
+    "before a checkpoint's name": kills.after_call(saving, "sync_tree", 2),
+    "before the rotation": kills.before_call(saving, "remove_old", 2),
+    "before the last rotation": kills.before_call(saving, "remove_old", 3),
     "in the rotation": kills.in_rotation,
-    "right after a checkpoint": kills.after_rotation(2),
-    "before the result": kills.before_result,
+    "right after a checkpoint": kills.after_call(saving, "remove_old", 2),
+    "before the result": BEFORE_RESULT,
 }
 
 
 @pytest.mark.parametrize("moment", KILLS)
-def test_a_killed_run_ends_like_an_uninterrupted_one(
-    moment: str, plain: tuple[RunConfig, Path], tmp_path: Path
-) -> None:
-    config, reference = plain
-    killed(config, tmp_path / "run", KILLS[moment])
-    assert not (tmp_path / "run" / "result.json").exists()
-    for checkpoint in checkpoints(tmp_path / "run"):  # what has that name is whole
-        files = {file.name for file in (reference / "checkpoint-12").iterdir()}
+def test_a_killed_run_ends_like_an_uninterrupted_one(moment: str, plain: Whole, run: Path) -> None:
+    killed(plain.config, run, KILLS[moment])
+    assert not (run / "result.json").exists()
+    for checkpoint in checkpoints(run):  # what has that name is whole
+        files = {file.name for file in (plain.path / "checkpoint-12").iterdir()}
         assert {file.name for file in checkpoint.iterdir()} == files
         assert tensors_of(checkpoint)
-    assert_same_run(resumed(tmp_path / "run"), reference)
+    assert_same_run(resumed(run), plain.path)
 
 
-def test_killed_twice_and_with_a_torn_log_line(
-    plain: tuple[RunConfig, Path], tmp_path: Path
-) -> None:
-    config, reference = plain
-    run = tmp_path / "run"
-    killed(config, run, kills.before_step(7))
+def test_killed_twice_and_with_a_torn_log_line(plain: Whole, run: Path) -> None:
+    killed(plain.config, run, kills.before_step(7))
     with (run / "log.jsonl").open("a") as log:
         log.write('{"kind": "train", "step": 6, "los')
     resumed(run, kills.in_fill(1))
     resumed(run, kills.at_micro_batch(1))
     resumed(run)
-    assert_same_run(run, reference)
+    assert_same_run(run, plain.path)
 
 
-@pytest.mark.parametrize("moment", ["between windows", "in the second micro-batch"])
-def test_lists_that_live_several_steps(
-    moment: str, lasting: tuple[RunConfig, Path], tmp_path: Path
-) -> None:
-    """Steps 4 and 8 are saved; lists are built in 1, 4, 7 and 10."""
-    config, reference = lasting
-    killed(config, tmp_path / "run", KILLS[moment])
-    assert_same_run(resumed(tmp_path / "run"), reference)
+def test_resuming_a_finished_run_changes_nothing(plain: Whole, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(plain.path, tmp_path / "run"))
+    assert_same_run(resumed(run), plain.path)
 
 
-def test_resuming_a_finished_run_changes_nothing(
-    plain: tuple[RunConfig, Path], tmp_path: Path
-) -> None:
-    _, reference = plain
-    run = Path(shutil.copytree(reference, tmp_path / "run"))
-    assert_same_run(resumed(run), reference)
-
-
-def test_a_result_names_the_machine_that_trained(
-    plain: tuple[RunConfig, Path], tmp_path: Path
-) -> None:
+def test_a_result_names_the_machine_that_trained(plain: Whole, run: Path) -> None:
     """Not the one that resumed a run whose steps were done: its numbers are not from there."""
-    config, _ = plain
-    run = tmp_path / "run"
-    killed(config, run, kills.before_result)
+    killed(plain.config, run, BEFORE_RESULT)
     elsewhere = {"machine": {"device": "another", "count": 9}, "versions": {"python": "9"}}
     write_json(run / "run.json", read_json(run / "run.json") | elsewhere)
     resumed(run)
@@ -112,12 +94,11 @@ def test_a_result_names_the_machine_that_trained(
     assert read_json(run / "result.json") == result | elsewhere | {"peak_memory_gib": 0.5}
 
 
-def test_the_comparison_can_fail(plain: tuple[RunConfig, Path], tmp_path: Path) -> None:
+def test_the_comparison_can_fail(plain: Whole, tmp_path: Path) -> None:
     """Another seed must show in every kind of state, or the tests above would prove nothing."""
-    _, reference = plain
-    run = trained(small_run(reference.parent, seed=43), tmp_path / "run")
+    run = trained(small_run(plain.path.parent, seed=43), tmp_path / "run")
     found = " ".join(
-        differing(tensors_of(run / "checkpoint-12"), tensors_of(reference / "checkpoint-12"))
+        differing(tensors_of(run / "checkpoint-12"), tensors_of(plain.path / "checkpoint-12"))
     )
     for part in (
         "model.safetensors/model.layers.1.mlp.router.codebook.codewords",
@@ -126,19 +107,17 @@ def test_the_comparison_can_fail(plain: tuple[RunConfig, Path], tmp_path: Path) 
         "random-0.safetensors/torch",
     ):
         assert part in found
-    assert timeless_log(run) != timeless_log(reference)
+    assert timeless_log(run) != timeless_log(plain.path)
 
 
 ROUTER_OPTIONS: dict[str, dict[str, Any]] = {
-    "air": {"num_codewords": 8, "shortlist_size": 16, "jitter_std": 0.1},
+    "air": OPTIONS | {"jitter_std": 0.1},
     "peer": {"num_heads": 2},
     "hierarchical": {"num_clusters": 8, "num_selected_clusters": 2},
 }
 MODELS: dict[str, dict[str, Any]] = {
     **{name: {"router": name, "router_options": ROUTER_OPTIONS.get(name, {})} for name in ROUTERS},
-    "air, experts choose": {
-        "router_options": {"num_codewords": 8, "shortlist_size": 16, "gate": "expert_choice"}
-    },
+    "air, experts choose": {"router_options": OPTIONS | {"gate": "expert_choice"}},
     "air, many dead codes": {
         "router_options": {"num_codewords": 32, "shortlist_size": 16, "dead_below": 8.0},
         "shortlist_balance_weight": 0.01,
@@ -158,14 +137,14 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_router_resumes_exactly(name: str, tmp_path: Path) -> None:
+def test_every_router_resumes_exactly(name: str, run: Path, tmp_path: Path) -> None:
     config = small_run(
         tmp_path, small_model(**MODELS[name]), documents=60, steps=5, eval_every=2, log_every=2
     )
     reference = trained(config, tmp_path / "reference")
-    killed(config, tmp_path / "run", kills.at_micro_batch(2 * 2 + 2))
-    assert [step_of(path) for path in checkpoints(tmp_path / "run")] == [2]
-    assert_same_run(resumed(tmp_path / "run"), reference)
+    killed(config, run, kills.at_micro_batch(2 * 2 + 2))
+    assert [step_of(path) for path in checkpoints(run)] == [2]
+    assert_same_run(resumed(run), reference)
 
 
 @pytest.mark.parametrize(
@@ -178,34 +157,32 @@ def test_every_router_resumes_exactly(name: str, tmp_path: Path) -> None:
         pytest.param({"log_every": 100}, id="one log line"),
     ],
 )
-def test_recipes_resume_exactly(options: dict[str, Any], tmp_path: Path) -> None:
+def test_recipes_resume_exactly(options: dict[str, Any], run: Path, tmp_path: Path) -> None:
     given: dict[str, Any] = {"steps": 8, **options}
     config = small_run(tmp_path, **given)
     reference = trained(config, tmp_path / "reference")
-    killed(config, tmp_path / "run", kills.before_step(8))
-    assert checkpoints(tmp_path / "run")
-    assert_same_run(resumed(tmp_path / "run"), reference)
+    killed(config, run, kills.before_step(8))
+    assert checkpoints(run)
+    assert_same_run(resumed(run), reference)
 
 
 @pytest.fixture(scope="module")
-def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """12 steps each, evaluated and saved at their ends, and saved every 5 steps."""
     folder = tmp_path_factory.mktemp("epochs")
     config = small_run(folder, documents=14, steps=None, epochs=2, eval_every="epoch", save_every=5)
-    return config, trained(config, folder / "reference")
+    return Whole(config, trained(config, folder / "reference"))
 
 
 @pytest.mark.parametrize(
     ("step", "newest"), [(12, 10), (13, 12), (18, 15)], ids=["within", "between", "after"]
 )
-def test_epochs_resume_exactly(
-    step: int, newest: int, two_epochs: tuple[RunConfig, Path], tmp_path: Path
-) -> None:
-    config, reference = two_epochs
-    assert [line["step"] for line in timeless_log(reference) if line["kind"] == "eval"] == [12, 24]
-    killed(config, tmp_path / "run", kills.before_step(step))
-    assert step_of(checkpoints(tmp_path / "run")[-1]) == newest
-    assert_same_run(resumed(tmp_path / "run"), reference)
+def test_epochs_resume_exactly(step: int, newest: int, two_epochs: Whole, run: Path) -> None:
+    log = timeless_log(two_epochs.path)
+    assert [line["step"] for line in log if line["kind"] == "eval"] == [12, 24]
+    killed(two_epochs.config, run, kills.before_step(step))
+    assert step_of(checkpoints(run)[-1]) == newest
+    assert_same_run(resumed(run), two_epochs.path)
 
 
 def test_epochs_see_every_block_once_in_a_new_order() -> None:
@@ -219,12 +196,11 @@ def test_epochs_see_every_block_once_in_a_new_order() -> None:
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_copies_do_not_block_where_memory_is_pinned(
-    monkeypatch: pytest.MonkeyPatch, pinned: bool, plain: tuple[RunConfig, Path]
+    monkeypatch: pytest.MonkeyPatch, pinned: bool, plain: Whole
 ) -> None:
     """From pageable memory they would block all the same; without pinning a GPU waits."""
-    config, _ = plain
-    blocks = open_prepared(Path(str(config.data.folder))).blocks("train", 32)
-    batches = MicroBatches(blocks, config.training, torch.device("cpu"))
+    blocks = open_prepared(Path(str(plain.config.data.folder))).blocks("train", 32)
+    batches = MicroBatches(blocks, plain.config.training, torch.device("cpu"))
     copied: list[object] = []
     monkeypatch.setattr(batches, "_device", torch.device("cuda" if pinned else "cpu"))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: copied.append("pinned") or self)

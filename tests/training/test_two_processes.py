@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 import os
@@ -60,17 +59,9 @@ def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Runs:
-    """What the processes left behind, in one folder."""
-
-    folder: Path
-    config: RunConfig  # of one process
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Made once, also where several pytest workers share these tests."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the processes left behind: made once, also where pytest workers share these tests."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
@@ -82,7 +73,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             folder.mkdir()
             start_processes(folder)
             (folder / "ready").touch()
-    return Runs(folder, one_process(folder))
+    return folder
 
 
 def one_process(folder: Path) -> RunConfig:
@@ -121,11 +112,11 @@ def start_processes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_every_rank_has_the_same_codebook(name: str, runs: Runs) -> None:
-    first, second = (load_file(runs.folder / f"{name}-{rank}.safetensors") for rank in (0, 1))
+def test_every_rank_has_the_same_codebook(name: str, runs: Path) -> None:
+    first, second = (load_file(runs / f"{name}-{rank}.safetensors") for rank in (0, 1))
     assert any("codewords" in buffer for buffer in first)
     assert differing(first, second) == []
-    saved = load_file(runs.folder / name / "checkpoint-12" / "model.safetensors")
+    saved = load_file(runs / name / "checkpoint-12" / "model.safetensors")
     for buffer in ("codewords", "counts", "sums"):
         assert torch.equal(
             saved[f"model.layers.1.mlp.router.codebook.{buffer}"], first[f"0.codebook.{buffer}"]
@@ -133,14 +124,14 @@ def test_every_rank_has_the_same_codebook(name: str, runs: Runs) -> None:
 
 
 @pytest.fixture(scope="module")
-def tolerance(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+def tolerance(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """How far rounding alone drives this run apart, by name of the number.
 
     Two processes add in another order, so every sum may differ in its last bit, and training makes
     that grow. How much is measured: runs of one process whose first weights are off by one bit.
     Four times the most that two such runs move is allowed, and 1e-6 where they do not move.
     """
-    control, folder = timeless_log(runs.folder / "one"), tmp_path_factory.mktemp("nudged")
+    control, folder = timeless_log(runs / "one"), tmp_path_factory.mktemp("nudged")
     most: dict[str, float] = {}
     for seed in (1, 2):
 
@@ -157,7 +148,7 @@ def tolerance(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
                 return model
 
             run.build_model = nudged
-            train_here(runs.config, folder / str(seed))
+            train_here(one_process(runs), folder / str(seed))
 
         assert in_process(job) == 0
         for line, plain in zip(timeless_log(folder / str(seed)), control, strict=True):
@@ -171,12 +162,12 @@ def tolerance(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "ddp-killed-copy", "fsdp-killed-copy"])
 def test_the_curve_is_that_of_one_process(
-    name: str, runs: Runs, tolerance: dict[str, float], tmp_path: Path
+    name: str, runs: Path, tolerance: dict[str, float], tmp_path: Path
 ) -> None:
     """Also where one process went on with what two had begun."""
-    folder = runs.folder
+    folder = runs
     if name.endswith("copy"):
-        shutil.copytree(runs.folder / name, tmp_path / name)
+        shutil.copytree(runs / name, tmp_path / name)
         folder = tmp_path
         config = json.loads((folder / name / "run.json").read_text())
         # As much in a micro-batch as two processes had, to be comparable: then it is another run.
@@ -185,7 +176,7 @@ def test_the_curve_is_that_of_one_process(
         (checkpoint,) = checkpoints(folder / name)
         write_manifest(checkpoint, open_run(folder / name).sha256())
         resumed(folder / name)
-    found, expected = timeless_log(folder / name), timeless_log(runs.folder / "one")
+    found, expected = timeless_log(folder / name), timeless_log(runs / "one")
     assert [(line["kind"], line["step"]) for line in found] == [
         (line["kind"], line["step"]) for line in expected
     ]
@@ -198,12 +189,11 @@ def test_the_curve_is_that_of_one_process(
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_a_killed_group_resumes_exactly(name: str, runs: Runs) -> None:
+def test_a_killed_group_resumes_exactly(name: str, runs: Path) -> None:
     """Both processes were killed in step 7; the random states of both are in the checkpoint."""
-    assert_same_run(runs.folder / f"{name}-killed", runs.folder / name)
+    assert_same_run(runs / f"{name}-killed", runs / name)
     random = [
-        load_file(runs.folder / name / "checkpoint-12" / f"random-{rank}.safetensors")
-        for rank in (0, 1)
+        load_file(runs / name / "checkpoint-12" / f"random-{rank}.safetensors") for rank in (0, 1)
     ]
     assert not torch.equal(random[0]["running_loss"], torch.ones(1))
     assert random[0].keys() == random[1].keys()
@@ -227,9 +217,9 @@ def assert_taken_up(loaded: Path, checkpoint: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["ddp-killed-copy", "fsdp-killed-copy"])
-def test_one_process_takes_up_what_two_made(name: str, runs: Runs, tmp_path: Path) -> None:
+def test_one_process_takes_up_what_two_made(name: str, runs: Path, tmp_path: Path) -> None:
     """With the settings as they are, and goes on to the end."""
-    shutil.copytree(runs.folder / name, tmp_path / name)
+    shutil.copytree(runs / name, tmp_path / name)
 
     def job() -> None:
         ranks.remember_loops()
@@ -240,37 +230,36 @@ def test_one_process_takes_up_what_two_made(name: str, runs: Runs, tmp_path: Pat
     assert not rest["loop/shards"].any()
     resumed(tmp_path / name)
     steps = [line["step"] for line in timeless_log(tmp_path / name)]
-    assert steps == [line["step"] for line in timeless_log(runs.folder / "one")]
+    assert steps == [line["step"] for line in timeless_log(runs / "one")]
 
 
 @pytest.mark.parametrize(
     ("name", "sharded"), [("one-killed", False), ("fsdp-killed-copy", True)], ids=["ddp", "fsdp"]
 )
-def test_two_processes_take_up_what_there_is(name: str, sharded: bool, runs: Runs) -> None:
-    """One process made the first of them, two the second."""
+def test_two_processes_take_up_what_there_is(name: str, sharded: bool, runs: Path) -> None:
     for rank in (0, 1):
-        loaded = runs.folder / f"{name}-by-two-{rank}.safetensors"
-        rest = assert_taken_up(loaded, runs.folder / name / "checkpoint-4")
+        loaded = runs / f"{name}-by-two-{rank}.safetensors"
+        rest = assert_taken_up(loaded, runs / name / "checkpoint-4")
         assert rest["loop/shards"].all() == sharded
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_two_processes_measure_the_best_checkpoint(name: str, runs: Runs) -> None:
+def test_two_processes_measure_the_best_checkpoint(name: str, runs: Path) -> None:
     """Also where each holds shards of the model, into which that checkpoint must get."""
-    found = json.loads((runs.folder / f"{name}-test.json").read_text())
-    trained = load_trained(runs.folder / name)
-    blocks = open_prepared(runs.folder / "tokens").blocks("validation", 32)
+    found = json.loads((runs / f"{name}-test.json").read_text())
+    trained = load_trained(runs / name)
+    blocks = open_prepared(runs / "tokens").blocks("validation", 32)
     expected = evaluate(trained.model, blocks, batch_size=16, quality_tokens=16)
     assert (found["step"], found["tokens"]) == (step_of(trained.checkpoint), expected.tokens)
     assert found["loss"] == pytest.approx(expected.loss, rel=1e-6)  # a sum in another order
     assert found["dead_experts"] == expected.routing["dead_experts"]
 
 
-def test_evaluation_on_two_ranks_is_that_of_one(runs: Runs) -> None:
-    found = [json.loads((runs.folder / f"evaluation-{rank}.json").read_text()) for rank in (0, 1)]
+def test_evaluation_on_two_ranks_is_that_of_one(runs: Path) -> None:
+    found = [json.loads((runs / f"evaluation-{rank}.json").read_text()) for rank in (0, 1)]
     assert found[0] == found[1]
-    trained = load_trained(runs.folder / "ddp")
-    blocks = torch.load(runs.folder / "blocks.pt")
+    trained = load_trained(runs / "ddp")
+    blocks = torch.load(runs / "blocks.pt")
     for count in (9, 4, 2):
         plain = evaluate(trained.model, blocks[:count], batch_size=4, quality_tokens=10_000)
         together = found[0][str(count)]
@@ -281,15 +270,15 @@ def test_evaluation_on_two_ranks_is_that_of_one(runs: Runs) -> None:
             assert together[name] == plain.routing[name], name
 
 
-def test_a_failure_of_the_first_rank_is_told_to_all(runs: Runs) -> None:
-    messages = [(runs.folder / f"full-{rank}.txt").read_text() for rank in (0, 1)]
+def test_a_failure_of_the_first_rank_is_told_to_all(runs: Path) -> None:
+    messages = [(runs / f"full-{rank}.txt").read_text() for rank in (0, 1)]
     assert messages[0] == messages[1]
     assert "step 4" in messages[0] and "disk is full" in messages[0]
 
 
-def test_an_occupied_folder_is_refused_by_every_rank(runs: Runs) -> None:
+def test_an_occupied_folder_is_refused_by_every_rank(runs: Path) -> None:
     for rank in (0, 1):
-        message = (runs.folder / f"refused-{rank}.txt").read_text()
+        message = (runs / f"refused-{rank}.txt").read_text()
         assert "holds this very run already" in message
 
 
