@@ -193,12 +193,9 @@ class Workload:
             check_count(f"workload.{name}", getattr(self, name))
         together = self.tokens_per_micro_batch * self.devices
         if self.tokens_per_step % together:
-            raise ConfigError(
-                "workload.tokens_per_step",
-                self.tokens_per_step,
-                f"must be a multiple of tokens_per_micro_batch x devices = {together}",
-                "Change one of them.",
-            )
+            rule = f"must be a multiple of tokens_per_micro_batch x devices = {together}"
+            remedy = "Change one of them."
+            raise ConfigError("workload.tokens_per_step", self.tokens_per_step, rule, remedy)
 
     @property
     def steps_per_token(self) -> float:

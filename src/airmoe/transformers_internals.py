@@ -25,12 +25,9 @@ def _known_versions() -> Iterator[None]:
     try:
         yield
     except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            "transformers",
-            transformers.__version__,
-            f"lacks a name that airmoe needs ({error}): it knows {' to '.join(KNOWN)}",
-            f"Run: pip install 'transformers=={KNOWN[1]}'.",
-        ) from error
+        rule = f"lacks a name that airmoe needs ({error}): it knows {' to '.join(KNOWN)}"
+        remedy = f"Run: pip install 'transformers=={KNOWN[1]}'."
+        raise ConfigError("transformers", transformers.__version__, rule, remedy) from error
 
 
 with _known_versions():

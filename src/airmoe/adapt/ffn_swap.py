@@ -127,13 +127,11 @@ def decoder_of(model: Any) -> Any:
     """The part of a Hugging Face model that runs the decoder layers, with these in `layers`."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
-        raise ConfigError(
-            "swap_ffn.model",
-            type(model).__name__,
+        rule = (
             "must be a decoder with its layers in `layers`, like Llama, Mistral, Qwen2, Qwen3, "
-            "Gemma or OLMo2 of transformers",
-            "Pass such a model.",
+            "Gemma or OLMo2 of transformers"
         )
+        raise ConfigError("swap_ffn.model", type(model).__name__, rule, "Pass such a model.")
     return decoder
 
 

@@ -197,12 +197,9 @@ class AirMoeConfig(LlamaConfig):
                 "model.router_options", options, "must map names to values", "Give a dict."
             )
         for name in budget.keys() & options.keys():
-            raise ConfigError(
-                f"model.router_options.{name}",
-                options[name],
-                "is set by the model",
-                "Set hidden_size, num_experts or num_experts_per_tok instead.",
-            )
+            rule = "is set by the model"
+            remedy = "Set hidden_size, num_experts or num_experts_per_tok instead."
+            raise ConfigError(f"model.router_options.{name}", options[name], rule, remedy)
         router = ROUTERS[self.router].Config
         try:
             return router.with_options(options, **budget)
