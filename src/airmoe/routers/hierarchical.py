@@ -19,8 +19,8 @@ from airmoe.routers.base import CentroidRouter, Plan, exact_logits, init_centroi
 from airmoe.routers.costs import (
     balance_of_cells,
     candidate_scores,
+    choice_by_tokens,
     jitter,
-    router_losses,
     unit_centroids,
 )
 from airmoe.routers.routing import CellRouting, ScoredCells, Tokens, token_choice
@@ -74,7 +74,7 @@ class HierarchicalRouter(CentroidRouter):
             )
 
         def count_flops(self, workload: Workload, losses: RouterLosses) -> RouterCount:
-            clusters, selected, active = self.num_clusters, self.num_selected_clusters, self.top_k
+            clusters, selected = self.num_clusters, self.num_selected_clusters
             candidates = selected * self.num_experts // clusters
             terms = (
                 *unit_centroids(self, workload, self.num_experts + clusters),
@@ -82,13 +82,11 @@ class HierarchicalRouter(CentroidRouter):
                 *jitter(self, COARSE, clusters),
                 flops.both(COARSE, "best clusters", flops.top_k(clusters, selected, gradient=True)),
                 *candidate_scores(self, candidates),
-                flops.both(FINE, "cluster scores added", flops.add(candidates)),
-                flops.both(FINE, "selection", flops.top_k(candidates, active, gradient=True)),
-                flops.both(FINE, "weights", flops.softmax(candidates if active == 1 else active)),
-                *router_losses(self, workload, losses, candidates, counted=active == 1),
+                flops.both(FINE, "cluster scores added", flops.elementwise("add", candidates)),
+                *choice_by_tokens(self, workload, losses, candidates),
                 *balance_of_cells(losses, "clusters", clusters),
             )
-            return RouterCount(terms, active, candidates)
+            return RouterCount(terms, self.top_k, candidates)
 
         def build(self) -> HierarchicalRouter:
             return HierarchicalRouter(self)

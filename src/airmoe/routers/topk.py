@@ -14,7 +14,7 @@ from airmoe.kernels.rows import chosen_logits
 from airmoe.kernels.softmax_summary import Summary, softmax_summary
 from airmoe.kernels.top_k import softmax_weights
 from airmoe.routers.base import CentroidRouter, Plan
-from airmoe.routers.costs import jitter, router_losses, summary, unit_centroids
+from airmoe.routers.costs import choice_by_tokens, jitter, summary, unit_centroids
 from airmoe.routers.routing import Lazy, TokenRouting, Tokens
 from airmoe.routers.settings import CentroidConfig
 
@@ -30,20 +30,16 @@ class TopKRouter(CentroidRouter):
             """The gradient reaches the scores of all experts in a dense [T, E], in ours those of
             the chosen."""
             experts, active, dim = self.num_experts, self.top_k, self.dim
-            switch = active == 1  # its weight is the probability among all experts
             terms = [
                 *unit_centroids(self, workload),
                 Term(FINE, "scores", flops.product(experts, dim), None),
                 Term(FINE, "best experts", None, flops.product(experts, dim, gradients=0)),
                 Term(FINE, "their logits", None, flops.product(active, dim)),
                 *jitter(self, FINE, experts),
-                flops.both(FINE, "selection", flops.top_k(experts, active, gradient=True)),
-                flops.both(FINE, "weights", flops.softmax(experts if switch else active)),
-                *router_losses(self, workload, losses, experts, counted=switch),
+                *choice_by_tokens(self, workload, losses, experts),
             ]
-            if switch or losses.load_balance or losses.router_z:
-                part = FINE if switch else BALANCE
-                terms.append(Term(part, "softmax over all experts", None, summary(experts, dim)))
+            if active == 1 or losses.load_balance or losses.router_z:
+                terms.append(summary(FINE if active == 1 else BALANCE, self))
             return RouterCount(tuple(terms), active, active)
 
         def build(self) -> TopKRouter:
