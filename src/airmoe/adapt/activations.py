@@ -82,21 +82,17 @@ def _real_tokens(inputs: dict[str, Any]) -> Tensor | None:
 
 
 @contextmanager
-def changed(routers: Iterable[Any], **values: Sequence[Any]) -> Iterator[None]:
+def changed(routers: Sequence[Any], **values: Sequence[Any]) -> Iterator[None]:
     """Give the routers other attributes inside the block, each its own: `top_k=[2, 2]`."""
-    routers = list(routers)
-    before = {name: [getattr(router, name) for router in routers] for name in values}
-
-    def give(values: Mapping[str, Sequence[Any]]) -> None:
+    before = [(router, name, getattr(router, name)) for router in routers for name in values]
+    try:
         for name, each in values.items():
             for router, value in zip(routers, each, strict=True):
                 setattr(router, name, value)
-
-    try:
-        give(values)
         yield
     finally:
-        give(before)
+        for router, name, value in before:
+            setattr(router, name, value)
 
 
 class Sample:
@@ -109,8 +105,7 @@ class Sample:
 
     def add(self, rows: Tensor) -> None:
         keys = torch.rand(len(rows), generator=self._generator, dtype=torch.float32)
-        kept = _largest(keys, self.limit)
-        self._parts.append((rows[kept.to(rows.device)].cpu(), keys[kept]))
+        self._parts.append((rows.cpu(), keys))
         if sum(len(keys) for _, keys in self._parts) > 2 * self.limit:
             self._parts = [self._best()]
 
@@ -120,13 +115,8 @@ class Sample:
 
     def _best(self) -> tuple[Tensor, Tensor]:
         rows, keys = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
-        kept = _largest(keys, self.limit)
+        kept = keys.topk(min(self.limit, len(keys))).indices.sort().values
         return rows[kept], keys[kept]
-
-
-def _largest(keys: Tensor, limit: int) -> Tensor:
-    """Places of the `limit` largest keys, ascending."""
-    return keys.topk(min(limit, len(keys))).indices.sort().values
 
 
 def collect(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
@@ -12,14 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from airmoe.adapt.activations import (
-    HELD_OUT,
-    Batch,
-    changed,
-    collect,
-    hold_out,
-    next_token_loss,
-)
+from airmoe.adapt.activations import HELD_OUT, Batch, changed, collect, hold_out, next_token_loss
 from airmoe.adapt.fitting import (
     AirLayer,
     Trial,
@@ -33,6 +25,7 @@ from airmoe.adapt.router_swap import check_is_model
 from airmoe.config import check_choice, check_count, check_number
 from airmoe.distributed import all_reduce_sum
 from airmoe.errors import ConfigError
+from airmoe.metrics.quality import mode_of
 from airmoe.routers.codebook import Codebook
 
 Criterion = Literal["overlap", "mass_recall"]
@@ -74,7 +67,7 @@ def calibrate(
     routers = [*layers.values()]
     learned_from, held_out = hold_out(batches)
     few = -(-max_tokens // HELD_OUT)
-    with _evaluating(model):
+    with mode_of(model, training=False), torch.no_grad():
         learned = collect(model, routers, learned_from, max_tokens - few, seed)
         measured = collect(model, routers, held_out, few, seed)
         counts = _count_tokens(layers, learned, measured)
@@ -119,19 +112,6 @@ def _report_layer(
         trials=tuple(trials),
         suggestion=cheapest(trials, wanted, criterion),
     )
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, then every module's own flag back."""
-    flags = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
 
 
 def _count_tokens(

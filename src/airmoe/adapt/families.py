@@ -59,10 +59,6 @@ class AirGptOssRouter(ShortlistRouter, GptOssTopKRouter):
     def expert_bias(self) -> Tensor | None:
         return self.bias
 
-    def select(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        best, expert_ids = logits.topk(self.top_k, dim=-1)
-        return best.softmax(-1).to(dtype), expert_ids
-
 
 class AirDeepseekV3Router(ShortlistRouter, DeepseekV3TopkRouter):
     """Sigmoid scores; a bias that only selects; a few groups of experts per token; a scale.
@@ -77,9 +73,8 @@ class AirDeepseekV3Router(ShortlistRouter, DeepseekV3TopkRouter):
 
     def select(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         scores = logits.sigmoid()
-        choice = (scores + self.e_score_correction_bias).masked_fill(
-            logits == -torch.inf, -torch.inf
-        )
+        choice = scores + self.e_score_correction_bias
+        choice = choice.masked_fill(logits == -torch.inf, -torch.inf)
         group_scores = self._grouped(choice).topk(2, dim=-1).values.sum(-1)  # [T, groups]
         group_ids = group_scores.topk(self.topk_group, dim=-1, sorted=False).indices
         outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, group_ids, False)

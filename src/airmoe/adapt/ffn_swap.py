@@ -109,7 +109,8 @@ def swap_ffn(
         with torch.device(weight.device):
             made[number] = settings.build(std).to(weight.dtype).train(network.training)
     owner = owner_of(model, networks, "swap_ffn.model")
-    change = plan_swap(model, owner, ffn=dict.fromkeys(numbers, settings))
+    saved = {str(number): settings.to_dict() for number in numbers}
+    change = plan_swap(model, owner, "airmoe_ffn", saved)
     # Nothing can fail from here on.
     _put_layers(decoder, made)
     change()

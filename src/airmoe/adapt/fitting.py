@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from airmoe.adapt.shortlist_router import ScaledCodebook, ShortlistRouter
+from airmoe.adapt.shortlist_router import ScaledCodebook, Selection, ShortlistRouter
 from airmoe.distributed import all_reduce_sum, full_tensor
 from airmoe.errors import ConfigError
 from airmoe.kernels.norms import unit_rows
@@ -39,10 +39,8 @@ class Trial:
 # -- routers with a codebook ----------------------------------------------------------------------
 
 
-class AirLayer:
+class AirLayer(Selection):
     """An AirRouter under the names that calibration uses of a swapped router."""
-
-    keeps_candidates = True
 
     def __init__(self, router: AirRouter) -> None:
         config = router.config
@@ -55,19 +53,6 @@ class AirLayer:
     def weight(self) -> Tensor:
         centroids = self.router.centroids
         return unit_rows(centroids) if self.router.config.normalize_centroids else centroids
-
-    def ranking(self, representatives: Tensor) -> Tensor:
-        return self.full_logits(representatives).argsort(dim=-1, descending=True, stable=True)
-
-    def masses(self, logits: Tensor) -> Tensor:
-        return logits.softmax(-1)
-
-    def select(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        best, expert_ids = logits.topk(self.top_k, dim=-1)
-        return best.softmax(-1).to(dtype), expert_ids
-
-    def least_shortlist(self, _router: Any) -> int:
-        return self.top_k
 
 
 def find_layers(model: nn.Module) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +31,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from airmoe.adapt.ffn_swap import FfnSettings, SwappedFfn, build_saved
+from airmoe.adapt.ffn_swap import SwappedFfn, build_saved
 from airmoe.adapt.router_swap import RouterSettings, check_is_model, exchange, find_routers
 from airmoe.adapt.shortlist_router import ScaledCodebook, ShortlistRouter
 from airmoe.errors import ConfigError
@@ -179,24 +178,17 @@ def has_known_routers(config: Any) -> bool:
 
 
 def plan_swap(
-    model: nn.Module,
-    owner: Any,
-    *,
-    routers: RouterSettings | None = None,
-    ffn: Mapping[int, FfnSettings] | None = None,
+    model: nn.Module, owner: Any, name: str, settings: Mapping[str, Any]
 ) -> Callable[[], None]:
     """Plan the new config of `owner` inside `model`; the result carries the change out.
 
-    Everything that may fail happens now.
+    `settings` join those of earlier swaps in its field `name`. Everything that may fail happens
+    now.
     """
     if owner is None:  # no config says what was swapped
         return lambda: None
     new = _copy_as(config_class_for(type(owner.config)), owner.config)
-    if routers is not None:
-        new.airmoe = asdict(routers)
-    if ffn is not None:
-        saved = {str(number): settings.to_dict() for number, settings in ffn.items()}
-        new.airmoe_ffn = {**(new.airmoe_ffn or {}), **saved}
+    setattr(new, name, {**(getattr(new, name) or {}), **settings})
     return functools.partial(_set_config, model, owner.config, new)
 
 

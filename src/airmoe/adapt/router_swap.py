@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -68,7 +69,7 @@ def swap_routers(
         shortlist_size=shortlist_size,
         layers=None if layers is None else [*choose(routers, layers)],
     )
-    change = plan_swap(model, owner, routers=settings)
+    change = plan_swap(model, owner, "airmoe", asdict(settings))
     exchange(routers, settings)
     # Nothing can fail from here on.
     change()

@@ -114,15 +114,19 @@ def mass_recall_bound(router: AirRouter, hidden: Tensor, mask: Tensor | None = N
 
 @contextmanager
 def router_mode(router: Router, *, training: bool) -> Iterator[None]:
-    """Run a block in training or evaluation mode, then restore every submodule's own flag.
+    """`mode_of` a router. Autocast is off, because it would round the exact logits."""
+    off = torch.autocast(router.micro_batches.device.type, enabled=False)
+    with mode_of(router, training=training), off:
+        yield
 
-    Autocast is off, because it would round the exact logits.
-    """
-    flags = [(module, module.training) for module in router.modules()]
+
+@contextmanager
+def mode_of(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Run a block in training or evaluation mode, then restore every submodule's own flag."""
+    flags = [(module, module.training) for module in model.modules()]
     try:
-        router.train(training)
-        with torch.autocast(router.micro_batches.device.type, enabled=False):
-            yield
+        model.train(training)
+        yield
     finally:
         for module, flag in flags:
             module.training = flag
