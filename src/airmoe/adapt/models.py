@@ -14,22 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers as hf
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    MODEL_MAPPING,
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from airmoe.adapt.ffn_swap import SwappedFfn, build_saved
 from airmoe.adapt.router_swap import RouterSettings, check_is_model, exchange, find_routers
@@ -57,11 +44,11 @@ DENSE = (
 )
 PREFIX = "airmoe_"
 HEADS = {  # and the classes of each, by config
-    AutoModel: MODEL_MAPPING,
-    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForSequenceClassification: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoModelForTokenClassification: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    AutoModelForQuestionAnswering: MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    hf.AutoModel: hf.MODEL_MAPPING,
+    hf.AutoModelForCausalLM: hf.MODEL_FOR_CAUSAL_LM_MAPPING,
+    hf.AutoModelForSequenceClassification: hf.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    hf.AutoModelForTokenClassification: hf.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    hf.AutoModelForQuestionAnswering: hf.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
 }
 _Base = PreTrainedModel if TYPE_CHECKING else object
 
@@ -274,8 +261,8 @@ def config_class_for(stock: Any) -> Any:
     for head, known in HEADS.items():
         if stock in known:
             head.register(made, _model_class(known[stock], made))
-    if stock in MODEL_FOR_CAUSAL_LM_MAPPING:
-        causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[stock]
+    if stock in hf.MODEL_FOR_CAUSAL_LM_MAPPING:
+        causal: Any = hf.MODEL_FOR_CAUSAL_LM_MAPPING[stock]
         shift_labels_of(made.model_type, f"Air{causal.__name__}")
     convert_checkpoints_like(made.model_type, stock.model_type)
     return made

@@ -69,9 +69,8 @@ class GlobalBatch:
     def rows(self, numbers: Tensor) -> Tensor:
         """This rank's share of the tokens with these global numbers, else 0: [n, D] float32."""
         if self.hidden.shape[0] == 0:
-            return self.hidden.new_zeros(
-                numbers.shape[0], self.hidden.shape[1], dtype=torch.float32
-            )
+            shape = numbers.shape[0], self.hidden.shape[1]
+            return self.hidden.new_zeros(shape, dtype=torch.float32)
         seen = self.valid.cumsum(0)  # [T]
         local = numbers - self.first
         mine = (local >= 0) & (local < seen[-1])
@@ -120,7 +119,7 @@ class Codebook(Float32State):
         self.register_buffer("initialized", torch.empty((), dtype=torch.bool))
         self.register_buffer("seed", torch.empty((), dtype=torch.int64))
         self.register_buffer("updates", torch.empty((), dtype=torch.int64))
-        self.register_load_state_dict_post_hook(_after_load)
+        self.register_load_state_dict_post_hook(Codebook._forget)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -239,7 +238,7 @@ class Codebook(Float32State):
             self._seen_first_batch = bool(self.initialized)
         return self._seen_first_batch
 
-    def _forget(self) -> None:
+    def _forget(self, _incompatible: object = None) -> None:
         self._seen_first_batch = False
         self.version = (self.version[0] + 1, self.version[1])
 
@@ -251,8 +250,3 @@ class Codebook(Float32State):
             "micro-batches, fewer codewords or a smaller dead_below.",
             stacklevel=3,
         )
-
-
-def _after_load(module: nn.Module, _incompatible: object) -> None:
-    assert isinstance(module, Codebook)
-    module._forget()

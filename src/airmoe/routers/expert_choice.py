@@ -15,15 +15,8 @@ from airmoe.kernels.noise import Stage
 from airmoe.kernels.norms import unit_rows
 from airmoe.kernels.rows import gather_dot
 from airmoe.kernels.softmax_summary import softmax_summary
+from airmoe.routers import costs
 from airmoe.routers.base import CentroidRouter, Plan
-from airmoe.routers.costs import (
-    active_by_experts,
-    choice_by_experts,
-    jitter,
-    slots_of,
-    summary,
-    unit_centroids,
-)
 from airmoe.routers.routing import ExpertRouting, Lazy, ScoredCells, Tokens, by_token
 from airmoe.routers.settings import CentroidConfig
 
@@ -41,15 +34,15 @@ class ExpertChoiceRouter(CentroidRouter):
 
         def count_flops(self, workload: Workload, losses: RouterLosses) -> RouterCount:
             experts, dim = self.num_experts, self.dim
-            active = active_by_experts(self, workload)
+            active = costs.active_by_experts(self, workload)
             terms = (
-                *unit_centroids(self, workload),
+                *costs.unit_centroids(self, workload),
                 Term(FINE, "scores", flops.product(experts, dim), None),
-                summary(FINE, self),
+                costs.summary(FINE, self),
                 Term(FINE, "best tokens", None, flops.product(experts, dim, gradients=0)),
                 Term(FINE, "their logits", None, flops.product(active, dim)),
-                *jitter(self, FINE, experts),
-                *choice_by_experts(self, workload, losses, experts),
+                *costs.jitter(self, FINE, experts),
+                *costs.choice_by_experts(self, workload, losses, experts),
             )
             return RouterCount(terms, active, active)
 
@@ -75,7 +68,7 @@ class ExpertChoiceRouter(CentroidRouter):
         experts = (unit_rows(self.centroids) if normalize else self.centroids).to(dtype)
         log_z = summary.log_z  # [T]
         # The shape counts every token; with padding the last slots stay unused.
-        slots = slots_of(config, num_tokens)
+        slots = costs.slots_of(config, num_tokens)
         token_ids = best_tokens(hidden, experts, log_z.detach(), tokens.valid, slots, noise)
         logits = gather_dot(experts, hidden, token_ids)  # [E, C]
         if noise is not None:

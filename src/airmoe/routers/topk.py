@@ -13,8 +13,8 @@ from airmoe.kernels.noise import Noise, Stage
 from airmoe.kernels.rows import chosen_logits
 from airmoe.kernels.softmax_summary import Summary, softmax_summary
 from airmoe.kernels.top_k import softmax_weights
+from airmoe.routers import costs
 from airmoe.routers.base import CentroidRouter, Plan
-from airmoe.routers.costs import choice_by_tokens, jitter, summary, unit_centroids
 from airmoe.routers.routing import Lazy, TokenRouting, Tokens
 from airmoe.routers.settings import CentroidConfig
 
@@ -31,15 +31,15 @@ class TopKRouter(CentroidRouter):
             the chosen."""
             experts, active, dim = self.num_experts, self.top_k, self.dim
             terms = [
-                *unit_centroids(self, workload),
+                *costs.unit_centroids(self, workload),
                 Term(FINE, "scores", flops.product(experts, dim), None),
                 Term(FINE, "best experts", None, flops.product(experts, dim, gradients=0)),
                 Term(FINE, "their logits", None, flops.product(active, dim)),
-                *jitter(self, FINE, experts),
-                *choice_by_tokens(self, workload, losses, experts),
+                *costs.jitter(self, FINE, experts),
+                *costs.choice_by_tokens(self, workload, losses, experts),
             ]
             if active == 1 or losses.load_balance or losses.router_z:
-                terms.append(summary(FINE if active == 1 else BALANCE, self))
+                terms.append(costs.summary(FINE if active == 1 else BALANCE, self))
             return RouterCount(tuple(terms), active, active)
 
         def build(self) -> TopKRouter:
