@@ -4,6 +4,7 @@ Transformers may change these names in any release, so importing this module che
 there. Not here: what transformers documents for authors of models (`_init_weights`,
 `_can_record_outputs`, `config._attn_implementation`, layers of Llama to build on, ...).
 """
+# ruff: noqa: F401 (other modules take these names from here)
 
 from __future__ import annotations
 
@@ -46,21 +47,6 @@ with _known_versions():
 
     if not isinstance(_CAN_RECORD_REGISTRY, dict):  # keys: `str(model class)`
         raise ImportError("_CAN_RECORD_REGISTRY is no dict")
-
-__all__ = [
-    "DeepseekV3TopkRouter",
-    "GptOssTopKRouter",
-    "MixtralTopKRouter",
-    "OlmoeTopKRouter",
-    "Qwen3MoeTopKRouter",
-    "can_return_tuple",
-    "capture_outputs",
-    "convert_checkpoints_like",
-    "is_loaded",
-    "merge_with_config_defaults",
-    "record_outputs_like",
-    "shift_labels_of",
-]
 
 
 def record_outputs_like(made: Any, stock: Any) -> None:

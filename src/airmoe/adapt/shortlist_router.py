@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from airmoe.distributed import all_reduce_sum, full_tensor
 from airmoe.errors import ConfigError
-from airmoe.kernels.backend import own_precision
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import make_cells
-from airmoe.routers.base import run_eagerly
+from airmoe.routers.base import exact_logits, run_eagerly
 from airmoe.routers.codebook import Codebook
 from airmoe.routers.lists import TensorIdentity
 from airmoe.routers.routing import read_tokens
@@ -42,12 +41,10 @@ class ScaledCodebook(Codebook):
     away from their codeword.
     """
 
-    scales: Tensor  # [G]
-
     def __init__(self, num_codewords: int, dim: int) -> None:
         # No decay: every update is one whole step of k-means (Lloyd) on the tokens given.
         super().__init__(num_codewords, dim, "spherical", decay=0.0)
-        self.register_buffer("scales", torch.ones_like(self.counts))
+        self.scales = nn.Buffer(torch.ones_like(self.counts))  # [G]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -181,13 +178,10 @@ class ShortlistRouter(Selection, _Base):
         return [tensor for tensor in (self.weight, self.expert_bias) if tensor is not None]
 
     @torch.no_grad()
-    @own_precision
     def full_logits(self, hidden: Tensor) -> Tensor:
         """Exact logits over all experts: [T, D] -> [T, E] float32 or wider."""
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logits = hidden.to(dtype) @ full_tensor(self.weight).to(dtype).T
-        bias = self.expert_bias
-        return logits if bias is None else logits + full_tensor(bias).to(dtype)
+        logits, bias = exact_logits(hidden, self.weight, normalize=False), self.expert_bias
+        return logits if bias is None else logits + full_tensor(bias).to(logits.dtype)
 
     def shortlists(self) -> Tensor:
         """[G, M] ascending expert ids."""

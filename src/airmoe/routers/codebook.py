@@ -83,13 +83,6 @@ class GlobalBatch:
 class Codebook(Float32State):
     """Codewords c_g with running counts n_g and sums m_g."""
 
-    codewords: Tensor  # [G, D]
-    counts: Tensor  # [G] tokens per micro-batch, global
-    sums: Tensor  # [G, D]
-    initialized: Tensor  # bool scalar: the first batch was seen
-    seed: Tensor  # int64 scalar
-    updates: Tensor  # int64 scalar
-
     def __init__(
         self,
         num_codewords: int,
@@ -112,13 +105,13 @@ class Codebook(Float32State):
         self.version = (0, 0)
         self._seen_first_batch = False
         self._warned = False
-        shape = (num_codewords, dim)
-        self.register_buffer("codewords", torch.empty(shape, dtype=torch.float32))
-        self.register_buffer("counts", torch.empty(num_codewords, dtype=torch.float32))
-        self.register_buffer("sums", torch.empty(shape, dtype=torch.float32))
-        self.register_buffer("initialized", torch.empty((), dtype=torch.bool))
-        self.register_buffer("seed", torch.empty((), dtype=torch.int64))
-        self.register_buffer("updates", torch.empty((), dtype=torch.int64))
+        rows = torch.empty(num_codewords, dim, dtype=torch.float32)
+        self.codewords = nn.Buffer(rows)  # [G, D]
+        self.counts = nn.Buffer(rows.new_empty(num_codewords))  # [G] per micro-batch, global
+        self.sums = nn.Buffer(torch.empty_like(rows))  # [G, D]
+        self.initialized = nn.Buffer(torch.tensor(False))  # whether the first batch was seen
+        self.seed = nn.Buffer(torch.empty((), dtype=torch.int64))
+        self.updates = nn.Buffer(torch.empty((), dtype=torch.int64))
         self.register_load_state_dict_post_hook(Codebook._forget)
         self.reset_parameters()
 
