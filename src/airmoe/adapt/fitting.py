@@ -78,10 +78,10 @@ def find_layers(model: nn.Module) -> dict[str, Any]:
 
 def fit(router: Any, hidden: Tensor, num_codewords: int, passes: int, seed: int) -> Codebook:
     """A codebook of the router's kind, by k-means on hidden [T, D]: an update is a whole pass."""
-    scaled, dim = isinstance(router.codebook, ScaledCodebook), hidden.shape[1]
+    dim = hidden.shape[1]
     with torch.random.fork_rng(devices=[]), torch.device(hidden.device):
         torch.manual_seed(seed)
-        if scaled:
+        if isinstance(router.codebook, ScaledCodebook):
             codebook = ScaledCodebook(num_codewords, dim)
         else:
             codebook = Codebook(num_codewords, dim, router.codebook.kind, decay=0.0)
@@ -102,9 +102,8 @@ def measure(router: Any, codebook: Codebook, hidden: Tensor, sizes: Sequence[int
     shortlist keeps of r's own distribution: exp(-2 |w| |h - r|).
     """
     experts, codeword_ids = router.num_experts, codebook.nearest(hidden)
-    near = codebook.codewords
-    if isinstance(codebook, ScaledCodebook):
-        near = codebook.representatives()
+    scaled = isinstance(codebook, ScaledCodebook)
+    near = codebook.representatives() if scaled else codebook.codewords
     norm = full_tensor(router.weight).to(torch.promote_types(hidden.dtype, torch.float32))
     norm = norm.norm(dim=1).max()
     overlaps = torch.zeros(len(sizes), dtype=torch.float64, device=hidden.device)

@@ -75,8 +75,7 @@ def routing_quality(
         chosen = routing.to_token_routing()
         picked = torch.where(chosen.weights[rows] > 0, chosen.expert_ids[rows], -1)  # [t, n]
         compared = hidden[rows]
-        overlaps = torch.full_like(log_z, torch.nan)
-        recalls = torch.full_like(log_z, torch.nan)
+        overlaps, recalls = (torch.full_like(log_z, torch.nan) for _ in range(2))
     with router_mode(router, training=False), _whole_parameters(router):
         for part in _chunks(valid.nonzero().squeeze(1), router):
             logits = router.full_logits(compared[part])  # [part, E]

@@ -24,13 +24,7 @@ from airmoe.kernels.token_experts import (
     token_experts,
 )
 from airmoe.routers.base import run_eagerly
-from airmoe.routers.routing import (
-    CellRouting,
-    ExpertRouting,
-    Routing,
-    TokenRouting,
-    check_routing,
-)
+from airmoe.routers.routing import CellRouting, ExpertRouting, Routing, TokenRouting, check_routing
 
 
 class _Experts(nn.Module):
