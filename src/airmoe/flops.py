@@ -174,11 +174,6 @@ class Workload:
             raise ConfigError("workload.tokens_per_step", self.tokens_per_step, rule, remedy)
 
     @property
-    def steps_per_token(self) -> float:
-        """Summed over devices, because each repeats what is done once per step."""
-        return self.devices / self.tokens_per_step
-
-    @property
     def micro_batches_per_token(self) -> float:
         return 1 / self.tokens_per_micro_batch
 

@@ -179,21 +179,16 @@ def plan_swap(
     return functools.partial(_set_config, model, owner.config, new)
 
 
-def plan_restore(model: nn.Module) -> Callable[[], None]:
-    """Plan to take the routers out of all configs inside; the result carries it out."""
+def plan_restore(model: nn.Module) -> list[Callable[[], None]]:
+    """Plan to take the routers out of all configs inside; calling the results carries it out."""
     changes = []
     for old in {id(part.config): part.config for part in _swapped_models(model)}.values():
         stays = getattr(old, "airmoe_ffn", None) is not None
         new = _copy_as(type(old) if stays else _stock(type(old)), old)
         for name in ("airmoe",) if stays else ("airmoe", "airmoe_ffn"):
             vars(new).pop(name, None)
-        changes.append((old, new))
-
-    def change() -> None:
-        for old, new in changes:
-            _set_config(model, old, new)
-
-    return change
+        changes.append(functools.partial(_set_config, model, old, new))
+    return changes
 
 
 def has_leftovers(model: nn.Module) -> bool:

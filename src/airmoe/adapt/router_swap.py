@@ -86,10 +86,11 @@ def restore_routers(model: Model) -> Model:
         rule = "must have swapped routers"
         remedy = "Only what airmoe.swap_routers has changed can be restored."
         raise ConfigError("restore_routers.model", type(model).__name__, rule, remedy)
-    change = plan_restore(model)
+    changes = plan_restore(model)
     for router in swapped:
         router.give_back()
-    change()
+    for change in changes:
+        change()
     return model
 
 

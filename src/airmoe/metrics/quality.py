@@ -8,7 +8,7 @@ experts tensor. Masked and non-finite tokens get NaN, so `nanmean` is the mean o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,6 @@ from airmoe.errors import ConfigError
 from airmoe.routers.air import AirRouter
 from airmoe.routers.base import Router
 from airmoe.routers.peer import PeerRouter
-from airmoe.routers.routing import Routing
 
 ALL = slice(None)
 CHUNK_BYTES = 256 * 2**20  # scratch memory for the exact logits of some tokens
@@ -69,8 +68,11 @@ def routing_quality(
             "of exact logits, because PEER's selection per head is exact by construction. Report "
             "its usage (RoutingMeter.update) instead."
         )
+    # As an FSDP2 unit of its own a router gathers in forward.
+    gathered = nullcontext() if hasattr(router, "unshard") else _whole_parameters(router)
     with router_mode(router, training=False):
-        routing = _route(router, hidden, mask)
+        with gathered:
+            routing = router(hidden, mask)
         valid, log_z = routing.valid[rows], routing.log_z.detach()[rows]  # [t], [t]
         chosen = routing.to_token_routing()
         picked = torch.where(chosen.weights[rows] > 0, chosen.expert_ids[rows], -1)  # [t, n]
@@ -146,13 +148,6 @@ def _whole_parameters(router: Router) -> Iterator[None]:
     finally:
         for module, name, parameter in sharded:
             module._parameters[name] = parameter
-
-
-def _route(router: Router, hidden: Tensor, mask: Tensor | None) -> Routing:
-    if hasattr(router, "unshard"):  # as an FSDP2 unit of its own it gathers in forward
-        return router(hidden, mask)
-    with _whole_parameters(router):
-        return router(hidden, mask)
 
 
 def _overlap_with_exact(logits: Tensor, picked: Tensor, num_active: int) -> Tensor:

@@ -151,7 +151,13 @@ class Codebook(Float32State):
             return
         per_code = num_tokens * world_size() / self.num_codewords
         if 0 < per_code < 4 * self.dead_below and not (self._warned or self.kind == "static"):
-            self._warn_of_few_tokens(per_code)
+            self._warned = True
+            warnings.warn(
+                f"codebook: {per_code:.2g} tokens per codeword and micro-batch, but a codeword is "
+                f"replaced below {self.dead_below:g}, so healthy ones will be lost. Use larger "
+                "micro-batches, fewer codewords or a smaller dead_below.",
+                stacklevel=2,
+            )
         # Keys must agree on all ranks, whatever seed each was built with: rank 0's are taken.
         ranks = all_gather_rows(torch.stack([tokens.valid.sum(), self.seed, self.updates]))
         counts = ranks[:, 0]  # [world] valid tokens of each rank
@@ -234,12 +240,3 @@ class Codebook(Float32State):
     def _forget(self, _incompatible: object = None) -> None:
         self._seen_first_batch = False
         self.version = (self.version[0] + 1, self.version[1])
-
-    def _warn_of_few_tokens(self, per_code: float) -> None:
-        self._warned = True
-        warnings.warn(
-            f"codebook: {per_code:.2g} tokens per codeword and micro-batch, but a codeword is "
-            f"replaced below {self.dead_below:g}, so healthy ones will be lost. Use larger "
-            "micro-batches, fewer codewords or a smaller dead_below.",
-            stacklevel=3,
-        )

@@ -158,7 +158,7 @@ def _codebook(config: Any, workload: Workload) -> Iterator[Term]:
 def _refresh(config: Any, workload: Workload) -> Iterator[Term]:
     """Alg. 1, lines 1 and 4-7: on each device, once per step or every few steps."""
     codewords, experts, dim = config.num_codewords, config.num_experts, config.dim
-    steps = workload.steps_per_token
+    steps = workload.devices / workload.tokens_per_step  # per token, repeated on each device
     times = steps / config.refresh_every
     pairs = codewords * experts
     yield flops.both(
