@@ -109,7 +109,12 @@ class AirMoeConfig(LlamaConfig):
 
         A wrong value raises `ConfigError`, also where a check of transformers finds it.
         """
-        unknown = {name: config_dict[name] for name in config_dict if cls._is_foreign(name)}
+        generation = GenerationConfig()  # whose options may be in the file too
+        unknown = {
+            name: value
+            for name, value in config_dict.items()
+            if not (cls._knows(name) or hasattr(cls, name) or hasattr(generation, name))
+        }
         for name in unknown.keys() & kwargs.keys():
             unknown[name] = kwargs.pop(name)
         known = {name: value for name, value in config_dict.items() if name not in unknown}
@@ -255,11 +260,6 @@ class AirMoeConfig(LlamaConfig):
     @classmethod
     def _knows(cls, name: str) -> bool:
         return name.startswith("_") or name in TRANSFORMERS_NAMES or name in cls._options()
-
-    @classmethod
-    def _is_foreign(cls, name: str) -> bool:
-        """Whether the name means nothing to this class or to transformers."""
-        return not (cls._knows(name) or hasattr(cls, name) or hasattr(GenerationConfig(), name))
 
     def _refuse_unknown(self, names: dict[str, Any]) -> None:
         options = self._options()

@@ -36,16 +36,11 @@ class Float32State(nn.Module):
         self.register_load_state_dict_post_hook(_widen)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        buffers = {
-            name: buffer
-            for name, buffer in self._buffers.items()
-            if buffer is not None and buffer.is_floating_point()
-        }
+        before = dict(self.named_buffers(recurse=False))
         result = super()._apply(fn, recurse)
-        for name, before in buffers.items():
-            after = self._buffers[name]
-            if after is not None and after.dtype != torch.float32:
-                self._buffers[name] = before.to(device=after.device, dtype=torch.float32)
+        for name, after in self.named_buffers(recurse=False):
+            if after.is_floating_point() and after.dtype != torch.float32:
+                self._buffers[name] = before[name].to(device=after.device, dtype=torch.float32)
         return result
 
 
