@@ -105,7 +105,8 @@ class Sample:
 
     def add(self, rows: Tensor) -> None:
         keys = torch.rand(len(rows), generator=self._generator, dtype=torch.float32)
-        self._parts.append((rows.cpu(), keys))
+        kept = _largest(keys, self.limit)
+        self._parts.append((rows[kept.to(rows.device)].cpu(), keys[kept]))
         if sum(len(keys) for _, keys in self._parts) > 2 * self.limit:
             self._parts = [self._best()]
 
@@ -115,8 +116,13 @@ class Sample:
 
     def _best(self) -> tuple[Tensor, Tensor]:
         rows, keys = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
-        kept = keys.topk(min(self.limit, len(keys))).indices.sort().values
+        kept = _largest(keys, self.limit)
         return rows[kept], keys[kept]
+
+
+def _largest(keys: Tensor, limit: int) -> Tensor:
+    """Places of the `limit` largest keys, ascending."""
+    return keys.topk(min(limit, len(keys))).indices.sort().values
 
 
 def collect(
