@@ -171,17 +171,14 @@ def _check_network(number: int, layer: nn.Module) -> Any:
     field = f"swap_ffn.layers[{number}]"
     network: Any = getattr(layer, "mlp", None)
     if isinstance(network, MoELayer):
-        raise ConfigError(
-            field, "MoELayer", "is swapped already", "Leave it out, or start from the dense model."
-        )
+        remedy = "Leave it out, or start from the dense model."
+        raise ConfigError(field, "MoELayer", "is swapped already", remedy)
     children = dict(network.named_children()) if isinstance(network, nn.Module) else {}
     if {*children, "act_fn"} != {*PROJECTIONS, "act_fn"} or not hasattr(network, "act_fn"):
-        raise ConfigError(
-            field,
-            "no `mlp`" if network is None else type(network).__name__,
-            "must have an `mlp` made of gate_proj, up_proj, down_proj and act_fn only",
-            "Leave this layer out; mixture-of-experts layers keep theirs (see swap_routers).",
-        )
+        given = "no `mlp`" if network is None else type(network).__name__
+        rule = "must have an `mlp` made of gate_proj, up_proj, down_proj and act_fn only"
+        remedy = "Leave this layer out; mixture-of-experts layers keep theirs (see swap_routers)."
+        raise ConfigError(field, given, rule, remedy)
     for name in PROJECTIONS:
         kind, weight = type(children[name]), children[name].weight
         if kind is not nn.Linear or hasattr(weight, "full_tensor") or weight.dtype not in DTYPES:

@@ -97,12 +97,9 @@ def restore_routers(model: Model) -> Model:
 def check_is_model(field: str, model: object) -> None:
     """A model that was built or loaded, not its name."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            field,
-            model if isinstance(model, str) else type(model).__name__,
-            "must be a model",
-            "Load it first: transformers.AutoModelForCausalLM.from_pretrained(...).",
-        )
+        given = model if isinstance(model, str) else type(model).__name__
+        remedy = "Load it first: transformers.AutoModelForCausalLM.from_pretrained(...)."
+        raise ConfigError(field, given, "must be a model", remedy)
 
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:

@@ -198,9 +198,8 @@ class AirMoeConfig(LlamaConfig):
         budget = {name: getattr(self, typed) for name, typed in TYPED.items()}
         options = self.router_options
         if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
-            raise ConfigError(
-                "model.router_options", options, "must map names to values", "Give a dict."
-            )
+            rule = "must map names to values"
+            raise ConfigError("model.router_options", options, rule, "Give a dict.")
         for name in budget.keys() & options.keys():
             rule = "is set by the model"
             remedy = "Set hidden_size, num_experts or num_experts_per_tok instead."

@@ -67,13 +67,11 @@ class MoELayer(nn.Module):
             remedy = "Build it from its settings: MoELayer(config.build(), experts)."
             raise ConfigError("MoELayer.router", type(router).__qualname__, rule, remedy)
         for name in ("dim", "num_experts"):
-            if getattr(router.config, name) != getattr(experts, name, None):
-                raise ConfigError(
-                    f"MoELayer.experts.{name}",
-                    getattr(experts, name, None),
-                    f"must equal the router's {name} = {getattr(router.config, name)}",
-                    "Build router and experts with the same sizes.",
-                )
+            wanted, given = getattr(router.config, name), getattr(experts, name, None)
+            if given != wanted:
+                rule = f"must equal the router's {name} = {wanted}"
+                remedy = "Build router and experts with the same sizes."
+                raise ConfigError(f"MoELayer.experts.{name}", given, rule, remedy)
         self.router, self.experts = router, experts
         self.post_norm = nn.LayerNorm(experts.dim) if post_norm == "layernorm" else None
         self._plans = PlanLog()
