@@ -67,7 +67,10 @@ def main() -> None:
     _let_waiting_threads_sleep()
     keep_streams()
     try:
-        _check_arguments(sys.argv[1:])
+        for number, argument in enumerate(sys.argv[1:], 1):
+            if not can_be_written(argument):  # no JSON can hold it, no library open such a path
+                rule = "must be UTF-8, also where it is a path"
+                raise ConfigError(f"argument {number}", argument, rule, "Rename it.")
         app(prog_name="airmoe")
     except ConfigError as error:
         _stop(str(error), 2)
@@ -81,32 +84,20 @@ def main() -> None:
         _stop(f"{error.filename}: {error.strerror}. Choose a path that can be used.", 2)
     except KeyboardInterrupt:
         _stop("interrupted", 128 + signal.SIGINT)
-    finally:
-        _leave_process_group()
-
-
-def _check_arguments(arguments: list[str]) -> None:
-    """Refuse what is not UTF-8: no JSON can hold it, and libraries cannot open such paths."""
-    for number, argument in enumerate(arguments, 1):
-        if not can_be_written(argument):
-            rule = "must be UTF-8, also where it is a path"
-            raise ConfigError(f"argument {number}", argument, rule, "Rename it.")
+    finally:  # under torchrun a process that just exits can make the others abort
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 def _let_waiting_threads_sleep() -> None:
     """Torch's threads spin while they wait; on a shared CPU they hold up those they wait for.
 
-    Set before torch is loaded, which reads it.
+    Set before torch is loaded, which reads it. On a busy machine a layer of many small operations
+    can be fifty times slower without it.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "20000"
-
-
-def _leave_process_group() -> None:
-    """Under torchrun: a process that just exits can make the others abort."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def _stop(message: str, code: int) -> None:

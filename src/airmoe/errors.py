@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, Self
 
 
 def visible(text: object) -> str:
@@ -27,7 +27,7 @@ class ConfigError(ValueError):
         self.field, self.value, self.rule, self.remedy = field, value, rule, remedy
         super().__init__(visible(f"{field}: got {_shown(value)}, {rule}. {remedy}"))
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[str, object, str, str]]:
         # Exceptions are rebuilt from `args` by default; worker processes need all four parts.
         return type(self), (self.field, self.value, self.rule, self.remedy)
 
@@ -51,9 +51,6 @@ def require(module: str, purpose: str, extra: str = "data") -> Any:
         package = module.partition(".")[0]
         if error.name is None or error.name.partition(".")[0] != package:
             raise  # the package is there, but something inside it is missing
-        raise ConfigError(
-            "python package",
-            package,
-            f"is not installed, but is needed {purpose}",
-            f"Run: pip install 'airmoe[{extra}]'",
-        ) from None
+        rule = f"is not installed, but is needed {purpose}"
+        remedy = f"Run: pip install 'airmoe[{extra}]'"
+        raise ConfigError("python package", package, rule, remedy) from None

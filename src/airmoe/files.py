@@ -134,7 +134,6 @@ def _build_record(kind: Any, values: dict[str, Any], name: str) -> Any:
 
 
 def file_sha256(path: Path) -> str:
-    """Hash of a file's contents."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -177,12 +176,8 @@ def _lock(folder: Path, field: str, work: str) -> int:
         except BlockingIOError as error:
             holder = os.pread(handle, 1000, 0).decode(errors="replace").strip()
             os.close(handle)
-            raise ConfigError(
-                field,
-                str(folder),
-                f"{work} by {holder or 'another process'} at this moment",
-                "Wait for it, or stop it first.",
-            ) from error
+            rule = f"{work} by {holder or 'another process'} at this moment"
+            raise ConfigError(field, str(folder), rule, "Wait for it, or stop it first.") from error
         try:
             if os.path.samestat(os.fstat(handle), os.stat(folder / LOCK)):
                 return handle

@@ -258,7 +258,8 @@ def test_two_processes_train_each_run_together(toy: Toy, monkeypatch: pytest.Mon
     (out / FIRST).mkdir(parents=True)
     settled, _ = plan.settled(Machine.this(2), None)
     config = settled.runs[0].config.to_json()
-    begun = {"format": FORMAT, "config": config, "data_sha256": "another"}
+    made = {"versions": {}, "git": {}, "machine": {}}
+    begun = {"format": FORMAT, "config": config, "data_sha256": "another", **made}
     (out / FIRST / "run.json").write_text(json.dumps(begun))
     for name, value in {
         "PYTHONPATH": pythonpath(),

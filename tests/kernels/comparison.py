@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
+from airmoe.kernels.cells import Cells, make_cells
+from airmoe.kernels.noise import Noise, normal
+from airmoe.kernels.top_k import selection_keys
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter's bfloat16 is wrong, so on a CPU there is none.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 FLOOR = 2  # units in the last place of the largest entry: a lucky reference may round less
 Found = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class CellCase:
+    """Cells of given sizes; rows of one token each unless `rows_per_token` says otherwise."""
+
+    sizes: tuple[int, ...]
+    dim: int = 24
+    experts: int = 70
+    pool: int = 19
+    rows_per_token: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.sizes) // self.rows_per_token
+
+    def cells(self) -> Cells:
+        assignments = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
+        cell_ids = assignments[torch.randperm(assignments.numel())].view(-1, self.rows_per_token)
+        pools = torch.rand(len(self.sizes), self.experts).argsort(-1)[:, : self.pool]
+        return make_cells(cell_ids.to(DEVICE), pools.sort(-1).values.to(DEVICE))
 
 
 def results_and_grads(function: Callable[[Found], Found], inputs: Found, seed: int = 0) -> Found:
@@ -31,16 +56,29 @@ def results_and_grads(function: Callable[[Found], Found], inputs: Found, seed: i
     return found | {f"grad of {name}": grad for name, grad in zip(floats, grads, strict=True)}
 
 
-def assert_as_good(function: Callable[[Found], Found], inputs: Found) -> None:
-    """Triton's results and gradients, judged by the reference in float64 and in the same dtype."""
-    wide = {
-        name: tensor.double() if tensor.is_floating_point() else tensor
-        for name, tensor in inputs.items()
-    }
+def doubles(given: Found) -> Found:
+    """Those that are floating-point in float64."""
+    return {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
+
+
+def assert_as_good(
+    function: Callable[[Found], Found], inputs: Found, free: Iterable[str] | None = None
+) -> None:
+    """Triton's results and gradients, judged by the reference in float64 and in the same dtype.
+
+    Of the inputs only those named in `free` get a gradient, if any are named.
+    """
+    names = inputs.keys() if free is None else free
+
+    def run(given: Found) -> Found:
+        return results_and_grads(
+            lambda leaves: function(given | leaves), {name: given[name] for name in names}
+        )
+
     with use_backend("reference"):
-        exact, plain = (results_and_grads(function, given) for given in (wide, inputs))
+        exact, plain = run(doubles(inputs)), run(inputs)
     with use_backend("triton"):
-        fast = results_and_grads(function, inputs)
+        fast = run(inputs)
     assert_no_worse(fast, plain, exact)
 
 
@@ -58,6 +96,30 @@ def assert_no_worse(fast: Found, plain: Found, exact: Found) -> None:
         unit = torch.finfo(fast[name].dtype).eps * wanted.abs().max().item()
         bound = 2 * plain_error + FLOOR * unit
         assert error <= bound, f"{name}: error {error:.3e}, allowed {bound:.3e}"
+
+
+def unit_rows(*shape: int) -> Tensor:
+    return torch.nn.functional.normalize(torch.randn(*shape, device=DEVICE), dim=-1)
+
+
+def logits_of(
+    hidden: Tensor, experts: Tensor, noise: Noise | None, normalize: bool = False
+) -> Tensor:
+    """[T, E] by the formula; a zero row of experts has logits of 0."""
+    logits = hidden @ experts.T
+    if normalize:
+        norms = experts.norm(dim=-1)
+        logits = logits / norms.where(norms > 0, torch.inf)
+    if noise is not None:
+        columns = torch.arange(experts.shape[0], device=experts.device)
+        logits = logits + normal(noise.row_keys.unsqueeze(-1), columns) * noise.std
+    return logits
+
+
+def chosen_mask(scores: Tensor, count: int) -> Tensor:
+    """True at the `count` largest places of each row, ties to the lowest position."""
+    keys = selection_keys(scores)
+    return keys >= keys.topk(count, dim=-1).values[:, -1:]
 
 
 def captured(

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.best_experts import best_experts, top_m
-from airmoe.kernels.noise import Noise, normal
-from tests.kernels.comparison import DEVICE
+from airmoe.kernels.noise import Noise
+from tests.kernels.comparison import DEVICE, logits_of, unit_rows
 from tests.tolerance import score_slack
 
 pytest.importorskip("triton")
@@ -47,19 +47,6 @@ def any_noise(rows: int) -> Noise:
     return Noise(keys, 0.3)
 
 
-def logits_of(
-    hidden: Tensor, experts: Tensor, noise: Noise | None, normalize: bool = False
-) -> Tensor:
-    logits = hidden @ experts.T
-    if normalize:
-        norms = experts.norm(dim=-1)
-        logits = logits / norms.where(norms > 0, torch.inf)
-    if noise is None:
-        return logits
-    columns = torch.arange(experts.shape[0], device=DEVICE)
-    return logits + normal(noise.row_keys.unsqueeze(-1), columns) * noise.std
-
-
 def check(
     hidden: Tensor,
     experts: Tensor,
@@ -77,10 +64,6 @@ def check(
     best = exact.topk(count, dim=-1).values
     assert ((exact.gather(-1, ids) - best).abs() <= slack).all()  # the best ones, best first
     return ids
-
-
-def unit_rows(*shape: int) -> Tensor:
-    return torch.nn.functional.normalize(torch.randn(*shape, device=DEVICE), dim=-1)
 
 
 def check_shortlists(

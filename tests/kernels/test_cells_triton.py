@@ -20,47 +20,35 @@ from airmoe.kernels.cell_products_triton import make_parts
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import (
     Cells,
-    block_rows,
     counts_per_entry,
     make_cells,
     make_reverse,
-    row_tiles,
     sort_by_cell,
 )
-from airmoe.kernels.cells_triton import used_entries
+from airmoe.kernels.cells_triton import block_rows, row_tiles, used_entries
 from airmoe.kernels.noise import Noise, Stage, make_noise
 from airmoe.kernels.token_experts import Activation, ExpertTables, is_gated
-from airmoe.kernels.top_k import chosen_mask
 from tests.interpreter import exact_products
-from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_no_worse, results_and_grads
+from tests.kernels.comparison import (
+    DEVICE,
+    DTYPES,
+    CellCase,
+    Found,
+    assert_no_worse,
+    chosen_mask,
+    results_and_grads,
+)
 
 
 @dataclass(frozen=True)
-class Case:
-    """Cells of given sizes; rows of one token each unless `rows_per_token` says otherwise."""
-
-    sizes: tuple[int, ...]
-    dim: int = 24
-    experts: int = 70
-    pool: int = 19
+class Case(CellCase):
     top_k: int = 5
-    rows_per_token: int = 1
     expert_size: int = 1
     activation: Activation = "swiglu"
     jitter: bool = True
     normalize: bool = True
     sharpness: float = 1.0  # of the scores: where it is large, one expert has nearly all
     aligned: bool = False  # tokens and centroids point nearly the same way, as trained ones do
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.sizes) // self.rows_per_token
-
-    def cells(self) -> Cells:
-        assignments = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
-        cell_ids = assignments[torch.randperm(assignments.numel())].view(-1, self.rows_per_token)
-        pools = torch.rand(len(self.sizes), self.experts).argsort(-1)[:, : self.pool]
-        return make_cells(cell_ids.to(DEVICE), pools.sort(-1).values.to(DEVICE))
 
     def noise(self) -> Noise | None:
         key = torch.tensor(5, device=DEVICE)
@@ -119,22 +107,6 @@ def tables_of(given: Found, activation: Activation, size: int = 1) -> ExpertTabl
 
 
 # -- layout ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_tiles_cover_every_row_once(case: Case) -> None:
-    cells = case.cells()
-    tiles = row_tiles(cells.offsets, cells.token_ids.shape[0])
-    rows = tiles.rows.view(-1, tiles.block)
-    assert sorted(rows[rows >= 0].tolist()) == list(range(sum(case.sizes)))
-    cell_of_row = cells.cell_of_row.tolist()
-    for cell, first, own in zip(
-        tiles.cells.tolist(), tiles.first_rows.tolist(), rows.tolist(), strict=True
-    ):
-        used = [row for row in own if row >= 0]
-        assert (cell >= 0) == bool(used)
-        assert used == list(range(first, first + len(used))) or cell < 0
-        assert all(cell_of_row[row] == cell for row in used)
 
 
 def test_block_sizes_follow_the_mean_cell() -> None:
@@ -361,29 +333,6 @@ def test_gates(case: Case, dtype: torch.dtype) -> None:
     function = plain_gates(case, cells, noise, valid, mask)
     exact, plain = run(function, inputs, torch.float64), run(function, inputs, dtype)
     assert_no_worse(fast, plain, exact)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_where_one_expert_has_nearly_all(dtype: torch.dtype) -> None:
-    """They are small differences of large numbers, and the gates they come from are rounded."""
-    case = CASES["peaked"]
-    cells, inputs = case.cells(), score_inputs(case, dtype)
-    valid = torch.ones(case.num_tokens, dtype=torch.bool, device=DEVICE)
-    norms = norms_of(case, inputs["centroids"])
-
-    def fused(leaves: Found) -> Found:
-        hidden, centroids = leaves.values()
-        given = (hidden, centroids, cells, valid, case.top_k)
-        return {"gates": cell_gates(*given, inverse_norms=norms).gates}
-
-    with use_backend("triton"):
-        fast = run(fused, inputs, dtype)
-    whole = plain_gates(case, cells, None, valid, fast["gates"] > 0)
-
-    def plain(leaves: Found) -> Found:
-        return {"gates": whole(leaves)["gates"]}
-
-    assert_no_worse(fast, run(plain, inputs, dtype), run(plain, inputs, torch.float64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -20,6 +20,7 @@ from airmoe.routers.routing import CellRouting, ScoredCells, Tokens
 from tests.kernels.comparison import (
     DEVICE,
     DTYPES,
+    CellCase,
     Found,
     assert_no_worse,
     results_and_grads,
@@ -27,23 +28,13 @@ from tests.kernels.comparison import (
 
 
 @dataclass(frozen=True)
-class Case:
-    """Cells of given sizes whose pools are drawn from `experts`."""
-
-    sizes: tuple[int, ...]
-    capacity: int
+class Case(CellCase):
     experts: int = 14
     pool: int = 8
-    dim: int = 24
-
-    def cells(self) -> Cells:
-        cell_ids = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
-        cell_ids = cell_ids[torch.randperm(cell_ids.numel())].view(-1, 1)
-        pools = torch.rand(len(self.sizes), self.experts).argsort(-1)[:, : self.pool]
-        return make_cells(cell_ids.to(DEVICE), pools.sort(-1).values.to(DEVICE))
+    capacity: int = 0
 
     def inputs(self, dtype: torch.dtype) -> Found:
-        shapes = {"hidden": (sum(self.sizes), self.dim), "centroids": (self.experts, self.dim)}
+        shapes = {"hidden": (self.num_tokens, self.dim), "centroids": (self.experts, self.dim)}
         return {k: torch.randn(shape, device=DEVICE).to(dtype) for k, shape in shapes.items()}
 
 
@@ -65,7 +56,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def some_valid(case: Case) -> Tensor:
-    valid = torch.rand(sum(case.sizes), device=DEVICE) > 0.15
+    valid = torch.rand(case.num_tokens, device=DEVICE) > 0.15
     valid[0] = True
     return valid
 
@@ -190,10 +181,10 @@ def test_ties_go_to_the_lowest_token(capacity: int, takes: list[int]) -> None:
 def test_small_probabilities_stay_chosen_in_half_precision() -> None:
     case = CASES["everyone in every pool"]
     cells, inputs = case.cells(), case.inputs(torch.float16)
-    valid = torch.ones(sum(case.sizes), dtype=torch.bool, device=DEVICE)
+    valid = torch.ones(case.num_tokens, dtype=torch.bool, device=DEVICE)
     inputs["hidden"] *= 6  # the least probable ones are below what float16 can hold
     with use_backend("triton"):
-        gates = taken_by_experts(**inputs, cells=cells, valid=valid, capacity=sum(case.sizes)).gates
+        gates = taken_by_experts(**inputs, cells=cells, valid=valid, capacity=case.num_tokens).gates
     assert gates.dtype == torch.float16 and (gates.float() == 2.0**-24).any()
     assert (gates > 0).all()
 
@@ -202,7 +193,7 @@ def test_nan_shows() -> None:
     case = CASES["no room"]
     cells, inputs = case.cells(), case.inputs(torch.float32)
     inputs["centroids"][int(cells.pools[0, 3])] = torch.nan
-    valid = torch.ones(sum(case.sizes), dtype=torch.bool, device=DEVICE)
+    valid = torch.ones(case.num_tokens, dtype=torch.bool, device=DEVICE)
     with use_backend("triton"):
         gates = taken_by_experts(**inputs, cells=cells, valid=valid, capacity=2).gates
     assert gates[: int(cells.offsets[1])].isnan().all()

@@ -69,6 +69,13 @@ def test_a_training_step(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:AirRouter runs with gradients")
+def test_shortlists_longer_than_registers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("routers.air", "kernels.top_k"):
+        monkeypatch.setattr(f"airmoe.{module}.LONGEST_ROW", 16)
+    test_a_training_step("air")
+
+
+@pytest.mark.filterwarnings("ignore:AirRouter runs with gradients")
 @pytest.mark.parametrize("frozen", ["router", "all but one"])
 @pytest.mark.parametrize("name", ["air", "topk"])
 def test_gradients_of_what_is_not_frozen(name: str, frozen: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from airmoe.kernels import linear_cross_entropy as module
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.linear_cross_entropy import linear_cross_entropy
-from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good, captured
+from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good
 from tests.model.test_linear_cross_entropy import LargestTensor
 
 pytest.importorskip("triton")
@@ -275,18 +275,3 @@ def test_a_gpu_gives_the_same_bits_and_never_waits(dtype: torch.dtype) -> None:
         torch.cuda.set_sync_debug_mode("default")
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_can_be_captured_in_a_graph(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = on_gpu(500, 5003, 64, dtype)
-    small_chunks(monkeypatch, 200, inputs)
-    expected = value_and_gradients(inputs)
-    static = {name: torch.zeros_like(tensor) for name, tensor in inputs.items()}
-    _, graph, replayed = captured(lambda: list(value_and_gradients(static).values()))
-    for name, tensor in inputs.items():
-        static[name].copy_(tensor)
-    graph.replay()
-    for found, value in zip(replayed, expected.values(), strict=True):
-        torch.testing.assert_close(found, value)

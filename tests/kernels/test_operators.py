@@ -28,11 +28,12 @@ from airmoe.kernels import (
 )
 from airmoe.kernels import linear_cross_entropy as cross_entropy
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.cell_scores import Scored
+from airmoe.kernels.cell_scores import ScoreInputs
 from airmoe.kernels.cells import make_cells
 from tests.kernels.comparison import DEVICE, captured
 
 pytest.importorskip("triton")
+from airmoe.kernels import cells_triton
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ def some_cells(size: int = 1) -> cells.CellLayout:
 
 
 def scored() -> tuple[Any, ...]:
-    keys = noise.Noise(int32(1000, 12), 0.1)
-    return Scored(floats(12, 16), floats(20, 16), floats(20).abs(), keys, some_cells()).operands()
+    tables = floats(12, 16), floats(20, 16), floats(20).abs()
+    return ScoreInputs(*tables, int32(1000, 12), 0.1, some_cells()).operands()
 
 
 def experts(*, gated: bool) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -123,7 +124,7 @@ def loss(dtype: torch.dtype, wanted: list[bool]) -> Example:
 
 def tiles(num_rows: int) -> Example:
     offsets = torch.tensor([0, 0, num_rows // 2, num_rows], device=DEVICE)
-    return Example(cells.row_tiles_op, (offsets, num_rows, 32))
+    return Example(cells_triton.find_tiles_op, (offsets, num_rows, 32))
 
 
 def sums_by_expert() -> Example:
@@ -158,8 +159,8 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     ),
     "combine_keys": lambda: Example(noise.combine_keys, (ids(99), [ids(99, 4)], [3, -1])),
     "cell_offsets": lambda: Example(cells.cell_offsets_op, (ids(7, 100).sort().values, 7)),
-    "row_tiles": lambda: tiles(100),
-    "row_tiles, none": lambda: tiles(0),
+    "find_tiles": lambda: tiles(100),
+    "find_tiles, none": lambda: tiles(0),
     "sum_by_expert": sums_by_expert,
     "counts_per_entry": counts,
     "top_m": lambda: Example(

@@ -81,7 +81,7 @@ def test_value_and_gradients(dtype: torch.dtype, ignored: float) -> None:
 @pytest.mark.parametrize("rows", [1, 2, TOKENS - 1, TOKENS, TOKENS + 1])
 def test_chunks_change_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "CPU_CHUNK_BYTES", rows * reference.BYTES_PER_LOGIT * WORDS)
-    chunks = reference.token_chunks(torch.empty(TOKENS, DIM), WORDS)
+    chunks = list(reference.token_chunks(torch.empty(TOKENS, DIM), WORDS))
     assert len(chunks) == -(-TOKENS // rows)
     compare(make_case())
 

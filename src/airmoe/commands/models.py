@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from airmoe.commands import Method, OptionalPreset, Overrides
 from airmoe.errors import ConfigError, say
-
-if TYPE_CHECKING:
-    from airmoe.training import Finished
 
 
 def prepare(
@@ -73,17 +70,14 @@ def train(
 ) -> None:
     """Train a language model. Under torchrun on several devices: torchrun ... -m airmoe train."""
     from airmoe import training
+    from airmoe.distributed import rank
     from airmoe.training import method_run
 
     console = Console()
     if resume is not None:
         if (given := preset or run or method) is not None:
-            raise ConfigError(
-                "train",
-                str(given),
-                "cannot be given with --resume, because a resumed run keeps its settings",
-                "Give --resume alone, or start a new run.",
-            )
+            rule = "cannot be given with --resume, because a resumed run keeps its settings"
+            raise ConfigError("train", str(given), rule, "Give --resume alone, or start a new run.")
         finished = training.resume(resume, console)
     else:
         if preset is None:
@@ -94,15 +88,9 @@ def train(
         config = method_run(preset, method, overrides or [])
         folder = run or Path("runs") / f"{preset}-{method}"
         finished = training.train(config, folder, console)
-    _report_finished(finished, console)
-
-
-def _report_finished(finished: Finished, console: Console) -> None:
-    from airmoe.distributed import rank
-
-    path = finished.folder.path
     if rank() != 0:
         return
+    path = finished.folder.path
     if finished.stopped_by is not None:
         say(console, f"Stopped after step {finished.step}. Go on: airmoe train --resume {path}")
         raise typer.Exit(128 + finished.stopped_by)

@@ -241,11 +241,9 @@ def _check_column_size(metadata: Any, text_field: str, path: Path) -> None:
         texts = [column for column in columns if column.path_in_schema == text_field]
         size = max((text.total_uncompressed_size for text in texts), default=0)
         if size > MAX_COLUMN_BYTES:
-            raise corpus_error(
-                f"{path}, row group {number + 1}",
-                f"holds {size:,} bytes of text, must be at most {MAX_COLUMN_BYTES:,}",
-                "Write the file again with smaller row groups (pyarrow: row_group_size=1000).",
-            )
+            rule = f"holds {size:,} bytes of text, must be at most {MAX_COLUMN_BYTES:,}"
+            remedy = "Write the file again with smaller row groups (pyarrow: row_group_size=1000)."
+            raise corpus_error(f"{path}, row group {number + 1}", rule, remedy)
 
 
 def _checked(text: object, text_field: str, place: str) -> str | None:

@@ -195,40 +195,39 @@ def _check_unchanged(values: Any) -> None:
         raise ValueError("it has changed since it was written")
 
 
+@dataclass
 class _Job:
     """Reads the splits of the corpus one after another into shards in the folder."""
 
-    def __init__(
-        self,
-        config: PrepareConfig,
-        corpus: Corpus,
-        recipe: Recipe,
-        folder: Path,
-        fixed: Tokenizer | None,
-        report: Report | None,
-        shard_tokens: int,
-    ) -> None:
-        self._config, self._corpus, self._recipe = config, corpus, recipe
-        self._folder, self._report = folder, report
-        self._fraction = 0.0 if "validation" in corpus.splits else config.validation_fraction
+    config: PrepareConfig
+    corpus: Corpus
+    recipe: Recipe
+    folder: Path
+    fixed: Tokenizer | None  # None: it is trained on the corpus
+    report: Report | None
+    shard_tokens: int
+
+    def __post_init__(self) -> None:
+        is_given = "validation" in self.corpus.splits
+        self._fraction = 0.0 if is_given else self.config.validation_fraction
         self._asked = {
             "format_version": FORMAT_VERSION,
-            "recipe": asdict(recipe),
-            "tokenizer": asdict(fixed.identity) if fixed else None,
-            "shard_tokens": shard_tokens,
+            "recipe": asdict(self.recipe),
+            "tokenizer": asdict(self.fixed.identity) if self.fixed else None,
+            "shard_tokens": self.shard_tokens,
         }
         self._skipped = 0  # rows without text, of the split being read
         self._start = self._read_progress()
-        self._tokenizer = self._saved_tokenizer() or self._save_tokenizer(fixed)
-        names = [*corpus.splits, *(["validation"] if self._fraction else [])]
+        self._tokenizer = self._saved_tokenizer()
         written = self._start.written
         self._writers = {
-            name: SplitWriter(folder, name, shard_tokens, written.get(name)) for name in names
+            name: SplitWriter(self.folder, name, self.shard_tokens, written.get(name))
+            for name in (*self.corpus.splits, *(["validation"] if self._fraction else []))
         }
 
     def _read_progress(self) -> _Progress:
         """Where an earlier prepare with the same settings stopped, else the beginning."""
-        file = self._folder / PROGRESS_FILE
+        file = self.folder / PROGRESS_FILE
         if file.exists():
             progress = read_as(
                 _Progress, file, "Use another out.", field="prepare.out", check=_check_unchanged
@@ -238,47 +237,44 @@ class _Job:
             if progress.written:
                 raise ConfigError(
                     "prepare.out",
-                    self._config.out,
+                    self.config.out,
                     "was begun with other settings, other text or another tokenizer "
-                    f"(see {self._folder.name})",
-                    f"Delete {self._folder} or use another out.",
+                    f"(see {self.folder.name})",
+                    f"Delete {self.folder} or use another out.",
                 )
-        elif foreign := sorted({path.name for path in self._folder.iterdir()} - _BEGINNING):
+        elif foreign := sorted({path.name for path in self.folder.iterdir()} - _BEGINNING):
             rule = f"holds files that prepare did not make there, such as {foreign[0]}"
             remedy = "Move them away or use another out."
-            raise ConfigError("prepare.out", str(self._folder), rule, remedy)
+            raise ConfigError("prepare.out", str(self.folder), rule, remedy)
         # Nothing worth keeping was done, for instance because the settings were wrong.
-        shutil.rmtree(self._folder / TOKENIZER_FOLDER, ignore_errors=True)
+        shutil.rmtree(self.folder / TOKENIZER_FOLDER, ignore_errors=True)
         return _Progress("train", 0, {}, self._asked)
 
-    def _saved_tokenizer(self) -> Tokenizer | None:
-        folder = self._folder / TOKENIZER_FOLDER
-        return load_tokenizer(folder) if folder.exists() else None
-
-    def _save_tokenizer(self, fixed: Tokenizer | None) -> Tokenizer:
-        """Train the tokenizer if there is none; it gets its name only when it is whole."""
-        documents = self._corpus.splits["train"].documents()
-        texts = (each.text for each in documents if each)
+    def _saved_tokenizer(self) -> Tokenizer:
+        """Made now, if need be trained, where there is none; named only when it is whole."""
+        folder = self.folder / TOKENIZER_FOLDER
+        if folder.exists():
+            return load_tokenizer(folder)
+        texts = (each.text for each in self.corpus.splits["train"].documents() if each)
         trained_on = (text for text in texts if not in_validation(text, self._fraction))
-        tokenizer = fixed or make_tokenizer(self._config.tokenizer, trained_on)
-        draft = self._folder / f"{TOKENIZER_FOLDER}.draft"
+        tokenizer = self.fixed or make_tokenizer(self.config.tokenizer, trained_on)
+        draft = self.folder / f"{TOKENIZER_FOLDER}.draft"
         shutil.rmtree(draft, ignore_errors=True)
         tokenizer.save(draft)
         sync_tree(draft)
-        draft.rename(self._folder / TOKENIZER_FOLDER)
+        draft.rename(folder)
         self._save(self._start)
         return tokenizer
 
     def _save(self, progress: _Progress) -> None:
         values = asdict(progress)
-        write_json(self._folder / PROGRESS_FILE, {**values, "sha256": json_sha256(values)})
+        write_json(self.folder / PROGRESS_FILE, {**values, "sha256": json_sha256(values)})
 
     def run(self) -> Manifest:
-        """Do what is left to do."""
         with ExitStack() as stack:
             for writer in self._writers.values():
                 stack.callback(writer.close)
-            sources = list(self._corpus.splits)
+            sources = list(self.corpus.splits)
             for source in sources[sources.index(self._start.source) :]:
                 self._read(source, self._start.documents_read)
                 self._start = replace(self._start, documents_read=0)
@@ -287,15 +283,15 @@ class _Job:
         splits = {name: writer.synced() for name, writer in self._writers.items()}
         for name, split in splits.items():
             if not split.tokens:
-                shutil.rmtree(self._folder)  # other settings are needed, and would be refused
+                shutil.rmtree(self.folder)  # other settings are needed, and would be refused
                 raise ConfigError(
                     "prepare.corpus",
-                    self._config.corpus,
+                    self.config.corpus,
                     f"has no text for its {name} split",
                     "Add documents that are more than white space, change validation_fraction, "
                     "or give validation text with validation=.",
                 )
-        return Manifest(FORMAT_VERSION, self._recipe, self._tokenizer.identity, splits)
+        return Manifest(FORMAT_VERSION, self.recipe, self._tokenizer.identity, splits)
 
     def _read(self, source: str, count: int) -> None:
         """Everything of one split of the corpus behind the first `count` documents."""
@@ -318,25 +314,25 @@ class _Job:
 
     def _documents(self, source: str) -> Iterator[Document]:
         """Those of a split, while counting the rows that have no text."""
-        for document in self._corpus.splits[source].documents():
+        for document in self.corpus.splits[source].documents():
             if document is None:
                 self._skipped += 1
             else:
                 yield document
 
     def _is_full(self, source: str) -> bool:
-        limit = self._config.max_tokens
+        limit = self.config.max_tokens
         return source == "train" and limit is not None and self._writers["train"].tokens >= limit
 
     def _tell(self, source: str, documents: int, fraction: float | None) -> None:
-        if self._report is None:
+        if self.report is None:
             return
         tokens = self._writers[source].tokens
-        if source == "train" and self._config.max_tokens is not None:
-            fraction = max(fraction or 0.0, min(1.0, tokens / self._config.max_tokens))
+        if source == "train" and self.config.max_tokens is not None:
+            fraction = max(fraction or 0.0, min(1.0, tokens / self.config.max_tokens))
         if source == "train" and self._fraction:
             tokens += self._writers["validation"].tokens
-        self._report(PrepareProgress(source, documents, tokens, fraction, self._skipped))
+        self.report(PrepareProgress(source, documents, tokens, fraction, self._skipped))
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from airmoe.config import check_count
-from airmoe.data.shards import TOKEN_TYPE, BlockDataset, ShardInfo, SplitInfo
+from airmoe.data.shards import TOKEN_TYPE, BlockDataset, SplitInfo
 from airmoe.data.tokenizers import Tokenizer, TokenizerIdentity, load_tokenizer
 from airmoe.errors import ConfigError
 from airmoe.files import file_sha256, read_as
@@ -50,7 +50,6 @@ class Prepared:
     manifest: Manifest
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens."""
         tokenizer = load_tokenizer(self.folder / TOKENIZER_FOLDER)
         if not self.manifest.tokenizer.is_kept_by(tokenizer.identity):
             rule = "holds another tokenizer than the one its manifest names"
@@ -88,14 +87,21 @@ def open_prepared(folder: str | Path, *, verify: bool = True) -> Prepared:
     """Open what `prepare` made; `verify` also reads every shard and compares its sha256."""
     folder = Path(folder)
     manifest = read_manifest(folder)
-    for split in manifest.splits.values():
-        for shard in split.shards:
-            _check_shard(folder, shard, verify=verify)
+    for shard in (shard for split in manifest.splits.values() for shard in split.shards):
+        file, expected = folder / shard.file, shard.tokens * TOKEN_TYPE.itemsize
+        if not file.is_file():
+            rule = "is in the manifest but not in the folder"
+        elif (size := file.stat().st_size) != expected:
+            rule = f"has {size} bytes instead of {expected}"
+        elif verify and file_sha256(file) != shard.sha256:
+            rule = "is damaged: its sha256 is not the manifest's"
+        else:
+            continue
+        raise ConfigError("data", str(file), rule, f"Copy it again, or: {_PREPARE_AGAIN}")
     return Prepared(folder, manifest)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read `manifest.json`."""
     file = folder / MANIFEST_FILE
     if not file.is_file():
         raise _not_prepared(folder)
@@ -112,20 +118,6 @@ def _check_version(values: Any) -> None:
     found = values.get("format_version") if isinstance(values, dict) else None
     if type(found) is not int or found != FORMAT_VERSION:
         raise ValueError(f"format version {found}, this airmoe reads {FORMAT_VERSION}")
-
-
-def _check_shard(folder: Path, shard: ShardInfo, *, verify: bool) -> None:
-    """Raise unless the file is there, has its size and, if asked, its content."""
-    file = folder / shard.file
-    rule = None
-    if not file.is_file():
-        rule = "is in the manifest but not in the folder"
-    elif (size := file.stat().st_size) != (expected := shard.tokens * TOKEN_TYPE.itemsize):
-        rule = f"has {size} bytes instead of {expected}"
-    elif verify and file_sha256(file) != shard.sha256:
-        rule = "is damaged: its sha256 is not the manifest's"
-    if rule is not None:
-        raise ConfigError("data", str(file), rule, f"Copy it again, or: {_PREPARE_AGAIN}")
 
 
 def _not_prepared(path: Path) -> ConfigError:

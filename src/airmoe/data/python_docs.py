@@ -41,7 +41,9 @@ class PythonDocs:
         for text in _topics():
             yield Document(_clean(text))
         root = Path(sysconfig.get_path("stdlib"))
-        files = _modules(root)
+        # Sorted by their parts, which is the same on every file system.
+        inside = sorted((file.relative_to(root).parts, file) for file in root.rglob("*.py"))
+        files = [file for parts, file in inside if not _SKIPPED_FOLDERS.intersection(parts)]
         for count, file in enumerate(files, 1):
             names = file.relative_to(root).with_suffix("").parts
             module = ".".join(names[:-1] if names[-1] == "__init__" else names)
@@ -56,13 +58,6 @@ def _topics() -> Iterator[str]:
         return
     for name in sorted(topics):
         yield topics[name]
-
-
-def _modules(root: Path) -> list[Path]:
-    """Source files of the standard library, sorted the same on every file system."""
-    inside = ((file.relative_to(root).parts, file) for file in root.rglob("*.py"))
-    kept = [(parts, file) for parts, file in inside if not _SKIPPED_FOLDERS.intersection(parts)]
-    return [file for _, file in sorted(kept)]
 
 
 def _docstrings(file: Path, module: str) -> Iterator[str]:

@@ -55,21 +55,17 @@ class SplitWriter:
         self.tokens = start.tokens if start else 0
         self._open_tokens = self.tokens - sum(shard.tokens for shard in self._shards)
         self._stream: IO[bytes] | None = None
-        if self._open_tokens:
-            self._reopen(self._open_tokens * TOKEN_TYPE.itemsize)
+        if size := self._open_tokens * TOKEN_TYPE.itemsize:  # what to keep of an unfinished shard
+            file = self._file()
+            if not file.is_file() or file.stat().st_size < size:
+                rule = f"should hold at least {size} bytes of unfinished work but does not"
+                remedy = f"Delete {folder} and run prepare again."
+                raise ConfigError("prepare.out", str(file), rule, remedy)
+            os.truncate(file, size)
+            self._stream = file.open("ab")
 
     def _file(self) -> Path:
         return self._folder / f"{self._split}-{len(self._shards):05d}.bin"
-
-    def _reopen(self, size: int) -> None:
-        """Go on behind the first `size` bytes of an unfinished shard."""
-        file = self._file()
-        if not file.is_file() or file.stat().st_size < size:
-            rule = f"should hold at least {size} bytes of unfinished work but does not"
-            remedy = f"Delete {file.parent} and run prepare again."
-            raise ConfigError("prepare.out", str(file), rule, remedy)
-        os.truncate(file, size)
-        self._stream = file.open("ab")
 
     def add(self, tokens: Tokens) -> bool:
         """Append one document; True if that finished a shard."""

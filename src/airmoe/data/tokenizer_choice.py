@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from airmoe.data.tokenizers import (
     BYTES_VOCAB,
@@ -92,11 +91,9 @@ def _open_path(path: Path) -> Tokenizer:
     folder = path if path.is_dir() else path.parent
     file = folder / HUGGING_FACE_FILE
     if not file.is_file() or path not in (folder, file):
-        raise tokenizer_error(
-            path,
-            f"is neither a folder with {HUGGING_FACE_FILE}, nor that file, nor a .model file",
-            "Save a fast tokenizer with save_pretrained and give its folder.",
-        )
+        rule = f"is neither a folder with {HUGGING_FACE_FILE}, nor that file, nor a .model file"
+        remedy = "Save a fast tokenizer with save_pretrained and give its folder."
+        raise tokenizer_error(path, rule, remedy)
     try:
         configured = (folder / HUGGING_FACE_CONFIG).exists()
         tokenizer = Tokenizer(read_files(folder)) if configured else _open_bare(file)
@@ -119,9 +116,17 @@ def _bos_id(tokenizer: Tokenizer, path: Path) -> int | None:
     Training text must look the same, so whatever else it would change is refused.
     """
     plain = tokenizer.encode(_PROBE)
+    transformers = require("transformers", "to open this tokenizer")
     with tempfile.TemporaryDirectory() as copy:
         tokenizer.save(Path(copy))
-        used = _as_transformers_does(copy)(_PROBE)["input_ids"]
+        try:
+            opened = transformers.AutoTokenizer.from_pretrained(
+                copy, local_files_only=True, trust_remote_code=False
+            )
+        except Exception:  # it does not say which class it is of, or needs code of its own
+            fast = transformers.PreTrainedTokenizerFast
+            opened = fast.from_pretrained(copy, local_files_only=True)
+        used = opened(_PROBE)["input_ids"]
     ends = ([], [tokenizer.identity.eos_id])
     for begin in (0, 1):
         if used[begin : begin + len(plain)] == plain and used[begin + len(plain) :] in ends:
@@ -134,16 +139,6 @@ def _bos_id(tokenizer: Tokenizer, path: Path) -> int | None:
     )
 
 
-def _as_transformers_does(folder: str) -> Any:
-    transformers = require("transformers", "to open this tokenizer")
-    try:
-        return transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except Exception:  # it does not say which class it is of, or code of its own would be needed
-        return transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-
-
 def _open_bare(file: Path) -> Tokenizer:
     """A tokenizer.json with no tokenizer_config.json beside it."""
     definition = file.read_text(encoding="utf-8")
@@ -151,11 +146,8 @@ def _open_bare(file: Path) -> Tokenizer:
     for name in _END_OF_TEXT_NAMES:
         if name in added:
             return Tokenizer(hugging_face_files(definition, name))
-    raise tokenizer_error(
-        file,
-        "does not say which token ends a text",
-        'Put {"eos_token": "..."} into tokenizer_config.json beside it.',
-    )
+    remedy = 'Put {"eos_token": "..."} into tokenizer_config.json beside it.'
+    raise tokenizer_error(file, "does not say which token ends a text", remedy)
 
 
 def _installed_llama3() -> Path:
@@ -165,11 +157,9 @@ def _installed_llama3() -> Path:
         file = Path(folder) / "llama3" / LLAMA3_FILE
         if file.exists():
             return file
-    raise tokenizer_error(
-        "llama-3",
-        "needs the package llama-models, which brings its file and is not installed",
-        "Run: pip install 'airmoe[data]', or give the path of Llama 3's tokenizer.model.",
-    )
+    rule = "needs the package llama-models, which brings its file and is not installed"
+    remedy = "Run: pip install 'airmoe[data]', or give the path of Llama 3's tokenizer.model."
+    raise tokenizer_error("llama-3", rule, remedy)
 
 
 def _read_llama3(path: Path) -> Tokenizer:
@@ -212,11 +202,9 @@ def _train_bpe(vocab_size: int, corpus: Iterable[str]) -> Tokenizer:
     )
     tokenizer.train_from_iterator(_sample(corpus), trainer)
     if (reached := tokenizer.get_vocab_size()) < vocab_size:
-        raise tokenizer_error(
-            f"bpe:{vocab_size}",
-            f"is more than the training text yields: it gives only {reached} tokens",
-            f"Use bpe:{reached} or less, or more text.",
-        )
+        rule = f"is more than the training text yields: it gives only {reached} tokens"
+        remedy = f"Use bpe:{reached} or less, or more text."
+        raise tokenizer_error(f"bpe:{vocab_size}", rule, remedy)
     return Tokenizer(hugging_face_files(tokenizer.to_str(), END_OF_TEXT))
 
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -51,7 +51,7 @@ class TokenizerIdentity:
     """Of all files of a user's tokenizer, also those that change no id (a chat template). None for
     other kinds, and in folders prepared before they were hashed."""
 
-    def is_kept_by(self, other: TokenizerIdentity) -> bool:
+    def is_kept_by(self, other: Self) -> bool:
         """Whether `other` is this tokenizer with the same files, where their hash is known."""
         return self == other and self.files_sha256 in (None, other.files_sha256)
 
@@ -122,7 +122,11 @@ class BytesTokenizer(Tokenizer):
     """UTF-8 bytes are ids 0-255; 256 ends a document."""
 
     def __init__(self) -> None:
-        model = byte_level({character: n for n, character in enumerate(_byte_characters())})
+        # The printable character that byte-level tokenizers write for each byte.
+        printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+        others = itertools.count(0x100)
+        characters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
+        model = byte_level({character: byte for byte, character in enumerate(characters)})
         model.add_special_tokens([END_OF_TEXT])
         sha256 = hashlib.sha256(b"bytes").hexdigest()
         identity = TokenizerIdentity("bytes", BYTES_VOCAB, sha256, eos_id=BYTES_VOCAB - 1)
@@ -189,10 +193,3 @@ def byte_level(vocab: dict[str, int], *, split_words: bool = False) -> Any:
     )
     tokenizer.decoder = library.decoders.ByteLevel()
     return tokenizer
-
-
-def _byte_characters() -> list[str]:
-    """The printable character that byte-level tokenizers write for each byte, a fact of theirs."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = itertools.count(0x100)
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
 
 import torch
 from rich.console import Console
@@ -31,8 +30,14 @@ def examine(console: Console) -> None:
     for name, version in versions().items():
         table.add_row(name, version)
     table.add_section()
-    for device, kernels in _devices():
-        table.add_row(device, f"kernels: {kernels}")
+    devices = [(f"CPU, {torch.get_num_threads()} threads", torch.device("cpu"))]
+    for place in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(place)
+        name = f"{about.name}, {about.total_memory / 2**30:.0f} GiB"
+        devices.append((name, torch.device("cuda", place)))
+    for name, device in devices:
+        kernels = backend_for(device, torch.float32)
+        table.add_row(name, f"kernels: {kernels.replace('reference', 'reference (PyTorch)')}")
     console.print(table)
     missing = [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
     for name in missing:
@@ -43,14 +48,3 @@ def examine(console: Console) -> None:
         say(console, "Nothing is missing.")
     if product_kills():
         say(console, f"bf16 on the CPU kills the process, because {FAULT}. {REMEDY}.")
-
-
-def _devices() -> Iterator[tuple[str, str]]:
-    """Each device, and what computes on it."""
-    names = {"reference": "reference (PyTorch)", "triton": "triton"}
-    on_cpu = backend_for(torch.device("cpu"), torch.float32)
-    yield f"CPU, {torch.get_num_threads()} threads", names[on_cpu]
-    for place in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(place)
-        name = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-        yield name, names[backend_for(torch.device("cuda", place), torch.float32)]

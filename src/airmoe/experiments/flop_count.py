@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from airmoe.data.tokenizer_choice import bpe_vocab_size, is_trained
-from airmoe.errors import ConfigError
+from airmoe.errors import ConfigError, say
 from airmoe.flops import COLUMNS, PARTS, Column, Cost, Ledger, Workload, count_flops
 from airmoe.training import RunConfig, method_run
 from airmoe.training.config import workload_of
@@ -30,7 +30,6 @@ class FlopCount:
     tokens: int | None  # length of the run, where it is known
 
     def to_json(self) -> dict[str, Any]:
-        """Every term."""
         methods = {name: ledger.to_json(self.tokens) for name, ledger in self.ledgers.items()}
         workload = dataclasses.asdict(self.workload)
         return {"preset": self.preset, "workload": workload, "methods": methods}
@@ -46,11 +45,10 @@ class FlopCount:
                 columns = [(method, ledger, name) for method, ledger in self.ledgers.items()]
                 console.print(self._table(name, columns, ("total",)))
         load = self.workload
-        console.print(
+        say(
+            console,
             f"Blocks of {load.sequence_length:,} tokens; steps of {load.tokens_per_step:,} on "
             f"{load.devices} device(s), micro-batches of {load.tokens_per_micro_batch:,}.",
-            highlight=False,
-            soft_wrap=True,
         )
 
     def _table(
@@ -110,12 +108,8 @@ def _ledger(run: RunConfig, workload: Workload) -> Ledger:
     if vocab_size is None and is_trained(name):
         vocab_size = bpe_vocab_size(name)
     if vocab_size is None:
-        raise ConfigError(
-            "model.vocab_size",
-            None,
-            f"must be given with the tokenizer {name}, which is not opened here",
-            "Add model.vocab_size=...",
-        )
+        rule = f"must be given with the tokenizer {name}, which is not opened here"
+        raise ConfigError("model.vocab_size", None, rule, "Add model.vocab_size=...")
     return count_flops(run.model_config(vocab_size, eos_id=0), workload)
 
 

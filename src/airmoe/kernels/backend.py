@@ -7,11 +7,13 @@ choice. Where Triton cannot be used, plain PyTorch runs, and one logged line say
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
@@ -25,7 +27,6 @@ Backend = Literal["reference", "triton"]
 Choice = Literal["auto", "reference", "triton"]
 CHOICES = get_args(Choice)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-TENSOR_KINDS = ("Tensor", "Optional[Tensor]")  # as schemas name them
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -147,90 +148,89 @@ def own_precision(operation: Callable[Arguments, Result]) -> Callable[Arguments,
     return without_autocast
 
 
+@dataclass(frozen=True)
+class Gradient:
+    """An operator's gradient: `of` lists its differentiable inputs, `outputs` what it returns, and
+    `saved` those of the outputs that its backward needs."""
+
+    of: tuple[str, ...]
+    outputs: tuple[str, ...]
+    saved: tuple[str, ...] = ()
+
+
 def operator(
-    name: str,
-    *,
-    schema: str | None = None,
-    fake: Callable[..., Any] | None = None,
-) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """`torch.library.custom_op` for a function that launches kernels, and its fake.
+    schema: str, module: str, *, fake: Callable[..., Any], gradient: Gradient | None = None
+) -> CustomOpDef:
+    """The operator `airmoe::<schema>`. The function of its name in `module`, one of the files of
+    Triton kernels, computes it; `fake` gives empty results of the same shapes.
 
-    Triton launches on the current device, so that is set to the one of the first tensor.
+    With a `gradient`, the module's `<name>_backward` computes it. That function takes all inputs,
+    saved outputs and gradients (`grad_<output>`, None where there is none) as attributes of one
+    object, with `inputs` in order, and the names of those inputs that want a gradient; it returns
+    their gradients by name.
     """
+    name = schema.partition("(")[0]
 
-    def register(function: Callable[..., Any]) -> CustomOpDef:
-        @functools.wraps(function)
-        def on_its_device(*args: Any) -> Any:
-            first = next(arg for arg in args if isinstance(arg, Tensor))
-            with torch.cuda.device_of(first):
-                return function(*args)
+    def find(function: str) -> Callable[..., Any]:
+        return getattr(importlib.import_module(f"airmoe.kernels.{module}"), function)
 
-        taken = schema or torch.library.infer_schema(function, mutates_args=())
-        found = torch.library.custom_op(name, on_its_device, mutates_args=(), schema=taken)
-        if fake is not None:
-            found.register_fake(fake)
-        return found
-
-    return register
+    op = _register(schema, lambda *args: find(name)(*args), fake)
+    if gradient is not None:
+        _Backward(name, op, gradient, lambda *args: find(f"{name}_backward")(*args))
+    return op
 
 
-Backward = Callable[[Any, set[str]], dict[str, Tensor]]
+def _register(schema: str, launch: Callable[..., Any], fake: Callable[..., Any]) -> CustomOpDef:
+    """Triton launches on the current device, so that is set to the one of the first tensor."""
+    name, _, signature = schema.partition("(")
+
+    def on_its_device(*args: Any) -> Any:
+        with torch.cuda.device_of(next(arg for arg in args if isinstance(arg, Tensor))):
+            return launch(*args)
+
+    op = torch.library.custom_op(
+        f"airmoe::{name}", on_its_device, mutates_args=(), schema=f"({signature}"
+    )
+    op.register_fake(fake)
+    return op
 
 
-def gradient(
-    op: CustomOpDef, *, of: Sequence[str], outputs: Sequence[str], saved: Sequence[str] = ()
-) -> Callable[[Backward], CustomOpDef]:
-    """Make a function the backward of `op`, as an operator `<op>_backward` of its own.
-
-    `of` names the inputs that can get a gradient, `outputs` what `op` returns, `saved` those of the
-    outputs that the backward needs. The function takes all inputs, saved outputs and gradients
-    (`grad_<output>`, None where there is none) as attributes of one object, with `inputs` in order,
-    and the names of those inputs that want a gradient; it returns their gradients by name.
-    """
-    return lambda function: _Gradient(op, of, outputs, saved, function).operator
+def chunks(total: int, step: int) -> Iterator[slice]:
+    """Cut `total` rows into runs of at most `step`."""
+    for start in range(0, total, step):
+        yield slice(start, min(start + step, total))
 
 
-class _Gradient:
-    """What `gradient` registers. At most one input may be a list of tensors; it is saved last."""
+class _Backward:
+    """The operator `<name>_backward`, and what autograd keeps for it."""
 
     def __init__(
-        self,
-        op: CustomOpDef,
-        of: Sequence[str],
-        outputs: Sequence[str],
-        saved: Sequence[str],
-        function: Backward,
+        self, name: str, op: CustomOpDef, gradient: Gradient, function: Callable[..., Any]
     ) -> None:
         schema = op._opoverload._schema
         inputs = [argument.name for argument in schema.arguments]
-        kinds = [str(argument.type) for argument in schema.arguments]
-        grads = [f"grad_{name}" for name in outputs]
-        self.function, self.of, self.num_inputs = function, of, len(inputs)
-        self.names = [*grads, *inputs, *saved]  # what the backward's operator takes
-        self.first_input = len(grads)
-        # Places among the inputs and, after them, the saved outputs.
-        self.of_places = [inputs.index(name) for name in of]
-        self.saved_places = [outputs.index(name) for name in saved]  # among the outputs
-        self.lists = [place for place, kind in enumerate(kinds) if kind == "List[Tensor]"]
-        single = [place for place, kind in enumerate(kinds) if kind in TENSOR_KINDS]
-        self.tensors = [*single, *range(len(inputs), len(inputs) + len(saved))]
-        self.constants = [n for n in range(len(inputs)) if n not in (*single, *self.lists)]
+        grads = [f"grad_{name}" for name in gradient.outputs]
+        self.function, self.of = function, gradient.of
+        self.names = [*grads, *inputs, *gradient.saved]  # what the operator takes
+        self.inputs = slice(len(grads), len(grads) + len(inputs))
+        self.of_places = [inputs.index(name) for name in gradient.of]
+        self.saved_places = [gradient.outputs.index(name) for name in gradient.saved]
         declared = str(schema).partition("(")[2].rpartition(") ->")[0]
         parts = [*(f"Tensor? {grad}" for grad in grads), declared]
-        parts += [*(f"Tensor {name}" for name in saved), "bool[] wanted"]
-        name, schema = f"{op._qualname}_backward", f"({', '.join(parts)}) -> Tensor[]"
-        self.operator = operator(name, schema=schema, fake=self.fake)(self.run)
+        parts += [*(f"Tensor {name}" for name in gradient.saved), "bool[] wanted"]
+        schema = f"{name}_backward({', '.join(parts)}) -> Tensor[]"
+        self.operator = _register(schema, self.run, self.fake)
         op.register_autograd(self.backward, setup_context=self.save)
 
     def run(self, *args: Any) -> list[Tensor]:
         call = SimpleNamespace(**dict(zip(self.names, args, strict=False)))
-        call.inputs = args[self.first_input : self.first_input + self.num_inputs]
+        call.inputs = args[self.inputs]
         wanted = [name for name, want in zip(self.of, args[-1], strict=True) if want]
         found = self.function(call, set(wanted))
         return [found[name] for name in wanted]
 
     def fake(self, *args: Any) -> list[Tensor]:
-        operands = [args[self.first_input + place] for place in self.of_places]
+        operands = [args[self.inputs][place] for place in self.of_places]
         wanted = [tensor for tensor, want in zip(operands, args[-1], strict=True) if want]
         return [tensor.new_empty(tensor.shape) for tensor in wanted]
 
@@ -238,20 +238,20 @@ class _Gradient:
         output = output if isinstance(output, tuple) else (output,)
         values = [*inputs, *(output[place] for place in self.saved_places)]
         ctx.set_materialize_grads(False)
-        ctx.constants = [values[place] for place in self.constants]
-        members = [member for place in self.lists for member in values[place]]
-        ctx.save_for_backward(*(values[place] for place in self.tensors), *members)
+        ctx.sizes = [len(value) if isinstance(value, list) else None for value in values]
+        leaves = [v for value in values for v in (value if isinstance(value, list) else [value])]
+        ctx.save_for_backward(*(leaf if isinstance(leaf, Tensor) else None for leaf in leaves))
+        ctx.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        found: list[Any] = [None] * self.num_inputs
-        values: list[Any] = [None] * (self.num_inputs + len(self.saved_places))
-        for place, tensor in zip(self.tensors, ctx.saved_tensors, strict=False):
-            values[place] = tensor
-        for place, constant in zip(self.constants, ctx.constants, strict=True):
-            values[place] = constant
-        for place in self.lists:
-            values[place] = list(ctx.saved_tensors[len(self.tensors) :])
-            found[place] = [None] * len(values[place])
+        pairs = zip(ctx.saved_tensors, ctx.constants, strict=True)
+        leaves = (constant if tensor is None else tensor for tensor, constant in pairs)
+        values = [
+            next(leaves) if size is None else [next(leaves) for _ in range(size)]
+            for size in ctx.sizes
+        ]
+        inputs = ctx.sizes[: len(ctx.needs_input_grad)]
+        found: list[Any] = [None if size is None else [None] * size for size in inputs]
         if any(grad is not None for grad in grads):
             upstream = [None if grad is None else grad.contiguous() for grad in grads]
             wanted = [ctx.needs_input_grad[place] for place in self.of_places]

@@ -14,6 +14,7 @@ tokens as rows.
 # pyright: reportGeneralTypeIssues=none
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.backend import chunks
 from airmoe.kernels.device_triton import (
     INFINITY,
     as_stored,
@@ -30,9 +32,9 @@ from airmoe.kernels.device_triton import (
     inverse_root,
     largest,
 )
-from airmoe.kernels.noise import Noise
 from airmoe.kernels.noise_triton import normal
-from airmoe.kernels.top_k_triton import LONGEST_ROW, MAX_REGISTERS, row_warps
+from airmoe.kernels.top_k import LONGEST_ROW
+from airmoe.kernels.top_k_triton import MAX_REGISTERS, row_warps
 
 SEGMENT = LONGEST_ROW
 SCORE_ELEMENTS = 1 << 23  # scores that exist at once: 32 MiB
@@ -56,11 +58,16 @@ def _product_config(rows: int, dim: int, products: int, float32: bool) -> dict[s
 @triton.jit
 def product(
     rows_at, columns_at, row_stride, column_stride, row_mask, column_mask, depth, dim,
+    NORMALIZE: tl.constexpr,
     ROW_PARTS: tl.constexpr, COLUMN_PARTS: tl.constexpr, FLOAT32: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_R, BLOCK_C] products; of parts, those pairs that reach a float32's last bit."""
+    """[BLOCK_R, BLOCK_C] products; of parts, those pairs that reach a float32's last bit.
+
+    To NORMALIZE columns of one part, their norms are measured as they come by.
+    """
     scores = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
+    squares = tl.zeros((BLOCK_D, BLOCK_C), dtype=tl.float32)
     for start in range(0, dim, BLOCK_D):
         inside = depth < dim - start
         some_rows = row_mask & inside[None, :]
@@ -68,6 +75,8 @@ def product(
         if FLOAT32:
             left = tl.load(rows_at + start, mask=some_rows, other=0.0).to(tl.float32)
             right = tl.load(columns_at + start, mask=some_columns, other=0.0).to(tl.float32)
+            if NORMALIZE:
+                squares += right * right
             scores = tl.dot(left, right, scores, input_precision="tf32x3")
         else:
             for row_part in tl.static_range(ROW_PARTS):
@@ -79,30 +88,12 @@ def product(
                             mask=some_columns,
                             other=0.0,
                         )
+                        if NORMALIZE:
+                            squares += right.to(tl.float32) * right.to(tl.float32)
                         scores = tl.dot(left, right, scores)
+    if NORMALIZE:
+        scores *= inverse_root(tl.sum(squares, axis=0))[None, :]
     return scores
-
-
-@triton.jit
-def _normalized_product(
-    rows_at, columns_at, row_mask, column_mask, depth, dim, FLOAT32: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The same for one part each, with columns of norm 1, which are measured as they come by."""
-    scores = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
-    squares = tl.zeros((BLOCK_D, BLOCK_C), dtype=tl.float32)
-    for start in range(0, dim, BLOCK_D):
-        inside = depth < dim - start
-        left = tl.load(rows_at + start, mask=row_mask & inside[None, :], other=0.0)
-        right = tl.load(columns_at + start, mask=column_mask & inside[:, None], other=0.0)
-        wide = right.to(tl.float32)
-        squares += wide * wide
-        if FLOAT32:
-            scores = tl.dot(left.to(tl.float32), wide, scores, input_precision="tf32x3")
-        else:
-            scores = tl.dot(left, right, scores)
-    square = tl.sum(squares, axis=0)
-    return scores * inverse_root(square)[None, :]
 
 
 @triton.jit
@@ -122,17 +113,10 @@ def _scores_kernel(
     real_column = column < num_columns
     rows_at = rows_ptr + row.to(tl.int64)[:, None] * dim + depth[None, :]
     columns_at = columns_ptr + column.to(tl.int64)[None, :] * dim + depth[:, None]
-    if NORMALIZE:
-        scores = _normalized_product(
-            rows_at, columns_at, real_row[:, None], real_column[None, :], depth, dim,
-            FLOAT32, BLOCK_R, BLOCK_C, BLOCK_D,
-        )  # fmt: skip
-    else:
-        scores = product(
-            rows_at, columns_at, row_stride, column_stride, real_row[:, None],
-            real_column[None, :], depth, dim,
-            ROW_PARTS, COLUMN_PARTS, FLOAT32, BLOCK_R, BLOCK_C, BLOCK_D,
-        )  # fmt: skip
+    scores = product(
+        rows_at, columns_at, row_stride, column_stride, real_row[:, None], real_column[None, :],
+        depth, dim, NORMALIZE, ROW_PARTS, COLUMN_PARTS, FLOAT32, BLOCK_R, BLOCK_C, BLOCK_D,
+    )  # fmt: skip
     if HAS_SCALES:
         scores *= tl.load(scales_ptr + column, mask=real_column, other=0.0)[None, :]
     if HAS_NOISE:
@@ -216,7 +200,8 @@ class Tables:
     rows: Tensor  # [parts, N, D]
     columns: Tensor  # [parts, E, D]
     scales: Tensor | None  # [E]
-    noise: Noise | None
+    row_keys: Tensor | None  # [N] of the jitter
+    noise_std: float
     float32: bool  # multiply as float32, or as what the parts are
     normalize: bool = False  # columns of norm 1, measured during the product; one part each
 
@@ -230,11 +215,11 @@ class Tables:
         _scores_kernel[(grid,)](
             left, right,
             None if self.scales is None else self.scales[columns],
-            None if self.noise is None else self.noise.row_keys[rows],
+            None if self.row_keys is None else self.row_keys[rows],
             out, num_rows, num_columns, dim, left.stride(0), right.stride(0), out.stride(0),
-            columns.start, 0.0 if self.noise is None else self.noise.std,
+            columns.start, self.noise_std,
             NORMALIZE=self.normalize, HAS_SCALES=self.scales is not None,
-            HAS_NOISE=self.noise is not None, ROW_PARTS=row_parts,
+            HAS_NOISE=self.row_keys is not None, ROW_PARTS=row_parts,
             COLUMN_PARTS=column_parts, FLOAT32=self.float32, **config,
         )  # fmt: skip
 
@@ -273,9 +258,8 @@ class BestColumns:
         device = self.tables.rows.device
         return torch.empty(self.rows_at_once, columns, dtype=dtype, device=device)
 
-    def chunks(self) -> list[slice]:
-        total, step = self.tables.rows.shape[1], self.rows_at_once
-        return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+    def chunks(self) -> Iterator[slice]:
+        return chunks(self.tables.rows.shape[1], self.rows_at_once)
 
     def find(self, rows: slice, ids: Tensor, scores: Tensor | None = None) -> None:
         """Write the best columns of one of `chunks`: ids [rows, count] ascending, and scores."""
@@ -316,14 +300,15 @@ def _thin(
     )  # fmt: skip
 
 
-def find_shortlists(
+def top_m(
     codewords: Tensor,
     centroids: Tensor,
     size: int,
     inverse_norms: Tensor | None,
-    noise: Noise | None,
+    row_keys: Tensor | None,
+    noise_std: float,
 ) -> Tensor:
-    """See `best_experts.top_m_op`."""
+    """Codewords [G, D] float32, centroids [E, D] of any dtype -> [G, size] ids ascending."""
     ids = torch.empty(codewords.shape[0], size, dtype=torch.int64, device=codewords.device)
     if codewords.shape[0] == 0:
         return ids
@@ -331,7 +316,9 @@ def find_shortlists(
     assert cuts is not None, "the caller checks that lists are short enough"
     in_parts = exact_as_bfloat16(centroids)
     rows = bfloat16_parts(codewords) if in_parts else whole(codewords)
-    tables = Tables(rows, whole(centroids), inverse_norms, noise, float32=not in_parts)
+    tables = Tables(
+        rows, whole(centroids), inverse_norms, row_keys, noise_std, float32=not in_parts
+    )
     best = BestColumns(tables, size, cuts)
     for chunk in best.chunks():
         best.find(chunk, ids[chunk])

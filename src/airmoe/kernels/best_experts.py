@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import operator, own_precision, use_triton
-from airmoe.kernels.noise import Noise, noise_of, noise_operands
+from airmoe.kernels.backend import chunks, operator, own_precision, use_triton
+from airmoe.kernels.noise import Noise, noise_operands
 from airmoe.kernels.norms import inverse_norms
 from airmoe.kernels.top_k import POSITION, selection_keys, top_positions
 
@@ -31,8 +31,7 @@ def top_m(
     """Shortlists (Alg. 1, lines 4-7): the `size` experts with the largest <c_g, w_e> + jitter.
 
     codewords [G, D], centroids [E, D] -> [G, size] ascending ids, ties to the lowest. Memory is
-    bounded whatever E and G: a tile is some codewords times some experts, and the best keys so far
-    compete with those of the next tile.
+    bounded whatever E and G.
     """
     if codewords.dtype == torch.float32 and use_triton(codewords, centroids, inverse_norms):
         from airmoe.kernels.best_columns_triton import plan_cuts
@@ -40,48 +39,53 @@ def top_m(
         if plan_cuts(centroids.shape[0], size) is not None:
             pieces = noise_operands(noise)
             return top_m_op(codewords, centroids, size, inverse_norms, *pieces)
-    out = torch.empty(codewords.shape[0], size, dtype=torch.int64, device=codewords.device)
-    num_experts = centroids.shape[0]
     rows = min(CODEWORDS_PER_TILE, codewords.shape[0])
     # At least a few times the shortlist, or the merging would cost more than the scoring.
-    columns = max(CHUNK_ELEMENTS // rows, 4 * size)
-    for start in range(0, codewords.shape[0], rows):
-        chunk = slice(start, start + rows)
-        best = torch.empty(codewords[chunk].shape[0], 0, dtype=torch.int64, device=codewords.device)
-        for first in range(0, num_experts, columns):
-            tile = slice(first, first + columns)
-            scores = codewords[chunk] @ centroids[tile].to(codewords.dtype).T  # [rows, columns]
-            if inverse_norms is not None:
-                scores *= inverse_norms[tile]
+    tile = rows, max(CHUNK_ELEMENTS // rows, 4 * size)
+    return _best_columns(codewords, centroids, size, tile, inverse_norms, noise, ordered=False)
+
+
+def _best_columns(
+    left: Tensor,
+    right: Tensor,
+    count: int,
+    tile: tuple[int, int],
+    scales: Tensor | None,
+    noise: Noise | None,
+    *,
+    ordered: bool,
+) -> Tensor:
+    """The rows of `right` with the largest scaled products + jitter for each row of `left`.
+
+    The best keys of the tiles so far compete with those of the next one. Products are in the dtype
+    of `left`.
+    """
+    ids = torch.empty(left.shape[0], count, dtype=torch.int64, device=left.device)
+    num_columns = right.shape[0]
+    for rows in chunks(left.shape[0], tile[0]):
+        best = ids[rows, :0]
+        for columns in chunks(num_columns, tile[1]):
+            scores = left[rows] @ right[columns].to(left.dtype).T  # [rows, columns]
+            if scales is not None:
+                scores *= scales[columns]
             if noise is not None:
-                experts = torch.arange(first, first + scores.shape[1], device=scores.device)
-                scores += noise.rows(chunk, experts)
-            best = torch.cat([best, selection_keys(scores, first, num_experts)], dim=-1)
-            if best.shape[1] > size:
-                best = best.topk(size, dim=-1, sorted=False).values
-        out[chunk] = (num_experts - 1 - (best & POSITION)).sort(-1).values
-    return out
+                names = torch.arange(columns.start, columns.stop, device=left.device)
+                scores += noise.rows(rows, names)
+            keys = selection_keys(scores, columns.start, num_columns)
+            best = keys if columns.start == 0 else torch.cat([best, keys], dim=-1)
+            best = best.topk(min(count, best.shape[1]), dim=-1, sorted=ordered).values
+        ids[rows] = num_columns - 1 - (best & POSITION)
+    return ids if ordered else ids.sort(-1).values
 
 
-@operator(
-    "airmoe::top_m",
+top_m_op = operator(
+    "top_m(Tensor codewords, Tensor centroids, SymInt size, Tensor? inverse_norms, "
+    "Tensor? row_keys, float noise_std) -> Tensor",
+    "best_columns_triton",
     fake=lambda codewords, _, size, *rest: codewords.new_empty(
         codewords.shape[0], size, dtype=torch.int64
     ),
 )
-def top_m_op(
-    codewords: Tensor,
-    centroids: Tensor,
-    size: int,
-    inverse_norms: Tensor | None,
-    row_keys: Tensor | None,
-    noise_std: float,
-) -> Tensor:
-    """Codewords [G, D] float32, centroids [E, D] of any dtype -> [G, size] ids ascending."""
-    from airmoe.kernels.best_columns_triton import find_shortlists
-
-    noise = noise_of(row_keys, noise_std)
-    return find_shortlists(codewords, centroids, size, inverse_norms, noise)
 
 
 @torch.no_grad()
@@ -107,58 +111,24 @@ def best_experts(
         if plan_cuts(experts.shape[0], count) is not None:
             pieces = noise_operands(noise)
             return best_experts_op(hidden, experts, count, *pieces, normalize, ordered)
-    ids = torch.empty(hidden.shape[0], count, dtype=torch.int64, device=hidden.device)
+    work = torch.promote_types(torch.promote_types(hidden.dtype, experts.dtype), torch.float32)
+    num_experts, few = experts.shape[0], max(1, CHUNK_ELEMENTS // max(1, experts.shape[1]))
     scales = None
     if normalize:
-        scales = torch.cat([inverse_norms(experts[part]) for part in _expert_chunks(experts)])
-    step = max(1, CHUNK_ELEMENTS // experts.shape[0])
-    for start in range(0, hidden.shape[0], step):
-        rows = slice(start, start + step)
-        logits = _wide_logits(hidden[rows], experts, scales)
-        if noise is not None:
-            columns = torch.arange(experts.shape[0], device=hidden.device)
-            logits = logits + noise.rows(rows, columns)
-        ids[rows] = top_positions(logits, count)
-    return ids if ordered else ids.sort(-1).values
+        scales = torch.cat([inverse_norms(experts[part]) for part in chunks(num_experts, few)])
+    whole = hidden.dtype == experts.dtype == work  # else a copy is made of some at a time
+    tile = max(1, CHUNK_ELEMENTS // num_experts), num_experts if whole else few
+    return _best_columns(hidden.to(work), experts, count, tile, scales, noise, ordered=ordered)
 
 
-def _wide_logits(hidden: Tensor, experts: Tensor, scales: Tensor | None) -> Tensor:
-    """[T, E] scaled products in float32 or wider, some experts at a time."""
-    work = torch.promote_types(torch.promote_types(hidden.dtype, experts.dtype), torch.float32)
-    if hidden.dtype == experts.dtype == work:
-        logits = hidden @ experts.T
-    else:
-        hidden = hidden.to(work)
-        logits = torch.empty(hidden.shape[0], experts.shape[0], dtype=work, device=hidden.device)
-        for part in _expert_chunks(experts):
-            logits[:, part] = hidden @ experts[part].to(work).T
-    return logits if scales is None else logits * scales
-
-
-def _expert_chunks(experts: Tensor) -> list[slice]:
-    step = max(1, CHUNK_ELEMENTS // max(1, experts.shape[1]))
-    return [slice(start, start + step) for start in range(0, experts.shape[0], step)]
-
-
-@operator(
-    "airmoe::best_experts",
+best_experts_op = operator(
+    "best_experts(Tensor hidden, Tensor experts, SymInt count, Tensor? row_keys, float noise_std, "
+    "bool normalize, bool ordered) -> Tensor",
+    "best_experts_triton",
     fake=lambda hidden, _, count, *rest: hidden.new_empty(
         hidden.shape[0], count, dtype=torch.int64
     ),
 )
-def best_experts_op(
-    hidden: Tensor,
-    experts: Tensor,
-    count: int,
-    row_keys: Tensor | None,
-    noise_std: float,
-    normalize: bool,
-    ordered: bool,
-) -> Tensor:
-    """[T, D] and [E, D] -> [T, count] expert ids, best first or, if not `ordered`, ascending."""
-    from airmoe.kernels.best_experts_triton import find_best
-
-    return find_best(hidden, experts, count, noise_of(row_keys, noise_std), normalize, ordered)
 
 
 @torch.no_grad()
@@ -177,12 +147,10 @@ def best_tokens(
     """
     ids = torch.empty(experts.shape[0], count, dtype=torch.int64, device=hidden.device)
     tokens = torch.arange(hidden.shape[0], device=hidden.device)
-    step = max(1, CHUNK_ELEMENTS // max(1, hidden.shape[0]))
-    for start in range(0, experts.shape[0], step):
-        chunk = slice(start, start + step)
-        logits = experts[chunk] @ hidden.T - log_z  # [step, T] log-probabilities
+    for chunk in chunks(experts.shape[0], max(1, CHUNK_ELEMENTS // max(1, hidden.shape[0]))):
+        logits = experts[chunk] @ hidden.T - log_z  # [chunk, T] log-probabilities
         if noise is not None:
-            columns = torch.arange(experts.shape[0], device=hidden.device)[chunk]
+            columns = torch.arange(chunk.start, chunk.stop, device=hidden.device)
             logits += noise.pairs(tokens, columns.unsqueeze(-1))
         ids[chunk] = top_positions(logits.masked_fill_(~valid, -torch.inf), count)
     return ids

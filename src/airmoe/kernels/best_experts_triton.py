@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.backend import chunks
 from airmoe.kernels.best_columns_triton import (
     BestColumns,
     Tables,
@@ -20,8 +21,7 @@ from airmoe.kernels.best_columns_triton import (
     whole,
 )
 from airmoe.kernels.device_triton import bfloat16_parts
-from airmoe.kernels.noise import Noise
-from airmoe.kernels.norms_triton import norms_of_rows
+from airmoe.kernels.norms_triton import inverse_norms
 from airmoe.kernels.stream_triton import StreamedColumns, can_stream
 
 SPLIT_TOKENS = 256  # from so many tokens on a copy of the experts in parts pays
@@ -37,19 +37,24 @@ def _parts(table: Tensor) -> Tensor:
 
 
 def exact_tables(
-    hidden: Tensor, experts: Tensor, noise: Noise | None = None, normalize: bool = False
+    hidden: Tensor,
+    experts: Tensor,
+    row_keys: Tensor | None = None,
+    noise_std: float = 0.0,
+    normalize: bool = False,
 ) -> Tables:
     """Both as the matrix units take them, their products as exact as float32."""
     many = hidden.shape[0] >= NORM_TOKENS
-    scales = norms_of_rows(experts) if normalize and many else None
+    scales = inverse_norms(experts) if normalize and many else None
     inside = normalize and not many
     halves = hidden.dtype == experts.dtype == torch.float16
+    form = scales, row_keys, noise_std
     copies = hidden.shape[0] >= SPLIT_TOKENS and experts.numel() <= SPLIT_ELEMENTS
     if halves or (exact_as_bfloat16(hidden) and exact_as_bfloat16(experts)):
-        return Tables(whole(hidden), whole(experts), scales, noise, False, inside)
+        return Tables(whole(hidden), whole(experts), *form, False, inside)
     if (exact_as_bfloat16(experts) and not inside) or copies:
-        return Tables(_parts(hidden), _parts(experts), scales, noise, False)
-    return Tables(whole(hidden), whole(experts), scales, noise, True, inside)
+        return Tables(_parts(hidden), _parts(experts), *form, False)
+    return Tables(whole(hidden), whole(experts), *form, True, inside)
 
 
 @triton.jit
@@ -88,30 +93,29 @@ def _best_first(ids: Tensor, scores: Tensor) -> Tensor:
             BLOCK=block, TILE=RANK_TILE, num_warps=max(1, block // 128),
         )  # fmt: skip
         return ordered
-    step = max(1, SORT_ELEMENTS // count)
-    for start in range(0, num_tokens, step):
-        rows = slice(start, start + step)
+    for rows in chunks(num_tokens, max(1, SORT_ELEMENTS // count)):
         # Ids ascend, so a stable sort leaves ties in their order.
         order = scores[rows].sort(dim=-1, descending=True, stable=True).indices
         ordered[rows] = ids[rows].gather(-1, order)
     return ordered
 
 
-def find_best(
+def best_experts(
     hidden: Tensor,
     experts: Tensor,
     count: int,
-    noise: Noise | None,
+    row_keys: Tensor | None,
+    noise_std: float,
     normalize: bool,
     ordered: bool,
 ) -> Tensor:
-    """See `best_experts.best_experts_op`."""
+    """[T, D] and [E, D] -> [T, count] expert ids, best first or, if not `ordered`, ascending."""
     num_tokens, device = hidden.shape[0], hidden.device
     dtype = torch.int32 if ordered else torch.int64
     ids = torch.empty(num_tokens, count, dtype=dtype, device=device)
     if ids.numel() == 0:
         return ids.long()
-    tables = exact_tables(hidden, experts, noise, normalize)
+    tables = exact_tables(hidden, experts, row_keys, noise_std, normalize)
     best = _finder(tables, count)
     if not ordered:
         for rows in best.chunks():

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import gradient, operator, own_precision, use_triton
-from airmoe.kernels.cells import CellLayout, Cells, RowAdder, nonempty_cells, row_reader
-from airmoe.kernels.token_experts import Activation, ExpertTables, activate, backward_follows
+from airmoe.kernels.backend import Gradient, operator, own_precision, use_triton
+from airmoe.kernels.cells import CellLayout, Cells, RowAdder, nonempty_cells, read_rows
+from airmoe.kernels.token_experts import (
+    Activation,
+    ExpertTables,
+    activate,
+    backward_follows,
+    empty_pre,
+)
 
-FEW_ROWS = 4  # a cell with so few leaves out the experts that none of its rows chose
+SPARSE_CELL_ROWS = 4  # a cell with so few rows skips the experts that none of them chose
 
 
 @own_precision
@@ -30,9 +37,9 @@ def cell_experts(
 
     hidden [T, D], gates [N, M]. Experts with gate 0 add nothing but are computed: the price of
     dense products. With `counts` [G, M], how many rows of a cell have a gate for each of its
-    experts, Triton's backward passes over those without. A CPU leaves out what small cells did not
-    choose, but not in `training`: a forward without gradients may be checkpointing's first, and
-    must sum in the same order as the one that is recomputed.
+    experts, Triton's backward skips those without. Without gradients a CPU skips what small cells
+    did not choose, but not in `training`: that forward may be the first of activation
+    checkpointing, and must sum in the same order as its recomputation.
     """
     gate, up, down = tables.gate, tables.up, tables.down
     if not use_triton(hidden, gate, up, down):
@@ -77,8 +84,7 @@ class _CellExperts(torch.autograd.Function):
         pools = tables.neurons(cells.pools)  # [G, neurons]
         pre_up = hidden.new_empty(cells.token_ids.shape[0] if keep else 0, pools.shape[1])
         pre_gate = None if gate is None else torch.empty_like(pre_up)
-        read_up, read_down = row_reader(up, pools.shape[1]), row_reader(down, pools.shape[1])
-        read_gate = None if gate is None else row_reader(gate, pools.shape[1])
+        read = partial(read_rows, up.new_empty(pools.shape[1], up.shape[1]))
         for cell, rows in nonempty_cells(cells.offsets):
             tokens, pool = cells.token_ids[rows], pools[cell]
             states = hidden.index_select(0, tokens)
@@ -87,19 +93,21 @@ class _CellExperts(torch.autograd.Function):
                 weights = weights.repeat_interleave(size, dim=-1)  # [rows, neurons]
             # Experts that were not chosen add nothing, even if they overflow: act(0) is 0.
             unused = weights == 0
-            if not keep and states.shape[0] <= FEW_ROWS:  # decoding: most of the pool is not chosen
+            if (
+                not keep and states.shape[0] <= SPARSE_CELL_ROWS
+            ):  # decoding: most of the pool is not chosen
                 chosen = (~unused).any(0).nonzero().squeeze(-1)
                 pool, weights, unused = pool[chosen], weights[:, chosen], unused[:, chosen]
-            part_up = (states @ read_up(pool).to(work).T).masked_fill(unused, 0)
+            part_up = (states @ read(up, pool).to(work).T).masked_fill(unused, 0)
             part_gate = None
-            if read_gate is not None and pre_gate is not None:
-                part_gate = (states @ read_gate(pool).to(work).T).masked_fill(unused, 0)
+            if gate is not None and pre_gate is not None:
+                part_gate = (states @ read(gate, pool).to(work).T).masked_fill(unused, 0)
                 if keep:
                     pre_gate[rows] = part_gate
             if keep:
                 pre_up[rows] = part_up
             weighted = activate(activation, part_up, part_gate) * weights
-            output.index_add_(0, tokens, (weighted @ read_down(pool).to(work)).to(wide))
+            output.index_add_(0, tokens, (weighted @ read(down, pool).to(work)).to(wide))
         ctx.form = activation, size
         layout = cells.token_ids, cells.offsets, cells.pools
         ctx.save_for_backward(hidden, gate, up, down, gates, *layout, pre_up, pre_gate)
@@ -120,7 +128,7 @@ class _CellExperts(torch.autograd.Function):
         tables = {"gate": gate, "up": up, "down": down}
         pools = ExpertTables(gate, up, down, activation, size).neurons(pools)
         neurons = pools.shape[1]
-        read = {key: row_reader(t, neurons) for key, t in tables.items() if t is not None}
+        read = partial(read_rows, up.new_empty(neurons, up.shape[1]))
         # Frozen weights get no gradient, and no buffer of their size.
         wanted = dict(zip(tables, ctx.needs_input_grad[1:4], strict=True))
         sums = {key: RowAdder(tables[key], neurons, work) for key, want in wanted.items() if want}
@@ -131,7 +139,7 @@ class _CellExperts(torch.autograd.Function):
             weights = gates[rows].to(work)
             if size > 1:
                 weights = weights.repeat_interleave(size, dim=-1)  # [rows, neurons]
-            grad_weighted = tokens_grad @ read["down"](pool).to(work).T  # [rows, neurons]
+            grad_weighted = tokens_grad @ read(down, pool).to(work).T  # [rows, neurons]
             grad_weighted = grad_weighted.masked_fill(weights == 0, 0)
             active, grads = _activation_backward(
                 activation,
@@ -148,7 +156,8 @@ class _CellExperts(torch.autograd.Function):
             for key, grad in grads.items():
                 if key in sums:
                     sums[key].add(pool, grad, states)
-                grad_hidden.index_add_(0, tokens, (grad @ read[key](pool).to(work)).to(wide))
+                part = grad @ read(tables[key], pool).to(work)
+                grad_hidden.index_add_(0, tokens, part.to(wide))
         found = [sums[key].total.to(tables[key].dtype) if key in sums else None for key in tables]
         return grad_hidden.to(work), *found, grad_gates, *(None,) * 4
 
@@ -166,50 +175,23 @@ def _activation_backward(
     return active.detach(), dict(zip(inputs, grads, strict=True))
 
 
-@operator("airmoe::cell_experts")
-def cell_experts_op(
-    hidden: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gates: Tensor,
-    layout: list[Tensor],
-    counts: Tensor | None,
-    activation: str,
-    expert_size: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(output [T, D], pre-activations of gate and up [N, neurons], empty where not kept).
-
-    The layout's pools are neurons. Only the backward reads `counts`.
-    """
-    from airmoe.kernels.cell_experts_triton import forward
-
-    tables = ExpertTables.of(gate, up, down, activation, expert_size)
-    output, *pre = forward(hidden, tables, gates, CellLayout.of(layout), keep=keep)
-    pre_gate, pre_up = (hidden.new_empty(0) if each is None else each for each in pre)
-    return output, pre_gate, pre_up
-
-
-@cell_experts_op.register_fake
-def _(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_results(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     layout, keep = CellLayout.of(rest[3]), rest[-1]
-    shape = (layout.num_rows, layout.pool)
-    return (
-        torch.empty_like(hidden),
-        hidden.new_empty(shape if keep and gate is not None else 0),
-        hidden.new_empty(shape if keep else 0),
-    )
+    pre = empty_pre(hidden, gate, (layout.num_rows, layout.pool_width), keep)
+    return torch.empty_like(hidden), *pre
 
 
-@gradient(
-    cell_experts_op,
-    of=("hidden", "gate", "up", "down", "gates"),
-    outputs=("output", "pre_gate", "pre_up"),
-    saved=("pre_gate", "pre_up"),
+# The output [T, D], and the pre-activations of up and gate [N, neurons], empty where not kept. The
+# layout's pools are neurons. Only the backward reads `counts`.
+cell_experts_op = operator(
+    "cell_experts(Tensor hidden, Tensor? gate, Tensor up, Tensor down, Tensor gates, "
+    "Tensor[] layout, Tensor? counts, str activation, SymInt expert_size, bool keep) "
+    "-> (Tensor, Tensor, Tensor)",
+    "cell_experts_triton",
+    fake=_empty_results,
+    gradient=Gradient(
+        of=("hidden", "gate", "up", "down", "gates"),
+        outputs=("output", "pre_up", "pre_gate"),
+        saved=("pre_up", "pre_gate"),
+    ),
 )
-def cell_experts_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
-    from airmoe.kernels.cell_experts_triton import backward
-
-    tables = ExpertTables.of(call.gate, call.up, call.down, call.activation, call.expert_size)
-    return backward(call, tables, CellLayout.of(call.layout), wanted)

@@ -29,7 +29,7 @@ from airmoe.kernels.device_triton import (
     operands_of_tile,
     store_rows,
 )
-from airmoe.kernels.token_experts import ExpertTables
+from airmoe.kernels.token_experts import ExpertTables, empty_pre
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def _form(
     dim: int, tables: ExpertTables, gates: Tensor, layout: CellLayout
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Of both kernels: the grid, and what of the layout and of the experts they take."""
-    tiles, neurons, dtype = layout.tiles, layout.pool, tables.up.dtype
+    tiles, neurons, dtype = layout.tiles, layout.pool_width, tables.up.dtype
     block_p = max(16, min(triton.next_power_of_2(neurons), 64))
     most = 32 if dtype == torch.float32 else 64
     cells = (tiles.cells, tiles.first_rows, layout.offsets, layout.token_ids, layout.pools)
@@ -145,22 +145,30 @@ def _form(
     return grid, (*cells, gates.stride(0), gates.stride(1)), sizes
 
 
-def forward(
-    hidden: Tensor, tables: ExpertTables, gates: Tensor, layout: CellLayout, *, keep: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Output [T, D], and with `keep` the pre-activations of gate and up [N, neurons]."""
-    gate, up = tables.gate, tables.up
-    active = hidden.new_empty(layout.num_rows, layout.pool)  # gated activations
-    pre_up = torch.empty_like(active) if keep else None
-    pre_gate = torch.empty_like(active) if keep and gate is not None else None
-    if layout.tiles.count:
-        grid, operands, sizes = _form(hidden.shape[1], tables, gates, layout)
+def cell_experts(
+    hidden: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gates: Tensor,
+    layout: list[Tensor],
+    _counts: Tensor | None,
+    activation: str,
+    expert_size: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [T, D], and the pre-activations of up and gate [N, neurons], empty where not kept."""
+    tables = ExpertTables.of(gate, up, down, activation, expert_size)
+    cells = CellLayout.of(layout)
+    active = hidden.new_empty(cells.num_rows, cells.pool_width)  # gated activations
+    pre_up, pre_gate = empty_pre(hidden, gate, active.shape, keep)
+    if cells.tiles.count:
+        grid, operands, sizes = _form(hidden.shape[1], tables, gates, cells)
         _activations_kernel[grid](
-            hidden, up if gate is None else gate, up, gates,
-            active if pre_gate is None else pre_gate, active if pre_up is None else pre_up, active,
+            hidden, up if gate is None else gate, up, gates, pre_gate, pre_up, active,
             *operands, KEEP=keep, num_warps=4, **sizes,
         )  # fmt: skip
-    return pool_products([(active, tables.down)], layout, hidden.shape[0]), pre_gate, pre_up
+    return pool_products([(active, down)], cells, hidden.shape[0]), pre_up, pre_gate
 
 
 @dataclass(frozen=True)
@@ -189,13 +197,10 @@ def _activation_backward(call: Any, tables: ExpertTables, layout: CellLayout) ->
     return _ActivationGrads(active, grad_gates, grad_gate, grad_up)
 
 
-def backward(
-    call: Any, tables: ExpertTables, layout: CellLayout, wanted: set[str]
-) -> dict[str, Tensor]:
-    """Gradients of the wanted of hidden, gate, up, down and gates.
-
-    `call` is what went into `cell_experts_op`, came out, and came back.
-    """
+def cell_experts_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
+    """Gradients of the wanted of hidden, gate, up, down and gates."""
+    tables = ExpertTables.of(call.gate, call.up, call.down, call.activation, call.expert_size)
+    layout = CellLayout.of(call.layout)
     found = _activation_backward(call, tables, layout)
     hidden, counts, grads = call.hidden, call.counts, dict[str, Tensor]()
     through = {"up": (found.up, tables.up)}

@@ -1,22 +1,22 @@
 """Gates of cells in one go: fine scores, the K best, their softmax (Alg. 1, line 10; Eq. 2).
 
 The definition is `cell_scores` followed by `top_k_gates`, or by the routers' `expert_choice_gates`;
-here scores are not kept unless the products are float32. For one row per token, on Triton only: on
-a CPU the two steps are the faster way.
+here scores are kept only if the products are float32, where computing them again is slow. For one
+row per token, on Triton only: on a CPU the two steps are faster.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import gradient, operator, own_precision
-from airmoe.kernels.cell_scores import Scored
+from airmoe.kernels.backend import Gradient, operator, own_precision
+from airmoe.kernels.cell_scores import ScoreInputs
 from airmoe.kernels.cells import Cells, version_of
-from airmoe.kernels.noise import Noise
+from airmoe.kernels.noise import Noise, noise_operands
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class CellGates:
 
     gates: Tensor  # [N, M], 0 = not chosen
     log_z: Tensor  # [N] logsumexp over all M candidates, 0 for tokens that do not count
-    _probs: Tensor  # [E] zeros, which take the gradient of `expert_probs`; empty without one
+    _probs: Tensor  # [E] zeros that carry the gradient of `expert_probs` back; empty without one
     _scores: Tensor  # [N, M] where they are kept, else empty
-    _scored: Scored  # what they were computed from
+    _scored: ScoreInputs  # what they were computed from
     _cells: Cells
     _valid: Tensor  # [T]
     _centroids_version: int | None
@@ -50,7 +50,7 @@ class CellGates:
             return
         if version_of(self._scored.centroids) != self._centroids_version:
             raise RuntimeError(
-                "This routing is of an earlier moment: its centroids have changed since. Read "
+                "This routing is stale: its centroids have changed since. Read "
                 "probabilities before the optimizer's step, or route again."
             )
 
@@ -80,44 +80,21 @@ def cell_gates(
     if work != hidden.dtype or work != centroids.dtype:
         work = torch.promote_types(work, torch.float32)
     hidden, centroids = hidden.to(work).contiguous(), centroids.to(work).contiguous()
-    scored = Scored(hidden, centroids, inverse_norms, noise, cells.layout(centroids.shape[0]))
+    operands = hidden, centroids, inverse_norms, *noise_operands(noise)
+    scored = ScoreInputs(*operands, cells.layout(centroids.shape[0]))
     carry_probs = torch.is_grad_enabled()
     gates, log_z, probs, scores = cell_gates_op(
         *scored.operands(), valid, top_k, capacity, carry_probs
     )
-    scored = Scored(hidden.detach(), centroids.detach(), inverse_norms, noise, cells.layout())
-    version = version_of(scored.centroids)
+    hidden, centroids = hidden.detach(), centroids.detach()
+    scored = replace(scored, hidden=hidden, centroids=centroids, layout=cells.layout())
+    version = version_of(centroids)
     return CellGates(gates, log_z, probs, scores, scored, cells, valid, version)
 
 
-@operator(
-    "airmoe::cell_gates",
-    schema=f"({Scored.SCHEMA}, Tensor valid, SymInt? top_k, Tensor? capacity, bool carry_probs) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
-)
-def cell_gates_op(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gates, log Z, `probs` and the scores where they are kept, else nothing.
-
-    `probs` is zero, there for its gradient: the mean probabilities are computed only when they are
-    read, and then added to it. So their gradient arrives here with that of the gates, and one
-    backward serves both.
-    """
-    from airmoe.kernels.cell_gates_triton import make_gates
-    from airmoe.kernels.expert_choice_triton import gates_of_experts_choice
-
-    scored, (valid, top_k, capacity, carry_probs) = Scored.of(*operands), operands[-4:]
-    if top_k is not None:
-        gates, log_z, scores = make_gates(scored, valid, top_k)
-    else:
-        gates, log_z, scores = gates_of_experts_choice(scored, valid, capacity)
-    probs = log_z.new_zeros(scored.centroids.shape[0] if carry_probs else 0)
-    return gates, log_z, probs, log_z.new_empty(0) if scores is None else scores
-
-
-@cell_gates_op.register_fake
-def _(*operands: Any) -> tuple[Tensor, ...]:
-    scored, carry_probs = Scored.of(*operands), operands[-1]
-    hidden, shape = scored.hidden, (scored.layout.num_rows, scored.layout.pool)
+def _empty_gates(*operands: Any) -> tuple[Tensor, ...]:
+    scored, carry_probs = ScoreInputs.of(*operands), operands[-1]
+    hidden, shape = scored.hidden, (scored.layout.num_rows, scored.layout.pool_width)
     return (
         hidden.new_empty(shape),
         hidden.new_empty(shape[0], dtype=torch.float32),
@@ -126,31 +103,29 @@ def _(*operands: Any) -> tuple[Tensor, ...]:
     )
 
 
-@gradient(
-    cell_gates_op,
-    of=("hidden", "centroids"),
-    outputs=("gates", "log_z", "probs", "scores"),
-    saved=("gates", "log_z", "scores"),
+# Gates, log Z, `probs` and the scores where they are kept, else nothing. `probs` is zero, there for
+# its gradient: the mean probabilities are computed only when they are read, and then added to it.
+# So their gradient arrives here with that of the gates, and one backward serves both.
+cell_gates_op = operator(
+    f"cell_gates({ScoreInputs.SCHEMA}, Tensor valid, SymInt? top_k, Tensor? capacity, "
+    "bool carry_probs) -> (Tensor, Tensor, Tensor, Tensor)",
+    "cell_gates_triton",
+    fake=_empty_gates,
+    gradient=Gradient(
+        of=("hidden", "centroids"),
+        outputs=("gates", "log_z", "probs", "scores"),
+        saved=("gates", "log_z", "scores"),
+    ),
 )
-def cell_gates_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
-    from airmoe.kernels.cell_gates_triton import backward, score_grads
-
-    scored = Scored.of(*call.inputs)
-    return backward(scored, score_grads(scored, call), wanted)
 
 
-@operator(
-    "airmoe::probs_per_entry",
-    schema=f"({Scored.SCHEMA}, Tensor scores, Tensor log_z, Tensor valid) -> Tensor",
-)
-def probs_per_entry_op(*operands: Any) -> Tensor:
-    """Sum over each cell's valid rows of the softmax over their candidates: [G, M] float32."""
-    from airmoe.kernels.cell_gates_triton import probs_per_entry
-
-    return probs_per_entry(Scored.of(*operands), *operands[-3:])
-
-
-@probs_per_entry_op.register_fake
-def _(*operands: Any) -> Tensor:
-    pools = Scored.of(*operands).layout.pools
+def _empty_sums(*operands: Any) -> Tensor:
+    pools = ScoreInputs.of(*operands).layout.pools
     return pools.new_empty(pools.shape, dtype=torch.float32)
+
+
+probs_per_entry_op = operator(
+    f"probs_per_entry({ScoreInputs.SCHEMA}, Tensor scores, Tensor log_z, Tensor valid) -> Tensor",
+    "cell_gates_triton",
+    fake=_empty_sums,
+)

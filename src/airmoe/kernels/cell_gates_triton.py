@@ -26,11 +26,17 @@ from airmoe.kernels.cell_products_triton import (
     pool_products,
     row_products,
 )
-from airmoe.kernels.cell_scores import Scored
-from airmoe.kernels.cell_scores_triton import all_scores, score_tile, write_scores
-from airmoe.kernels.cells import FEW_ROWS
+from airmoe.kernels.cell_scores import ScoreInputs
+from airmoe.kernels.cell_scores_triton import (
+    all_scores,
+    keeps_scores,
+    score_tile,
+    write_scores,
+)
+from airmoe.kernels.cells import SMALL_MEAN_ROWS
 from airmoe.kernels.cells_triton import used_entries
 from airmoe.kernels.device_triton import dot_precision, load_rows, part_of_pool, store_rows
+from airmoe.kernels.expert_choice_triton import gates_of_experts_choice
 from airmoe.kernels.top_k_triton import gates_from_scores
 
 BUFFER_ELEMENTS = 1 << 25  # scores that exist at once
@@ -40,12 +46,12 @@ BUFFER_ELEMENTS = 1 << 25  # scores that exist at once
 class Pieces:
     """Runs of tiles whose scores fit into a buffer that is used again."""
 
-    scored: Scored
+    scored: ScoreInputs
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """(first tile, number of tiles)."""
         tiles = self.scored.layout.tiles
-        step = max(1, BUFFER_ELEMENTS // (tiles.block * self.scored.layout.pool))
+        step = max(1, BUFFER_ELEMENTS // (tiles.block * self.scored.layout.pool_width))
         for first in range(0, tiles.count, step):
             yield first, min(step, tiles.count - first)
 
@@ -53,7 +59,7 @@ class Pieces:
         """[rows of a piece, M] float32."""
         layout = self.scored.layout
         largest = max((count for _, count in self), default=0)
-        shape = (largest * layout.tiles.block, layout.pool)
+        shape = (largest * layout.tiles.block, layout.pool_width)
         return torch.empty(shape, dtype=torch.float32, device=self.scored.hidden.device)
 
     def score(self, buffer: Tensor, piece: tuple[int, int]) -> Tensor:
@@ -66,16 +72,24 @@ class Pieces:
         return self.scored.layout.tiles.rows[piece[0] : piece[0] + piece[1]].flatten()
 
 
-def keeps_scores(hidden: Tensor) -> bool:
-    """Whether scores are kept for the backward: where the products are float32."""
-    return hidden.dtype == torch.float32
+def cell_gates(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gates, log Z, `probs` and the scores where they are kept, else nothing."""
+    scored, (valid, top_k, capacity, carry_probs) = ScoreInputs.of(*operands), operands[-4:]
+    if top_k is not None:
+        gates, log_z, scores = _gates_of_tokens_choice(scored, valid, top_k)
+    else:
+        gates, log_z, scores = gates_of_experts_choice(scored, valid, capacity)
+    probs = log_z.new_zeros(scored.centroids.shape[0] if carry_probs else 0)
+    return gates, log_z, probs, log_z.new_empty(0) if scores is None else scores
 
 
-def make_gates(scored: Scored, valid: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def _gates_of_tokens_choice(
+    scored: ScoreInputs, valid: Tensor, top_k: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gates [N, M] in the dtype of hidden, log of the softmax denominator over all M [N], and the
     scores [N, M] where they are kept."""
     layout = scored.layout
-    shape = (layout.num_rows, layout.pool)
+    shape = (layout.num_rows, layout.pool_width)
     gates = torch.empty(shape, dtype=scored.hidden.dtype, device=valid.device)
     log_z = torch.empty(shape[0], dtype=torch.float32, device=valid.device)
     row_valid = valid[layout.token_ids]
@@ -140,12 +154,9 @@ def _score_grads_kernel(
         store_rows(grad_scores, row, used, columns, grad, POOL)
 
 
-def score_grads(scored: Scored, call: Any) -> Tensor:
-    """Gradient of the scores times 1/|w|: [N, M] in hidden's dtype.
-
-    `call` is what went into `cell_gates_op`, came out, and came back.
-    """
-    layout, tiles, pool = scored.layout, scored.layout.tiles, scored.layout.pool
+def _score_grads(scored: ScoreInputs, call: Any) -> Tensor:
+    """Gradient of the scores times 1/|w|: [N, M] in hidden's dtype."""
+    layout, tiles, pool = scored.layout, scored.layout.tiles, scored.layout.pool_width
     gates, log_z, norms = call.gates, call.log_z, scored.inverse_norms
     grad_gates, grad_log_z, grad_probs = call.grad_gates, call.grad_log_z, call.grad_probs
     grads = torch.empty_like(gates)
@@ -174,8 +185,10 @@ def score_grads(scored: Scored, call: Any) -> Tensor:
     return grads
 
 
-def backward(scored: Scored, grads: Tensor, wanted: set[str]) -> dict[str, Tensor]:
-    """Gradients of the wanted of hidden and centroids from those of the scores."""
+def cell_gates_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
+    """Gradients of the wanted of hidden and centroids."""
+    scored = ScoreInputs.of(*call.inputs)
+    grads = _score_grads(scored, call)
     hidden, centroids, layout = scored.hidden, scored.centroids, scored.layout
     found: dict[str, Tensor] = {}
     if "hidden" in wanted:
@@ -185,7 +198,9 @@ def backward(scored: Scored, grads: Tensor, wanted: set[str]) -> dict[str, Tenso
         dtype = partial_dtype(hidden.dtype, projected=norms is not None)
         parts = make_parts(layout, reverse, hidden.shape[1] * dtype.itemsize)
         counts = None
-        if layout.num_rows <= FEW_ROWS * layout.pools.shape[0]:  # some cells may have no rows
+        if (
+            layout.num_rows <= SMALL_MEAN_ROWS * layout.pools.shape[0]
+        ):  # some cells may have no rows
             sizes = layout.offsets.diff().int().unsqueeze(-1)
             counts = sizes.expand(layout.pools.shape).contiguous()
             reverse = used_entries(reverse, counts)
@@ -227,11 +242,15 @@ def _probs_kernel(
     tl.store(out + cell.to(tl.int64) * POOL + places, total, mask=place_mask)
 
 
-def probs_per_entry(scored: Scored, scores: Tensor, log_z: Tensor, valid: Tensor) -> Tensor:
-    """See the operator. The scores are empty where they were not kept."""
+def probs_per_entry(*operands: Any) -> Tensor:
+    """Sum over each cell's valid rows of the softmax over their candidates: [G, M] float32.
+
+    The scores are empty where they were not kept.
+    """
+    scored, (scores, log_z, valid) = ScoreInputs.of(*operands), operands[-3:]
     kept = keeps_scores(scored.hidden)
-    layout, noise = scored.layout, scored.noise
-    dim, pool = scored.hidden.shape[1], layout.pool
+    layout = scored.layout
+    dim, pool = scored.hidden.shape[1], layout.pool_width
     out = torch.empty(layout.pools.shape, dtype=torch.float32, device=log_z.device)
     wide = scored.hidden.dtype == torch.float32
     block_p = max(16, min(triton.next_power_of_2(pool), 64 if wide else 128))
@@ -239,11 +258,11 @@ def probs_per_entry(scored: Scored, scores: Tensor, log_z: Tensor, valid: Tensor
     _probs_kernel[(triton.cdiv(pool, block_p), layout.pools.shape[0])](
         scored.hidden, scored.centroids,
         log_z if scored.inverse_norms is None else scored.inverse_norms,
-        layout.token_ids if noise is None else noise.row_keys, 0.0 if noise is None else noise.std,
+        layout.token_ids if scored.row_keys is None else scored.row_keys, scored.noise_std,
         scores if kept else log_z, layout.offsets, layout.token_ids, layout.pools,
         log_z, valid, out,
         POOL=pool, DIM=dim, BLOCK_T=layout.tiles.block, BLOCK_P=block_p, BLOCK_D=block_d,
-        NORMS=scored.inverse_norms is not None, NOISE=noise is not None, KEPT=kept,
+        NORMS=scored.inverse_norms is not None, NOISE=scored.row_keys is not None, KEPT=kept,
         PRECISION=dot_precision(scored.hidden.dtype), num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

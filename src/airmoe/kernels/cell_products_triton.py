@@ -105,11 +105,12 @@ def pool_products(
     out = torch.empty(layout.num_rows, dim, dtype=dtype, device=table_1.device)
     if out.numel() == 0:
         return out if by_token else out.new_zeros(num_tokens, dim).to(table_1.dtype)
-    config = _pool_config(table_1.dtype, dim, layout.pool, len(pairs))
+    config = _pool_config(table_1.dtype, dim, layout.pool_width, len(pairs))
     _pool_products_kernel[(triton.cdiv(dim, config["BLOCK_D"]), tiles.count)](
         x_1, table_1, x_2, table_2, out,
         tiles.cells, tiles.first_rows, layout.offsets, layout.token_ids, layout.pools,
-        POOL=layout.pool, DIM=dim, BLOCK_T=tiles.block, TWO=len(pairs) == 2, BY_TOKEN=by_token,
+        POOL=layout.pool_width, DIM=dim, BLOCK_T=tiles.block, TWO=len(pairs) == 2,
+        BY_TOKEN=by_token,
         PART=part_dtype(), **config,
     )  # fmt: skip
     if by_token:
@@ -173,7 +174,7 @@ def _shifts_kernel(positions, shifts, num_cells, PARTS: tl.constexpr, BLOCK: tl.
 
 def make_parts(layout: CellLayout, reverse: ReverseIndex, row_bytes: int) -> Parts:
     """Cut the experts so that a part's partial sums, `row_bytes` each, fit into memory."""
-    pools, pool, num_cells = layout.pools, layout.pool, layout.pools.shape[0]
+    pools, pool, num_cells = layout.pools, layout.pool_width, layout.pools.shape[0]
     num_experts, total = reverse.starts.shape[0] - 1, pools.numel()
     most = PART_BYTES if layout.num_rows < MANY_ROWS else PART_BYTES_OF_MANY_ROWS
     count = max(1, triton.cdiv(total * row_bytes, most))
@@ -309,7 +310,7 @@ def row_products(
     part may be nearly all, so partial sums must be float32 then (`partial_dtype`). With `counts`
     [G, M], X is 0 where they are, and `reverse` is without those entries (`used_entries`).
     """
-    dim, pool, num_cells = values.shape[1], layout.pool, layout.pools.shape[0]
+    dim, pool, num_cells = values.shape[1], layout.pool_width, layout.pools.shape[0]
     dtype = partial_dtype(x.dtype, projected=inverse_norms is not None)
     partial = torch.empty(parts.rows, dim, dtype=dtype, device=x.device)
     grad = torch.empty(table.shape, dtype=table.dtype, device=table.device)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import gradient, operator, own_precision, use_triton
-from airmoe.kernels.cells import CellLayout, Cells, RowAdder, nonempty_cells, row_reader
-from airmoe.kernels.noise import Noise, noise_of, noise_operands
+from airmoe.kernels.backend import Gradient, chunks, operator, own_precision, use_triton
+from airmoe.kernels.cells import CellLayout, Cells, RowAdder, nonempty_cells, read_rows
+from airmoe.kernels.noise import Noise, noise_operands
 
 ROW_CHUNK = 1024  # rows projected at once: temporaries stay in the cache
 
@@ -34,9 +34,9 @@ def cell_scores(
     if use_triton(hidden, centroids):
         if hidden.dtype != centroids.dtype:
             hidden, centroids = hidden.float(), centroids.float()
+        tables = hidden.contiguous(), centroids.contiguous(), inverse_norms
         layout = cells.layout(centroids.shape[0])
-        scored = Scored(hidden.contiguous(), centroids.contiguous(), inverse_norms, noise, layout)
-        return cell_scores_op(*scored.operands())
+        return cell_scores_op(*ScoreInputs(*tables, *noise_operands(noise), layout).operands())
     return _CellScores.apply(hidden, centroids, inverse_norms, cells, noise)  # type: ignore[no-any-return]
 
 
@@ -55,11 +55,12 @@ class _CellScores(torch.autograd.Function):
         token_ids, offsets, pools = cells.token_ids, cells.offsets, cells.pools
         work = torch.promote_types(hidden.dtype, torch.float32)
         scores = hidden.new_empty(token_ids.shape[0], pools.shape[1], dtype=work)  # [N, M]
-        read = row_reader(centroids, pools.shape[1])
+        buffer = centroids.new_empty(pools.shape[1], centroids.shape[1])
         for cell, rows in nonempty_cells(offsets):
             pool, tokens = pools[cell], token_ids[rows]
+            own = read_rows(buffer, centroids, pool).to(work)
             tokens_hidden = hidden.index_select(0, tokens).to(work)
-            part = torch.mm(tokens_hidden, read(pool).to(work).T, out=scores[rows])
+            part = torch.mm(tokens_hidden, own.T, out=scores[rows])
             if inverse_norms is not None:
                 part *= inverse_norms.index_select(0, pool)
             if noise is not None:
@@ -75,7 +76,7 @@ class _CellScores(torch.autograd.Function):
         work = grad_scores.dtype
         want_hidden, want_centroids = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=work)
-        read = row_reader(centroids, pools.shape[1])
+        buffer = centroids.new_empty(pools.shape[1], centroids.shape[1])
         # The gradient of w / |w|; it goes through the norm once, at the end.
         grad_unit = RowAdder(centroids, pools.shape[1], work) if want_centroids else None
         for cell, rows in nonempty_cells(offsets):
@@ -86,7 +87,8 @@ class _CellScores(torch.autograd.Function):
             if want_hidden:
                 if inverse_norms is not None:
                     part = part * inverse_norms.index_select(0, pool)
-                grad_hidden.index_add_(0, tokens, part @ read(pool).to(work))
+                own = read_rows(buffer, centroids, pool).to(work)
+                grad_hidden.index_add_(0, tokens, part @ own)
         grad_centroids = None
         if grad_unit is not None:
             total = _through_norm(grad_unit.total, centroids, inverse_norms)
@@ -104,23 +106,24 @@ def _through_norm(grad_unit: Tensor, centroids: Tensor, inverse_norms: Tensor | 
     """Gradient of w from that of w / |w|: drop the radial part, divide by the norm. In place."""
     if inverse_norms is None:
         return grad_unit
-    for start in range(0, grad_unit.shape[0], ROW_CHUNK):
-        part = grad_unit[start : start + ROW_CHUNK]
-        scale = inverse_norms[start : start + ROW_CHUNK].to(part.dtype).unsqueeze(-1)
-        unit = centroids[start : start + ROW_CHUNK].to(part.dtype) * scale
+    for rows in chunks(grad_unit.shape[0], ROW_CHUNK):
+        part = grad_unit[rows]
+        scale = inverse_norms[rows].to(part.dtype).unsqueeze(-1)
+        unit = centroids[rows].to(part.dtype) * scale
         radial = (part * unit).sum(-1, keepdim=True)
         part.addcmul_(unit, radial, value=-1).mul_(scale)
     return grad_unit
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoreInputs:
     """The operands of scoring."""
 
     hidden: Tensor  # [T, D]
     centroids: Tensor  # [E, D], of the same dtype
     inverse_norms: Tensor | None  # [E]
-    noise: Noise | None
+    row_keys: Tensor | None  # [T] of the jitter
+    noise_std: float
     layout: CellLayout
 
     # As operators take it.
@@ -129,44 +132,28 @@ class Scored:
         "float noise_std, Tensor[] layout"
     )
 
-    def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, float, list[Tensor]]:
+    def operands(self) -> tuple[Any, ...]:
         """The arguments of `SCHEMA`."""
-        noise = noise_operands(self.noise)
+        noise = self.row_keys, self.noise_std
         return self.hidden, self.centroids, self.inverse_norms, *noise, self.layout.tensors()
 
     @classmethod
-    def of(
-        cls,
-        hidden: Tensor,
-        centroids: Tensor,
-        inverse_norms: Tensor | None,
-        row_keys: Tensor | None,
-        noise_std: float,
-        layout: list[Tensor],
-        *_others: Any,
-    ) -> Scored:
+    def of(cls, *operands: Any) -> ScoreInputs:
         """From the arguments of an operator that begin with those of `SCHEMA`."""
-        noise = noise_of(row_keys, noise_std)
-        return cls(hidden, centroids, inverse_norms, noise, CellLayout.of(layout))
+        hidden, centroids, inverse_norms, row_keys, noise_std, layout, *_others = operands
+        return cls(hidden, centroids, inverse_norms, row_keys, noise_std, CellLayout.of(layout))
 
 
-@operator("airmoe::cell_scores", schema=f"({Scored.SCHEMA}) -> Tensor")
-def cell_scores_op(*operands: Any) -> Tensor:
-    """hidden and centroids in one dtype -> [N, M] float32."""
-    from airmoe.kernels.cell_scores_triton import all_scores
-
-    return all_scores(Scored.of(*operands))
-
-
-@cell_scores_op.register_fake
-def _(*operands: Any) -> Tensor:
-    scored = Scored.of(*operands)
-    shape = scored.layout.num_rows, scored.layout.pool
+def _empty_scores(*operands: Any) -> Tensor:
+    """[N, M] float32."""
+    scored = ScoreInputs.of(*operands)
+    shape = scored.layout.num_rows, scored.layout.pool_width
     return scored.hidden.new_empty(shape, dtype=torch.float32)
 
 
-@gradient(cell_scores_op, of=("hidden", "centroids"), outputs=("scores",))
-def cell_scores_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
-    from airmoe.kernels.cell_scores_triton import backward
-
-    return backward(call.grad_scores, Scored.of(*call.inputs), wanted)
+cell_scores_op = operator(
+    f"cell_scores({ScoreInputs.SCHEMA}) -> Tensor",
+    "cell_scores_triton",
+    fake=_empty_scores,
+    gradient=Gradient(of=("hidden", "centroids"), outputs=("scores",)),
+)

@@ -4,13 +4,15 @@
 # pyright: reportReturnType=none, reportGeneralTypeIssues=none
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.cell_products_triton import make_parts, pool_products, row_products
-from airmoe.kernels.cell_scores import Scored
+from airmoe.kernels.cell_scores import ScoreInputs
 from airmoe.kernels.cells import CellLayout, RowTiles
 from airmoe.kernels.device_triton import (
     dot_precision,
@@ -88,18 +90,28 @@ def _scores_kernel(
         store_rows(scores, target, row_mask, places, found, POOL)
 
 
-def all_scores(scored: Scored) -> Tensor:
+def cell_scores(*operands: Any) -> Tensor:
+    """hidden and centroids in one dtype -> [N, M] float32."""
+    return all_scores(ScoreInputs.of(*operands))
+
+
+def keeps_scores(hidden: Tensor) -> bool:
+    """Whether scores are kept for the backward: where the products are float32."""
+    return hidden.dtype == torch.float32
+
+
+def all_scores(scored: ScoreInputs) -> Tensor:
     """[N, M] float32."""
-    shape = (scored.layout.num_rows, scored.layout.pool)
+    shape = (scored.layout.num_rows, scored.layout.pool_width)
     scores = torch.empty(shape, dtype=torch.float32, device=scored.hidden.device)
     write_scores(scored, scores)
     return scores
 
 
-def write_scores(scored: Scored, scores: Tensor, part: tuple[int, int] | None = None) -> None:
+def write_scores(scored: ScoreInputs, scores: Tensor, part: tuple[int, int] | None = None) -> None:
     """Write scores [N, M]; with `part` = (first tile, tiles) a buffer [tiles * block, M]."""
-    layout, tiles, noise = scored.layout, scored.layout.tiles, scored.noise
-    dim, pool = scored.hidden.shape[1], layout.pool
+    layout, tiles = scored.layout, scored.layout.tiles
+    dim, pool = scored.hidden.shape[1], layout.pool_width
     first, count = (0, tiles.count) if part is None else part
     if count == 0:
         return
@@ -107,12 +119,11 @@ def write_scores(scored: Scored, scores: Tensor, part: tuple[int, int] | None = 
     _scores_kernel[(triton.cdiv(pool, config["BLOCK_P"]), count)](
         scored.hidden, scored.centroids,
         scores if scored.inverse_norms is None else scored.inverse_norms,
-        layout.token_ids if noise is None else noise.row_keys,
-        0.0 if noise is None else noise.std,
+        layout.token_ids if scored.row_keys is None else scored.row_keys, scored.noise_std,
         tiles.cells, tiles.first_rows, layout.offsets, layout.token_ids, layout.pools,
         scores, first,
         POOL=pool, DIM=dim, BLOCK_T=tiles.block, NORMS=scored.inverse_norms is not None,
-        NOISE=noise is not None, TILED=part is not None,
+        NOISE=scored.row_keys is not None, TILED=part is not None,
         PRECISION=dot_precision(scored.hidden.dtype), **config,
     )  # fmt: skip
 
@@ -146,13 +157,14 @@ def _scale_kernel(
         store_rows(out, own, own >= 0, places, grad * norms[None, :], POOL)
 
 
-def backward(grad_scores: Tensor, scored: Scored, wanted: set[str]) -> dict[str, Tensor]:
+def cell_scores_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
     """Gradients of the wanted of hidden and centroids.
 
     Products are float32: these scores are a float32 tensor of somebody's graph.
     """
+    scored = ScoreInputs.of(*call.inputs)
     hidden, centroids, layout = scored.hidden, scored.centroids, scored.layout
-    grads = _scale_by_norms(grad_scores, scored.inverse_norms, layout)
+    grads = _scale_by_norms(call.grad_scores, scored.inverse_norms, layout)
     found: dict[str, Tensor] = {}
     if "hidden" in wanted:
         products = pool_products([(grads, centroids.float())], layout, hidden.shape[0])
@@ -173,7 +185,7 @@ def _scale_by_norms(
     """grad_scores [N, M] times 1/|w| of each entry's expert."""
     if inverse_norms is None or grad_scores.numel() == 0:
         return grad_scores
-    tiles, pool = layout.tiles, layout.pool
+    tiles, pool = layout.tiles, layout.pool_width
     out = torch.empty_like(grad_scores)
     block_p = max(16, min(triton.next_power_of_2(pool), 128))
     _scale_kernel[(triton.cdiv(pool, block_p), tiles.count)](

@@ -1,13 +1,8 @@
-"""Cells: rows sorted by cell, the layout in which shared pools become dense products.
-
-A cell has any number of rows, so how many tiles of rows there are is known on the device only.
-Their list has room for the most there can be, and what is left over is marked: nothing is read by
-the host.
-"""
+"""Cells: rows sorted by cell, the layout in which shared pools become dense products."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -16,10 +11,8 @@ from torch import Tensor
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import operator, use_triton
 
-FEW_ROWS = 32  # in the mean cell: then some experts of a pool are chosen by none of its rows
+SMALL_MEAN_ROWS = 32  # rows of the mean cell: with so few, some experts of a pool are not chosen
 MANY_KEYS = 2048  # fewer are sorted by one program
-MOST_PROGRAMS = 65_535  # of a grid's second and third direction
-SMALLEST, LARGEST = 32, 64  # smaller tiles read the pools too often, larger ones spill registers
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,7 @@ def make_reverse(pools: Tensor, num_experts: int) -> ReverseIndex:
             "must have fewer than 2**31 entries, which are numbered in 32 bits",
             "Use fewer codewords or shorter shortlists.",
         )
-    if num_experts <= 2**16:  # a GPU takes a pass over all keys for every byte of one
+    if num_experts <= 2**16:  # a GPU's radix sort takes one pass per byte of the keys
         keys, entries = (pools.flatten() - 2**15).to(torch.int16).sort(stable=True)
         ordered = keys.int() + 2**15
     else:
@@ -58,14 +51,11 @@ def make_reverse(pools: Tensor, num_experts: int) -> ReverseIndex:
     return ReverseIndex(entries.int(), starts)
 
 
-@operator(
-    "airmoe::sum_by_expert",
+sum_by_expert_op = operator(
+    "sum_by_expert(Tensor values, Tensor entries, Tensor starts) -> Tensor",
+    "cells_triton",
     fake=lambda values, entries, starts: values.new_empty(starts.shape[0] - 1),
 )
-def sum_by_expert_op(values: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
-    from airmoe.kernels.cells_triton import sum_by_expert
-
-    return sum_by_expert(values, entries, starts)
 
 
 @dataclass(frozen=True)
@@ -84,79 +74,6 @@ class RowTiles:
     @property
     def block(self) -> int:
         return self.rows.shape[1]
-
-
-def row_tiles(offsets: Tensor, num_rows: int, block: int | None = None) -> RowTiles:
-    """offsets [G + 1] of rows sorted by cell -> tiles, of a size that suits the mean cell.
-
-    Where `block` is given, a power of two, tiles have that size.
-    """
-    num_cells = offsets.shape[0] - 1
-    block = block_rows(num_rows, num_cells) if block is None else block
-    if use_triton(offsets):
-        _check_size("rows", num_rows, most_tiles(num_rows, num_cells, block))
-        _check_size("cells", num_cells, num_cells)
-        return RowTiles(*row_tiles_op(offsets, num_rows, block))
-    sizes = offsets.diff()
-    tiles = (sizes + (block - 1)).div(block, rounding_mode="floor")  # [G]
-    ends = tiles.cumsum(0)
-    places = torch.arange(most_tiles(num_rows, num_cells, block), device=offsets.device)
-    cells = torch.searchsorted(ends, places, right=True)
-    own = cells.clamp_max(num_cells - 1)
-    first = offsets[own] + (places - (ends - tiles)[own]) * block
-    used = cells < num_cells
-    rows = first.unsqueeze(-1) + torch.arange(block, device=offsets.device)
-    rows = torch.where(used.unsqueeze(-1) & (rows < offsets[own + 1].unsqueeze(-1)), rows, -1)
-    return RowTiles(
-        torch.where(used, cells, -1).int(),
-        first.int(),
-        rows.int(),
-        torch.nn.functional.pad(ends, (1, 0)),
-    )
-
-
-def _check_size(name: str, size: int, programs: int) -> None:
-    if programs > MOST_PROGRAMS:
-        raise ConfigError(
-            f"cells.{name}",
-            size,
-            f"makes {programs} blocks, and a GPU takes at most {MOST_PROGRAMS} in one direction",
-            "Use smaller micro-batches or fewer codewords, or AIRMOE_BACKEND=reference.",
-        )
-
-
-def block_rows(num_rows: int, num_cells: int) -> int:
-    """The power of two next above the mean cell, within what the kernels take.
-
-    By comparisons, so that a compiler with unknown sizes tells three cases apart, not every number.
-    """
-    block = SMALLEST
-    while block < LARGEST and num_rows >= (block + 1) * num_cells:
-        block *= 2
-    return block
-
-
-def most_tiles(num_rows: int, num_cells: int, block: int) -> int:
-    """Full tiles, and one that is not full in every cell that has rows."""
-    return num_rows // block + min(num_rows, num_cells)
-
-
-@operator("airmoe::row_tiles")
-def row_tiles_op(
-    offsets: Tensor, num_rows: int, block: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The parts of `RowTiles`."""
-    from airmoe.kernels.cells_triton import find_tiles
-
-    return find_tiles(offsets.contiguous(), num_rows, block)
-
-
-@row_tiles_op.register_fake
-def _(offsets: Tensor, num_rows: int, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    num_tiles = most_tiles(num_rows, offsets.shape[0] - 1, block)
-    cells = offsets.new_empty(num_tiles, dtype=torch.int32)
-    rows = offsets.new_empty(num_tiles, block, dtype=torch.int32)
-    return cells, torch.empty_like(cells), rows, torch.empty_like(offsets)
 
 
 @dataclass(frozen=True)
@@ -187,8 +104,8 @@ class CellLayout:
         return self.token_ids.shape[0]
 
     @property
-    def pool(self) -> int:
-        """M, or the neurons of so many experts."""
+    def pool_width(self) -> int:
+        """M, or the number of their neurons."""
         return self.pools.shape[1]
 
     def reverse_index(self, num_experts: int) -> ReverseIndex:
@@ -212,11 +129,13 @@ class Cells:
 
     @property
     def small(self) -> bool:
-        """True where the mean cell has so few rows that some of its experts are chosen by none."""
-        return self.token_ids.shape[0] <= FEW_ROWS * self.pools.shape[0]
+        """True where the mean cell has so few rows that they leave some of its experts unused."""
+        return self.token_ids.shape[0] <= SMALL_MEAN_ROWS * self.pools.shape[0]
 
     def layout(self, num_experts: int | None = None) -> CellLayout:
         """What kernels read, with the reverse index where the number of experts is given."""
+        from airmoe.kernels.cells_triton import row_tiles
+
         if not self._tiles:
             self._tiles.append(row_tiles(self.offsets, self.token_ids.shape[0]))
         reverse = None if num_experts is None else self.reverse_index(num_experts)
@@ -229,12 +148,12 @@ class Cells:
         return self._reverse[0]
 
     def check_current(self) -> None:
-        """Pools are a cache that is rewritten in place: an old routing must not be read by it."""
+        """Pools are a cache, rewritten in place: an old routing must not read the new lists."""
         if torch.compiler.is_compiling():
             return  # pools of a compiled graph are its own, and versions mean nothing in it
         if self.pools_version not in (None, version_of(self.pools)):
             raise RuntimeError(
-                "This routing is of an earlier moment: its router has rebuilt the shortlists. "
+                "This routing is stale: its router has rebuilt the shortlists. "
                 "Read ids, counts and probabilities before the next step, or route again."
             )
 
@@ -263,7 +182,7 @@ def sort_by_cell(cell_ids: Tensor, num_cells: int) -> tuple[Tensor, Tensor, Tens
     """cell_ids [N] -> the same sorted, the places they had (equal ones in order), and the first row
     of each cell [G + 1]."""
     if cell_ids.shape[0] >= MANY_KEYS and num_cells <= 2**15:
-        # A GPU takes a pass over all keys for every byte of one.
+        # A GPU's radix sort takes one pass per byte of the keys.
         narrow, order = cell_ids.to(torch.int16).sort(stable=True)
         row_cells = narrow.to(cell_ids.dtype)
     else:
@@ -281,25 +200,17 @@ def version_of(tensor: Tensor) -> int | None:
     return tensor._version
 
 
-@operator(
-    "airmoe::cell_offsets",
+cell_offsets_op = operator(
+    "cell_offsets(Tensor ordered, SymInt num_cells) -> Tensor",
+    "cells_triton",
     fake=lambda ordered, num_cells: ordered.new_empty(num_cells + 1, dtype=torch.int64),
 )
-def cell_offsets_op(ordered: Tensor, num_cells: int) -> Tensor:
-    from airmoe.kernels.cells_triton import find_offsets
-
-    return find_offsets(ordered.contiguous(), num_cells)
-
-
-@operator(
-    "airmoe::counts_per_entry",
+# How many rows of each cell chose each of its experts: [G, M] int32. Only with Triton.
+counts_per_entry = operator(
+    "counts_per_entry(Tensor gates, Tensor offsets, Tensor pools) -> Tensor",
+    "cells_triton",
     fake=lambda gates, offsets, pools: pools.new_empty(pools.shape, dtype=torch.int32),
 )
-def counts_per_entry(gates: Tensor, offsets: Tensor, pools: Tensor) -> Tensor:
-    """How many rows of each cell chose each of its experts: [G, M] int32. Only with Triton."""
-    from airmoe.kernels.cells_triton import count_entries
-
-    return count_entries(gates.contiguous(), offsets, pools)
 
 
 # Helpers of the plain-PyTorch kernels. They read rows of a table, and add products to them, through
@@ -314,10 +225,9 @@ def nonempty_cells(offsets: Tensor) -> Iterator[tuple[int, slice]]:
         yield cell, slice(start, stop)
 
 
-def row_reader(table: Tensor, num_rows: int) -> Callable[[Tensor], Tensor]:
-    """A function that gives table[ids] for at most `num_rows` ids, valid until the next call."""
-    buffer = table.new_empty(num_rows, table.shape[1])
-    return lambda ids: torch.index_select(table, 0, ids, out=buffer[: ids.shape[0]])
+def read_rows(buffer: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    """table[ids], in the first rows of the buffer."""
+    return torch.index_select(table, 0, ids, out=buffer[: ids.shape[0]])
 
 
 class RowAdder:

@@ -6,7 +6,9 @@ The layout is made in three small kernels, because a decoding step waits for eac
     starts    first tile of each cell     a cumulative sum
     tiles     cell and rows of each tile  one binary search per tile in the starts
 
-`cells.sort_by_cell` and `cells.row_tiles` are the definitions; integers, so equal to the bit.
+A cell has any number of rows, so how many tiles of rows there are is known on the device only.
+Their list has room for the most there can be, and what is left over is marked: nothing is read by
+the host.
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
@@ -18,9 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.cells import ReverseIndex, most_tiles
+from airmoe.errors import ConfigError
+from airmoe.kernels.backend import operator
+from airmoe.kernels.cells import ReverseIndex, RowTiles
 from airmoe.kernels.device_triton import count_below, load_rows
 
+MOST_PROGRAMS = 65_535  # of a grid's second and third direction
+SMALLEST, LARGEST = 32, 64  # smaller tiles read the pools too often, larger ones spill registers
 SEARCH_BLOCK = 32  # one warp: searches wait for memory, so they are spread over the device
 SUM_BLOCK = 1024
 TILE_BLOCK = 16
@@ -82,9 +88,9 @@ def _tiles_kernel(
     tl.store(tile_rows + places, rows, mask=mask[:, None])
 
 
-def find_offsets(ordered: Tensor, num_cells: int) -> Tensor:
+def cell_offsets(ordered: Tensor, num_cells: int) -> Tensor:
     """Sorted cell ids [N] -> the first row of each cell: [G + 1] int64."""
-    num_rows = ordered.shape[0]
+    ordered, num_rows = ordered.contiguous(), ordered.shape[0]
     offsets = torch.empty(num_cells + 1, dtype=torch.int64, device=ordered.device)
     _offsets_kernel[(triton.cdiv(num_cells + 1, SEARCH_BLOCK),)](
         ordered, offsets, num_rows, num_cells, num_rows.bit_length(),
@@ -93,18 +99,68 @@ def find_offsets(ordered: Tensor, num_cells: int) -> Tensor:
     return offsets
 
 
-def find_tiles(offsets: Tensor, num_rows: int, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """offsets [G + 1], block a power of two -> cells, first rows, rows and starts of `RowTiles`."""
+def row_tiles(offsets: Tensor, num_rows: int, block: int | None = None) -> RowTiles:
+    """offsets [G + 1] of rows sorted by cell -> tiles, of a size that suits the mean cell.
+
+    Where `block` is given, a power of two, tiles have that size.
+    """
     num_cells = offsets.shape[0] - 1
-    starts = torch.empty_like(offsets)
-    _starts_kernel[(triton.cdiv(num_cells, SUM_BLOCK),)](
-        offsets, starts, num_cells, ROWS=block, BLOCK=SUM_BLOCK, num_warps=8
-    )
-    num_tiles = most_tiles(num_rows, num_cells, block)
+    block = block_rows(num_rows, num_cells) if block is None else block
+    _check_size("rows", num_rows, most_tiles(num_rows, num_cells, block))
+    _check_size("cells", num_cells, num_cells)
+    return RowTiles(*find_tiles_op(offsets, num_rows, block))
+
+
+def _check_size(name: str, size: int, programs: int) -> None:
+    if programs > MOST_PROGRAMS:
+        raise ConfigError(
+            f"cells.{name}",
+            size,
+            f"makes {programs} blocks, and a GPU takes at most {MOST_PROGRAMS} in one direction",
+            "Use smaller micro-batches or fewer codewords, or AIRMOE_BACKEND=reference.",
+        )
+
+
+def block_rows(num_rows: int, num_cells: int) -> int:
+    """The power of two next above the mean cell, within what the kernels take.
+
+    By comparisons, so that a compiler with unknown sizes tells three cases apart, not every number.
+    """
+    block = SMALLEST
+    while block < LARGEST and num_rows >= (block + 1) * num_cells:
+        block *= 2
+    return block
+
+
+def most_tiles(num_rows: int, num_cells: int, block: int) -> int:
+    """Full tiles, and one that is not full in every cell that has rows."""
+    return num_rows // block + min(num_rows, num_cells)
+
+
+def _empty_tiles(offsets: Tensor, num_rows: int, block: int) -> tuple[Tensor, ...]:
+    num_tiles = most_tiles(num_rows, offsets.shape[0] - 1, block)
     cells, first_rows, rows = (
         torch.empty(shape, dtype=torch.int32, device=offsets.device)
         for shape in ((num_tiles,), (num_tiles,), (num_tiles, block))
     )
+    return cells, first_rows, rows, torch.empty_like(offsets)
+
+
+find_tiles_op = operator(
+    "find_tiles(Tensor offsets, SymInt num_rows, SymInt block) -> (Tensor, Tensor, Tensor, Tensor)",
+    "cells_triton",
+    fake=_empty_tiles,
+)
+
+
+def find_tiles(offsets: Tensor, num_rows: int, block: int) -> tuple[Tensor, ...]:
+    """The parts of `RowTiles`."""
+    offsets, num_cells = offsets.contiguous(), offsets.shape[0] - 1
+    cells, first_rows, rows, starts = _empty_tiles(offsets, num_rows, block)
+    _starts_kernel[(triton.cdiv(num_cells, SUM_BLOCK),)](
+        offsets, starts, num_cells, ROWS=block, BLOCK=SUM_BLOCK, num_warps=8
+    )
+    num_tiles = cells.shape[0]
     if num_tiles:
         _tiles_kernel[(triton.cdiv(num_tiles, TILE_BLOCK),)](
             offsets, starts, cells, first_rows, rows, num_tiles, num_cells, num_cells.bit_length(),
@@ -158,13 +214,13 @@ def _counts_kernel(
     tl.store(out + cell.to(tl.int64) * POOL + places, tl.sum(total, axis=0), mask=place_mask)
 
 
-def count_entries(gates: Tensor, offsets: Tensor, pools: Tensor) -> Tensor:
+def counts_per_entry(gates: Tensor, offsets: Tensor, pools: Tensor) -> Tensor:
     """How many rows of each cell chose each of its experts: [G, M] int32."""
     pool = pools.shape[1]
     out = torch.empty(pools.shape, dtype=torch.int32, device=pools.device)
     block_p = max(16, min(triton.next_power_of_2(pool), 256))
     _counts_kernel[(triton.cdiv(pool, block_p), pools.shape[0])](
-        gates, offsets, out, POOL=pool, BLOCK_T=16, BLOCK_P=block_p, num_warps=4
+        gates.contiguous(), offsets, out, POOL=pool, BLOCK_T=16, BLOCK_P=block_p, num_warps=4
     )
     return out
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import operator, own_precision, use_triton
-from airmoe.kernels.token_experts import SMALL_BATCH
+from airmoe.kernels.backend import chunks, operator, own_precision, use_triton
 from airmoe.kernels.top_k import top_positions
 
 CHUNK_ELEMENTS = 1 << 22
@@ -24,27 +23,19 @@ def assign(hidden: Tensor, codewords: Tensor, *, euclidean: bool) -> Tensor:
     nearest = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
     # |h - c|^2 = |h|^2 - 2 (<h, c> - |c|^2 / 2): the token's own norm changes no order.
     offset = codewords.square().sum(-1) / 2 if euclidean else None
-    rows = max(1, CHUNK_ELEMENTS // codewords.shape[0])
-    for start in range(0, hidden.shape[0], rows):
-        similarity = hidden[start : start + rows].to(codewords.dtype) @ codewords.T  # [rows, G]
+    for rows in chunks(hidden.shape[0], max(1, CHUNK_ELEMENTS // codewords.shape[0])):
+        similarity = hidden[rows].to(codewords.dtype) @ codewords.T  # [rows, G]
         if offset is not None:
             similarity -= offset
-        nearest[start : start + rows] = top_positions(similarity, 1).squeeze(-1)
+        nearest[rows] = top_positions(similarity, 1).squeeze(-1)
     return nearest
 
 
-@operator(
-    "airmoe::nearest_codeword",
+nearest_codeword = operator(
+    "nearest_codeword(Tensor hidden, Tensor codewords, bool euclidean) -> Tensor",
+    "codewords_triton",
     fake=lambda hidden, *_: hidden.new_empty(hidden.shape[0], dtype=torch.int64),
 )
-def nearest_codeword(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
-    """hidden [T, D], codewords [G, D] float32 -> [T] int64, ties to the lowest id."""
-    from airmoe.kernels.codewords_triton import nearest_of_few, nearest_of_many
-
-    if hidden.shape[0] == 0:
-        return torch.empty(0, dtype=torch.int64, device=hidden.device)
-    nearest = nearest_of_few if hidden.shape[0] <= SMALL_BATCH else nearest_of_many
-    return nearest(hidden, codewords, euclidean)
 
 
 def directions(rows: Tensor) -> Tensor:
@@ -74,15 +65,11 @@ def codeword_sums(
     return sums.index_add_(0, codeword_ids, counted)
 
 
-@operator(
-    "airmoe::codeword_sums",
+codeword_sums_op = operator(
+    "codeword_sums(Tensor hidden, Tensor valid, Tensor codeword_ids, SymInt num_codewords, "
+    "bool spherical) -> Tensor",
+    "codewords_triton",
     fake=lambda hidden, valid, ids, count, _: hidden.new_empty(
         count, hidden.shape[1] + 1, dtype=torch.float32
     ),
 )
-def codeword_sums_op(
-    hidden: Tensor, valid: Tensor, codeword_ids: Tensor, num_codewords: int, spherical: bool
-) -> Tensor:
-    from airmoe.kernels.codewords_triton import sums_by_codeword
-
-    return sums_by_codeword(hidden.contiguous(), valid, codeword_ids, num_codewords, spherical)

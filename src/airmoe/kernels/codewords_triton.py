@@ -24,8 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.cells import row_tiles, sort_by_cell
+from airmoe.kernels.cells import sort_by_cell
+from airmoe.kernels.cells_triton import row_tiles
 from airmoe.kernels.device_triton import INFINITY, as_stored, bfloat16_parts, load_rows, upper_half
+from airmoe.kernels.token_experts import SMALL_BATCH
 
 ENOUGH_PROGRAMS = 132
 FEWEST_WORDS, MOST_WORDS = 8, 16  # of one program: the more, the fewer programs read the tokens
@@ -88,7 +90,7 @@ def _nearest_kernel(
     tl.store(out_ptr + token, nearest.to(tl.int64), mask=token < num_tokens)
 
 
-def nearest_of_many(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
+def _nearest_of_many(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
     """hidden [T, D], codewords [G, D] float32 -> [T] int64, a block of tokens per program."""
     num_tokens, dim = hidden.shape
     num_codewords = codewords.shape[0]
@@ -183,7 +185,7 @@ def _best_of_best_kernel(best_ptr, ids_ptr, out_ptr, num_candidates, BLOCK: tl.c
     tl.store(out_ptr + token, tl.min(tl.where(ties, nearest, MOST), axis=0).to(tl.int64))
 
 
-def nearest_of_few(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
+def _nearest_of_few(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
     """hidden [T, D], codewords [G, D] float32 -> [T] int64, in two kernels."""
     num_tokens, dim = hidden.shape
     num_codewords, device = codewords.shape[0], hidden.device
@@ -202,6 +204,14 @@ def nearest_of_few(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor
         best, ids, nearest, programs, BLOCK=block, num_warps=max(1, block // 256)
     )
     return nearest
+
+
+def nearest_codeword(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
+    """hidden [T, D], codewords [G, D] float32 -> [T] int64, ties to the lowest id."""
+    if hidden.shape[0] == 0:
+        return torch.empty(0, dtype=torch.int64, device=hidden.device)
+    nearest = _nearest_of_few if hidden.shape[0] <= SMALL_BATCH else _nearest_of_many
+    return nearest(hidden, codewords, euclidean)
 
 
 @triton.jit
@@ -253,7 +263,7 @@ def _cell_sums_kernel(
     tl.store(row + DIM, tl.sum(count, axis=0))
 
 
-def sums_by_codeword(
+def codeword_sums(
     hidden: Tensor, valid: Tensor, codeword_ids: Tensor, num_codewords: int, spherical: bool
 ) -> Tensor:
     """hidden [T, D], valid and codeword_ids [T] -> [G, D + 1] float32."""
@@ -266,7 +276,7 @@ def sums_by_codeword(
     width = triton.next_power_of_2(dim)
     if tiles.count:
         _tile_sums_kernel[(tiles.count,)](
-            hidden, valid, tiles.cells, tiles.rows, order, sums, counts,
+            hidden.contiguous(), valid, tiles.cells, tiles.rows, order, sums, counts,
             DIM=dim, WIDTH=width, TILE=TILE_ROWS, ROWS=max(1, min(16, 4096 // width)),
             SPHERICAL=spherical, num_warps=4,
         )  # fmt: skip

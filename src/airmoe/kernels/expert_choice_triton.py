@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.cell_gates_triton import keeps_scores
-from airmoe.kernels.cell_scores import Scored
-from airmoe.kernels.cell_scores_triton import all_scores
+from airmoe.kernels.cell_scores import ScoreInputs
+from airmoe.kernels.cell_scores_triton import all_scores, keeps_scores
 from airmoe.kernels.cells import CellLayout
 from airmoe.kernels.device_triton import INFINITY
 from airmoe.kernels.top_k_triton import smallest_gate
@@ -128,10 +127,11 @@ def _gates_kernel(
 
 
 def gates_of_experts_choice(
-    scored: Scored, valid: Tensor, capacity: Tensor
+    scored: ScoreInputs, valid: Tensor, capacity: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `make_gates`, where each expert takes its `capacity` (0-dim) most probable tokens."""
-    layout, tiles, pool = scored.layout, scored.layout.tiles, scored.layout.pool
+    """Gates, log Z and scores as for token choice; each expert takes its `capacity` (0-dim) most
+    probable tokens."""
+    layout, tiles, pool = scored.layout, scored.layout.tiles, scored.layout.pool_width
     num_tokens = valid.shape[0]
     scores = all_scores(scored)
     kept = scores if keeps_scores(scored.hidden) else None
@@ -166,7 +166,7 @@ def _places(layout: CellLayout, num_experts: int) -> tuple[Tensor, Tensor]:
     of each expert [E + 1]."""
     reverse = layout.reverse_index(num_experts)
     entries = reverse.entries.long()
-    sizes = layout.offsets.diff()[entries.div(layout.pool, rounding_mode="floor")]  # [G * M]
+    sizes = layout.offsets.diff()[entries.div(layout.pool_width, rounding_mode="floor")]  # [G * M]
     ends = sizes.cumsum(0)
     firsts = torch.empty_like(ends).scatter_(0, entries, ends - sizes)
     starts = torch.nn.functional.pad(ends, (1, 0))[reverse.starts.long()]

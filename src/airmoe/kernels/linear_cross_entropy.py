@@ -8,7 +8,7 @@ are there, and the backward multiplies them by that factor: no second product of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from airmoe.errors import ConfigError
-from airmoe.kernels.backend import operator, own_precision, use_triton
+from airmoe.kernels.backend import chunks, operator, own_precision, use_triton
 
 IGNORE_INDEX = -100  # Hugging Face's and PyTorch's label of a position without a target
 CPU_CHUNK_BYTES = 256 * 2**20
@@ -142,10 +142,10 @@ def loss_and_gradients(problem: Problem) -> LossAndGradients:
     return LossAndGradients(losses.sum(), grad_hidden, grad_weight)
 
 
-def token_chunks(hidden: Tensor, num_words: int) -> list[slice]:
+def token_chunks(hidden: Tensor, num_words: int) -> Iterator[slice]:
     """Runs of tokens whose logits fit the budget: two float32 copies, one of lower precision."""
     step = max(1, chunk_bytes(hidden.device) // (BYTES_PER_LOGIT * max(1, num_words)))
-    return [slice(start, start + step) for start in range(0, hidden.shape[0], step)]
+    return chunks(hidden.shape[0], step)
 
 
 def chunk_bytes(device: torch.device) -> int:
@@ -199,30 +199,7 @@ def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-@operator("airmoe::linear_cross_entropy")
-def linear_cross_entropy_op(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    ignore_index: int,
-    dtype: torch.dtype,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss and the gradients of hidden and weight, for a factor of 1; empty if unwanted.
-
-    A label on a GPU that is neither a word nor `ignore_index` makes all three NaN.
-    """
-    from airmoe.kernels import linear_cross_entropy_triton as triton
-
-    problem = Problem(hidden, weight, labels.contiguous(), ignore_index, dtype, wanted)
-    result = triton.loss_and_gradients(problem)
-    grads = (result.hidden, result.weight)
-    grad_hidden, grad_weight = (hidden.new_empty(0) if g is None else g for g in grads)
-    return result.loss, grad_hidden, grad_weight
-
-
-@linear_cross_entropy_op.register_fake
-def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_results(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     _labels, _ignore_index, dtype, (want_hidden, want_weight) = rest
     none = hidden.new_empty(0)
     return (
@@ -230,6 +207,16 @@ def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tenso
         hidden.new_empty(hidden.shape, dtype=gradient_dtype(dtype)) if want_hidden else none,
         weight.new_empty(weight.shape, dtype=torch.float32) if want_weight else hidden.new_empty(0),
     )
+
+
+# The summed loss and the gradients of hidden and weight, for a factor of 1; empty if unwanted. A
+# label on a GPU that is neither a word nor `ignore_index` makes all three NaN.
+linear_cross_entropy_op = operator(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, SymInt ignore_index, "
+    "ScalarType dtype, bool[] wanted) -> (Tensor, Tensor, Tensor)",
+    "linear_cross_entropy_triton",
+    fake=_empty_results,
+)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

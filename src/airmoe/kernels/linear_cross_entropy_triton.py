@@ -10,12 +10,14 @@ two products for the gradients, whose sums are float32 from the first chunk to t
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.backend import chunks
 from airmoe.kernels.device_triton import INFINITY
 from airmoe.kernels.linear_cross_entropy import (
     LossAndGradients,
@@ -159,6 +161,16 @@ def _unscaled_(sums: Tensor, dtype: torch.dtype) -> Tensor:
     return sums if scale == 1 else sums.div_(scale)
 
 
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *form: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss and the gradients of hidden and weight, empty if unwanted."""
+    result = loss_and_gradients(Problem(hidden, weight, labels.contiguous(), *form))
+    grads = (result.hidden, result.weight)
+    grad_hidden, grad_weight = (hidden.new_empty(0) if g is None else g for g in grads)
+    return result.loss, grad_hidden, grad_weight
+
+
 def loss_and_gradients(problem: Problem) -> LossAndGradients:
     """The summed loss and the gradients that are wanted."""
     hidden, weight, dtype = problem.hidden, problem.weight, problem.dtype
@@ -171,8 +183,7 @@ def loss_and_gradients(problem: Problem) -> LossAndGradients:
     grad_hidden, grad_weight = None, None
     if want_hidden:
         grad_hidden = hidden.new_empty(hidden.shape, dtype=gradient_dtype(dtype))
-    for start in range(0, num_tokens, step):
-        chunk = slice(start, min(start + step, num_tokens))
+    for chunk in chunks(num_tokens, step):
         skipped, states = problem.part(chunk)
         found = torch.mm(states, rows.T, out=logits[: states.shape[0]])  # [n, padded]
         losses_and_gradients_(

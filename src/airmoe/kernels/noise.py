@@ -51,39 +51,25 @@ class Noise:
         return normal(keys, columns).mul_(self.std)
 
 
-@operator(
-    "airmoe::noise_rows",
+noise_rows = operator(
+    "noise_rows(Tensor row_keys, Tensor columns, float std) -> Tensor",
+    "noise_triton",
     fake=lambda keys, columns, _: keys.new_empty(
         keys.shape[0], columns.shape[0], dtype=torch.float32
     ),
 )
-def noise_rows(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
-    from airmoe.kernels.noise_triton import every_row_at_every_column
-
-    return every_row_at_every_column(row_keys, columns, std)
-
-
-@operator(
-    "airmoe::noise_pairs",
+noise_pairs = operator(
+    "noise_pairs(Tensor row_keys, Tensor columns, float std) -> Tensor",
+    "noise_triton",
     fake=lambda keys, columns, _: keys.new_empty(
         torch.broadcast_shapes(keys.shape, columns.shape), dtype=torch.float32
     ),
 )
-def noise_pairs(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
-    from airmoe.kernels.noise_triton import pair_by_pair
-
-    row_keys, columns = torch.broadcast_tensors(row_keys, columns)
-    return pair_by_pair(row_keys, columns, std)
 
 
 def noise_operands(noise: Noise | None) -> tuple[Tensor | None, float]:
     """As operators take it: the row keys, None where there is no noise, and the deviation."""
     return (None, 0.0) if noise is None else (noise.row_keys, noise.std)
-
-
-def noise_of(row_keys: Tensor | None, std: float) -> Noise | None:
-    """From what `noise_operands` gave."""
-    return None if row_keys is None else Noise(row_keys, std)
 
 
 def make_noise(key: Tensor, stage: Stage, num_rows: int, std: float) -> Noise:
@@ -110,19 +96,15 @@ def combine(first: Tensor, *rest: Tensor | int) -> Tensor:
     return key
 
 
-@operator("airmoe::combine_keys")
-def combine_keys(first: Tensor, tensors: list[Tensor], numbers: list[int]) -> Tensor:
-    """`combine` in one launch: the n-th part is numbers[n], or tensors in turn where that is -1."""
-    from airmoe.kernels.noise_triton import fold
-
-    left = iter(tensors)
-    return fold(first, [next(left) if number == -1 else number for number in numbers])
-
-
-@combine_keys.register_fake
-def _(first: Tensor, tensors: list[Tensor], _numbers: list[int]) -> Tensor:
-    shape = torch.broadcast_shapes(first.shape, *(tensor.shape for tensor in tensors))
-    return first.new_empty(shape, dtype=torch.int64)
+# `combine` in one launch: the n-th part is numbers[n], or tensors in turn where that is -1.
+combine_keys = operator(
+    "combine_keys(Tensor first, Tensor[] tensors, SymInt[] numbers) -> Tensor",
+    "noise_triton",
+    fake=lambda first, tensors, _: first.new_empty(
+        torch.broadcast_shapes(first.shape, *(tensor.shape for tensor in tensors)),
+        dtype=torch.int64,
+    ),
+)
 
 
 def uniform_index(keys: Tensor, bound: Tensor) -> Tensor:

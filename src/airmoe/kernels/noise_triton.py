@@ -111,7 +111,7 @@ def _pairs_kernel(row_keys, columns, out, size, std, BLOCK: tl.constexpr):
     tl.store(out + places, normal(keys, names) * std, mask=mask)
 
 
-def every_row_at_every_column(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
+def noise_rows(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
     """Every row at every column: row_keys [R] int32, columns [C] -> [R, C] float32."""
     num_rows, num_columns = row_keys.shape[0], columns.shape[0]
     out = torch.empty(num_rows, num_columns, dtype=torch.float32, device=row_keys.device)
@@ -124,8 +124,9 @@ def every_row_at_every_column(row_keys: Tensor, columns: Tensor, std: float) -> 
     return out
 
 
-def pair_by_pair(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
-    """Two int tensors of one shape -> float32 of that shape."""
+def noise_pairs(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
+    """Two int tensors that broadcast to one shape -> float32 of that shape."""
+    row_keys, columns = torch.broadcast_tensors(row_keys, columns)
     out = torch.empty(row_keys.shape, dtype=torch.float32, device=row_keys.device)
     if out.numel():
         _pairs_kernel[(triton.cdiv(out.numel(), PAIRS),)](
@@ -173,10 +174,11 @@ def _combine_kernel(
     tl.store(out + place, key, mask=mask)
 
 
-def fold(first: Tensor, parts: list[Tensor | int]) -> Tensor:
+def combine_keys(first: Tensor, tensors: list[Tensor], numbers: list[int]) -> Tensor:
     """`noise.combine` in one launch instead of some thirty small operations."""
-    shapes = [part.shape for part in parts if isinstance(part, Tensor)]
-    shape = torch.broadcast_shapes(first.shape, *shapes)
+    left = iter(tensors)
+    parts = [next(left) if number == -1 else number for number in numbers]
+    shape = torch.broadcast_shapes(first.shape, *(tensor.shape for tensor in tensors))
     out = torch.empty(shape, dtype=torch.int64, device=first.device)
     kinds = [_kind(part) for part in parts] + [3] * (MOST_PARTS - len(parts))
     if out.numel():

@@ -14,29 +14,29 @@ def unit_rows(rows: Tensor) -> Tensor:
     The parameter keeps its own norm; a zero row stays zero instead of becoming NaN.
     """
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    return rows * _inverse_norms(rows).unsqueeze(-1)
+    return rows * inverse_norms(rows, gradient=True).unsqueeze(-1)
 
 
-@torch.no_grad()
-def inverse_norms(rows: Tensor) -> Tensor:
-    """1/|w_e| in float32 or wider, 0 for a zero row: [E, D] -> [E], without a gradient."""
-    return inverse_norms_op(rows) if use_triton(rows) else _inverse_norms(rows)
+def inverse_norms(rows: Tensor, *, gradient: bool = False) -> Tensor:
+    """1/|w_e| in float32 or wider, 0 for a zero row: [E, D] -> [E].
 
-
-def _inverse_norms(rows: Tensor) -> Tensor:
+    It is a constant to autograd unless a `gradient` is asked for, which plain PyTorch gives.
+    """
+    if not gradient:
+        rows = rows.detach()
+        if use_triton(rows):
+            return inverse_norms_op(rows)
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     square = rows.square().sum(-1)
     safe = square.where(square > 0, torch.ones_like(square))
     return safe.rsqrt() * (square > 0)
 
 
-@operator(
-    "airmoe::inverse_norms", fake=lambda rows: rows.new_empty(rows.shape[0], dtype=torch.float32)
+inverse_norms_op = operator(
+    "inverse_norms(Tensor rows) -> Tensor",
+    "norms_triton",
+    fake=lambda rows: rows.new_empty(rows.shape[0], dtype=torch.float32),
 )
-def inverse_norms_op(rows: Tensor) -> Tensor:
-    from airmoe.kernels.norms_triton import norms_of_rows
-
-    return norms_of_rows(rows)
 
 
 @torch.no_grad()
@@ -52,10 +52,8 @@ def finite_rows(hidden: Tensor) -> Tensor:
     return torch.linalg.vector_norm(hidden.detach().float(), dim=-1).square().isfinite()
 
 
-@operator(
-    "airmoe::finite_rows", fake=lambda hidden: hidden.new_empty(hidden.shape[0], dtype=torch.bool)
+finite_rows_op = operator(
+    "finite_rows(Tensor hidden) -> Tensor",
+    "norms_triton",
+    fake=lambda hidden: hidden.new_empty(hidden.shape[0], dtype=torch.bool),
 )
-def finite_rows_op(hidden: Tensor) -> Tensor:
-    from airmoe.kernels.norms_triton import find_finite_rows
-
-    return find_finite_rows(hidden.contiguous())

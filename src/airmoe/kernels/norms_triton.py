@@ -28,7 +28,7 @@ def _norms_kernel(
     tl.store(inverse + row, inverse_root(tl.sum(squares, axis=1)), mask=real)
 
 
-def norms_of_rows(rows: Tensor) -> Tensor:
+def inverse_norms(rows: Tensor) -> Tensor:
     """1/|w| of every row: [E, D] -> [E] float32."""
     num_rows, dim = rows.shape
     inverse = torch.empty(num_rows, dtype=torch.float32, device=rows.device)
@@ -56,7 +56,7 @@ def _finite_kernel(
     tl.store(out + rows, square < float("inf"), mask=row_mask)  # False for NaN as well
 
 
-def find_finite_rows(hidden: Tensor) -> Tensor:
+def finite_rows(hidden: Tensor) -> Tensor:
     """True where the squared norm of a row is finite: [T, D] -> [T]."""
     num_rows, dim = hidden.shape
     out = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
@@ -64,6 +64,6 @@ def find_finite_rows(hidden: Tensor) -> Tensor:
         block = min(triton.next_power_of_2(dim), 1024)
         rows = max(1, TILE_ELEMENTS // block)
         _finite_kernel[(triton.cdiv(num_rows, rows),)](
-            hidden, out, num_rows, DIM=dim, ROWS=rows, BLOCK_D=block, num_warps=8
+            hidden.contiguous(), out, num_rows, DIM=dim, ROWS=rows, BLOCK_D=block, num_warps=8
         )
     return out

@@ -33,14 +33,11 @@ def best_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
     return places.gather(-1, top_positions(sums, count))
 
 
-@operator(
-    "airmoe::best_pairs",
+best_pairs_op = operator(
+    "best_pairs(Tensor first, Tensor second, SymInt count) -> Tensor",
+    "product_keys_triton",
     fake=lambda first, _, count: first.new_empty(*first.shape[:2], count, dtype=torch.int64),
 )
-def best_pairs_op(first: Tensor, second: Tensor, count: int) -> Tensor:
-    from airmoe.kernels.product_keys_triton import find_best_pairs
-
-    return find_best_pairs(first, second, count)
 
 
 def num_rank_pairs(side: int, count: int) -> int:

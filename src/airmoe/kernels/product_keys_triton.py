@@ -223,7 +223,7 @@ def _dense_rows(scores: Tensor) -> Tensor:
     return scores if scores.stride(-1) == 1 else scores.contiguous()
 
 
-def find_best_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
+def best_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
     """[T, P, side] twice -> expert ids [T, P, count], best first."""
     tokens, heads, side = first.shape
     first, second = _dense_rows(first), _dense_rows(second)

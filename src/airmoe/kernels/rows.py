@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import gradient, operator, own_precision, use_triton
+from airmoe.kernels.backend import Gradient, chunks, operator, own_precision, use_triton
 from airmoe.kernels.norms import unit_rows
 
 CHUNK_ELEMENTS = 1 << 17  # gathered elements held at once in `_dot`: half a megabyte stays in cache
@@ -66,8 +66,7 @@ def chosen_logits(hidden: Tensor, experts: Tensor, ids: Tensor, *, normalize: bo
 def _dot(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     result = torch.empty(ids.shape, dtype=queries.dtype, device=queries.device)
     step = max(1, CHUNK_ELEMENTS // max(1, ids.shape[1] * queries.shape[1]))
-    for start in range(0, ids.shape[0], step):
-        part = slice(start, start + step)
+    for part in chunks(ids.shape[0], step):
         rows = table.index_select(0, ids[part].flatten()).to(queries.dtype)
         rows = rows.view(*ids[part].shape, queries.shape[1])  # [step, J, D]
         result[part] = torch.bmm(rows, queries[part].unsqueeze(-1)).squeeze(-1)
@@ -141,36 +140,21 @@ class _Product(torch.autograd.Function):
         return _gradients(ctx.product, _PLAIN, ctx, grad)
 
 
-@operator("airmoe::gather_dot", fake=lambda queries, _, ids: queries.new_empty(ids.shape))
-def gather_dot_op(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    """In the dtype of the queries."""
-    from airmoe.kernels.rows_triton import row_dots
-
-    queries, table, ids = queries.contiguous(), table.contiguous(), ids.contiguous()
-    return row_dots(queries, [table], ids, queries.dtype)[0]
-
-
-@operator(
-    "airmoe::gather_total", fake=lambda _, table, ids: table.new_empty(ids.shape[0], table.shape[1])
+gather_dot_op = operator(
+    "gather_dot(Tensor queries, Tensor table, Tensor ids) -> Tensor",
+    "rows_triton",
+    fake=lambda queries, _, ids: queries.new_empty(ids.shape),
 )
-def gather_total_op(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    """In the dtype of the table."""
-    from airmoe.kernels.rows_triton import row_totals
-
-    pair = weights.contiguous(), table.contiguous()
-    return row_totals([pair], ids.contiguous(), table.dtype)
-
-
-@operator(
-    "airmoe::scatter_total",
+gather_total_op = operator(
+    "gather_total(Tensor weights, Tensor table, Tensor ids) -> Tensor",
+    "rows_triton",
+    fake=lambda _, table, ids: table.new_empty(ids.shape[0], table.shape[1]),
+)
+scatter_total_op = operator(
+    "scatter_total(Tensor weights, Tensor rows, Tensor ids, SymInt num_out) -> Tensor",
+    "rows_triton",
     fake=lambda _, rows, ids, num_out: rows.new_empty(num_out, rows.shape[1]),
 )
-def scatter_total_op(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor:
-    """In the dtype of the rows."""
-    from airmoe.kernels.rows_triton import row_sums, sort_entries
-
-    entries = sort_entries(ids, num_out)
-    return row_sums([weights.contiguous()], rows.contiguous(), entries, rows.dtype)[0]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -186,21 +170,9 @@ for _name, _op in _TRITON.items():
     _op.register_autograd(partial(_gradients, _name, _TRITON), setup_context=_save)
 
 
-@operator(
-    "airmoe::chosen_logits",
+chosen_logits_op = operator(
+    "chosen_logits(Tensor hidden, Tensor experts, Tensor ids, bool normalize) -> Tensor",
+    "rows_triton",
     fake=lambda hidden, _, ids, normalize: hidden.new_empty(ids.shape, dtype=torch.float32),
+    gradient=Gradient(of=("hidden", "experts"), outputs=("logits",)),
 )
-def chosen_logits_op(hidden: Tensor, experts: Tensor, ids: Tensor, normalize: bool) -> Tensor:
-    """[T, K] float32; norms are taken where the rows are fetched."""
-    from airmoe.kernels.rows_triton import row_dots
-
-    hidden, experts, ids = hidden.contiguous(), experts.contiguous(), ids.contiguous()
-    return row_dots(hidden, [experts], ids, torch.float32, normalize=normalize)[0]
-
-
-@gradient(chosen_logits_op, of=("hidden", "experts"), outputs=("logits",))
-def chosen_logits_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
-    from airmoe.kernels.rows_triton import logits_backward
-
-    tensors = call.hidden.contiguous(), call.experts.contiguous(), call.ids.contiguous()
-    return logits_backward(call.grad_logits.float(), *tensors, call.normalize, wanted)

@@ -15,6 +15,7 @@ Every sum is taken in float32 and in an order that depends on the lists only: no
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -22,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.device_triton import inverse_root, load_rows
-from airmoe.kernels.norms_triton import norms_of_rows
+from airmoe.kernels.norms_triton import inverse_norms
 
 TILE_ELEMENTS = 4096  # [ids, columns] of one fetch: with 4 warps 32 values per thread and table
 MOST_COLUMNS = 256  # of one tile
@@ -363,15 +364,39 @@ def _scale_by_rows(grads: Tensor, ids: Tensor, inverse: Tensor) -> Tensor:
     return scaled
 
 
-def logits_backward(
-    grads: Tensor, hidden: Tensor, experts: Tensor, ids: Tensor, normalize: bool, wanted: set[str]
-) -> dict[str, Tensor]:
-    """Gradients of the wanted of hidden and experts from those of logits [T, K] float32."""
-    found: dict[str, Tensor] = {}
+def gather_dot(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    """In the dtype of the queries."""
+    queries, table, ids = queries.contiguous(), table.contiguous(), ids.contiguous()
+    return row_dots(queries, [table], ids, queries.dtype)[0]
+
+
+def gather_total(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    """In the dtype of the table."""
+    pair = weights.contiguous(), table.contiguous()
+    return row_totals([pair], ids.contiguous(), table.dtype)
+
+
+def scatter_total(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor:
+    """In the dtype of the rows."""
+    entries = sort_entries(ids, num_out)
+    return row_sums([weights.contiguous()], rows.contiguous(), entries, rows.dtype)[0]
+
+
+def chosen_logits(hidden: Tensor, experts: Tensor, ids: Tensor, normalize: bool) -> Tensor:
+    """[T, K] float32; norms are taken where the rows are fetched."""
+    hidden, experts, ids = hidden.contiguous(), experts.contiguous(), ids.contiguous()
+    return row_dots(hidden, [experts], ids, torch.float32, normalize=normalize)[0]
+
+
+def chosen_logits_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
+    """Gradients of the wanted of hidden and experts."""
+    hidden, experts, ids = call.hidden.contiguous(), call.experts.contiguous(), call.ids
+    grads, ids, found = call.grad_logits.float(), ids.contiguous(), dict[str, Tensor]()
     if "hidden" in wanted:
-        factors = _scale_by_rows(grads, ids, norms_of_rows(experts)) if normalize else grads
+        norms = inverse_norms(experts) if call.normalize else None
+        factors = grads if norms is None else _scale_by_rows(grads, ids, norms)
         found["hidden"] = row_totals([(factors, experts)], ids, hidden.dtype)
     if "experts" in wanted:
         entries = sort_entries(ids, experts.shape[0])
-        found["experts"] = table_grads(grads, hidden, experts, entries, project=normalize)
+        found["experts"] = table_grads(grads, hidden, experts, entries, project=call.normalize)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import gradient, operator, own_precision, use_triton
-from airmoe.kernels.noise import Noise, noise_of, noise_operands
+from airmoe.kernels.backend import Gradient, chunks, operator, own_precision, use_triton
+from airmoe.kernels.noise import Noise, noise_operands
 from airmoe.kernels.norms import unit_rows
 
 CHUNK_ELEMENTS = 1 << 22
@@ -100,42 +101,17 @@ def _token_logits(hidden: Tensor, experts: Tensor, noise: Noise | None, rows: sl
     return logits
 
 
-def _token_chunks(hidden: Tensor, experts: Tensor) -> list[slice]:
-    step = max(1, CHUNK_ELEMENTS // experts.shape[0])
-    return [slice(start, start + step) for start in range(0, hidden.shape[0], step)]
+def _token_chunks(hidden: Tensor, experts: Tensor) -> Iterator[slice]:
+    return chunks(hidden.shape[0], max(1, CHUNK_ELEMENTS // experts.shape[0]))
 
 
-@operator("airmoe::softmax_summary")
-def softmax_summary_op(
-    hidden: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    row_keys: Tensor | None,
-    noise_std: float,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:
-    """log Z [T] and mean probabilities [E], float32."""
-    from airmoe.kernels.softmax_summary_triton import forward
-
-    weights, noise = weights.float().contiguous(), noise_of(row_keys, noise_std)
-    return forward(hidden.contiguous(), experts.contiguous(), weights, noise, normalize)
-
-
-@softmax_summary_op.register_fake
-def _(hidden: Tensor, experts: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
-    return (
+softmax_summary_op = operator(
+    "softmax_summary(Tensor hidden, Tensor experts, Tensor weights, Tensor? row_keys, "
+    "float noise_std, bool normalize) -> (Tensor, Tensor)",
+    "softmax_summary_triton",
+    fake=lambda hidden, experts, *_: (
         hidden.new_empty(hidden.shape[0], dtype=torch.float32),
         hidden.new_empty(experts.shape[0], dtype=torch.float32),
-    )
-
-
-@gradient(
-    softmax_summary_op,
-    of=("hidden", "experts"),
-    outputs=("log_z", "mean_probs"),
-    saved=("log_z",),
+    ),
+    gradient=Gradient(of=("hidden", "experts"), outputs=("log_z", "mean_probs"), saved=("log_z",)),
 )
-def softmax_summary_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
-    from airmoe.kernels.softmax_summary_triton import backward
-
-    return backward(call, wanted)

@@ -17,6 +17,7 @@ The gradient of a score exists in registers only. All sums have a fixed order.
 # pyright: reportReturnType=none
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +25,10 @@ import torch
 import triton
 from torch import Tensor
 
+from airmoe.kernels.backend import chunks
 from airmoe.kernels.best_experts_triton import exact_tables
 from airmoe.kernels.device_triton import as_stored, part_dtype
-from airmoe.kernels.noise import Noise, noise_of
-from airmoe.kernels.norms_triton import norms_of_rows
+from airmoe.kernels.norms_triton import inverse_norms
 from airmoe.kernels.softmax_kernels_triton import (
     expert_grads_kernel,
     hidden_grads_kernel,
@@ -41,6 +42,7 @@ CHUNK_ELEMENTS = 1 << 26  # scores that exist at once: 256 MiB
 COLUMNS = 128  # their rows are padded to multiples of it
 PROGRAMS = 2 * 132  # enough to fill the device
 ROW_ELEMENTS = 2048  # of whole rows, in one program
+Jitter = tuple[Tensor | None, float]  # row keys [T], if any, and the standard deviation
 # What the gradient of a chunk's scores is made of, beside their probabilities: g_z - weight a
 # [tokens], weights [tokens], and the gradient of the means [E].
 Upstream = tuple[Tensor, Tensor, Tensor]
@@ -66,12 +68,10 @@ class _Operand:
 class Chunks:
     """Tokens, some at a time, times all experts."""
 
-    def __init__(
-        self, hidden: Tensor, experts: Tensor, noise: Noise | None, *, normalize: bool
-    ) -> None:
+    def __init__(self, hidden: Tensor, experts: Tensor, noise: Jitter, *, normalize: bool) -> None:
         (self.num_tokens, self.dim), self.num_experts = hidden.shape, experts.shape[0]
         self.hidden, self.experts, self.noise = hidden, experts, noise
-        self.scales = norms_of_rows(experts) if normalize else None
+        self.scales = inverse_norms(experts) if normalize else None
         self.tables = exact_tables(hidden, experts)
         self.columns = triton.cdiv(self.num_experts, COLUMNS) * COLUMNS
         self.step, self.block_rows = self._sizes()
@@ -90,9 +90,8 @@ class Chunks:
         step = min(self.num_tokens, most // 128 * 128 if most > 128 else most)
         return step, min(128, max(16, triton.next_power_of_2(step)))
 
-    def slices(self) -> list[slice]:
-        total, step = self.num_tokens, self.step
-        return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+    def slices(self) -> Iterator[slice]:
+        return chunks(self.num_tokens, self.step)
 
     def _operands(self, *, together: bool) -> tuple[_Operand, _Operand]:
         """Of tokens and experts. Multiplied `together`, two tables of float16 are left whole."""
@@ -116,17 +115,17 @@ class Chunks:
     def _run_tiles(self, chunk: slice, log_z: Tensor | None, grad_mean: Tensor | None) -> None:
         tokens, experts = self._operands(together=True)
         rows = tokens.table[:, chunk]
-        noise, num_tokens = self.noise, rows.shape[1]
+        (row_keys, noise_std), num_tokens = self.noise, rows.shape[1]
         grid = triton.cdiv(num_tokens, self.block_rows) * (self.columns // self.config["BLOCK_C"])
         tile_kernel[(grid,)](
-            rows, experts.table, self.scales, None if noise is None else noise.row_keys[chunk],
+            rows, experts.table, self.scales, None if row_keys is None else row_keys[chunk],
             log_z, grad_mean, self.buffer, self.tile_sums, self.tile_peaks,
             num_tokens, self.num_experts, self.dim, rows.stride(0), experts.table.stride(0),
-            self.columns, 0.0 if noise is None else noise.std,
+            self.columns, noise_std,
             PROBS=log_z is not None, DIM=self.dim,
             HIDDEN_PARTS=tokens.count, EXPERT_PARTS=experts.count,
             HIDDEN_CUT=tokens.cut, EXPERT_CUT=experts.cut,
-            HAS_SCALES=self.scales is not None, HAS_NOISE=noise is not None,
+            HAS_SCALES=self.scales is not None, HAS_NOISE=row_keys is not None,
             BLOCK_R=self.block_rows, PART=part_dtype(), **self.config,
         )  # fmt: skip
 
@@ -218,10 +217,17 @@ class Chunks:
         return found
 
 
-def forward(
-    hidden: Tensor, experts: Tensor, weights: Tensor, noise: Noise | None, normalize: bool
+def softmax_summary(
+    hidden: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    row_keys: Tensor | None,
+    noise_std: float,
+    normalize: bool,
 ) -> tuple[Tensor, Tensor]:
     """log Z [T] and mean probabilities [E], float32."""
+    hidden, experts, weights = hidden.contiguous(), experts.contiguous(), weights.float()
+    weights, noise = weights.contiguous(), (row_keys, noise_std)
     log_z = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     if hidden.shape[0] == 0:
         return log_z, log_z.new_zeros(experts.shape[0])
@@ -235,11 +241,8 @@ def forward(
     return log_z, mean.sum(0).float()
 
 
-def backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
-    """Gradients of the wanted of hidden and experts.
-
-    `call` is what went into `softmax_summary_op`, came out, and came back.
-    """
+def softmax_summary_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
+    """Gradients of the wanted of hidden and experts."""
     hidden, experts, log_z = call.hidden.contiguous(), call.experts.contiguous(), call.log_z
     weights, grad_log_z, grad_mean = call.weights.float(), call.grad_log_z, call.grad_mean_probs
     weights = weights.contiguous()
@@ -252,7 +255,7 @@ def backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
     hidden, log_z = hidden.masked_fill(idle.unsqueeze(-1), 0), log_z.masked_fill(idle, 0)
     # A constant in it moves nothing; without it less is lost in the difference to its mean.
     grad_mean = grad_mean - grad_mean.mean()
-    noise = noise_of(call.row_keys, call.noise_std)
+    noise = call.row_keys, call.noise_std
     chunks = Chunks(hidden, experts, noise, normalize=call.normalize)
     found = {"hidden": torch.empty_like(hidden)} if "hidden" in wanted else {}
     sums = chunks.empty(*experts.shape) if "experts" in wanted else None

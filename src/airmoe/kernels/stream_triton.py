@@ -14,12 +14,14 @@ below the least jittered score kept, and only what passes is ever jittered.
 # pyright: reportGeneralTypeIssues=none, reportReturnType=none
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.backend import interpreted
+from airmoe.kernels.backend import chunks, interpreted
 from airmoe.kernels.best_columns_triton import Tables, product
 from airmoe.kernels.device_triton import FLOAT32_MAX, INFINITY
 from airmoe.kernels.noise_triton import normal
@@ -183,7 +185,7 @@ def _stream_kernel(
             else:
                 scores = product(
                     rows_at, columns_at, row_stride, column_stride, real_row[:, None],
-                    real_column, depth, dim,
+                    real_column, depth, dim, False,
                     ROW_PARTS, COLUMN_PARTS, FLOAT32, BLOCK_R, BLOCK_C, BLOCK_D,
                 )  # fmt: skip
             if HAS_SCALES:
@@ -267,9 +269,8 @@ class StreamedColumns:
         self.held = torch.empty(self.rows_at_once, dtype=torch.int32, device=device)
         self.floors = torch.empty(self.rows_at_once, dtype=torch.float32, device=device)
 
-    def chunks(self) -> list[slice]:
-        total, step = self.num_rows, self.rows_at_once
-        return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+    def chunks(self) -> Iterator[slice]:
+        return chunks(self.num_rows, self.rows_at_once)
 
     def _group(self) -> int:
         elements = THIN_ELEMENTS * self.config["num_warps"]
@@ -280,14 +281,13 @@ class StreamedColumns:
         tables, config = self.tables, self.config
         left, right = tables.rows[:, rows], tables.columns
         (row_parts, num_rows, dim), (column_parts, num_columns, _) = left.shape, right.shape
-        noise = tables.noise
-        row_keys = None if noise is None else noise.row_keys[rows]
-        noise_std = 0.0 if noise is None else noise.std
+        row_keys = None if tables.row_keys is None else tables.row_keys[rows]
+        noisy, noise_std = row_keys is not None, tables.noise_std
         _stream_kernel[(triton.cdiv(num_rows, config["BLOCK_R"]),)](
             left, right, tables.scales, row_keys, self.keys, self.held, self.floors,
             num_rows, num_columns, dim, left.stride(0), right.stride(0), noise_std,
             self.count, self.count // 8,
-            HAS_SCALES=tables.scales is not None, HAS_NOISE=noise is not None,
+            HAS_SCALES=tables.scales is not None, HAS_NOISE=noisy,
             ROW_PARTS=row_parts, COLUMN_PARTS=column_parts, FLOAT32=tables.float32,
             EVEN=num_columns % config["BLOCK_C"] == 0 and dim % config["BLOCK_D"] == 0,
             SPAN=SPAN, CAPACITY=self.capacity, GROUP=self._group(),
@@ -296,6 +296,6 @@ class StreamedColumns:
         block = min(UNPACK_BLOCK, triton.next_power_of_2(self.count))
         _unpack_kernel[(num_rows, triton.cdiv(self.count, block))](
             self.keys, row_keys, ids, scores, self.count, self.capacity, noise_std,
-            HAS_NOISE=noise is not None, KEEP_SCORES=scores is not None, BLOCK=block,
+            HAS_NOISE=noisy, KEEP_SCORES=scores is not None, BLOCK=block,
             num_warps=max(1, block // 256),
         )  # fmt: skip

@@ -6,7 +6,7 @@ router when there are too few tokens to fill cells.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from airmoe.kernels.backend import gradient, operator, own_precision, use_triton
+from airmoe.kernels.backend import Gradient, operator, own_precision, use_triton
 from airmoe.kernels.rows import gather_dot, gather_total
 
 SMALL_BATCH = 64  # tokens up to which fetching the chosen beats products over pools
@@ -97,85 +97,45 @@ def token_experts(
     return gather_total(active * weights, down, neurons)
 
 
-@operator("airmoe::token_experts")
-def token_experts_op(
-    hidden: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    expert_ids: Tensor,
-    activation: str,
-    expert_size: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(output [T, D], pre-activations of up and of gate [T, K * S], which are for the backward).
-
-    Without `keep` the latter are empty, as is that of gate where there is none.
-    """
-    from airmoe.kernels.token_experts_triton import forward_of_few, forward_of_many
-
-    tables = ExpertTables.of(gate, up, down, activation, expert_size).contiguous()
-    lists = hidden.contiguous(), tables, weights.contiguous(), expert_ids.contiguous()
-    pre = _empty_pre(hidden, gate, expert_ids, expert_size, keep)
-    if 0 < hidden.shape[0] <= SMALL_BATCH and expert_ids.shape[1] > 0:
-        return forward_of_few(*lists, pre), *pre
-    output, pre_up, pre_gate = forward_of_many(*lists)
-    return (output, pre_up, pre_gate) if keep else (output, *pre)
-
-
-def _empty_pre(
-    hidden: Tensor, gate: Tensor | None, expert_ids: Tensor, expert_size: int, keep: bool
+def empty_pre(
+    hidden: Tensor, gate: Tensor | None, shape: Sequence[int], keep: bool
 ) -> tuple[Tensor, Tensor]:
-    shape = (expert_ids.shape[0], expert_ids.shape[1] * expert_size)
+    """For the pre-activations of up and of gate; empty where they are not kept or not there."""
     return (
         hidden.new_empty(shape if keep else 0),
         hidden.new_empty(shape if keep and gate is not None else 0),
     )
 
 
-@token_experts_op.register_fake
-def _(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_results(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     *_, expert_ids, _activation, expert_size, keep = rest
-    pre = _empty_pre(hidden, gate, expert_ids, expert_size, keep)
-    return hidden.new_empty(hidden.shape), *pre
+    shape = expert_ids.shape[0], expert_ids.shape[1] * expert_size
+    return hidden.new_empty(hidden.shape), *empty_pre(hidden, gate, shape, keep)
 
 
-@gradient(
-    token_experts_op,
-    of=("hidden", "gate", "up", "down", "weights"),
-    outputs=("output", "pre_up", "pre_gate"),
-    saved=("pre_up", "pre_gate"),
+# The output [T, D], and the pre-activations of up and gate [T, K * S], empty where not kept.
+token_experts_op = operator(
+    "token_experts(Tensor hidden, Tensor? gate, Tensor up, Tensor down, Tensor weights, "
+    "Tensor expert_ids, str activation, SymInt expert_size, bool keep) -> (Tensor, Tensor, Tensor)",
+    "token_experts_triton",
+    fake=_empty_results,
+    gradient=Gradient(
+        of=("hidden", "gate", "up", "down", "weights"),
+        outputs=("output", "pre_up", "pre_gate"),
+        saved=("pre_up", "pre_gate"),
+    ),
 )
-def token_experts_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
-    from airmoe.kernels.token_experts_triton import backward
 
-    tables = ExpertTables.of(call.gate, call.up, call.down, call.activation, call.expert_size)
-    lists = call.weights.contiguous(), call.expert_ids.contiguous()
-    pre = call.pre_up, call.pre_gate
-    return backward(
-        call.grad_output, call.hidden.contiguous(), tables.contiguous(), *lists, pre, wanted
-    )
-
-
-@operator("airmoe::compact_gates")
-def compact_gates(
-    gates: Tensor, pools: Tensor, cell_of_row: Tensor, token_ids: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
-    """gates [T, M], pools [G, M], cell and token of each row [T] -> lists by token [T, count].
-
-    (expert_ids, weights) of the chosen, that is the positions whose gate is not 0, in the order of
-    the pool. Every token has one row: `token_ids` is a permutation. Those with fewer than `count`
-    end with expert 0 at weight 0; more than `count` are cut off. On Triton only.
-    """
-    from airmoe.kernels.token_experts_triton import write_lists
-
-    return write_lists(gates.contiguous(), pools.contiguous(), cell_of_row, token_ids, count)
-
-
-@compact_gates.register_fake
-def _(
-    gates: Tensor, pools: Tensor, _cell_of_row: Tensor, _token_ids: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
-    shape = (gates.shape[0], count)
-    return pools.new_empty(shape), gates.new_empty(shape)
+# gates [T, M], pools [G, M], cell and token of each row [T] -> lists by token [T, count]:
+# (expert_ids, weights) of the chosen, that is the positions whose gate is not 0, in the order of
+# the pool. Every token has one row: `token_ids` is a permutation. Those with fewer than `count` end
+# with expert 0 at weight 0; more than `count` are cut off. On Triton only.
+compact_gates = operator(
+    "compact_gates(Tensor gates, Tensor pools, Tensor cell_of_row, Tensor token_ids, SymInt count) "
+    "-> (Tensor, Tensor)",
+    "token_experts_triton",
+    fake=lambda gates, pools, _cells, _tokens, count: (
+        pools.new_empty(gates.shape[0], count),
+        gates.new_empty(gates.shape[0], count),
+    ),
+)

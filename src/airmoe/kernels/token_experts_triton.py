@@ -10,6 +10,8 @@ ids of one token through all matrices and leaves a partial sum, and a second ker
 # pyright: reportGeneralTypeIssues=none, reportReturnType=none
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from airmoe.kernels.device_triton import ACTIVATION_CODES, activate, activation_grads, load_rows
 from airmoe.kernels.rows_triton import add_products, row_dots, row_sums, row_totals, sort_entries
-from airmoe.kernels.token_experts import ExpertTables
+from airmoe.kernels.token_experts import SMALL_BATCH, ExpertTables, empty_pre
 
 ELEMENTS_BLOCK = 1024  # of the elementwise kernels
 COMPACT_BLOCK = 2048  # pool positions looked at together
@@ -28,28 +30,40 @@ ADD_PARTS, ADD_COLUMNS = 32, 64  # tile of the kernel that adds the partial sums
 NUM_WARPS = 4
 
 
-def forward_of_many(
-    hidden: Tensor, tables: ExpertTables, weights: Tensor, expert_ids: Tensor
+def token_experts(
+    hidden: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    expert_ids: Tensor,
+    activation: str,
+    expert_size: int,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(output [T, D], pre-activations of up and of gate [T, K * S], the latter empty without it)"""
+    """Output [T, D], and the pre-activations of up and gate [T, K * S], empty where not kept."""
+    tables = ExpertTables.of(gate, up, down, activation, expert_size).contiguous()
+    hidden, weights, expert_ids = hidden.contiguous(), weights.contiguous(), expert_ids.contiguous()
+    num_tokens, top_k = expert_ids.shape
+    pre = empty_pre(hidden, gate, (num_tokens, top_k * expert_size), keep)
+    if 0 < num_tokens <= SMALL_BATCH and top_k > 0:
+        return _forward_of_few(hidden, tables, weights, expert_ids, pre), *pre
     neurons = tables.neurons(expert_ids)
     both = [tables.up] if tables.gate is None else [tables.up, tables.gate]
     dots = row_dots(hidden, both, neurons, hidden.dtype)
     weighted = _weigh(dots[0], dots[-1], weights, tables)
     output = row_totals([(weighted, tables.down)], neurons, hidden.dtype)
-    return output, dots[0], hidden.new_empty(0) if tables.gate is None else dots[1]
+    if keep:
+        pre = dots[0], pre[1] if tables.gate is None else dots[1]
+    return output, *pre
 
 
-def backward(
-    grad_output: Tensor,
-    hidden: Tensor,
-    tables: ExpertTables,
-    weights: Tensor,
-    expert_ids: Tensor,
-    pre: tuple[Tensor, Tensor],
-    want: set[str],
-) -> dict[str, Tensor]:
+def token_experts_backward(call: Any, want: set[str]) -> dict[str, Tensor]:
     """Gradients of those of hidden, gate, up, down and weights that are wanted."""
+    tables = ExpertTables.of(call.gate, call.up, call.down, call.activation, call.expert_size)
+    tables, hidden, grad_output = tables.contiguous(), call.hidden.contiguous(), call.grad_output
+    pre, weights = (call.pre_up, call.pre_gate), call.weights.contiguous()
+    expert_ids = call.expert_ids.contiguous()
     grads: dict[str, Tensor] = {}
     neurons = tables.neurons(expert_ids)
     activations = (pre[0], pre[0] if tables.gate is None else pre[1], weights, tables)
@@ -213,7 +227,7 @@ def _add_partial_kernel(
     tl.store(output + token * DIM + columns, summed, mask=inside)
 
 
-def forward_of_few(
+def _forward_of_few(
     hidden: Tensor,
     tables: ExpertTables,
     weights: Tensor,
@@ -269,7 +283,7 @@ def _compact_kernel(
         tl.store(weights + own + slots, 0.0, mask=mask)
 
 
-def write_lists(
+def compact_gates(
     gates: Tensor, pools: Tensor, cell_of_row: Tensor, token_ids: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
     """See `token_experts.compact_gates`."""
@@ -278,7 +292,7 @@ def write_lists(
     weights = torch.empty(num_rows, count, dtype=gates.dtype, device=device)
     if expert_ids.numel():
         _compact_kernel[(num_rows,)](
-            gates, pools, cell_of_row, token_ids, expert_ids, weights,
+            gates.contiguous(), pools.contiguous(), cell_of_row, token_ids, expert_ids, weights,
             POOL=pool, COUNT=count, BLOCK_M=min(triton.next_power_of_2(pool), COMPACT_BLOCK),
             BLOCK_C=min(triton.next_power_of_2(count), COMPACT_BLOCK), num_warps=NUM_WARPS,
         )  # fmt: skip

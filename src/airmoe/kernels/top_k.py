@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import operator, use_triton
+from airmoe.kernels.backend import chunks, operator, use_triton
 
 POSITION = 0xFFFFFFFF  # the low half of a key: how many columns come after its own
-ROW_CHUNK_ELEMENTS = 1 << 18  # keeps the int64 keys of one chunk inside the cache
+LONGEST_ROW = 16384  # of Triton: scores that fit into the registers of one program
+CPU_CHUNK_ELEMENTS = 1 << 18  # keeps the int64 keys of one chunk inside the cache
+CUDA_CHUNK_ELEMENTS = 1 << 22
 
 
 def selection_keys(scores: Tensor, first: int = 0, total: int | None = None) -> Tensor:
@@ -34,13 +36,6 @@ def top_positions(scores: Tensor, count: int, ordered: bool = True) -> Tensor:
     return scores.shape[-1] - 1 - (keys & POSITION)
 
 
-def chosen_mask(scores: Tensor, count: int) -> Tensor:
-    """True at exactly `count` places of each row."""
-    keys = selection_keys(scores)
-    least = keys.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    return keys >= least
-
-
 def softmax_weights(logits: Tensor) -> Tensor:
     """Softmax over chosen logits [..., K]; never 0, because 0 marks an unused slot."""
     return logits.softmax(-1).clamp_min(torch.finfo(torch.float32).tiny)
@@ -53,7 +48,7 @@ def top_k_gates(scores: Tensor, valid: Tensor, count: int) -> Tensor:
     ties go to the lowest position, and selection is on float32. With `count` = 1 the weight is
     the probability among all n (Switch), so that it has a gradient.
     """
-    if use_triton(scores):
+    if scores.shape[1] <= LONGEST_ROW and use_triton(scores):
         return top_k_gates_op(scores, valid, count)
     return _TopKGates.apply(scores, valid, count)  # type: ignore[no-any-return]
 
@@ -65,18 +60,20 @@ class _TopKGates(torch.autograd.Function):
     def forward(ctx: Any, scores: Tensor, valid: Tensor, count: int) -> Tensor:
         gates = torch.empty_like(scores)
         log_z = scores.new_empty(scores.shape[0], 1)  # log of the softmax denominators
-        rows = max(1, ROW_CHUNK_ELEMENTS // max(1, scores.shape[1]))
-        for start in range(0, scores.shape[0], rows):
-            part = scores[start : start + rows]
-            mask = chosen_mask(part, count)
+        elements = CPU_CHUNK_ELEMENTS if scores.device.type == "cpu" else CUDA_CHUNK_ELEMENTS
+        step = max(1, elements // max(1, scores.shape[1]))
+        for rows in chunks(scores.shape[0], step):
+            part = scores[rows]
+            keys = selection_keys(part)
+            mask = keys >= keys.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
             kept = part.masked_fill(~mask, -torch.inf)
             part_log_z = (part if count == 1 else kept).logsumexp(-1, keepdim=True)
             # A chosen gate never underflows to 0, because 0 means "not chosen".
             tiny = torch.finfo(torch.float32).tiny
             part_gates = kept.sub_(part_log_z).exp_().clamp_min_(tiny)
-            unused = ~(mask & valid[start : start + rows].unsqueeze(-1))
-            gates[start : start + rows] = part_gates.masked_fill_(unused, 0.0)
-            log_z[start : start + rows] = part_log_z
+            unused = ~(mask & valid[rows].unsqueeze(-1))
+            gates[rows] = part_gates.masked_fill_(unused, 0.0)
+            log_z[rows] = part_log_z
         ctx.save_for_backward(gates, *((scores, log_z) if count == 1 else ()))
         return gates
 
@@ -92,26 +89,16 @@ class _TopKGates(torch.autograd.Function):
         return weighted.addcmul_(gates, total, value=-1), None, None
 
 
-@operator(
-    "airmoe::top_k_gates",
+top_k_gates_op = operator(
+    "top_k_gates(Tensor scores, Tensor valid, SymInt count) -> Tensor",
+    "top_k_triton",
     fake=lambda scores, *_: torch.empty_like(scores, memory_format=torch.contiguous_format),
 )
-def top_k_gates_op(scores: Tensor, valid: Tensor, count: int) -> Tensor:
-    from airmoe.kernels.top_k_triton import gates_from_scores
-
-    scores = scores.contiguous()
-    gates = torch.empty_like(scores)
-    log_z = torch.empty(scores.shape[0], dtype=torch.float32, device=scores.device)
-    gates_from_scores(scores, None, valid.contiguous(), count, gates, log_z)
-    return gates
-
-
-@operator("airmoe::top_k_gates_backward", fake=lambda grads, gates, _: torch.empty_like(gates))
-def top_k_gates_backward_op(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
-    """Gradient of the scores; they are needed where the gate is the full-softmax probability."""
-    from airmoe.kernels.top_k_triton import score_grads
-
-    return score_grads(grad_gates, gates, scores)
+top_k_gates_backward_op = operator(
+    "top_k_gates_backward(Tensor grad_gates, Tensor gates, Tensor? scores) -> Tensor",
+    "top_k_triton",
+    fake=lambda grads, gates, _: torch.empty_like(gates),
+)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:

@@ -15,10 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.device_triton import INFINITY, finite_from_above, largest
-from airmoe.kernels.top_k import top_positions
 
-LONGEST_ROW = 16384  # scores that fit into the registers of one program
-LONG_ROW_ELEMENTS = 1 << 22  # of longer rows, how many scores are handled at a time
 MAX_REGISTERS = 128  # 16 warps on an SM; without a limit the compiler takes 200
 
 
@@ -55,21 +52,14 @@ def _write_gates(
 
 
 @triton.jit
-def _row_at(place, row_ids_ptr, HAS_ROW_IDS: tl.constexpr):
-    """The row that a place of the buffer belongs to, negative where to none."""
-    row = place
-    if HAS_ROW_IDS:
-        row = tl.load(row_ids_ptr + place).to(tl.int64)
-    return row
-
-
-@triton.jit
 def _gates_kernel(
     scores_ptr, row_ids_ptr, valid_ptr, gates_ptr, log_z_ptr, columns, count, least,
     HAS_ROW_IDS: tl.constexpr, FULL_SOFTMAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
-    row = _row_at(place, row_ids_ptr, HAS_ROW_IDS)
+    row = place
+    if HAS_ROW_IDS:
+        row = tl.load(row_ids_ptr + place).to(tl.int64)
     if row >= 0:
         if tl.load(valid_ptr + row):
             _write_gates(
@@ -108,30 +98,6 @@ def _grads_kernel(
     tl.store(grad_scores_ptr + at, grads.to(grad_scores_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _scatter_kernel(
-    gates_ptr, positions_ptr, log_z_ptr, row_ids_ptr, valid_ptr, out_ptr, out_log_z_ptr,
-    columns, count, HAS_ROW_IDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Chosen gates [rows, count] to their rows of [N, columns], which must be zero before."""
-    place = tl.program_id(0).to(tl.int64)
-    row = _row_at(place, row_ids_ptr, HAS_ROW_IDS)
-    if row >= 0:
-        valid = tl.load(valid_ptr + row)
-        tl.store(out_log_z_ptr + row, tl.where(valid, tl.load(log_z_ptr + place), 0.0))
-        for start in range(0, columns, BLOCK):
-            position = start + tl.arange(0, BLOCK)
-            zeros = tl.zeros((BLOCK,), dtype=out_ptr.dtype.element_ty)
-            tl.store(out_ptr + row * columns + position, zeros, mask=position < columns)
-        tl.debug_barrier()  # other threads' zeros must not overtake the gates
-        for start in range(0, count, BLOCK):
-            slot = start + tl.arange(0, BLOCK)
-            mask = slot < tl.where(valid, count, 0)
-            position = tl.load(positions_ptr + place * count + slot, mask=mask, other=0)
-            gates = tl.load(gates_ptr + place * count + slot, mask=mask, other=0.0)
-            tl.store(out_ptr + row * columns + position, gates, mask=mask)
-
-
 def smallest_gate(dtype: torch.dtype) -> float:
     """What a chosen gate is at least, so that it is not 0 in this dtype.
 
@@ -141,19 +107,26 @@ def smallest_gate(dtype: torch.dtype) -> float:
     return 2.0**-24 if dtype == torch.float16 else torch.finfo(dtype).tiny
 
 
+def top_k_gates(scores: Tensor, valid: Tensor, count: int) -> Tensor:
+    """scores [R, n], valid [R] -> gates [R, n]."""
+    scores = scores.contiguous()
+    gates = torch.empty_like(scores)
+    log_z = torch.empty(scores.shape[0], dtype=torch.float32, device=scores.device)
+    gates_from_scores(scores, None, valid.contiguous(), count, gates, log_z)
+    return gates
+
+
 def gates_from_scores(
     scores: Tensor, row_ids: Tensor | None, valid: Tensor, count: int, gates: Tensor, log_z: Tensor
 ) -> None:
     """Write the gates and log Z of the rows whose scores [R, n] stand in a buffer.
 
-    Buffer row i belongs to row `row_ids[i]` of valid [N], gates [N, n] and log_z [N] (-1: to none;
-    without `row_ids` to row i). `log_z` is over all n candidates, 0 for rows that are not valid.
+    Rows are at most `LONGEST_ROW` long. Row i of the buffer belongs to row `row_ids[i]` of valid
+    [N], gates [N, n] and log_z [N] (-1: to none; without `row_ids` to row i). `log_z` is over all n
+    candidates, 0 for rows that are not valid.
     """
     rows, columns = scores.shape
     if rows == 0 or columns == 0:
-        return
-    if columns > LONGEST_ROW:
-        _long_gates_from_scores(scores, row_ids, valid, count, gates, log_z)
         return
     block = triton.next_power_of_2(columns)
     _gates_kernel[(rows,)](
@@ -163,42 +136,12 @@ def gates_from_scores(
     )  # fmt: skip
 
 
-def _long_gates_from_scores(
-    scores: Tensor, row_ids: Tensor | None, valid: Tensor, count: int, gates: Tensor, log_z: Tensor
-) -> None:
-    """The same for rows too long for registers: chosen by the reference, a few rows at a time."""
-    step = max(1, LONG_ROW_ELEMENTS // scores.shape[1])
-    for start in range(0, scores.shape[0], step):
-        part = scores[start : start + step].float()
-        positions = top_positions(part, count, ordered=False)
-        chosen = part.gather(-1, positions)
-        part_log_z = part.logsumexp(-1)
-        over = part_log_z if count == 1 else chosen.logsumexp(-1)
-        weights = (chosen - over.unsqueeze(-1)).exp_().clamp_min_(smallest_gate(gates.dtype))
-        shift = 0 if row_ids is not None else start
-        _scatter_kernel[(part.shape[0],)](
-            weights.to(gates.dtype), positions, part_log_z,
-            None if row_ids is None else row_ids[start : start + step],
-            valid[shift:], gates[shift:], log_z[shift:], scores.shape[1], count,
-            HAS_ROW_IDS=row_ids is not None, BLOCK=1024, num_warps=4,
-        )  # fmt: skip
-
-
-def score_grads(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
+def top_k_gates_backward(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
     """Gradient of the scores; they are needed where the gate is the full-softmax probability."""
     rows, columns = gates.shape
     grad_scores = torch.empty_like(gates)
     if rows == 0 or columns == 0:
         return grad_scores
-    if columns > LONGEST_ROW:
-        weighted = grad_gates.float() * gates.float()
-        if scores is None:  # rounded gates do not add up to 1
-            sums = gates.float().sum(-1, keepdim=True)
-            probs = gates.float() / sums.masked_fill(sums == 0, 1)
-        else:
-            probs = scores.float().softmax(-1)
-        grads = weighted.addcmul_(probs, weighted.sum(-1, keepdim=True), value=-1)
-        return grad_scores.copy_(grads)
     block = triton.next_power_of_2(columns)
     _grads_kernel[(rows,)](
         grad_gates.contiguous(), gates, scores, grad_scores, columns,

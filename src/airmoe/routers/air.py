@@ -17,6 +17,7 @@ from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import ReverseIndex, make_cells, make_reverse
 from airmoe.kernels.noise import Stage, combine, make_noise
 from airmoe.kernels.norms import unit_rows
+from airmoe.kernels.top_k import LONGEST_ROW
 from airmoe.routers.base import CentroidRouter, Plan
 from airmoe.routers.codebook import Codebook, CodebookKind
 from airmoe.routers.costs import count_air
@@ -195,7 +196,8 @@ class AirRouter(CentroidRouter):
             cosines = states @ unit_rows(plan.codewords).to(states.dtype).T  # [T, G]
             return tokens.weights.to(states.dtype) @ cosines.softmax(-1)
 
-        if not use_triton(tokens.hidden, self.centroids):
+        too_long = capacity is None and config.shortlist_size > LONGEST_ROW
+        if too_long or not use_triton(tokens.hidden, self.centroids):
             scores = cell_scores(tokens.hidden, self.centroids, cells, **operands)
             scored = ScoredCells(tokens, cells, scores, config.num_experts)
             if capacity is None:

@@ -8,6 +8,7 @@ process, and where they cannot be had the run takes the slower path to the same 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -33,7 +34,7 @@ class Machine:
     processes: int
 
     @classmethod
-    def this(cls, processes: int) -> Machine:
+    def this(cls, processes: int) -> Self:
         if not torch.cuda.is_available():
             return cls(cuda=False, bf16=False, triton=False, memory=0, processes=processes)
         device = torch.device("cuda", torch.cuda.current_device())

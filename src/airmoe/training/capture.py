@@ -81,7 +81,6 @@ class CapturedSteps:
         return captured.loss.clone()  # the next replay overwrites it
 
     def _switch_off(self, reason: str) -> None:
-        """Run plainly from now on."""
         self._is_on = False
         self._graphs.clear()
         for router in self._routers:  # a capture that failed may have noted lists it never built

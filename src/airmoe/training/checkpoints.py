@@ -84,12 +84,8 @@ def best_checkpoint(run_folder: Path) -> Path:
     """The kept checkpoint with the lowest validation loss, or the newest if none was evaluated."""
     found = checkpoints(run_folder)
     if not found:
-        raise ConfigError(
-            "run",
-            str(run_folder),
-            "must hold a checkpoint-N folder",
-            "Train it first, or wait for its first evaluation.",
-        )
+        remedy = "Train it first, or wait for its first evaluation."
+        raise ConfigError("run", str(run_folder), "must hold a checkpoint-N folder", remedy)
     check_files(found[-1], {STATE: read_manifest(found[-1])["files"].get(STATE)})
     best_step = read_counters(found[-1]).best_step
     return next((path for path in found if step_of(path) == best_step), found[-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from huggingface_hub.errors import StrictDataclassError
 
@@ -158,19 +158,13 @@ class TrainingOptions:
 
     def _check_length(self) -> None:
         if (self.epochs is None) == (self.steps is None):
-            raise ConfigError(
-                "training.steps",
-                self.steps,
-                f"must be given exactly when epochs is not (epochs = {self.epochs})",
-                "Set one of training.steps and training.epochs, and the other to null.",
-            )
+            rule = f"must be given exactly when epochs is not (epochs = {self.epochs})"
+            remedy = "Set one of training.steps and training.epochs, and the other to null."
+            raise ConfigError("training.steps", self.steps, rule, remedy)
         if self.micro_batch_size != "auto" and self.batch_size % self.micro_batch_size:
-            raise ConfigError(
-                "training.micro_batch_size",
-                self.micro_batch_size,
-                f"must divide batch_size = {self.batch_size}",
-                "Choose a divisor; gradient accumulation makes up the rest.",
-            )
+            rule = f"must divide batch_size = {self.batch_size}"
+            remedy = "Choose a divisor; gradient accumulation makes up the rest."
+            raise ConfigError("training.micro_batch_size", self.micro_batch_size, rule, remedy)
 
     @property
     def sequences(self) -> int:
@@ -185,12 +179,9 @@ class TrainingOptions:
         if self.batch_size % together:
             most = self.batch_size // size
             fitting = ", ".join(str(count) for count in range(1, most + 1) if most % count == 0)
-            raise ConfigError(
-                "training.batch_size",
-                self.batch_size,
-                f"must be a multiple of micro_batch_size x processes = {size} x {num_processes}",
-                f"With these settings use {fitting} processes, or start a run with others.",
-            )
+            rule = f"must be a multiple of micro_batch_size x processes = {size} x {num_processes}"
+            remedy = f"With these settings use {fitting} processes, or start a run with others."
+            raise ConfigError("training.batch_size", self.batch_size, rule, remedy)
         return 1 if self.micro_batch_size == "auto" else self.batch_size // together
 
     def total_steps(self, steps_per_epoch: int) -> int:
@@ -249,19 +240,16 @@ class RunConfig:
                 "Leave it out: the tokenizer's is taken.",
             )
         if model.max_position_embeddings < self.data.block_size:
-            raise ConfigError(
-                "data.block_size",
-                self.data.block_size,
-                f"must be <= model.max_position_embeddings = {model.max_position_embeddings}",
-                "Shorten the blocks or raise max_position_embeddings.",
-            )
+            rule = f"must be <= model.max_position_embeddings = {model.max_position_embeddings}"
+            remedy = "Shorten the blocks or raise max_position_embeddings."
+            raise ConfigError("data.block_size", self.data.block_size, rule, remedy)
         return model
 
     def to_json(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> RunConfig:
+    def from_json(cls, values: dict[str, Any]) -> Self:
         try:
             data, training = DataOptions(**values["data"]), TrainingOptions(**values["training"])
             return cls(**{**values, "data": data, "training": training})
@@ -312,7 +300,14 @@ def override(run: RunConfig, assignments: Sequence[str]) -> RunConfig:
             raise ConfigError(
                 "overrides", assignment, "must look like key.path=value", "Add '=' and a value."
             )
-        _assign(values, path, _parse(path, text))
+        try:
+            value = parse_json(text)
+        except json.JSONDecodeError:
+            value = text
+        except ValueError as error:  # JSON, but of no use to anybody
+            shown, rule = text if len(text) <= 60 else f"{text[:60]}...", f"cannot be read: {error}"
+            raise ConfigError(path, shown, rule, "Give another value.") from error
+        _assign(values, path, value)
     return RunConfig.from_json(values)
 
 
@@ -320,21 +315,14 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> None:
     section, _, option = path.partition(".")
     name, _, inner = option.partition(".")
     if section not in SECTIONS or not name:
-        raise ConfigError(
-            path,
-            value,
-            f"must start with one of {', '.join(SECTIONS)}, then a dot and an option",
-            f"{did_you_mean(section, SECTIONS)}Write for example training.steps=500.",
-        )
+        rule = f"must start with one of {', '.join(SECTIONS)}, then a dot and an option"
+        remedy = f"{did_you_mean(section, SECTIONS)}Write for example training.steps=500."
+        raise ConfigError(path, value, rule, remedy)
     if name not in SECTIONS[section]:
         raise unknown_option(section, name, value, SECTIONS[section])
     if inner and (name != "router_options" or "." in inner):
-        raise ConfigError(
-            path,
-            value,
-            f"goes too deep: {section}.{name} has no options of its own",
-            "Only model.router_options.<name> has a third part.",
-        )
+        rule = f"goes too deep: {section}.{name} has no options of its own"
+        raise ConfigError(path, value, rule, "Only model.router_options.<name> has a third part.")
     if inner:
         before = values[section][name] or {}
         if not isinstance(before, dict):
@@ -344,13 +332,3 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> None:
     values[section][name] = value
     if path == "model.router":
         values["model"]["router_options"] = {}  # another router has other options
-
-
-def _parse(path: str, text: str) -> Any:
-    try:
-        return parse_json(text)
-    except json.JSONDecodeError:
-        return text
-    except ValueError as error:  # JSON, but of no use to anybody
-        shown = text if len(text) <= 60 else f"{text[:60]}..."
-        raise ConfigError(path, shown, f"cannot be read: {error}", "Give another value.") from error

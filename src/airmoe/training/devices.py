@@ -33,33 +33,22 @@ def check_device(run: RunConfig, num_processes: int) -> None:
     """Refuse what this machine cannot do before the work starts."""
     options = run.training
     if options.precision == "fp16" and not torch.cuda.is_available():
-        raise ConfigError(
-            "training.precision",
-            "fp16",
-            "needs a GPU, because its loss scaling does",
-            "Use training.precision=bf16 or fp32 here.",
-        )
+        rule = "needs a GPU, because its loss scaling does"
+        remedy = "Use training.precision=bf16 or fp32 here."
+        raise ConfigError("training.precision", "fp16", rule, remedy)
     if options.precision == "bf16":
         check_bfloat16("training.precision", "cuda" if torch.cuda.is_available() else "cpu")
     obstacle = against_cuda_graph(options, Machine.this(num_processes))
     if options.cuda_graph is True and obstacle is not None:
-        raise ConfigError(
-            "training.cuda_graph",
-            True,
-            f"cannot be, because {obstacle}",
-            "Set training.cuda_graph=auto, or change that.",
-        )
+        remedy = "Set training.cuda_graph=auto, or change that."
+        raise ConfigError("training.cuda_graph", True, f"cannot be, because {obstacle}", remedy)
 
 
 def check_sharding(run: RunConfig, num_processes: int) -> None:
     """A new sharded run needs several processes; a resumed one may go on with one."""
     if run.training.sharding == "fsdp2" and num_processes == 1:
-        raise ConfigError(
-            "training.sharding",
-            "fsdp2",
-            "needs more than one process",
-            "Start with: torchrun --nproc-per-node N -m airmoe train ..., or leave it at none.",
-        )
+        remedy = "Start with: torchrun --nproc-per-node N -m airmoe train ..., or leave it at none."
+        raise ConfigError("training.sharding", "fsdp2", "needs more than one process", remedy)
 
 
 @cache
@@ -93,27 +82,16 @@ def autocast_of(precision: Precision, device: torch.device) -> AbstractContextMa
 
 
 def placed(model: AirMoeForCausalLM, accelerator: Accelerator, run: RunConfig) -> nn.Module:
-    """The model on its device; on several processes in DDP, or sharded in place by FSDP2."""
+    """The model on its device; on several processes in DDP, or sharded in place by FSDP2.
+
+    Every decoder layer is a unit; embedding, head and last norm are in the root. By hand, because
+    Accelerate offers FSDP2 on accelerators only and makes the tied head a unit of its own, whose
+    forward our chunked loss never calls. Parameters stay float32 and autocast rounds: a router's
+    scores must not be rounded with the weights.
+    """
     if run.training.sharding != "fsdp2" or accelerator.num_processes == 1:
         return accelerator.prepare_model(model)
     model.to(accelerator.device)  # pyright: ignore[reportArgumentType]
-    _shard(model)
-    return model
-
-
-def checkpoint_activations(model: AirMoeForCausalLM) -> None:
-    """Recompute layers in backward, by the name that transformers has for it since 5.23, or had."""
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-
-
-def _shard(model: AirMoeForCausalLM) -> None:
-    """FSDP2: every decoder layer a unit; embedding, head and last norm in the root.
-
-    By hand, because Accelerate offers FSDP2 on accelerators only and makes the tied head a unit of
-    its own, whose forward our chunked loss never calls. Parameters stay float32 and autocast
-    rounds: a router's scores must not be rounded with the weights.
-    """
     mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
     for layer in model.model.layers:
         for part in layer.modules():
@@ -121,3 +99,10 @@ def _shard(model: AirMoeForCausalLM) -> None:
                 keep_apart(part)
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    return model
+
+
+def checkpoint_activations(model: AirMoeForCausalLM) -> None:
+    """Recompute layers in backward, by the name that transformers has for it since 5.23, or had."""
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
@@ -100,7 +100,7 @@ class PrepareDisplay:
             numbers=f"{progress.documents:,} documents, {progress.tokens:,} tokens",
         )
 
-    def __enter__(self) -> PrepareDisplay:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -207,7 +207,9 @@ class RoutingWatch:
                 meter.update_quality(router, sample.hidden, sample.valid, rows=sample.compared)
             lists = {"unlisted_experts": _unlisted(router), "staleness": _staleness(router)}
             found.append(vars(meter.compute()) | lists)
-        return _means(found)
+        names = found[0] if found else {}
+        known = {name: [one for row in found if (one := row[name]) is not None] for name in names}
+        return {name: fmean(values) for name, values in known.items() if values}
 
     def usage(self) -> dict[str, Tensor]:
         """Tokens of each expert and cell, as `numbers` last counted them: "experts.N" [E] and
@@ -244,9 +246,3 @@ def _unlisted(router: Router) -> float | None:
         return None
     lists = router.training_lists if router.training else router.evaluation_lists
     return unlisted_experts(lists.experts, router.config.num_experts)
-
-
-def _means(found: list[dict[str, float | None]]) -> dict[str, float]:
-    names = found[0] if found else {}
-    known = {name: [one for row in found if (one := row[name]) is not None] for name in names}
-    return {name: fmean(values) for name, values in known.items() if values}

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from accelerate import Accelerator
@@ -223,7 +223,17 @@ class TrainingLoop:
             evaluated, usage = self._usage
             if usage and evaluated == self.step:
                 checkpoints.save_tensors(usage, folder / checkpoints.USAGE)
-            write_json(folder / checkpoints.STATE, asdict(self._counters()))
+            counters = checkpoints.Counters(
+                step=self.step,
+                best_step=self.best_step,
+                best_loss=None if self.best_step is None else self.best_loss,
+                last_logged=self._last_logged,
+                seconds=self.clock.seconds,
+                training_seconds=self.clock.training_seconds,
+                processes=world_size(),
+                scaler=self.scaler.state_dict(),
+            )
+            write_json(folder / checkpoints.STATE, asdict(counters))
             shutil.copyfile(self.run.log, folder / checkpoints.LOG)
 
         def write() -> None:
@@ -233,18 +243,6 @@ class TrainingLoop:
             checkpoints.remove_old(folder, keep, best)
 
         on_first_rank(write)  # a failure there is raised on all ranks
-
-    def _counters(self) -> checkpoints.Counters:
-        return checkpoints.Counters(
-            step=self.step,
-            best_step=self.best_step,
-            best_loss=None if self.best_step is None else self.best_loss,
-            last_logged=self._last_logged,
-            seconds=self.clock.seconds,
-            training_seconds=self.clock.training_seconds,
-            processes=world_size(),
-            scaler=self.scaler.state_dict(),
-        )
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, whatever number of processes wrote it."""
@@ -304,14 +302,13 @@ class StopOnSignal:
         self._enabled, self._received_at = enabled, 0.0
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> StopOnSignal:
+    def __enter__(self) -> Self:
         if self._enabled:
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the handlers that were there before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

@@ -96,7 +96,15 @@ def method_run(name: str, method: str, assignments: Sequence[str] = ()) -> RunCo
     if method == "air":
         return override(preset(name), assignments)
     for_air, own = _divided(assignments)
-    return override(method_variant(_air_run(name, for_air, method), method), own)
+    try:
+        base = override(preset(name), for_air)
+    except ConfigError as error:
+        # The preset's shortlists may not fit other sizes. Only clusters are made from them; for
+        # other methods shortlists derived from the sizes will do.
+        if method == "hierarchical" or error.field != f"{ROUTER_OPTIONS}.shortlist_size":
+            raise
+        base = override(preset(name), [f"{ROUTER_OPTIONS}={{}}", *for_air])
+    return override(method_variant(base, method), own)
 
 
 def method_variant(base: RunConfig, method: str) -> RunConfig:
@@ -108,12 +116,8 @@ def air_model(base: RunConfig) -> AirMoeConfig:
     """The model of a run that must have AIR."""
     model = base.model_config(vocab_size=2, eos_id=1)  # any vocabulary: it is not kept
     if model.router != "air":
-        raise ConfigError(
-            "model.router",
-            model.router,
-            "must be 'air', because the other methods are made from it",
-            "Leave it out.",
-        )
+        rule = "must be 'air', because the other methods are made from it"
+        raise ConfigError("model.router", model.router, rule, "Leave it out.")
     return model
 
 
@@ -123,17 +127,6 @@ def with_model(base: RunConfig, model: AirMoeConfig) -> RunConfig:
     if "vocab_size" in base.model:
         options["vocab_size"] = base.model["vocab_size"]
     return dataclasses.replace(base, model=options)
-
-
-def _air_run(name: str, assignments: list[str], method: str) -> RunConfig:
-    try:
-        return override(preset(name), assignments)
-    except ConfigError as error:
-        # The preset's shortlists may not fit other sizes. Only clusters are made from them; for
-        # other methods shortlists derived from the sizes will do.
-        if method == "hierarchical" or error.field != f"{ROUTER_OPTIONS}.shortlist_size":
-            raise
-        return override(preset(name), [f"{ROUTER_OPTIONS}={{}}", *assignments])
 
 
 def _divided(assignments: Sequence[str]) -> tuple[list[str], list[str]]:

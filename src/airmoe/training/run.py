@@ -55,6 +55,9 @@ from airmoe.training.run_folder import (
 from airmoe.training.run_log import LogWriter, read_log
 from airmoe.training.text import blocks_of, data_folder, prepared_data
 
+PUT_BACK = "Resume where the run was started (its paths are relative to there), or put it back."
+CHECKPOINT_BACK = "Put its newest checkpoint-N folder back, or start a new run in another folder."
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -90,7 +93,10 @@ def resume(folder: Path | str, console: Console | None = None) -> Finished:
     if run.result.exists():
         _say(console, f"{folder} is finished: there is nothing left to do.")
         return Finished(run, None, read_result(run.result)["last"]["step"])
-    _check_folder_there(run.config)
+    given = run.config.data.folder
+    if given is not None and not Path(given).is_dir():  # its text need not be that of data.corpus
+        rule = "must be there, with the text of the run"
+        raise ConfigError("data.folder", given, rule, PUT_BACK)
     prepared = _prepared_on_every_process(run.config, console)
     check_same_data(run, prepared)
     with full_disk_explained(folder), ExitStack() as stack:
@@ -105,38 +111,19 @@ def _newest_checkpoint(run: RunFolder, prepared: Prepared, console: Console) -> 
     if found:
         check_checkpoint(found[-1], run.sha256(), to_resume=True)
     else:
-        _check_never_saved(run, prepared)
+        train_blocks, _ = blocks_of(run.config, prepared)
+        first = run.config.training.first_checkpoint_step(len(train_blocks))
+        reached = max((line["step"] for line in read_log(run.log)), default=0)
+        if reached > first:
+            rule = (
+                f"must hold the checkpoints it had: its log reaches step {reached}, and it wrote a "
+                f"checkpoint after step {first}"
+            )
+            raise ConfigError("run", str(run.path), rule, CHECKPOINT_BACK)
         _say(console, f"{run.path} has no checkpoint yet: it starts again.")
     clean_up(run.path, run.config.training.keep_checkpoints)
     write_bytes(run.log, (found[-1] / LOG).read_bytes() if found else b"")
     return found[-1] if found else None
-
-
-def _check_never_saved(run: RunFolder, prepared: Prepared) -> None:
-    """Raise if a run without checkpoints once had one: its log goes on after the first was due."""
-    train_blocks, _ = blocks_of(run.config, prepared)
-    first = run.config.training.first_checkpoint_step(len(train_blocks))
-    reached = max((line["step"] for line in read_log(run.log)), default=0)
-    if reached > first:
-        raise ConfigError(
-            "run",
-            str(run.path),
-            f"must hold the checkpoints it had: its log reaches step {reached}, and it wrote a "
-            f"checkpoint after step {first}",
-            "Put its newest checkpoint-N folder back, or start a new run in another folder.",
-        )
-
-
-def _check_folder_there(config: RunConfig) -> None:
-    """Raise if data.folder is gone: its text need not have come from data.corpus."""
-    folder = config.data.folder
-    if folder is not None and not Path(folder).is_dir():
-        raise ConfigError(
-            "data.folder",
-            folder,
-            "must be there, with the text of the run",
-            "Resume where the run was started (its paths are relative to there), or put it back.",
-        )
 
 
 def _start_processes(config: RunConfig) -> None:
@@ -253,14 +240,8 @@ def build_model(config: RunConfig, prepared: Prepared) -> AirMoeForCausalLM:
     """A freshly initialised model for the vocabulary of the data."""
     identity = prepared.manifest.tokenizer
     settings = config.model_config(identity.vocab_size, identity.eos_id)
-    _check_memory(parameter_counts(settings).total, config)
-    model = AirMoeForCausalLM(settings)
-    draw_weights(model, config.training.seed)
-    return model
-
-
-def _check_memory(parameters: int, config: RunConfig) -> None:
-    """Raise if not even weights, gradients and moments fit, all float32."""
+    # Refused if not even weights, gradients and moments fit, all float32.
+    parameters = parameter_counts(settings).total
     if torch.cuda.is_available():
         parts = PartialState().num_processes if config.training.sharding == "fsdp2" else 1
         there = torch.cuda.get_device_properties(PartialState().device).total_memory * parts
@@ -274,6 +255,9 @@ def _check_memory(parameters: int, config: RunConfig) -> None:
             f"{needed // 2**30:,} GiB (weights, gradients and two moments) and activations",
             "Choose a smaller model: mostly model.num_experts, model.hidden_size.",
         )
+    model = AirMoeForCausalLM(settings)
+    draw_weights(model, config.training.seed)
+    return model
 
 
 def _say(console: Console, text: str) -> None:

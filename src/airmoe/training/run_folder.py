@@ -158,20 +158,16 @@ def check_free(path: Path, config: RunConfig) -> None:
     # A link that leads nowhere does not exist, but no folder can be made in its place.
     if os.path.lexists(path) and not (path.is_dir() and {*os.listdir(path)} <= {*UNUSED}):
         check_unlocked(path, "run", TRAINED)
-        raise _occupied(path, config)
-
-
-def _occupied(path: Path, config: RunConfig) -> ConfigError:
-    resume = f"airmoe train --resume {path}"
-    try:
-        if open_run(path).config == config:
-            rule, remedy = "holds this very run already", f"Go on with it: {resume}"
-        else:
-            rule = "holds a run with another config"
-            remedy = f"Choose another folder with --run, or go on with that run: {resume}"
-    except ConfigError:
-        rule, remedy = "must be a new or empty folder", "Choose another with --run."
-    return ConfigError("run", str(path), rule, remedy)
+        resume = f"airmoe train --resume {path}"
+        try:
+            if open_run(path).config == config:
+                rule, remedy = "holds this very run already", f"Go on with it: {resume}"
+            else:
+                rule = "holds a run with another config"
+                remedy = f"Choose another folder with --run, or go on with that run: {resume}"
+        except ConfigError:
+            rule, remedy = "must be a new or empty folder", "Choose another with --run."
+        raise ConfigError("run", str(path), rule, remedy)
 
 
 def open_run(path: Path) -> RunFolder:
@@ -240,12 +236,9 @@ def data_sha256(prepared: Prepared) -> str:
 def check_same_data(run: RunFolder, prepared: Prepared) -> None:
     """Raise if the text changed since the run began: it would go on as another run."""
     if run.started["data_sha256"] != data_sha256(prepared):
-        raise ConfigError(
-            "data.folder",
-            str(prepared.folder),
-            f"must hold the text with which {run.path} began",
-            "Put that back, or start a new run.",
-        )
+        rule = f"must hold the text with which {run.path} began"
+        remedy = "Put that back, or start a new run."
+        raise ConfigError("data.folder", str(prepared.folder), rule, remedy)
 
 
 def versions() -> dict[str, str]:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -79,46 +80,40 @@ class Clock:
         return steps / seconds if seconds > 0 else None
 
 
+@dataclass
 class LogWriter:
     """Adds lines to a run's log, and hands each to the `sinks`: display, tracker.
 
     A line is {"kind": "train" | "eval", "step", "epoch", "tokens", numbers ...}.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        clock: Clock,
-        *,
-        tokens_per_step: int,
-        steps_per_epoch: int,
-        flops_per_token: dict[str, float],
-        sinks: list[Callable[[Line], None]],
-    ) -> None:
-        self._path, self._clock, self._sinks = path, clock, sinks
-        self._tokens_per_step, self._steps_per_epoch = tokens_per_step, steps_per_epoch
-        self._flops_per_token = flops_per_token
+    path: Path
+    clock: Clock
+    tokens_per_step: int
+    steps_per_epoch: int
+    flops_per_token: dict[str, float]
+    sinks: list[Callable[[Line], None]]
 
     def write(self, kind: str, step: int, numbers: dict[str, float]) -> None:
-        epoch, place = divmod(step, self._steps_per_epoch)
-        tokens = step * self._tokens_per_step
+        epoch, place = divmod(step, self.steps_per_epoch)
+        tokens = step * self.tokens_per_step
         line: Line = {
             "kind": kind,
             "step": step,
-            "epoch": epoch + place / self._steps_per_epoch,
+            "epoch": epoch + place / self.steps_per_epoch,
             "tokens": tokens,
             **numbers,
-            **{name: tokens * cost for name, cost in self._flops_per_token.items()},
-            "seconds": round(self._clock.seconds, 3),
-            "training_seconds": round(self._clock.training_seconds, 3),
+            **{name: tokens * cost for name, cost in self.flops_per_token.items()},
+            "seconds": round(self.clock.seconds, 3),
+            "training_seconds": round(self.clock.training_seconds, 3),
         }
-        if kind == "train" and (speed := self._clock.steps_per_second()) is not None:
-            line["tokens_per_second"] = round(speed * self._tokens_per_step, 1)
-        with self._path.open("a", encoding="utf-8") as file:
+        if kind == "train" and (speed := self.clock.steps_per_second()) is not None:
+            line["tokens_per_second"] = round(speed * self.tokens_per_step, 1)
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink(line)
 
 

@@ -30,9 +30,8 @@ def data_folder(data: DataOptions) -> Path:
     """Where the prepared tokens of these options are."""
     if data.folder is not None:
         return Path(data.folder)
-    corpus = Path(data.corpus).name if "/" in data.corpus else data.corpus
-    tokenizer = Path(data.tokenizer).name if "/" in data.tokenizer else data.tokenizer
-    return Path("data") / re.sub(r"[^\w.-]+", "-", f"{corpus}-{tokenizer}")
+    names = (Path(name).name if "/" in name else name for name in (data.corpus, data.tokenizer))
+    return Path("data") / re.sub(r"[^\w.-]+", "-", "-".join(names))
 
 
 def prepared_data(
@@ -60,12 +59,9 @@ def prepared_data(
         is_trained(data.tokenizer)
         or make_tokenizer(data.tokenizer).identity != prepared.manifest.tokenizer
     ):
-        raise ConfigError(
-            "data.tokenizer",
-            data.tokenizer,
-            f"must be {found}, with which {folder} was prepared",
-            f"Set data.tokenizer={found}, or prepare the text again.",
-        )
+        rule = f"must be {found}, with which {folder} was prepared"
+        remedy = f"Set data.tokenizer={found}, or prepare the text again."
+        raise ConfigError("data.tokenizer", data.tokenizer, rule, remedy)
     return prepared
 
 
@@ -83,12 +79,9 @@ def blocks_of(config: RunConfig, prepared: Prepared) -> tuple[BlockDataset, Any]
 def check_blocks(num_blocks: int, batch_size: int, block_size: int) -> None:
     """Raise unless there is text for one optimizer step."""
     if num_blocks < batch_size:
-        raise ConfigError(
-            "training.batch_size",
-            batch_size,
-            f"must be <= {num_blocks}, the blocks of {block_size} tokens in the training text",
-            "Use more text, shorter blocks (data.block_size) or a smaller batch.",
-        )
+        rule = f"must be <= {num_blocks}, the blocks of {block_size} tokens in the training text"
+        remedy = "Use more text, shorter blocks (data.block_size) or a smaller batch."
+        raise ConfigError("training.batch_size", batch_size, rule, remedy)
 
 
 @lru_cache(maxsize=1)
@@ -120,15 +113,12 @@ class MicroBatches:
         batch = order[place * options.batch_size :][: options.batch_size]
         for start in range(rank() * size, len(batch), world_size() * size):
             chosen = [self._blocks[index]["input_ids"] for index in batch[start : start + size]]
-            input_ids = self._to_device(torch.stack(chosen))  # [micro batch, block]
+            input_ids = torch.stack(chosen)  # [micro batch, block]
+            if self._device.type == "cuda":
+                input_ids = input_ids.pin_memory()  # or the copy would wait for the GPU
+            input_ids = input_ids.to(self._device, non_blocking=True)
             yield {
                 "input_ids": input_ids,
                 "labels": input_ids,
                 "num_items_in_batch": self._num_targets,
             }
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        """Without waiting for the GPU, which would later wait for us."""
-        if self._device.type == "cuda":
-            tensor = tensor.pin_memory()  # or the copy would block all the same
-        return tensor.to(self._device, non_blocking=True)

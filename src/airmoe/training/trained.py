@@ -76,12 +76,9 @@ def generate_text(
     ids = tokenizer.encode_start(prompt) or [tokenizer.identity.eos_id]
     longest = model.config.max_position_embeddings
     if len(ids) + max_new_tokens > longest:
-        raise ConfigError(
-            "generate.max_new_tokens",
-            max_new_tokens,
-            f"must leave prompt ({len(ids)} tokens) and answer together <= {longest} tokens",
-            "Shorten the prompt or the answer.",
-        )
+        rule = f"must leave prompt ({len(ids)} tokens) and answer together <= {longest} tokens"
+        remedy = "Shorten the prompt or the answer."
+        raise ConfigError("generate.max_new_tokens", max_new_tokens, rule, remedy)
     torch.manual_seed(seed)
     # A vocabulary may be larger than the tokenizer's; the ids beyond it mean nothing.
     unused = list(range(tokenizer.identity.vocab_size, model.config.vocab_size))

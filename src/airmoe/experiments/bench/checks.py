@@ -110,7 +110,12 @@ def check(
         result.compare(f"gradient of {name}", grads.pop(name), exact, plain)
     if gradients:
         contender.module.train()
-        _check_training(result, contender, hidden, chosen)
+        with torch.no_grad():
+            answer = contender.answer(hidden).rows(chosen)
+        if answer.weights is not None:
+            found = answer.expert_ids, answer.weights, contender.tables(contender.values())
+            exact, plain = (_mixture(h, contender, *found) for h in (tokens.double(), tokens))
+            result.compare("output with jitter", answer.output, exact, plain)
     return result
 
 
@@ -184,16 +189,6 @@ def _check_choices(result: Check, contender: Contender, hidden: Tensor, answer: 
         result.compare_best("shortlist", contender.shortlists[used], exact, plain)
     exact, plain = (contender.scores(h, values, cells) for h in both)
     result.compare_best("experts", answer.expert_ids, exact, plain)
-
-
-@torch.no_grad()
-def _check_training(result: Check, contender: Contender, hidden: Tensor, chosen: Tensor) -> None:
-    """In training mode, with jitter, if the layer reports its weights."""
-    answer, tokens = contender.answer(hidden).rows(chosen), hidden[chosen]
-    if answer.weights is not None:
-        found = answer.expert_ids, answer.weights, contender.tables(contender.values())
-        exact, plain = (_mixture(h, contender, *found) for h in (tokens.double(), tokens))
-        result.compare("output with jitter", answer.output, exact, plain)
 
 
 def _floor(dtype: torch.dtype) -> float:

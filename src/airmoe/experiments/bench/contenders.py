@@ -205,8 +205,6 @@ class BalancedAir(Air):
 
 
 class Exact(OwnLayer):
-    """Exact routing."""
-
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
         return (hidden @ unit(values["router.centroids"], hidden.dtype).T).unsqueeze(1)
 

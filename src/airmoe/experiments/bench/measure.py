@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
-import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -120,10 +119,6 @@ def measure(entry: Entry, setting: Setting) -> Result:
 
 def measure_alone(entry: Entry, setting: Setting) -> Result:
     """`measure` in a process of its own, so that heap and peak memory are the contender's alone."""
-    # Idle OpenMP threads then sleep after some microseconds. On a quiet machine that changes
-    # nothing. On a busy one the default, to spin for a millisecond after each small operation,
-    # can make a layer of many operations fifty times slower.
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     result = Result(entry.key, entry.name, entry.role)
     with result.recorded(), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         result = pool.submit(measure, entry, setting).result()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from airmoe.errors import ConfigError, visible
+from airmoe.errors import ConfigError, say
 from airmoe.experiments.bench import step as steps
 from airmoe.experiments.bench.cases import (
     CASES,
@@ -110,11 +110,12 @@ class Bench:
         """Measure, write, show; False where a contender was wrong or failed."""
         options = self.options
         if options.quick:
-            self._say("Toy sizes: what follows shows that everything runs, not how fast.", "yellow")
+            text = "Toy sizes: what follows shows that everything runs, not how fast."
+            self.console.print(text, style="yellow", soft_wrap=True)
         cases = [case for case in options.all_cases() if options.wanted(case.contenders)]
         contents = [self._case(case) for case in cases]
         for text in [line for content in contents for line in closing_lines(content)]:
-            self._say(text)
+            say(self.console, text)
         if options.step and options.wanted(steps.WAYS):
             contents.append(self._step())
         ends = {result["status"] for content in contents for result in content["results"]}
@@ -127,10 +128,14 @@ class Bench:
         ceilings = measure_ceilings(device, shape.torch_dtype)
         free_memory()
         largest, empty = cells["largest"], cells["empty"]
-        self._say(f"{case.name}: {shape}; largest cell {largest:,} tokens, {empty} cells empty")
-        self._say(
+        say(
+            self.console,
+            f"{case.name}: {shape}; largest cell {largest:,} tokens, {empty} cells empty",
+        )
+        say(
+            self.console,
             f"ceilings in {shape.dtype}: {ceilings.flops / 1e12:.3g} TFLOP/s (product), "
-            f"{ceilings.bytes / 1e12:.3g} TB/s (copy)"
+            f"{ceilings.bytes / 1e12:.3g} TB/s (copy)",
         )
         content = self._header(case.name, str(shape), case.phase, device) | {
             "shape": asdict(shape),
@@ -156,7 +161,7 @@ class Bench:
             f"{shape.size}, {shape.num_sequences} x {shape.block_size} tokens, "
             f"{shape.vocab_size:,} token ids, bfloat16 autocast, {kind}"
         )
-        self._say(f"{name}: {shape_text}")
+        say(self.console, f"{name}: {shape_text}")
         timer = Timer(best_device())
         content = self._header(name, shape_text, "step", timer.device) | {"shape": asdict(shape)}
         given = (shape, timer, self.limits, text)
@@ -179,8 +184,8 @@ class Bench:
             content["wall_seconds"] = time.time() - content["started_unix"]
             content["complete"] = len(content["results"]) == len(jobs)
             write_json(file, content)
-            self._say(f"  {name}: {summary(result)} ({time.time() - began:.0f} s)")
-        self._say(f"every sample: {file}")
+            say(self.console, f"  {name}: {summary(result)} ({time.time() - began:.0f} s)")
+        say(self.console, f"every sample: {file}")
 
     def _header(self, name: str, text: str, phase: str, device: torch.device) -> dict[str, Any]:
         others = {"triton": "not installed", "PEER-pytorch": "not installed"}
@@ -200,11 +205,6 @@ class Bench:
             "git": git_state(),
             "results": [],
         }
-
-    def _say(self, text: str, style: str = "default") -> None:
-        self.console.print(
-            visible(text), style=style, markup=False, highlight=False, soft_wrap=True
-        )
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from airmoe.metrics import usage_entropy
 from airmoe.model import AirMoeForCausalLM, model_size
 from airmoe.routers import AirRouter, track_optimizer
 from airmoe.training import preset
+from airmoe.training.automatic import compile_layers
 from airmoe.training.loop import make_optimizer
 
 WARMUP_STEPS = 5  # a compiled step is compiled in the first ones
@@ -101,8 +102,7 @@ class TrainingStep:
         model = AirMoeForCausalLM(config).train()
         self.model = model.to(timer.device)  # pyright: ignore[reportArgumentType]
         if way.compiled:
-            for layer in self.model.model.layers:
-                layer.compile()
+            compile_layers(self.model, may_fail=False)
         self.timer, self.most = timer, recipe.max_grad_norm
         self.optimizer = make_optimizer(self.model, recipe)
         for group in self.optimizer.param_groups:

@@ -68,22 +68,23 @@ class Claim:
 def claims(group: Group) -> list[Claim]:
     """AIR against every other variant that shares a seed with it."""
     ours = {run.seed: run.perplexity for run in group.variants.get(OURS, [])}
-    found = []
+    found, our_paper = [], paper_perplexity(group, OURS)
     for other, runs in group.variants.items():
         pairs = {  # seed -> log of our perplexity over theirs, at each run's best evaluation
             run.seed: math.log(ours[run.seed] / run.perplexity) for run in runs if run.seed in ours
         }
-        if other != OURS and pairs:
-            found.append(
-                Claim(
-                    other=other,
-                    paper=_papers_effect(group, other),
-                    effect=fmean(pairs.values()),
-                    half_width=half_width(list(pairs.values())),
-                    seeds=sorted(pairs),
-                    marked=sees_future(runs[0]),
-                )
-            )
+        if other == OURS or not pairs:
+            continue
+        theirs = paper_perplexity(group, other)
+        claim = Claim(
+            other=other,
+            paper=math.log(our_paper / theirs) if our_paper and theirs else None,
+            effect=fmean(pairs.values()),
+            half_width=half_width(list(pairs.values())),
+            seeds=sorted(pairs),
+            marked=sees_future(runs[0]),
+        )
+        found.append(claim)
     return found
 
 
@@ -94,11 +95,6 @@ def half_width(differences: Sequence[float]) -> float:
         return SINGLE_PAIR / math.sqrt(n)
     quantile = STUDENT[min(n - FEWEST_FOR_STUDENT, len(STUDENT) - 1)]
     return quantile * stdev(differences) / math.sqrt(n)
-
-
-def _papers_effect(group: Group, other: str) -> float | None:
-    ours, theirs = (paper_perplexity(group, one) for one in (OURS, other))
-    return None if ours is None or theirs is None else math.log(ours / theirs)
 
 
 def claims_table(group: Group) -> Table | None:

@@ -53,13 +53,12 @@ def styles_of(variants: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Styles of a figure's lines: a known variant always has its own, others take those left."""
     known = {one: ORDER.index(one) for one in variants if one in ORDER}
     free = (slot for slot in count() if slot not in known.values())
-    slots = {one: known[one] if one in known else next(free) for one in variants}
-    return {one: EXACT if one == "exact" else _style(slot) for one, slot in slots.items()}
-
-
-def _style(slot: int) -> dict[str, Any]:
     cycles = {"color": COLOURS, "linestyle": DASHES, "marker": MARKERS}
-    return {name: cycle[slot % len(cycle)] for name, cycle in cycles.items()}
+    styles = {}
+    for one in variants:
+        slot = known[one] if one in known else next(free)
+        styles[one] = {name: cycle[slot % len(cycle)] for name, cycle in cycles.items()}
+    return styles | ({"exact": EXACT} if "exact" in styles else {})
 
 
 def label_of(variant: str) -> str:
@@ -103,7 +102,6 @@ class Drawing:
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

@@ -80,7 +80,6 @@ def _linear(amounts: np.ndarray, values: np.ndarray, power: float) -> tuple[floa
 
 
 def law_of(group: Group) -> ScalingLaw | None:
-    """The law of a group's losses."""
     found = _losses(group)
     return fit_scaling_law(list(found), [one.mean for one in found.values()])
 

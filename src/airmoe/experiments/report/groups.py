@@ -125,7 +125,8 @@ def group_runs(runs: Iterable[Run]) -> Grouped:
     for run in runs:
         by_key.setdefault(key_of(run), []).append(run)
     grouped = Grouped([], [], [])
-    for key in sorted(by_key, key=_place):
+    places = {name: place for place, name in enumerate(SUITES)}
+    for key in sorted(by_key, key=lambda key: (places.get(key.suite or "", len(places)), str(key))):
         named = _rows(by_key[key], grouped.left_out)
         suite = (key.suite or "single runs").capitalize()
         title = f"{suite}: {key.preset}, {text_of(named[0])[0]}, {key.budget}"
@@ -134,11 +135,6 @@ def group_runs(runs: Iterable[Run]) -> Grouped:
         grouped.groups.append(group := Group(key, named, title))
         grouped.notes.extend(f"{title}: {note}" for note in _notes(group))
     return grouped
-
-
-def _place(key: Key) -> tuple[int, str]:
-    names = list(SUITES)
-    return names.index(key.suite) if key.suite in names else len(names), str(key)
 
 
 def key_of(run: Run) -> Key:

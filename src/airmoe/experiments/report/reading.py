@@ -45,12 +45,9 @@ def read_all(paths: Sequence[Path]) -> Record:
         reader.read(path, visible(path.resolve().name))
     if not reader.runs:
         found = f" ({'; '.join(reader.problems)})" if reader.problems else ""
-        raise ConfigError(
-            "runs",
-            ", ".join(map(str, paths)),
-            f"must hold at least one finished run{found}",
-            "Give run folders, suite folders, or a report.json.",
-        )
+        rule = f"must hold at least one finished run{found}"
+        remedy = "Give run folders, suite folders, or a report.json."
+        raise ConfigError("runs", ", ".join(map(str, paths)), rule, remedy)
     return Record(runs=reader.runs, problems=reader.problems)
 
 

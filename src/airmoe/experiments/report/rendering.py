@@ -118,13 +118,7 @@ def environment(folder: Path) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    filters: dict[str, Any] = {
-        "md": markdown,
-        "md_cell": markdown_cell,
-        "tex": tex,
-        "tex_cell": tex_cell,
-    }
-    made.filters.update(filters)
+    made.filters.update(md=markdown, md_cell=markdown_cell, tex=tex, tex_cell=tex_cell)
     return made
 
 

@@ -165,10 +165,8 @@ def _draw_maps(found: dict[str, ExpertMap]) -> Figure:
     for axes, (variant, grid) in zip(panels, grids.items(), strict=False):
         image = axes.imshow(grid, norm=scale, cmap=colours, aspect="auto", interpolation="none")
         axes.set_title(f"{label_of(variant)}\n{_stripes(found[variant])}", fontsize=10)
-        axes.set_box_aspect(1)
         axes.grid(visible=False)
-        axes.set_xticks([])
-        axes.set_yticks([])
+        axes.set(box_aspect=1, xticks=[], yticks=[])
         height, width = found[variant].shape
         axes.set_xlabel(f"{width} columns", fontsize=9)
         axes.set_ylabel(f"{height} rows", fontsize=9)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from airmoe.errors import ConfigError
-from airmoe.experiments.suites.plan import Plan, PlannedRun
+from airmoe.experiments.suites.plan import Plan
 from airmoe.files import locked, read_json, write_json
 from airmoe.training import RunConfig, open_run
 
@@ -56,31 +56,24 @@ class SuiteFolder:
             rule = "must be the folder of a suite, but holds a single run"
             raise ConfigError("out", str(self.path), rule, "Give another --out.")
         if self.file.exists() and (different := _different(self.read(), plan)):
-            raise ConfigError(
-                "out",
-                str(self.path),
-                f"holds another suite: {different}",
+            remedy = (
                 "Give the settings of its first start (seeds and --also may only be added), or "
-                "another --out.",
+                "another --out."
             )
+            raise ConfigError("out", str(self.path), f"holds another suite: {different}", remedy)
         for run in plan.runs:
-            self._check_run(run)
-
-    def _check_run(self, run: PlannedRun) -> None:
-        path = self.run(run.folder)
-        if not self.is_begun(run.folder):
-            return
-        if different := differences(open_run(path).config.to_json(), run.config.to_json()):
-            rule = f"holds a run with other settings: {different}"
-            remedy = "Give the settings it was made with, or another --out."
-            raise ConfigError("out", str(path), rule, remedy)
+            path = self.run(run.folder)
+            before = open_run(path).config if self.is_begun(run.folder) else run.config
+            if different := differences(before.to_json(), run.config.to_json()):
+                rule = f"holds a run with other settings: {different}"
+                remedy = "Give the settings it was made with, or another --out."
+                raise ConfigError("out", str(path), rule, remedy)
 
     def write(self, plan: Plan) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.file, plan.to_json())
 
     def read(self) -> Plan:
-        """The plan as it was written."""
         try:
             return Plan.from_json(read_json(self.file))
         except (ValueError, KeyError, TypeError) as error:
@@ -88,7 +81,6 @@ class SuiteFolder:
             raise ConfigError("out", str(self.file), rule, "Use another --out.") from error
 
     def config(self, folder: str) -> RunConfig:
-        """The settings of one run."""
         return next(run.config for run in self.read().runs if run.folder == folder)
 
 

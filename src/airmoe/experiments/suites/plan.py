@@ -6,12 +6,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from airmoe.config import check_count
 from airmoe.errors import ConfigError
 from airmoe.experiments.fairness import check_fair
-from airmoe.experiments.suites.variants import SUITES, Variants
+from airmoe.experiments.suites.variants import SUITES
 from airmoe.training import RunConfig, TrainingOptions, override
 from airmoe.training import preset as named_run
 from airmoe.training.automatic import Machine, settle
@@ -54,7 +54,7 @@ class Plan:
         return {"format": FORMAT, "suite": self.suite, "preset": self.preset, "runs": runs}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Plan:
+    def from_json(cls, values: dict[str, Any]) -> Self:
         """Raises ValueError, KeyError or TypeError where `to_json` did not write the values."""
         if values["format"] != FORMAT:
             raise ValueError(f"its format is {values['format']}, ours {FORMAT}")
@@ -64,7 +64,7 @@ class Plan:
         )
         return cls(str(values["suite"]), str(values["preset"]), tuple(runs))
 
-    def settled(self, machine: Machine, begun: Plan | None) -> tuple[Plan, list[str]]:
+    def settled(self, machine: Machine, begun: Self | None) -> tuple[Self, list[str]]:
         """The plan with one precision and micro-batch for all its runs in place of `auto`.
 
         A suite that has begun keeps its own. A new one takes the smallest micro-batch that any of
@@ -115,11 +115,14 @@ def make_plan(
         base = _with_training(base, epochs=epochs, steps=_steps(base, tokens))
     if base.training.steps is not None:
         check_warmup(base.training, base.training.steps)
-    variants = _with_more(SUITES[suite].variants(base), base, also)
+    variants = SUITES[suite].variants(base)
+    more = {name: method_variant(base, name) for name in also}
+    for name in more.keys() & variants.keys():
+        raise ConfigError("also", name, "is in this suite already", "Leave it out.")
     runs = tuple(
         PlannedRun(variant, _with_training(config, seed=seed))
         for seed in range(base.training.seed, base.training.seed + num_seeds)
-        for variant, config in variants.items()
+        for variant, config in (variants | more).items()
     )
     check_fair({run.folder: run.config for run in runs}, SUITES[suite].rules)
     return Plan(suite, preset, runs)
@@ -136,13 +139,6 @@ def check_warmup(training: TrainingOptions, steps: int) -> None:
             f"{training.warmup:g})",
             "Raise --tokens or --epochs, or lower training.warmup.",
         )
-
-
-def _with_more(variants: Variants, base: RunConfig, also: Sequence[str]) -> Variants:
-    more = {name: method_variant(base, name) for name in also}
-    for name in more.keys() & variants.keys():
-        raise ConfigError("also", name, "is in this suite already", "Leave it out.")
-    return {**variants, **more}
 
 
 def _check_only_length(overrides: Sequence[str], tokens: int | None, epochs: int | None) -> None:
@@ -163,13 +159,11 @@ def _steps(run: RunConfig, tokens: int | None) -> int | None:
         return None
     per_step = run.training.batch_size * run.data.block_size
     if tokens < per_step:
-        raise ConfigError(
-            "tokens",
-            tokens,
+        rule = (
             f"must be at least one step of {per_step} tokens (training.batch_size x "
-            "data.block_size)",
-            "Raise --tokens.",
+            "data.block_size)"
         )
+        raise ConfigError("tokens", tokens, rule, "Raise --tokens.")
     return tokens // per_step
 
 

@@ -57,7 +57,7 @@ class Board:
     def running(self, run: PlannedRun) -> Iterator[None]:
         """Show a run while it goes on."""
         if not self._console.is_terminal:
-            self._say(self.line(run))
+            say(self._console, self.line(run))
             yield
             return
         with Live(
@@ -74,14 +74,14 @@ class Board:
         step, numbers = result["last"]["step"], {**result["best"], **result}
         shown = summary({name: numbers[name] for name in SHOWN})
         took = f"took {duration(result['seconds'])}"
-        self._say(f"{run.folder}  {how}  step {step}/{step}  {shown}  {took}")
+        say(self._console, f"{run.folder}  {how}  step {step}/{step}  {shown}  {took}")
 
     def failed(self, run: PlannedRun, message: str) -> None:
         self._messages[run.folder] = message
-        self._say(f"{run.folder}  failed  {message}")
+        say(self._console, f"{run.folder}  failed  {message}")
 
     def stopped(self, run: PlannedRun) -> None:
-        self._say(f"Stopped in {run.folder}. Go on with the same command.")
+        say(self._console, f"Stopped in {run.folder}. Go on with the same command.")
 
     def line(self, run: PlannedRun) -> str:
         """The run at work: its step, quality and speed, and the time left."""
@@ -116,10 +116,10 @@ class Board:
             table.add_row(run.variant, str(run.seed), *numbers)
         self._console.print(table)
         for folder, message in self._messages.items():
-            self._say(f"{folder} failed: {message} (all it printed: {self._suite.printed(folder)})")
-
-    def _say(self, text: str) -> None:
-        say(self._console, text)
+            say(
+                self._console,
+                f"{folder} failed: {message} (all it printed: {self._suite.printed(folder)})",
+            )
 
     def _read_result(self, run: PlannedRun) -> Result:
         if run.folder not in self._results:

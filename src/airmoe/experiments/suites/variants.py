@@ -31,11 +31,6 @@ ABLATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 FEWEST_GRANULARITIES = 5
 
 
-def main_variants(base: RunConfig) -> Variants:
-    """AIR and its rivals at equal budgets."""
-    return {name: method_variant(base, name) for name in MAIN}
-
-
 def ablation_variants(base: RunConfig) -> Variants:
     """AIR with one of its parts removed or replaced."""
     model = air_model(base)
@@ -56,13 +51,11 @@ def granularity_variants(base: RunConfig) -> Variants:
     model = air_model(base)
     experts, active = model.num_experts, model.num_experts_per_tok
     if experts % active:
-        raise ConfigError(
-            "model.num_experts",
-            experts,
+        rule = (
             f"must be a multiple of num_experts_per_tok = {active} in this suite, because coarser "
-            "experts must have as many neurons in all",
-            "Change one of them.",
+            "experts must have as many neurons in all"
         )
+        raise ConfigError("model.num_experts", experts, rule, "Change one of them.")
     return {
         f"q{level}": with_model(base, _at_granularity(model, level))
         for level in _granularities(active)
@@ -94,7 +87,7 @@ class Suite:
 # Granularity and codebook vary the sizes of the two stages by design.
 WITHOUT_SIZES = tuple(rule for rule in Rule if rule not in (Rule.STRUCTURE, Rule.CANDIDATES))
 SUITES = {
-    "main": Suite(main_variants),
+    "main": Suite(lambda base: {name: method_variant(base, name) for name in MAIN}),
     "ablations": Suite(ablation_variants),
     "granularity": Suite(granularity_variants, WITHOUT_SIZES),
     "codebook": Suite(codebook_variants, WITHOUT_SIZES),
