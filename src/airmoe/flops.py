@@ -50,9 +50,19 @@ REFRESH: Part = "router refresh"
 FINE: Part = "router fine"
 BALANCE: Part = "balance losses"
 
-# Per element; relu is ours, the others the appendix's, which counts the operator aten.gelu,
-# whatever its formula.
-ACTIVATION_COSTS = {"silu": 3, "gelu": 6, "gelu_tanh": 6, "relu": 1}
+# FLOPs per element, forward and backward. Of the activations relu is ours, the others are the
+# appendix's, which counts the operator aten.gelu, whatever its formula.
+ELEMENTWISE = {
+    "add": (1, 0),  # also jitter; the convention does not count drawing random numbers
+    "rotate": (3, 3),  # x * cos + rotated x * sin, and the same back
+    "mean over tokens": (1, 1),  # one token's share of a mean, and its gradient's factor
+    "RMS norm": (5, 8),
+    "layer norm": (7, 8),  # with weight and bias
+    "silu": (3, 4),
+    "gelu": (6, 7),
+    "gelu_tanh": (6, 7),
+    "relu": (1, 2),
+}
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,12 @@ def product(rows: float, width: int, *, gradients: int = 2) -> Operation:
     return Operation(2 * rows * width, gradients * 2 * rows * width, "product")
 
 
+def elementwise(name: str, size: float) -> Operation:
+    """An operator of the table above."""
+    forward, backward = ELEMENTWISE[name]
+    return Operation(forward * size, backward * size)
+
+
 def softmax(size: int, rows: int = 1) -> Operation:
     """`rows` softmaxes over `size` each."""
     return Operation(rows * (2 * size + 1), 5 * rows * size)
@@ -95,19 +111,9 @@ def log_sum_exp(size: int, rows: int = 1) -> Operation:
     return Operation(rows * (3 * size + 1), 2 * rows * size)
 
 
-def add(size: int) -> Operation:
-    """Also adding jitter; the convention does not count drawing random numbers."""
-    return Operation(size, 0)
-
-
 def multiply(size: float, *, gradient: bool = True) -> Operation:
     """Gradients of both factors, or of none."""
     return Operation(size, 2 * size if gradient else 0)
-
-
-def activation(name: str, size: float) -> Operation:
-    cost = ACTIVATION_COSTS[name]
-    return Operation(cost * size, (cost + 1) * size)
 
 
 def scatter(size: int, *, backward: bool = False) -> Operation:
@@ -115,23 +121,9 @@ def scatter(size: int, *, backward: bool = False) -> Operation:
     return Operation(size, size if backward else 0)
 
 
-def mean_over_tokens(size: int) -> Operation:
-    """One token's share of a mean, and its gradient's factor."""
-    return Operation(size, size)
-
-
 def normalize(size: int, rows: int, *, backward: bool = True) -> Operation:
     """x / |x|: square, sum (two per element), divide, and one root per row."""
     return Operation(rows * (4 * size + 1), 4 * rows * size if backward else 0)
-
-
-def rms_norm(size: int) -> Operation:
-    return Operation(5 * size, 8 * size)
-
-
-def layer_norm(size: int) -> Operation:
-    """With weight and bias."""
-    return Operation(7 * size, 8 * size)
 
 
 def top_k(size: int, chosen: int, *, lists: int = 1, gradient: bool = False) -> Operation:
@@ -180,11 +172,6 @@ class Workload:
             rule = f"must be a multiple of tokens_per_micro_batch x devices = {together}"
             remedy = "Change one of them."
             raise ConfigError("workload.tokens_per_step", self.tokens_per_step, rule, remedy)
-
-    @property
-    def steps_per_token(self) -> float:
-        """Summed over devices, because each repeats what is done once per step."""
-        return self.devices / self.tokens_per_step
 
     @property
     def micro_batches_per_token(self) -> float:
@@ -259,16 +246,16 @@ def _numbers(cost: Cost) -> dict[str, float]:
 def count_flops(model: Any, workload: Workload) -> Ledger:
     """The ledger of an `AirMoeConfig`: one token of training, without the optimizer."""
     num_layers, num_moe = model.num_hidden_layers, len(model.moe_layers or ())
+    norm, ffn_size = elementwise("RMS norm", model.hidden_size), model.intermediate_size
     terms = [
         *_embedding(model),
         *_attention(model, workload.sequence_length),
-        *_feed_forward(model.hidden_size, model.intermediate_size, num_layers - num_moe),
+        *_neurons("ffn", model.hidden_size, "swiglu", ffn_size, ffn_size, num_layers - num_moe),
         *(_mixtures(model, workload, num_moe) if num_moe else ()),
-        both("norms", "before attention, before ffn, last", rms_norm(model.hidden_size),
-             2 * num_layers + 1),
+        both("norms", "before attention, before ffn, last", norm, 2 * num_layers + 1),
         both("head", "logits", product(model.vocab_size, model.hidden_size)),
         both("loss", "cross-entropy", softmax(model.vocab_size)),
-    ]  # fmt: skip
+    ]
     return Ledger(tuple(term for term in terms if term.times))
 
 
@@ -276,10 +263,9 @@ def _embedding(model: Any) -> Iterator[Term]:
     part: Part = "embedding, rotation, residuals"
     dim, num_layers = model.hidden_size, model.num_hidden_layers
     yield both(part, "embedding", scatter(dim, backward=True))
-    yield both(part, "residuals", add(dim), 2 * num_layers)
+    yield both(part, "residuals", elementwise("add", dim), 2 * num_layers)
     rotated = (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
-    # x * cos + rotated x * sin, and the same back
-    yield both(part, "rotary positions", Operation(3 * rotated, 3 * rotated), num_layers)
+    yield both(part, "rotary positions", elementwise("rotate", rotated), num_layers)
 
 
 def _attention(model: Any, length: int) -> Iterator[Term]:
@@ -291,19 +277,11 @@ def _attention(model: Any, length: int) -> Iterator[Term]:
     yield both(part, "keys", product(key_size, dim), num_layers)
     yield both(part, "values", product(key_size, dim), num_layers)
     yield both(part, "output", product(dim, heads * head_dim), num_layers)
-    # One query token against all keys and values, none of them masked.
-    scores = heads * length
-    products = Operation(4 * scores * head_dim, 10 * scores * head_dim, "product")
+    # One query token against all `length` keys and values, none of them masked.
+    pairs = heads * length
+    products = Operation(4 * pairs * head_dim, 10 * pairs * head_dim, "product")
     yield both("sdpa", "products", products, num_layers)
-    yield both("sdpa", "softmax", Operation(2 * scores, 5 * scores), num_layers)
-
-
-def _feed_forward(dim: int, size: int, num_layers: int) -> Iterator[Term]:
-    for name in ("gate", "up"):
-        yield both("ffn", name, product(size, dim), num_layers)
-    yield both("ffn", "down", product(dim, size), num_layers)
-    yield both("ffn", "silu", activation("silu", size), num_layers)
-    yield both("ffn", "gate * up", multiply(size), num_layers)
+    yield both("sdpa", "softmax", Operation(2 * pairs, 5 * pairs), num_layers)
 
 
 def _mixtures(model: Any, workload: Workload, num_layers: int) -> Iterator[Term]:
@@ -318,7 +296,8 @@ def _mixtures(model: Any, workload: Workload, num_layers: int) -> Iterator[Term]
     )
     terms = list(layer.terms)
     if model.moe_post_norm == "layernorm":
-        terms.append(both("norms", "after the experts", layer_norm(model.hidden_size)))
+        norm = elementwise("layer norm", model.hidden_size)
+        terms.append(both("norms", "after the experts", norm))
     for term in terms:
         yield dataclasses.replace(term, times=num_layers * term.times)
 
@@ -337,11 +316,18 @@ def count_layer(
 
 def _experts(dim: int, size: int, kind: Activation, count: RouterCount) -> Iterator[Term]:
     active, executed = count.active * size, count.executed * size  # neurons
+    yield from _neurons("experts", dim, kind, active, executed)
+    yield Term("experts", "routing weights", multiply(active), multiply(executed))
+
+
+def _neurons(
+    part: Part, dim: int, kind: Activation, active: float, executed: float, times: float = 1.0
+) -> Iterator[Term]:
+    """A feed-forward network of so many neurons in either column."""
     gated = is_gated(kind)
     for name in ("gate", "up", "down") if gated else ("up", "down"):
-        yield Term("experts", name, product(active, dim), product(executed, dim))
+        yield Term(part, name, product(active, dim), product(executed, dim), times)
     name = GATED.get(kind, kind)
-    yield Term("experts", name, activation(name, active), activation(name, executed))
+    yield Term(part, name, elementwise(name, active), elementwise(name, executed), times)
     if gated:
-        yield Term("experts", "gate * up", multiply(active), multiply(executed))
-    yield Term("experts", "routing weights", multiply(active), multiply(executed))
+        yield Term(part, "gate * up", multiply(active), multiply(executed), times)

@@ -89,18 +89,17 @@ def _per_token(tokens_everywhere: Tensor, total_tokens: Tensor | int | None) -> 
     """The weight of one valid token of this rank: ranks / tokens, without reading the device."""
     # Without valid tokens nothing is summed, so any divisor will do: no 0/0. In float32, because a
     # quotient of whole numbers would take torch's default dtype.
-    if total_tokens is None:
-        return world_size() / tokens_everywhere.float().clamp(min=1)
-    if isinstance(total_tokens, Tensor):
-        if total_tokens.numel() != 1:
+    total = tokens_everywhere if total_tokens is None else total_tokens
+    if isinstance(total, Tensor):
+        if total.numel() != 1:
             raise ValueError(
-                f"total_tokens: got shape {tuple(total_tokens.shape)}, must be one number, the "
+                f"total_tokens: got shape {tuple(total.shape)}, must be one number, the "
                 "valid tokens of the whole window. Sum it first."
             )
-        return world_size() / total_tokens.detach().float().reshape(()).clamp(min=1)
-    if isinstance(total_tokens, bool) or not isinstance(total_tokens, int) or total_tokens < 0:
+        return world_size() / total.detach().float().reshape(()).clamp(min=1)
+    if isinstance(total, bool) or not isinstance(total, int) or total < 0:
         raise ValueError(
-            f"total_tokens: got {total_tokens!r}, must be a whole number >= 0. Give the valid "
+            f"total_tokens: got {total!r}, must be a whole number >= 0. Give the valid "
             "tokens of the accumulation window over all ranks, or None."
         )
-    return world_size() / max(total_tokens, 1)
+    return world_size() / max(total, 1)

@@ -4,11 +4,10 @@ Transformers may change these names in any release, so importing this module che
 there. Not here: what transformers documents for authors of models (`_init_weights`,
 `_can_record_outputs`, `config._attn_implementation`, layers of Llama to build on, ...).
 """
+# ruff: noqa: F401 (other modules take these names from here)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import transformers
@@ -19,18 +18,7 @@ from airmoe.errors import ConfigError
 KNOWN = ("5.17.0", "5.23.0")  # oldest and newest that the tests have run with
 
 
-@contextmanager
-def _known_versions() -> Iterator[None]:
-    """Where a name is missing, say in one line which versions have it."""
-    try:
-        yield
-    except (ImportError, AttributeError) as error:
-        rule = f"lacks a name that airmoe needs ({error}): it knows {' to '.join(KNOWN)}"
-        remedy = f"Run: pip install 'transformers=={KNOWN[1]}'."
-        raise ConfigError("transformers", transformers.__version__, rule, remedy) from error
-
-
-with _known_versions():
+try:
     from transformers.conversion_mapping import (
         get_checkpoint_conversion_mapping,
         register_checkpoint_conversion_mapping,
@@ -46,21 +34,10 @@ with _known_versions():
 
     if not isinstance(_CAN_RECORD_REGISTRY, dict):  # keys: `str(model class)`
         raise ImportError("_CAN_RECORD_REGISTRY is no dict")
-
-__all__ = [
-    "DeepseekV3TopkRouter",
-    "GptOssTopKRouter",
-    "MixtralTopKRouter",
-    "OlmoeTopKRouter",
-    "Qwen3MoeTopKRouter",
-    "can_return_tuple",
-    "capture_outputs",
-    "convert_checkpoints_like",
-    "is_loaded",
-    "merge_with_config_defaults",
-    "record_outputs_like",
-    "shift_labels_of",
-]
+except (ImportError, AttributeError) as error:
+    rule = f"lacks a name that airmoe needs ({error}): it knows {' to '.join(KNOWN)}"
+    remedy = f"Run: pip install 'transformers=={KNOWN[1]}'."
+    raise ConfigError("transformers", transformers.__version__, rule, remedy) from error
 
 
 def record_outputs_like(made: Any, stock: Any) -> None:

@@ -82,21 +82,17 @@ def _real_tokens(inputs: dict[str, Any]) -> Tensor | None:
 
 
 @contextmanager
-def changed(routers: Iterable[Any], **values: Sequence[Any]) -> Iterator[None]:
+def changed(routers: Sequence[Any], **values: Sequence[Any]) -> Iterator[None]:
     """Give the routers other attributes inside the block, each its own: `top_k=[2, 2]`."""
-    routers = list(routers)
-    before = {name: [getattr(router, name) for router in routers] for name in values}
-
-    def give(values: Mapping[str, Sequence[Any]]) -> None:
+    before = [(router, name, getattr(router, name)) for router in routers for name in values]
+    try:
         for name, each in values.items():
             for router, value in zip(routers, each, strict=True):
                 setattr(router, name, value)
-
-    try:
-        give(values)
         yield
     finally:
-        give(before)
+        for router, name, value in before:
+            setattr(router, name, value)
 
 
 class Sample:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
@@ -12,27 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from airmoe.adapt.activations import (
-    HELD_OUT,
-    Batch,
-    changed,
-    collect,
-    hold_out,
-    next_token_loss,
-)
-from airmoe.adapt.fitting import (
-    AirLayer,
-    Trial,
-    codewords_to_try,
-    find_layers,
-    fit,
-    measure,
-    sizes_to_try,
-)
+from airmoe.adapt import fitting
+from airmoe.adapt.activations import HELD_OUT, Batch, changed, collect, hold_out, next_token_loss
+from airmoe.adapt.fitting import AirLayer, Trial
 from airmoe.adapt.router_swap import check_is_model
 from airmoe.config import check_choice, check_count, check_number
 from airmoe.distributed import all_reduce_sum
 from airmoe.errors import ConfigError
+from airmoe.metrics.quality import mode_of
 from airmoe.routers.codebook import Codebook
 
 Criterion = Literal["overlap", "mass_recall"]
@@ -70,11 +56,11 @@ def calibrate(
     check_count("calibrate.passes", passes)
     check_count("calibrate.max_tokens", max_tokens)
     check_count("calibrate.seed", seed, least=0)
-    layers = find_layers(model)
+    layers = fitting.find_layers(model)
     routers = [*layers.values()]
     learned_from, held_out = hold_out(batches)
     few = -(-max_tokens // HELD_OUT)
-    with _evaluating(model):
+    with mode_of(model, training=False), torch.no_grad():
         learned = collect(model, routers, learned_from, max_tokens - few, seed)
         measured = collect(model, routers, held_out, few, seed)
         counts = _count_tokens(layers, learned, measured)
@@ -82,13 +68,14 @@ def calibrate(
         reports: list[LayerReport] = []
         for (name, router), ours, others in zip(layers.items(), learned, measured, strict=True):
             to_fit, to_measure = (part.to(router.weight.device) for part in (ours, others))
-            tries = codewords_to_try(router.codebook.num_codewords, counts[name][0])
-            codebooks = {count: fit(router, to_fit, count, passes, seed) for count in tries}
+            tries = fitting.codewords_to_try(router.codebook.num_codewords, counts[name][0])
+            codebooks = {count: fitting.fit(router, to_fit, count, passes, seed) for count in tries}
             fitted.append(codebooks)
+            sizes = fitting.sizes_to_try(router)
             trials = [
                 trial
                 for codebook in codebooks.values()
-                for trial in measure(router, codebook, to_measure, sizes_to_try(router))
+                for trial in fitting.measure(router, codebook, to_measure, sizes)
             ]
             reports.append(_report_layer(name, router, trials, wanted_recall, criterion))
         report = CalibrationReport(
@@ -119,19 +106,6 @@ def _report_layer(
         trials=tuple(trials),
         suggestion=cheapest(trials, wanted, criterion),
     )
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, then every module's own flag back."""
-    flags = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
 
 
 def _count_tokens(

@@ -11,14 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from airmoe import transformers_internals as stock
 from airmoe.adapt.shortlist_router import ShortlistRouter
-from airmoe.transformers_internals import (
-    DeepseekV3TopkRouter,
-    GptOssTopKRouter,
-    MixtralTopKRouter,
-    OlmoeTopKRouter,
-    Qwen3MoeTopKRouter,
-)
 
 
 class _SoftmaxFirst(ShortlistRouter):
@@ -37,34 +31,30 @@ class _SoftmaxFirst(ShortlistRouter):
         return weights.to(dtype), expert_ids
 
 
-class AirMixtralRouter(_SoftmaxFirst, MixtralTopKRouter):
+class AirMixtralRouter(_SoftmaxFirst, stock.MixtralTopKRouter):
     """Always renormalised, float32."""
 
     def select(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return super().select(logits, torch.float32)
 
 
-class AirQwen3MoeRouter(_SoftmaxFirst, Qwen3MoeTopKRouter):
+class AirQwen3MoeRouter(_SoftmaxFirst, stock.Qwen3MoeTopKRouter):
     pass
 
 
-class AirOlmoeRouter(_SoftmaxFirst, OlmoeTopKRouter):
+class AirOlmoeRouter(_SoftmaxFirst, stock.OlmoeTopKRouter):
     pass
 
 
-class AirGptOssRouter(ShortlistRouter, GptOssTopKRouter):
+class AirGptOssRouter(ShortlistRouter, stock.GptOssTopKRouter):
     """Logits have a bias; the K largest, then softmax among them."""
 
     @property
     def expert_bias(self) -> Tensor | None:
         return self.bias
 
-    def select(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        best, expert_ids = logits.topk(self.top_k, dim=-1)
-        return best.softmax(-1).to(dtype), expert_ids
 
-
-class AirDeepseekV3Router(ShortlistRouter, DeepseekV3TopkRouter):
+class AirDeepseekV3Router(ShortlistRouter, stock.DeepseekV3TopkRouter):
     """Sigmoid scores; a bias that only selects; a few groups of experts per token; a scale.
 
     Shortlists hold at least `quota` experts of every group, the best ones, so that whichever
@@ -77,9 +67,8 @@ class AirDeepseekV3Router(ShortlistRouter, DeepseekV3TopkRouter):
 
     def select(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         scores = logits.sigmoid()
-        choice = (scores + self.e_score_correction_bias).masked_fill(
-            logits == -torch.inf, -torch.inf
-        )
+        choice = scores + self.e_score_correction_bias
+        choice = choice.masked_fill(logits == -torch.inf, -torch.inf)
         group_scores = self._grouped(choice).topk(2, dim=-1).values.sum(-1)  # [T, groups]
         group_ids = group_scores.topk(self.topk_group, dim=-1, sorted=False).indices
         outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, group_ids, False)
@@ -124,9 +113,9 @@ def _quota(router: Any) -> int:
 
 # Stock router -> its AIR version.
 ROUTER_CLASSES: dict[type[nn.Module], type[ShortlistRouter]] = {
-    MixtralTopKRouter: AirMixtralRouter,
-    Qwen3MoeTopKRouter: AirQwen3MoeRouter,
-    OlmoeTopKRouter: AirOlmoeRouter,
-    DeepseekV3TopkRouter: AirDeepseekV3Router,
-    GptOssTopKRouter: AirGptOssRouter,
+    stock.MixtralTopKRouter: AirMixtralRouter,
+    stock.Qwen3MoeTopKRouter: AirQwen3MoeRouter,
+    stock.OlmoeTopKRouter: AirOlmoeRouter,
+    stock.DeepseekV3TopkRouter: AirDeepseekV3Router,
+    stock.GptOssTopKRouter: AirGptOssRouter,
 }

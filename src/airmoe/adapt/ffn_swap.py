@@ -109,7 +109,8 @@ def swap_ffn(
         with torch.device(weight.device):
             made[number] = settings.build(std).to(weight.dtype).train(network.training)
     owner = owner_of(model, networks, "swap_ffn.model")
-    change = plan_swap(model, owner, ffn=dict.fromkeys(numbers, settings))
+    saved = {str(number): settings.to_dict() for number in numbers}
+    change = plan_swap(model, owner, "airmoe_ffn", saved)
     # Nothing can fail from here on.
     _put_layers(decoder, made)
     change()
@@ -127,13 +128,11 @@ def decoder_of(model: Any) -> Any:
     """The part of a Hugging Face model that runs the decoder layers, with these in `layers`."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
-        raise ConfigError(
-            "swap_ffn.model",
-            type(model).__name__,
+        rule = (
             "must be a decoder with its layers in `layers`, like Llama, Mistral, Qwen2, Qwen3, "
-            "Gemma or OLMo2 of transformers",
-            "Pass such a model.",
+            "Gemma or OLMo2 of transformers"
         )
+        raise ConfigError("swap_ffn.model", type(model).__name__, rule, "Pass such a model.")
     return decoder
 
 
@@ -172,17 +171,14 @@ def _check_network(number: int, layer: nn.Module) -> Any:
     field = f"swap_ffn.layers[{number}]"
     network: Any = getattr(layer, "mlp", None)
     if isinstance(network, MoELayer):
-        raise ConfigError(
-            field, "MoELayer", "is swapped already", "Leave it out, or start from the dense model."
-        )
+        remedy = "Leave it out, or start from the dense model."
+        raise ConfigError(field, "MoELayer", "is swapped already", remedy)
     children = dict(network.named_children()) if isinstance(network, nn.Module) else {}
     if {*children, "act_fn"} != {*PROJECTIONS, "act_fn"} or not hasattr(network, "act_fn"):
-        raise ConfigError(
-            field,
-            "no `mlp`" if network is None else type(network).__name__,
-            "must have an `mlp` made of gate_proj, up_proj, down_proj and act_fn only",
-            "Leave this layer out; mixture-of-experts layers keep theirs (see swap_routers).",
-        )
+        given = "no `mlp`" if network is None else type(network).__name__
+        rule = "must have an `mlp` made of gate_proj, up_proj, down_proj and act_fn only"
+        remedy = "Leave this layer out; mixture-of-experts layers keep theirs (see swap_routers)."
+        raise ConfigError(field, given, rule, remedy)
     for name in PROJECTIONS:
         kind, weight = type(children[name]), children[name].weight
         if kind is not nn.Linear or hasattr(weight, "full_tensor") or weight.dtype not in DTYPES:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from airmoe.adapt.shortlist_router import ScaledCodebook, ShortlistRouter
+from airmoe.adapt.shortlist_router import ScaledCodebook, Selection, ShortlistRouter
 from airmoe.distributed import all_reduce_sum, full_tensor
 from airmoe.errors import ConfigError
 from airmoe.kernels.norms import unit_rows
@@ -39,10 +39,8 @@ class Trial:
 # -- routers with a codebook ----------------------------------------------------------------------
 
 
-class AirLayer:
+class AirLayer(Selection):
     """An AirRouter under the names that calibration uses of a swapped router."""
-
-    keeps_candidates = True
 
     def __init__(self, router: AirRouter) -> None:
         config = router.config
@@ -55,19 +53,6 @@ class AirLayer:
     def weight(self) -> Tensor:
         centroids = self.router.centroids
         return unit_rows(centroids) if self.router.config.normalize_centroids else centroids
-
-    def ranking(self, representatives: Tensor) -> Tensor:
-        return self.full_logits(representatives).argsort(dim=-1, descending=True, stable=True)
-
-    def masses(self, logits: Tensor) -> Tensor:
-        return logits.softmax(-1)
-
-    def select(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        best, expert_ids = logits.topk(self.top_k, dim=-1)
-        return best.softmax(-1).to(dtype), expert_ids
-
-    def least_shortlist(self, _router: Any) -> int:
-        return self.top_k
 
 
 def find_layers(model: nn.Module) -> dict[str, Any]:
@@ -93,10 +78,10 @@ def find_layers(model: nn.Module) -> dict[str, Any]:
 
 def fit(router: Any, hidden: Tensor, num_codewords: int, passes: int, seed: int) -> Codebook:
     """A codebook of the router's kind, by k-means on hidden [T, D]: an update is a whole pass."""
-    scaled, dim = isinstance(router.codebook, ScaledCodebook), hidden.shape[1]
+    dim = hidden.shape[1]
     with torch.random.fork_rng(devices=[]), torch.device(hidden.device):
         torch.manual_seed(seed)
-        if scaled:
+        if isinstance(router.codebook, ScaledCodebook):
             codebook = ScaledCodebook(num_codewords, dim)
         else:
             codebook = Codebook(num_codewords, dim, router.codebook.kind, decay=0.0)
@@ -117,9 +102,8 @@ def measure(router: Any, codebook: Codebook, hidden: Tensor, sizes: Sequence[int
     shortlist keeps of r's own distribution: exp(-2 |w| |h - r|).
     """
     experts, codeword_ids = router.num_experts, codebook.nearest(hidden)
-    near = codebook.codewords
-    if isinstance(codebook, ScaledCodebook):
-        near = codebook.representatives()
+    scaled = isinstance(codebook, ScaledCodebook)
+    near = codebook.representatives() if scaled else codebook.codewords
     norm = full_tensor(router.weight).to(torch.promote_types(hidden.dtype, torch.float32))
     norm = norm.norm(dim=1).max()
     overlaps = torch.zeros(len(sizes), dtype=torch.float64, device=hidden.device)

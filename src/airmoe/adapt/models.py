@@ -11,28 +11,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers as hf
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    MODEL_MAPPING,
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
-from airmoe.adapt.ffn_swap import FfnSettings, SwappedFfn, build_saved
+from airmoe.adapt.ffn_swap import SwappedFfn, build_saved
 from airmoe.adapt.router_swap import RouterSettings, check_is_model, exchange, find_routers
 from airmoe.adapt.shortlist_router import ScaledCodebook, ShortlistRouter
 from airmoe.errors import ConfigError
@@ -58,11 +44,11 @@ DENSE = (
 )
 PREFIX = "airmoe_"
 HEADS = {  # and the classes of each, by config
-    AutoModel: MODEL_MAPPING,
-    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForSequenceClassification: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoModelForTokenClassification: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    AutoModelForQuestionAnswering: MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    hf.AutoModel: hf.MODEL_MAPPING,
+    hf.AutoModelForCausalLM: hf.MODEL_FOR_CAUSAL_LM_MAPPING,
+    hf.AutoModelForSequenceClassification: hf.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    hf.AutoModelForTokenClassification: hf.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    hf.AutoModelForQuestionAnswering: hf.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
 }
 _Base = PreTrainedModel if TYPE_CHECKING else object
 
@@ -179,42 +165,30 @@ def has_known_routers(config: Any) -> bool:
 
 
 def plan_swap(
-    model: nn.Module,
-    owner: Any,
-    *,
-    routers: RouterSettings | None = None,
-    ffn: Mapping[int, FfnSettings] | None = None,
+    model: nn.Module, owner: Any, name: str, settings: Mapping[str, Any]
 ) -> Callable[[], None]:
     """Plan the new config of `owner` inside `model`; the result carries the change out.
 
-    Everything that may fail happens now.
+    `settings` join those of earlier swaps in its field `name`. Everything that may fail happens
+    now.
     """
     if owner is None:  # no config says what was swapped
         return lambda: None
     new = _copy_as(config_class_for(type(owner.config)), owner.config)
-    if routers is not None:
-        new.airmoe = asdict(routers)
-    if ffn is not None:
-        saved = {str(number): settings.to_dict() for number, settings in ffn.items()}
-        new.airmoe_ffn = {**(new.airmoe_ffn or {}), **saved}
+    setattr(new, name, {**(getattr(new, name) or {}), **settings})
     return functools.partial(_set_config, model, owner.config, new)
 
 
-def plan_restore(model: nn.Module) -> Callable[[], None]:
-    """Plan to take the routers out of all configs inside; the result carries it out."""
+def plan_restore(model: nn.Module) -> list[Callable[[], None]]:
+    """Plan to take the routers out of all configs inside; calling the results carries it out."""
     changes = []
     for old in {id(part.config): part.config for part in _swapped_models(model)}.values():
         stays = getattr(old, "airmoe_ffn", None) is not None
         new = _copy_as(type(old) if stays else _stock(type(old)), old)
         for name in ("airmoe",) if stays else ("airmoe", "airmoe_ffn"):
             vars(new).pop(name, None)
-        changes.append((old, new))
-
-    def change() -> None:
-        for old, new in changes:
-            _set_config(model, old, new)
-
-    return change
+        changes.append(functools.partial(_set_config, model, old, new))
+    return changes
 
 
 def has_leftovers(model: nn.Module) -> bool:
@@ -282,8 +256,8 @@ def config_class_for(stock: Any) -> Any:
     for head, known in HEADS.items():
         if stock in known:
             head.register(made, _model_class(known[stock], made))
-    if stock in MODEL_FOR_CAUSAL_LM_MAPPING:
-        causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[stock]
+    if stock in hf.MODEL_FOR_CAUSAL_LM_MAPPING:
+        causal: Any = hf.MODEL_FOR_CAUSAL_LM_MAPPING[stock]
         shift_labels_of(made.model_type, f"Air{causal.__name__}")
     convert_checkpoints_like(made.model_type, stock.model_type)
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -68,7 +69,7 @@ def swap_routers(
         shortlist_size=shortlist_size,
         layers=None if layers is None else [*choose(routers, layers)],
     )
-    change = plan_swap(model, owner, routers=settings)
+    change = plan_swap(model, owner, "airmoe", asdict(settings))
     exchange(routers, settings)
     # Nothing can fail from here on.
     change()
@@ -85,22 +86,20 @@ def restore_routers(model: Model) -> Model:
         rule = "must have swapped routers"
         remedy = "Only what airmoe.swap_routers has changed can be restored."
         raise ConfigError("restore_routers.model", type(model).__name__, rule, remedy)
-    change = plan_restore(model)
+    changes = plan_restore(model)
     for router in swapped:
         router.give_back()
-    change()
+    for change in changes:
+        change()
     return model
 
 
 def check_is_model(field: str, model: object) -> None:
     """A model that was built or loaded, not its name."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            field,
-            model if isinstance(model, str) else type(model).__name__,
-            "must be a model",
-            "Load it first: transformers.AutoModelForCausalLM.from_pretrained(...).",
-        )
+        given = model if isinstance(model, str) else type(model).__name__
+        remedy = "Load it first: transformers.AutoModelForCausalLM.from_pretrained(...)."
+        raise ConfigError(field, given, "must be a model", remedy)
 
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from airmoe.distributed import all_reduce_sum, full_tensor
 from airmoe.errors import ConfigError
-from airmoe.kernels.backend import own_precision
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import make_cells
-from airmoe.routers.base import run_eagerly
+from airmoe.routers.base import exact_logits, run_eagerly
 from airmoe.routers.codebook import Codebook
 from airmoe.routers.lists import TensorIdentity
 from airmoe.routers.routing import read_tokens
@@ -42,12 +41,10 @@ class ScaledCodebook(Codebook):
     away from their codeword.
     """
 
-    scales: Tensor  # [G]
-
     def __init__(self, num_codewords: int, dim: int) -> None:
         # No decay: every update is one whole step of k-means (Lloyd) on the tokens given.
         super().__init__(num_codewords, dim, "spherical", decay=0.0)
-        self.register_buffer("scales", torch.ones_like(self.counts))
+        self.scales = nn.Buffer(torch.ones_like(self.counts))  # [G]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -85,11 +82,6 @@ class ScaledCodebook(Codebook):
         self.scales.copy_(torch.where(counts > 0, sums / counts.clamp_min(1), mean))
         self.version = (self.version[0] + 1, self.version[1])
 
-    def empty_state(self) -> dict[str, Tensor]:
-        """The state of a codebook of this size that has seen no token."""
-        with torch.device("cpu" if self.counts.is_meta else self.counts.device):
-            return new_codebook(self.num_codewords, self.dim).state_dict()
-
 
 def new_codebook(num_codewords: int, dim: int) -> ScaledCodebook:
     """A codebook that has seen nothing; the program's random numbers are not used up."""
@@ -97,7 +89,46 @@ def new_codebook(num_codewords: int, dim: int) -> ScaledCodebook:
         return ScaledCodebook(num_codewords, dim)
 
 
-class ShortlistRouter(_Base):
+class Selection:
+    """How a router ranks and selects experts: the K largest logits, then softmax among them.
+
+    Families override what they do otherwise.
+    """
+
+    top_k: int
+    full_logits: Any  # [T, D] -> [T, E]
+    # Whether an expert of the exact selection that is a candidate is always selected.
+    keeps_candidates: ClassVar[bool] = True
+
+    def select(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Weights and ids [T, K] from float32 logits [T, E], -inf outside the shortlist.
+
+        `dtype` is that of the hidden states, which some families give their weights.
+        """
+        best, expert_ids = logits.topk(self.top_k, dim=-1)
+        return best.softmax(-1).to(dtype), expert_ids
+
+    def masses(self, logits: Tensor) -> Tensor:
+        """The distribution over all experts from which the family takes its weights: [T, E]."""
+        return logits.softmax(-1)
+
+    def order(self, logits: Tensor) -> Tensor:
+        """What experts are ranked by for a shortlist, larger first: [G, E] -> [G, E]."""
+        return logits
+
+    @torch.no_grad()
+    def ranking(self, representatives: Tensor) -> Tensor:
+        """Experts for each codeword's representative, best first: [G, D] -> [G, E]."""
+        logits = self.full_logits(representatives)
+        return self.order(logits).argsort(dim=-1, descending=True, stable=True)
+
+    @staticmethod
+    def least_shortlist(router: Any) -> int:
+        """The smallest shortlist that always holds enough candidates, also for a stock router."""
+        return router.top_k
+
+
+class ShortlistRouter(Selection, _Base):
     """A stock router that scores only the shortlist of a token's codeword.
 
     Training changes neither codebook nor counters, so that a recomputed forward (activation
@@ -107,7 +138,6 @@ class ShortlistRouter(_Base):
 
     weight: nn.Parameter  # [E, D]
     num_experts: int
-    top_k: int
     hidden_dim: int
     codebook: ScaledCodebook
     shortlist_size: int
@@ -136,30 +166,7 @@ class ShortlistRouter(_Base):
         self._cached = None
         return super().train(mode)
 
-    # -- what families override -------------------------------------------------------------
-
-    # Whether an expert of the exact selection that is a candidate is always selected.
-    keeps_candidates: ClassVar[bool] = True
-
-    def select(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Weights and ids [T, K] from float32 logits [T, E], -inf outside the shortlist.
-
-        `dtype` is that of the hidden states, which some families give their weights.
-        """
-        raise NotImplementedError
-
-    def masses(self, logits: Tensor) -> Tensor:
-        """The distribution over all experts from which the family takes its weights: [T, E]."""
-        return logits.softmax(-1)
-
-    def order(self, logits: Tensor) -> Tensor:
-        """What experts are ranked by for a shortlist, larger first: [G, E] -> [G, E]."""
-        return logits
-
-    @staticmethod
-    def least_shortlist(router: Any) -> int:
-        """The smallest shortlist that always holds enough candidates, also for a stock router."""
-        return router.top_k
+    # -- coarse stage -----------------------------------------------------------------------
 
     @property
     def expert_bias(self) -> Tensor | None:
@@ -170,23 +177,11 @@ class ShortlistRouter(_Base):
         """The tensors on which the order of experts depends, besides the codebook."""
         return [tensor for tensor in (self.weight, self.expert_bias) if tensor is not None]
 
-    # -- coarse stage -----------------------------------------------------------------------
-
     @torch.no_grad()
-    @own_precision
     def full_logits(self, hidden: Tensor) -> Tensor:
         """Exact logits over all experts: [T, D] -> [T, E] float32 or wider."""
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logits = hidden.to(dtype) @ full_tensor(self.weight).to(dtype).T
-        bias = self.expert_bias
-        return logits if bias is None else logits + full_tensor(bias).to(dtype)
-
-    @torch.no_grad()
-    def ranking(self, representatives: Tensor) -> Tensor:
-        """Experts for each codeword's representative, best first: [G, D] -> [G, E]."""
-        return self.order(self.full_logits(representatives)).argsort(
-            dim=-1, descending=True, stable=True
-        )
+        logits, bias = exact_logits(hidden, self.weight, normalize=False), self.expert_bias
+        return logits if bias is None else logits + full_tensor(bias).to(logits.dtype)
 
     def shortlists(self) -> Tensor:
         """[G, M] ascending expert ids."""
@@ -194,7 +189,10 @@ class ShortlistRouter(_Base):
         if learned and (self.training or torch.is_grad_enabled()):
             self._cached = None
             return self._build()
-        key = self._cache_key()
+        codebook = self.codebook
+        sources = (codebook.codewords, codebook.scales, *self.ranked_by())
+        device, identities = codebook.codewords.device, map(TensorIdentity, sources)
+        key = (self.shortlist_size, codebook.version, device, *identities)
         cached = self._cached  # read once: another thread may forget it
         if cached is None or cached[0] != key:
             cached = self._cached = key, self._build()
@@ -206,18 +204,6 @@ class ShortlistRouter(_Base):
             best = self.ranking(self.codebook.representatives())[:, : self.shortlist_size]
             return best.sort(-1).values
 
-    def _cache_key(self) -> tuple[Any, ...]:
-        """Changes when the cached shortlists must be rebuilt."""
-        return (
-            self.shortlist_size,
-            self.codebook.version,
-            self.codebook.codewords.device,
-            *map(
-                TensorIdentity,
-                (self.codebook.codewords, self.codebook.scales, *self.ranked_by()),
-            ),
-        )
-
     # -- fine stage -------------------------------------------------------------------------
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,9 +211,9 @@ class ShortlistRouter(_Base):
 
         Where every expert is scored, the stock module's own code does it.
         """
-        if self.shortlist_size == self.num_experts:
-            return super().forward(hidden_states)
-        logits = self._routed_logits(hidden_states)
+        logits = None
+        if self.shortlist_size < self.num_experts:
+            logits = self._routed_logits(hidden_states)
         if logits is None:
             return super().forward(hidden_states)
         weights, expert_ids = self.select(logits, hidden_states.dtype)
@@ -264,7 +250,9 @@ class ShortlistRouter(_Base):
         """A stock checkpoint has no codebook: one learned for other weights must not stay."""
         inside = prefix + "codebook."
         if prefix + "weight" in state_dict and not any(k.startswith(inside) for k in state_dict):
-            empty = self.codebook.empty_state()
+            codebook = self.codebook
+            with torch.device("cpu" if codebook.counts.is_meta else codebook.counts.device):
+                empty = new_codebook(codebook.num_codewords, codebook.dim).state_dict()
             state_dict.update({inside + name: value for name, value in empty.items()})
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._cached = None

@@ -39,12 +39,8 @@ def flop_counter() -> FlopCounterMode:
     """Counts products: matrix products, attention (on a CPU too), and those of our kernels."""
     aten = torch.ops.aten
     formulas: dict[Any, Callable[..., int]] = {}
-    for name in (
-        "flash_attention_for_cpu",
-        "flash_attention",
-        "efficient_attention",
-        "cudnn_attention",
-    ):
+    kinds = "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"
+    for name in kinds:
         formulas[getattr(aten, f"_scaled_dot_product_{name}")] = _attention
         formulas[getattr(aten, f"_scaled_dot_product_{name}_backward")] = _attention_backward
     for module in OPERATOR_MODULES:

@@ -8,7 +8,7 @@ experts tensor. Masked and non-finite tokens get NaN, so `nanmean` is the mean o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,6 @@ from airmoe.errors import ConfigError
 from airmoe.routers.air import AirRouter
 from airmoe.routers.base import Router
 from airmoe.routers.peer import PeerRouter
-from airmoe.routers.routing import Routing
 
 ALL = slice(None)
 CHUNK_BYTES = 256 * 2**20  # scratch memory for the exact logits of some tokens
@@ -69,14 +68,16 @@ def routing_quality(
             "of exact logits, because PEER's selection per head is exact by construction. Report "
             "its usage (RoutingMeter.update) instead."
         )
+    # As an FSDP2 unit of its own a router gathers in forward.
+    gathered = nullcontext() if hasattr(router, "unshard") else _whole_parameters(router)
     with router_mode(router, training=False):
-        routing = _route(router, hidden, mask)
+        with gathered:
+            routing = router(hidden, mask)
         valid, log_z = routing.valid[rows], routing.log_z.detach()[rows]  # [t], [t]
         chosen = routing.to_token_routing()
         picked = torch.where(chosen.weights[rows] > 0, chosen.expert_ids[rows], -1)  # [t, n]
         compared = hidden[rows]
-        overlaps = torch.full_like(log_z, torch.nan)
-        recalls = torch.full_like(log_z, torch.nan)
+        overlaps, recalls = (torch.full_like(log_z, torch.nan) for _ in range(2))
     with router_mode(router, training=False), _whole_parameters(router):
         for part in _chunks(valid.nonzero().squeeze(1), router):
             logits = router.full_logits(compared[part])  # [part, E]
@@ -114,15 +115,19 @@ def mass_recall_bound(router: AirRouter, hidden: Tensor, mask: Tensor | None = N
 
 @contextmanager
 def router_mode(router: Router, *, training: bool) -> Iterator[None]:
-    """Run a block in training or evaluation mode, then restore every submodule's own flag.
+    """`mode_of` a router. Autocast is off, because it would round the exact logits."""
+    off = torch.autocast(router.micro_batches.device.type, enabled=False)
+    with mode_of(router, training=training), off:
+        yield
 
-    Autocast is off, because it would round the exact logits.
-    """
-    flags = [(module, module.training) for module in router.modules()]
+
+@contextmanager
+def mode_of(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Run a block in training or evaluation mode, then restore every submodule's own flag."""
+    flags = [(module, module.training) for module in model.modules()]
     try:
-        router.train(training)
-        with torch.autocast(router.micro_batches.device.type, enabled=False):
-            yield
+        model.train(training)
+        yield
     finally:
         for module, flag in flags:
             module.training = flag
@@ -143,13 +148,6 @@ def _whole_parameters(router: Router) -> Iterator[None]:
     finally:
         for module, name, parameter in sharded:
             module._parameters[name] = parameter
-
-
-def _route(router: Router, hidden: Tensor, mask: Tensor | None) -> Routing:
-    if hasattr(router, "unshard"):  # as an FSDP2 unit of its own it gathers in forward
-        return router(hidden, mask)
-    with _whole_parameters(router):
-        return router(hidden, mask)
 
 
 def _overlap_with_exact(logits: Tensor, picked: Tensor, num_active: int) -> Tensor:

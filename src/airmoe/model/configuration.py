@@ -109,7 +109,12 @@ class AirMoeConfig(LlamaConfig):
 
         A wrong value raises `ConfigError`, also where a check of transformers finds it.
         """
-        unknown = {name: config_dict[name] for name in config_dict if cls._is_foreign(name)}
+        generation = GenerationConfig()  # whose options may be in the file too
+        unknown = {
+            name: value
+            for name, value in config_dict.items()
+            if not (cls._knows(name) or hasattr(cls, name) or hasattr(generation, name))
+        }
         for name in unknown.keys() & kwargs.keys():
             unknown[name] = kwargs.pop(name)
         known = {name: value for name, value in config_dict.items() if name not in unknown}
@@ -193,16 +198,12 @@ class AirMoeConfig(LlamaConfig):
         budget = {name: getattr(self, typed) for name, typed in TYPED.items()}
         options = self.router_options
         if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
-            raise ConfigError(
-                "model.router_options", options, "must map names to values", "Give a dict."
-            )
+            rule = "must map names to values"
+            raise ConfigError("model.router_options", options, rule, "Give a dict.")
         for name in budget.keys() & options.keys():
-            raise ConfigError(
-                f"model.router_options.{name}",
-                options[name],
-                "is set by the model",
-                "Set hidden_size, num_experts or num_experts_per_tok instead.",
-            )
+            rule = "is set by the model"
+            remedy = "Set hidden_size, num_experts or num_experts_per_tok instead."
+            raise ConfigError(f"model.router_options.{name}", options[name], rule, remedy)
         router = ROUTERS[self.router].Config
         try:
             return router.with_options(options, **budget)
@@ -258,11 +259,6 @@ class AirMoeConfig(LlamaConfig):
     @classmethod
     def _knows(cls, name: str) -> bool:
         return name.startswith("_") or name in TRANSFORMERS_NAMES or name in cls._options()
-
-    @classmethod
-    def _is_foreign(cls, name: str) -> bool:
-        """Whether the name means nothing to this class or to transformers."""
-        return not (cls._knows(name) or hasattr(cls, name) or hasattr(GenerationConfig(), name))
 
     def _refuse_unknown(self, names: dict[str, Any]) -> None:
         options = self._options()

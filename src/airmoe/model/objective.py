@@ -51,9 +51,8 @@ def weighted_sum(config: AirMoeConfig, layer_losses: Tensor | None) -> Tensor | 
     """The weighted sum of router losses [MoE layers, n] of one micro-batch, with gradient."""
     if layer_losses is None:
         return None
-    weights, losses = weighted_losses(config).values(), layer_losses.sum(0).unbind()
-    weighted = [weight * loss for weight, loss in zip(weights, losses, strict=True)]
-    return torch.stack(weighted).sum()
+    losses = zip(weighted_losses(config).values(), layer_losses.sum(0).unbind(), strict=True)
+    return torch.stack([weight * loss for weight, loss in losses]).sum()
 
 
 @run_eagerly

@@ -24,13 +24,7 @@ from airmoe.kernels.token_experts import (
     token_experts,
 )
 from airmoe.routers.base import run_eagerly
-from airmoe.routers.routing import (
-    CellRouting,
-    ExpertRouting,
-    Routing,
-    TokenRouting,
-    check_routing,
-)
+from airmoe.routers.routing import CellRouting, ExpertRouting, Routing, TokenRouting, check_routing
 
 
 class _Experts(nn.Module):
@@ -122,26 +116,17 @@ class _Experts(nn.Module):
         label = type(self).__name__
         check_routing(f"{label}.routing", routing)
         if hidden.shape != (routing.num_tokens, self.dim):
-            raise ConfigError(
-                f"{label}.hidden",
-                tuple(hidden.shape),
-                f"must have shape [{routing.num_tokens}, {self.dim}], one row per routed token",
-                "Pass the hidden states that were routed.",
-            )
+            rule = f"must have shape [{routing.num_tokens}, {self.dim}], one row per routed token"
+            remedy = "Pass the hidden states that were routed."
+            raise ConfigError(f"{label}.hidden", tuple(hidden.shape), rule, remedy)
         if routing.num_experts != self.num_experts:
-            raise ConfigError(
-                f"{label}.num_experts",
-                self.num_experts,
-                f"must equal the router's num_experts = {routing.num_experts}",
-                "Build router and experts with the same number.",
-            )
+            rule = f"must equal the router's num_experts = {routing.num_experts}"
+            remedy = "Build router and experts with the same number."
+            raise ConfigError(f"{label}.num_experts", self.num_experts, rule, remedy)
         if hidden.dtype != self.up.dtype and not torch.is_autocast_enabled(hidden.device.type):
-            raise ConfigError(
-                f"{label}.hidden",
-                hidden.dtype,
-                f"must have the dtype of the expert weights, {self.up.dtype}",
-                "Cast one of them, or run under autocast.",
-            )
+            rule = f"must have the dtype of the expert weights, {self.up.dtype}"
+            remedy = "Cast one of them, or run under autocast."
+            raise ConfigError(f"{label}.hidden", hidden.dtype, rule, remedy)
 
     def extra_repr(self) -> str:
         return (

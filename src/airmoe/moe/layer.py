@@ -63,20 +63,15 @@ class MoELayer(nn.Module):
         super().__init__()
         check_choice("MoELayer.post_norm", post_norm, PostNorm)
         if not isinstance(getattr(router, "config", None), RouterConfig):
-            raise ConfigError(
-                "MoELayer.router",
-                type(router).__qualname__,
-                "must be a router, the first of the two",
-                "Build it from its settings: MoELayer(config.build(), experts).",
-            )
+            rule = "must be a router, the first of the two"
+            remedy = "Build it from its settings: MoELayer(config.build(), experts)."
+            raise ConfigError("MoELayer.router", type(router).__qualname__, rule, remedy)
         for name in ("dim", "num_experts"):
-            if getattr(router.config, name) != getattr(experts, name, None):
-                raise ConfigError(
-                    f"MoELayer.experts.{name}",
-                    getattr(experts, name, None),
-                    f"must equal the router's {name} = {getattr(router.config, name)}",
-                    "Build router and experts with the same sizes.",
-                )
+            wanted, given = getattr(router.config, name), getattr(experts, name, None)
+            if given != wanted:
+                rule = f"must equal the router's {name} = {wanted}"
+                remedy = "Build router and experts with the same sizes."
+                raise ConfigError(f"MoELayer.experts.{name}", given, rule, remedy)
         self.router, self.experts = router, experts
         self.post_norm = nn.LayerNorm(experts.dim) if post_norm == "layernorm" else None
         self._plans = PlanLog()
@@ -173,17 +168,10 @@ def _flat_mask(mask: Tensor, shape: torch.Size) -> Tensor:
     """[B, L] bool or 0/1 integers -> [T] bool."""
     given = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__qualname__
     if given != tuple(shape):
-        raise ConfigError(
-            "MoELayer.mask",
-            given,
-            f"must be a tensor of shape {tuple(shape)}, one entry per token",
-            "Pass the attention mask of this batch.",
-        )
+        rule = f"must be a tensor of shape {tuple(shape)}, one entry per token"
+        raise ConfigError("MoELayer.mask", given, rule, "Pass the attention mask of this batch.")
     if mask.is_floating_point() or mask.is_complex():
-        raise ConfigError(
-            "MoELayer.mask",
-            mask.dtype,
-            "must be bool or 0/1 integers; an additive mask means the opposite",
-            "Pass the mask in which 1 stands for a real token.",
-        )
+        rule = "must be bool or 0/1 integers; an additive mask means the opposite"
+        remedy = "Pass the mask in which 1 stands for a real token."
+        raise ConfigError("MoELayer.mask", mask.dtype, rule, remedy)
     return mask.reshape(-1) != 0

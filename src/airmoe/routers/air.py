@@ -191,7 +191,10 @@ class AirRouter(CentroidRouter):
             capacity, max_per_token = capacity_of(tokens.valid, config), None
 
         def cell_probs() -> Tensor:
-            return codeword_probs(tokens, plan.codewords)
+            """Mean softmax of the cosine to every codeword; the gradient reaches tokens only."""
+            states = unit_rows(tokens.hidden)
+            cosines = states @ unit_rows(plan.codewords).to(states.dtype).T  # [T, G]
+            return tokens.weights.to(states.dtype) @ cosines.softmax(-1)
 
         too_long = capacity is None and config.shortlist_size > LONGEST_ROW
         if too_long or not use_triton(tokens.hidden, self.centroids):
@@ -355,10 +358,3 @@ class AirRouter(CentroidRouter):
         norms = next(rest) if self.config.normalize_centroids else None
         lists = Lists(shortlists, norms, ReverseIndex(entries, starts))
         return AirPlan(next(rest, None), codeword_ids, lists, codewords)
-
-
-def codeword_probs(tokens: Tokens, codewords: Tensor) -> Tensor:
-    """[G] mean softmax of the cosine to every codeword; the gradient reaches tokens only."""
-    states = unit_rows(tokens.hidden)
-    shares = (states @ unit_rows(codewords).to(states.dtype).T).softmax(-1)  # [T, G]
-    return tokens.weights.to(shares.dtype) @ shares

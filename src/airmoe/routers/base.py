@@ -53,10 +53,8 @@ class Router(nn.Module, ABC):
     def __init__(self, config: RouterConfig) -> None:
         super().__init__()
         self.config = config
-        self.register_buffer("noise_seed", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("micro_batches", torch.zeros((), dtype=torch.int64))
-        self.noise_seed: Tensor
-        self.micro_batches: Tensor
+        self.noise_seed = nn.Buffer(torch.zeros((), dtype=torch.int64))
+        self.micro_batches = nn.Buffer(torch.zeros((), dtype=torch.int64))
         self.parameter_changes = 0
         self._hooks: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # report its steps
         # The same dict by another name: compilers assume that `_forward_hooks` never changes.

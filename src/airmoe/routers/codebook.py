@@ -36,16 +36,11 @@ class Float32State(nn.Module):
         self.register_load_state_dict_post_hook(_widen)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        buffers = {
-            name: buffer
-            for name, buffer in self._buffers.items()
-            if buffer is not None and buffer.is_floating_point()
-        }
+        before = dict(self.named_buffers(recurse=False))
         result = super()._apply(fn, recurse)
-        for name, before in buffers.items():
-            after = self._buffers[name]
-            if after is not None and after.dtype != torch.float32:
-                self._buffers[name] = before.to(device=after.device, dtype=torch.float32)
+        for name, after in self.named_buffers(recurse=False):
+            if after.is_floating_point() and after.dtype != torch.float32:
+                self._buffers[name] = before[name].to(device=after.device, dtype=torch.float32)
         return result
 
 
@@ -69,9 +64,8 @@ class GlobalBatch:
     def rows(self, numbers: Tensor) -> Tensor:
         """This rank's share of the tokens with these global numbers, else 0: [n, D] float32."""
         if self.hidden.shape[0] == 0:
-            return self.hidden.new_zeros(
-                numbers.shape[0], self.hidden.shape[1], dtype=torch.float32
-            )
+            shape = numbers.shape[0], self.hidden.shape[1]
+            return self.hidden.new_zeros(shape, dtype=torch.float32)
         seen = self.valid.cumsum(0)  # [T]
         local = numbers - self.first
         mine = (local >= 0) & (local < seen[-1])
@@ -83,13 +77,6 @@ class GlobalBatch:
 
 class Codebook(Float32State):
     """Codewords c_g with running counts n_g and sums m_g."""
-
-    codewords: Tensor  # [G, D]
-    counts: Tensor  # [G] tokens per micro-batch, global
-    sums: Tensor  # [G, D]
-    initialized: Tensor  # bool scalar: the first batch was seen
-    seed: Tensor  # int64 scalar
-    updates: Tensor  # int64 scalar
 
     def __init__(
         self,
@@ -113,14 +100,14 @@ class Codebook(Float32State):
         self.version = (0, 0)
         self._seen_first_batch = False
         self._warned = False
-        shape = (num_codewords, dim)
-        self.register_buffer("codewords", torch.empty(shape, dtype=torch.float32))
-        self.register_buffer("counts", torch.empty(num_codewords, dtype=torch.float32))
-        self.register_buffer("sums", torch.empty(shape, dtype=torch.float32))
-        self.register_buffer("initialized", torch.empty((), dtype=torch.bool))
-        self.register_buffer("seed", torch.empty((), dtype=torch.int64))
-        self.register_buffer("updates", torch.empty((), dtype=torch.int64))
-        self.register_load_state_dict_post_hook(_after_load)
+        rows = torch.empty(num_codewords, dim, dtype=torch.float32)
+        self.codewords = nn.Buffer(rows)  # [G, D]
+        self.counts = nn.Buffer(rows.new_empty(num_codewords))  # [G] per micro-batch, global
+        self.sums = nn.Buffer(torch.empty_like(rows))  # [G, D]
+        self.initialized = nn.Buffer(torch.tensor(False))  # whether the first batch was seen
+        self.seed = nn.Buffer(torch.empty((), dtype=torch.int64))
+        self.updates = nn.Buffer(torch.empty((), dtype=torch.int64))
+        self.register_load_state_dict_post_hook(Codebook._forget)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -159,7 +146,13 @@ class Codebook(Float32State):
             return
         per_code = num_tokens * world_size() / self.num_codewords
         if 0 < per_code < 4 * self.dead_below and not (self._warned or self.kind == "static"):
-            self._warn_of_few_tokens(per_code)
+            self._warned = True
+            warnings.warn(
+                f"codebook: {per_code:.2g} tokens per codeword and micro-batch, but a codeword is "
+                f"replaced below {self.dead_below:g}, so healthy ones will be lost. Use larger "
+                "micro-batches, fewer codewords or a smaller dead_below.",
+                stacklevel=2,
+            )
         # Keys must agree on all ranks, whatever seed each was built with: rank 0's are taken.
         ranks = all_gather_rows(torch.stack([tokens.valid.sum(), self.seed, self.updates]))
         counts = ranks[:, 0]  # [world] valid tokens of each rank
@@ -239,20 +232,6 @@ class Codebook(Float32State):
             self._seen_first_batch = bool(self.initialized)
         return self._seen_first_batch
 
-    def _forget(self) -> None:
+    def _forget(self, _incompatible: object = None) -> None:
         self._seen_first_batch = False
         self.version = (self.version[0] + 1, self.version[1])
-
-    def _warn_of_few_tokens(self, per_code: float) -> None:
-        self._warned = True
-        warnings.warn(
-            f"codebook: {per_code:.2g} tokens per codeword and micro-batch, but a codeword is "
-            f"replaced below {self.dead_below:g}, so healthy ones will be lost. Use larger "
-            "micro-batches, fewer codewords or a smaller dead_below.",
-            stacklevel=3,
-        )
-
-
-def _after_load(module: nn.Module, _incompatible: object) -> None:
-    assert isinstance(module, Codebook)
-    module._forget()

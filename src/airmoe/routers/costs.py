@@ -7,18 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from airmoe import flops
-from airmoe.flops import (
-    BALANCE,
-    COARSE,
-    FINE,
-    REFRESH,
-    Operation,
-    Part,
-    RouterCount,
-    RouterLosses,
-    Term,
-    Workload,
-)
+from airmoe.flops import BALANCE, COARSE, FINE, REFRESH, RouterCount, RouterLosses, Term, Workload
 from airmoe.routers.settings import CentroidConfig, RouterConfig
 
 
@@ -28,9 +17,9 @@ def candidate_scores(config: RouterConfig, candidates: int) -> Iterator[Term]:
     yield from jitter(config, FINE, candidates)
 
 
-def jitter(config: RouterConfig, part: Part, scores: int) -> Iterator[Term]:
+def jitter(config: RouterConfig, part: flops.Part, scores: int) -> Iterator[Term]:
     if config.jitter_std > 0:
-        yield flops.both(part, "jitter", flops.add(scores))
+        yield flops.both(part, "jitter", flops.elementwise("add", scores))
 
 
 def unit_centroids(
@@ -42,15 +31,43 @@ def unit_centroids(
         yield flops.both(FINE, "unit centroids", unit, workload.micro_batches_per_token)
 
 
-def summary(experts: int, dim: int) -> Operation:
+def summary(part: flops.Part, config: RouterConfig) -> Term:
     """`kernels.softmax_summary`: its backward scores all experts once more."""
-    return flops.product(experts, dim, gradients=3)
+    operation = flops.product(config.num_experts, config.dim, gradients=3)
+    return Term(part, "softmax over all experts", None, operation)
 
 
 def slots_of(config: Any, tokens: int) -> int:
     """How many of so many tokens an expert takes: T K / E * factor, rounded up."""
     share = tokens * config.top_k / config.num_experts * config.capacity_factor
     return min(tokens, math.ceil(share))
+
+
+def choice_by_tokens(
+    config: RouterConfig, workload: Workload, losses: RouterLosses, candidates: int
+) -> Iterator[Term]:
+    """Every token takes the K best of its candidates; and the losses over these."""
+    active = config.top_k
+    switch = active == 1  # its weight is the probability among all of them
+    yield flops.both(FINE, "selection", flops.top_k(candidates, active, gradient=True))
+    yield flops.both(FINE, "weights", flops.softmax(candidates if switch else active))
+    yield from router_losses(config, workload, losses, candidates, counted=switch)
+
+
+def choice_by_experts(
+    config: RouterConfig, workload: Workload, losses: RouterLosses, candidates: int
+) -> Iterator[Term]:
+    """Every expert takes its most probable tokens; and the losses."""
+    slots = slots_of(config, workload.tokens_per_micro_batch)
+    yield flops.both(FINE, "probabilities", flops.softmax(candidates))
+    yield flops.both(FINE, "selection", flops.top_k(candidates, slots))
+    yield from router_losses(config, workload, losses, candidates, counted=True)
+
+
+def active_by_experts(config: Any, workload: Workload) -> float:
+    """The mean number of experts of a token where experts choose."""
+    tokens = workload.tokens_per_micro_batch
+    return config.num_experts * slots_of(config, tokens) / tokens
 
 
 def router_losses(
@@ -69,7 +86,8 @@ def router_losses(
     if losses.load_balance:
         if not counted:
             yield flops.both(BALANCE, "softmax over candidates", flops.softmax(candidates))
-        yield flops.both(BALANCE, "mean over tokens", flops.mean_over_tokens(candidates))
+        mean = flops.elementwise("mean over tokens", candidates)
+        yield flops.both(BALANCE, "mean over tokens", mean)
         yield from balance_of_means(config, workload)
     yield from router_z(losses, candidates)
 
@@ -96,7 +114,7 @@ def balance_of_cells(losses: RouterLosses, name: str, size: int) -> Iterator[Ter
 def count_air(config: Any, workload: Workload, losses: RouterLosses) -> RouterCount:
     """Coarse stage, refresh and fine stage of one layer, from an `AirRouter.Config`."""
     codewords, dim, candidates = config.num_codewords, config.dim, config.shortlist_size
-    by_token = config.gate != "expert_choice"
+    by_expert = config.gate == "expert_choice"
     assignment = flops.product(codewords, dim, gradients=0)
     terms = [
         *_codebook(config, workload),
@@ -104,27 +122,16 @@ def count_air(config: Any, workload: Workload, losses: RouterLosses) -> RouterCo
         flops.both(COARSE, "nearest codeword for routing", flops.top_k(codewords, 1)),
         *_refresh(config, workload),
         *candidate_scores(config, candidates),
+        *(choice_by_experts if by_expert else choice_by_tokens)(
+            config, workload, losses, candidates
+        ),
     ]
-    active: float = config.top_k
-    full = active == 1 or not by_token  # gates are probabilities among all candidates
-    if by_token:
-        terms += [
-            flops.both(FINE, "selection", flops.top_k(candidates, config.top_k, gradient=True)),
-            flops.both(FINE, "weights", flops.softmax(candidates if full else config.top_k)),
-        ]
-    else:
-        slots = slots_of(config, workload.tokens_per_micro_batch)
-        active = config.num_experts * slots / workload.tokens_per_micro_batch
-        terms += [
-            flops.both(FINE, "probabilities", flops.softmax(candidates)),
-            flops.both(FINE, "selection", flops.top_k(candidates, slots)),
-        ]
-    terms += router_losses(config, workload, losses, candidates, counted=full)
     if losses.shortlist_balance:  # the gradient reaches tokens only
         terms.append(
             flops.both(BALANCE, "cosines to codewords", flops.product(codewords, dim, gradients=1))
         )
     terms += balance_of_cells(losses, "codewords", codewords)
+    active = active_by_experts(config, workload) if by_expert else config.top_k
     return RouterCount(tuple(terms), active, candidates)
 
 
@@ -145,20 +152,20 @@ def _codebook(config: Any, workload: Workload) -> Iterator[Term]:
     moved = codewords * (dim + 1)
     yield flops.both(COARSE, "old sums, decayed", flops.multiply(moved, gradient=False), each)
     yield flops.both(COARSE, "new sums, weighed", flops.multiply(moved, gradient=False), each)
-    yield flops.both(COARSE, "their sum", flops.add(moved), each)
+    yield flops.both(COARSE, "their sum", flops.elementwise("add", moved), each)
 
 
 def _refresh(config: Any, workload: Workload) -> Iterator[Term]:
     """Alg. 1, lines 1 and 4-7: on each device, once per step or every few steps."""
     codewords, experts, dim = config.num_codewords, config.num_experts, config.dim
-    steps = workload.steps_per_token
+    steps = workload.devices / workload.tokens_per_step  # per token, repeated on each device
     times = steps / config.refresh_every
     pairs = codewords * experts
     yield flops.both(
         REFRESH, "codewords times experts", flops.product(pairs, dim, gradients=0), times
     )
     if config.jitter_std > 0:
-        yield flops.both(REFRESH, "jitter", flops.add(pairs), times)
+        yield flops.both(REFRESH, "jitter", flops.elementwise("add", pairs), times)
     best = flops.top_k(experts, config.shortlist_size, lists=codewords)
     yield flops.both(REFRESH, "shortlists", best, times)
     if config.normalize_centroids:

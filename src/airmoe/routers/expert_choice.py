@@ -15,8 +15,8 @@ from airmoe.kernels.noise import Stage
 from airmoe.kernels.norms import unit_rows
 from airmoe.kernels.rows import gather_dot
 from airmoe.kernels.softmax_summary import softmax_summary
+from airmoe.routers import costs
 from airmoe.routers.base import CentroidRouter, Plan
-from airmoe.routers.costs import jitter, router_losses, slots_of, summary, unit_centroids
 from airmoe.routers.routing import ExpertRouting, Lazy, ScoredCells, Tokens, by_token
 from airmoe.routers.settings import CentroidConfig
 
@@ -33,19 +33,16 @@ class ExpertChoiceRouter(CentroidRouter):
             check_number(f"{self.label}.capacity_factor", self.capacity_factor, strict=True)
 
         def count_flops(self, workload: Workload, losses: RouterLosses) -> RouterCount:
-            experts, dim, tokens = self.num_experts, self.dim, workload.tokens_per_micro_batch
-            slots = slots_of(self, tokens)
-            active = experts * slots / tokens
+            experts, dim = self.num_experts, self.dim
+            active = costs.active_by_experts(self, workload)
             terms = (
-                *unit_centroids(self, workload),
+                *costs.unit_centroids(self, workload),
                 Term(FINE, "scores", flops.product(experts, dim), None),
-                Term(FINE, "softmax over all experts", None, summary(experts, dim)),
+                costs.summary(FINE, self),
                 Term(FINE, "best tokens", None, flops.product(experts, dim, gradients=0)),
                 Term(FINE, "their logits", None, flops.product(active, dim)),
-                *jitter(self, FINE, experts),
-                flops.both(FINE, "probabilities", flops.softmax(experts)),
-                flops.both(FINE, "selection", flops.top_k(experts, slots)),
-                *router_losses(self, workload, losses, experts, counted=True),
+                *costs.jitter(self, FINE, experts),
+                *costs.choice_by_experts(self, workload, losses, experts),
             )
             return RouterCount(terms, active, active)
 
@@ -71,7 +68,7 @@ class ExpertChoiceRouter(CentroidRouter):
         experts = (unit_rows(self.centroids) if normalize else self.centroids).to(dtype)
         log_z = summary.log_z  # [T]
         # The shape counts every token; with padding the last slots stay unused.
-        slots = slots_of(config, num_tokens)
+        slots = costs.slots_of(config, num_tokens)
         token_ids = best_tokens(hidden, experts, log_z.detach(), tokens.valid, slots, noise)
         logits = gather_dot(experts, hidden, token_ids)  # [E, C]
         if noise is not None:

@@ -15,14 +15,8 @@ from airmoe.kernels.cells import ReverseIndex, make_cells
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.norms import inverse_norms
 from airmoe.kernels.top_k import top_positions
+from airmoe.routers import costs
 from airmoe.routers.base import CentroidRouter, Plan, exact_logits, init_centroids
-from airmoe.routers.costs import (
-    balance_of_cells,
-    candidate_scores,
-    jitter,
-    router_losses,
-    unit_centroids,
-)
 from airmoe.routers.routing import CellRouting, ScoredCells, Tokens, token_choice
 from airmoe.routers.settings import Amount, CentroidConfig, Fairness
 
@@ -74,21 +68,19 @@ class HierarchicalRouter(CentroidRouter):
             )
 
         def count_flops(self, workload: Workload, losses: RouterLosses) -> RouterCount:
-            clusters, selected, active = self.num_clusters, self.num_selected_clusters, self.top_k
+            clusters, selected = self.num_clusters, self.num_selected_clusters
             candidates = selected * self.num_experts // clusters
             terms = (
-                *unit_centroids(self, workload, self.num_experts + clusters),
+                *costs.unit_centroids(self, workload, self.num_experts + clusters),
                 flops.both(COARSE, "scores of clusters", flops.product(clusters, self.dim)),
-                *jitter(self, COARSE, clusters),
+                *costs.jitter(self, COARSE, clusters),
                 flops.both(COARSE, "best clusters", flops.top_k(clusters, selected, gradient=True)),
-                *candidate_scores(self, candidates),
-                flops.both(FINE, "cluster scores added", flops.add(candidates)),
-                flops.both(FINE, "selection", flops.top_k(candidates, active, gradient=True)),
-                flops.both(FINE, "weights", flops.softmax(candidates if active == 1 else active)),
-                *router_losses(self, workload, losses, candidates, counted=active == 1),
-                *balance_of_cells(losses, "clusters", clusters),
+                *costs.candidate_scores(self, candidates),
+                flops.both(FINE, "cluster scores added", flops.elementwise("add", candidates)),
+                *costs.choice_by_tokens(self, workload, losses, candidates),
+                *costs.balance_of_cells(losses, "clusters", clusters),
             )
-            return RouterCount(terms, active, candidates)
+            return RouterCount(terms, self.top_k, candidates)
 
         def build(self) -> HierarchicalRouter:
             return HierarchicalRouter(self)

@@ -124,7 +124,8 @@ class ListCache(Float32State):
             self.register_buffer(name, buffer, persistent=name in saved and lifetime > 1)
         self.lock = threading.Lock()  # one of several threads builds, the others wait for it
         self.reset_parameters()
-        self.register_load_state_dict_pre_hook(_before_load)
+        # Also if the checkpoint has no lists.
+        self.register_load_state_dict_pre_hook(ListCache.expire)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -133,7 +134,7 @@ class ListCache(Float32State):
         self._has_reverse = False
         self.expire()
 
-    def expire(self) -> None:
+    def expire(self, *_: object) -> None:
         """Make the lists out of date: parameters were loaded, or changed by hand."""
         self.key: Key | None = None
         if self.lifetime > 1:
@@ -190,8 +191,3 @@ class ListCache(Float32State):
             # Norms and reverse index are not saved: these are due.
             self.key = Key(-1, codebook.version[:1], (), changes - int(self.age))
             self._has_reverse = False
-
-
-def _before_load(module: torch.nn.Module, *_: Any) -> None:
-    assert isinstance(module, ListCache)
-    module.expire()  # also if the checkpoint has no lists

@@ -14,8 +14,8 @@ from airmoe.kernels.backend import own_precision
 from airmoe.kernels.noise import Stage
 from airmoe.kernels.product_keys import best_pairs
 from airmoe.kernels.top_k import softmax_weights
+from airmoe.routers import costs
 from airmoe.routers.base import Plan, Router, init_centroids
-from airmoe.routers.costs import balance_of_means, jitter, router_z
 from airmoe.routers.routing import Lazy, TokenRouting, Tokens
 from airmoe.routers.settings import Amount, Fairness, RouterConfig
 
@@ -76,26 +76,26 @@ class PeerRouter(Router):
             sub_keys = 2 * heads * side
             scores = flops.product(sub_keys, dim // 2)
             best = flops.top_k(side, per_side, lists=2 * heads, gradient=True)
+            pairs = per_side**2
+            selection = flops.top_k(pairs, each, lists=heads, gradient=True)
             # With one per head the weight is the probability among all pairs.
             weights = flops.softmax(side, 2 * heads) if each == 1 else flops.softmax(each, heads)
             terms = [
                 flops.both(COARSE, "queries", flops.product(heads * dim, dim)),
                 flops.both(COARSE, "scores of sub-keys", scores),
-                *jitter(self, COARSE, sub_keys),
+                *costs.jitter(self, COARSE, sub_keys),
                 flops.both(COARSE, "best sub-keys", best),
-                flops.both(FINE, "sums of pairs", flops.add(heads * per_side**2)),
-                flops.both(
-                    FINE, "selection", flops.top_k(per_side**2, each, lists=heads, gradient=True)
-                ),
+                flops.both(FINE, "sums of pairs", flops.elementwise("add", heads * pairs)),
+                flops.both(FINE, "selection", selection),
                 flops.both(FINE, "weights", weights),
-                *router_z(losses, side, 2 * heads),
+                *costs.router_z(losses, side, 2 * heads),
             ]
             if losses.load_balance:
-                pairs = flops.product(self.num_experts, heads)
+                all_pairs = flops.product(self.num_experts, heads)
                 terms += [
                     flops.both(BALANCE, "softmax over sub-keys", flops.softmax(side, 2 * heads)),
-                    flops.both(BALANCE, "probabilities of pairs", pairs),
-                    *balance_of_means(self, workload),
+                    flops.both(BALANCE, "probabilities of pairs", all_pairs),
+                    *costs.balance_of_means(self, workload),
                 ]
             return RouterCount(tuple(terms), self.top_k, self.top_k)
 

@@ -63,12 +63,9 @@ def read_tokens(label: str, dim: int, hidden: Tensor | Tokens, mask: Tensor | No
     if isinstance(hidden, Tokens):
         return hidden
     if hidden.ndim != 2 or hidden.shape[1] != dim:
-        raise ConfigError(
-            f"{label}.hidden",
-            tuple(hidden.shape),
-            f"must have shape [tokens, dim = {dim}]",
-            "Flatten leading dimensions, or build with the model's width.",
-        )
+        rule = f"must have shape [tokens, dim = {dim}]"
+        remedy = "Flatten leading dimensions, or build with the model's width."
+        raise ConfigError(f"{label}.hidden", tuple(hidden.shape), rule, remedy)
     if not hidden.is_floating_point():
         raise ConfigError(
             f"{label}.hidden", hidden.dtype, "must be real floating point", "Cast it first."
@@ -76,12 +73,9 @@ def read_tokens(label: str, dim: int, hidden: Tensor | Tokens, mask: Tensor | No
     valid = finite_rows(hidden)
     if mask is not None:
         if mask.dtype != torch.bool or mask.shape != hidden.shape[:1]:
-            raise ConfigError(
-                f"{label}.mask",
-                (tuple(mask.shape), mask.dtype),
-                f"must be a bool tensor of shape [{hidden.shape[0]}]",
-                "Give True for real tokens and False for padding.",
-            )
+            rule = f"must be a bool tensor of shape [{hidden.shape[0]}]"
+            remedy = "Give True for real tokens and False for padding."
+            raise ConfigError(f"{label}.mask", (tuple(mask.shape), mask.dtype), rule, remedy)
         valid = valid & mask
     return Tokens(torch.where(valid.unsqueeze(-1), hidden, 0), valid, mask)
 
@@ -347,9 +341,5 @@ def token_choice(scored: ScoredCells, top_k: int) -> Tensor:
 
 def check_routing(name: str, value: object) -> None:
     if not isinstance(value, Routing):
-        raise ConfigError(
-            name,
-            type(value).__name__,
-            "must be a routing",
-            "Give layer.forward_with_routing(x).routing, or router(hidden).",
-        )
+        remedy = "Give layer.forward_with_routing(x).routing, or router(hidden)."
+        raise ConfigError(name, type(value).__name__, "must be a routing", remedy)

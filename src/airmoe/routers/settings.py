@@ -85,12 +85,9 @@ class RouterConfig:
 
     def count_flops(self, workload: Workload, losses: RouterLosses) -> RouterCount:
         """Terms of the FLOP ledger for one layer, per token."""
-        raise ConfigError(
-            "flops.router",
-            type(self).__qualname__,
-            "must be a router the ledger can count",
-            "Give its Config a method `count_flops` (airmoe.flops).",
-        )
+        rule = "must be a router the ledger can count"
+        remedy = "Give its Config a method `count_flops` (airmoe.flops)."
+        raise ConfigError("flops.router", type(self).__qualname__, rule, remedy)
 
     def build(self) -> Router:
         raise TypeError(f"{type(self).__qualname__} belongs to no router")

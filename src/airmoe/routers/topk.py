@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from airmoe import flops
 from airmoe.config import config
 from airmoe.flops import BALANCE, FINE, RouterCount, RouterLosses, Term, Workload
 from airmoe.kernels.best_experts import best_experts
-from airmoe.kernels.noise import Noise, Stage
+from airmoe.kernels.noise import Stage
 from airmoe.kernels.rows import chosen_logits
 from airmoe.kernels.softmax_summary import Summary, softmax_summary
 from airmoe.kernels.top_k import softmax_weights
+from airmoe.routers import costs
 from airmoe.routers.base import CentroidRouter, Plan
-from airmoe.routers.costs import jitter, router_losses, summary, unit_centroids
 from airmoe.routers.routing import Lazy, TokenRouting, Tokens
 from airmoe.routers.settings import CentroidConfig
 
@@ -30,20 +29,16 @@ class TopKRouter(CentroidRouter):
             """The gradient reaches the scores of all experts in a dense [T, E], in ours those of
             the chosen."""
             experts, active, dim = self.num_experts, self.top_k, self.dim
-            switch = active == 1  # its weight is the probability among all experts
             terms = [
-                *unit_centroids(self, workload),
+                *costs.unit_centroids(self, workload),
                 Term(FINE, "scores", flops.product(experts, dim), None),
                 Term(FINE, "best experts", None, flops.product(experts, dim, gradients=0)),
                 Term(FINE, "their logits", None, flops.product(active, dim)),
-                *jitter(self, FINE, experts),
-                flops.both(FINE, "selection", flops.top_k(experts, active, gradient=True)),
-                flops.both(FINE, "weights", flops.softmax(experts if switch else active)),
-                *router_losses(self, workload, losses, experts, counted=switch),
+                *costs.jitter(self, FINE, experts),
+                *costs.choice_by_tokens(self, workload, losses, experts),
             ]
-            if switch or losses.load_balance or losses.router_z:
-                part = FINE if switch else BALANCE
-                terms.append(Term(part, "softmax over all experts", None, summary(experts, dim)))
+            if active == 1 or losses.load_balance or losses.router_z:
+                terms.append(costs.summary(FINE if active == 1 else BALANCE, self))
             return RouterCount(tuple(terms), active, active)
 
         def build(self) -> TopKRouter:
@@ -61,13 +56,16 @@ class TopKRouter(CentroidRouter):
         noise = self.noise(plan, Stage.TOKEN, num_tokens)
         expert_ids = best_experts(hidden, self.centroids, top_k, noise, normalize=normalize)
 
+        logits = chosen_logits(hidden, self.centroids, expert_ids, normalize=normalize)  # [T, K]
+        if noise is not None:
+            rows = torch.arange(num_tokens, device=hidden.device).unsqueeze(-1)
+            logits = logits + noise.pairs(rows, expert_ids)
+
         def summarize() -> Summary:
-            return softmax_summary(
-                hidden, self.centroids, tokens.weights, noise, normalize=normalize
-            )
+            operands = hidden, self.centroids, tokens.weights, noise
+            return softmax_summary(*operands, normalize=normalize)
 
         summary = Lazy(hidden.device, summarize)
-        logits = self._logits_of(expert_ids, hidden, noise)
         if top_k == 1:  # the probability among all experts, or the router gets no gradient
             weights = (logits - summary().log_z.unsqueeze(-1)).exp()
         else:
@@ -81,12 +79,3 @@ class TopKRouter(CentroidRouter):
             lazy_expert_probs=lambda: summary().mean_probs,
             lazy_log_z=Lazy(hidden.device, lambda: torch.where(tokens.valid, summary().log_z, 0.0)),
         )
-
-    def _logits_of(self, expert_ids: Tensor, hidden: Tensor, noise: Noise | None) -> Tensor:
-        """[T, K] with their jitter."""
-        normalize = self.config.normalize_centroids
-        logits = chosen_logits(hidden, self.centroids, expert_ids, normalize=normalize)
-        if noise is not None:
-            rows = torch.arange(hidden.shape[0], device=hidden.device).unsqueeze(-1)
-            logits = logits + noise.pairs(rows, expert_ids)
-        return logits

@@ -64,12 +64,9 @@ def track_optimizer(model: nn.Module, optimizer: Any) -> Tracking:
     while getattr(optimizer, "optimizer", None) is not None:
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            "track_optimizer.optimizer",
-            type(optimizer).__name__,
-            "must be a torch.optim.Optimizer or wrap one as `.optimizer`",
-            "Pass the optimizer that steps the router's centroids.",
-        )
+        rule = "must be a torch.optim.Optimizer or wrap one as `.optimizer`"
+        remedy = "Pass the optimizer that steps the router's centroids."
+        raise ConfigError("track_optimizer.optimizer", type(optimizer).__name__, rule, remedy)
     routers = _routers_of(model, optimizer)
     new = [router for router in routers if router.follow(optimizer)]
     return Tracking(new, weakref.ref(optimizer))
@@ -80,19 +77,13 @@ def _routers_of(model: nn.Module, optimizer: Optimizer) -> list[Router]:
     stepped = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
     found = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
     if not found:
-        raise ConfigError(
-            "track_optimizer.model",
-            type(model).__name__,
-            "must contain a router",
-            "Pass the model (or layer) that is trained.",
-        )
+        rule = "must contain a router"
+        remedy = "Pass the model (or layer) that is trained."
+        raise ConfigError("track_optimizer.model", type(model).__name__, rule, remedy)
     for name, router in found.items():
         trained = [id(weight) for weight in router.cached_parameters() if weight.requires_grad]
         if not stepped.issuperset(trained):
-            raise ConfigError(
-                "track_optimizer.optimizer",
-                type(optimizer).__name__,
-                f"must hold the centroids of the router {name!r}",
-                "Pass the optimizer that steps them, or the part of the model that it steps.",
-            )
+            rule = f"must hold the centroids of the router {name!r}"
+            remedy = "Pass the optimizer that steps them, or the part of the model that it steps."
+            raise ConfigError("track_optimizer.optimizer", type(optimizer).__name__, rule, remedy)
     return list(found.values())
