@@ -13,7 +13,7 @@ every loss divides a sum over this rank's valid tokens by a token count of the w
 Invalid tokens (masked or non-finite) enter neither value nor gradient; no valid token gives 0.
 
 In a process group each of these is a collective, in training and evaluation alike: every rank must
-call it, or those that do wait for ever.
+call it, or the ranks that do will hang.
 """
 
 from __future__ import annotations

@@ -250,16 +250,22 @@ def test_two_ranks_train_like_one_process(
         torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("change", ["bias", "hook", "two layers"])
+@pytest.mark.parametrize("change", ["bias", "hook", "backward hook", "forward", "two layers"])
 def test_a_head_of_more_than_one_product_is_called(change: str) -> None:
     model = build("air").train()
     width, words = model.config.hidden_size, model.config.vocab_size
+    calls: list[str] = []
     torch.manual_seed(1)
     if change == "bias":
         model.lm_head = torch.nn.Linear(width, words)
         torch.nn.init.normal_(model.lm_head.bias, std=3)
     elif change == "hook":
         model.lm_head.register_forward_hook(lambda _module, _given, logits: 3 * logits)
+    elif change == "backward hook":
+        model.lm_head.register_full_backward_hook(lambda *_: calls.append("backward"))
+    elif change == "forward":  # as offloading and kernels from the hub replace it
+        head, plain = model.lm_head, model.lm_head.forward
+        head.forward = lambda states: 3 * plain(states)  # type: ignore[method-assign]
     else:
         model.lm_head = torch.nn.Sequential(
             torch.nn.Linear(width, width), torch.nn.Linear(width, words)
@@ -271,3 +277,4 @@ def test_a_head_of_more_than_one_product_is_called(change: str) -> None:
     output.loss.backward()
     for weight in model.lm_head.parameters():
         assert weight.grad is not None and weight.grad.abs().sum() > 0
+    assert bool(calls) == (change == "backward hook")

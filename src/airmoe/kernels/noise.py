@@ -1,4 +1,5 @@
-"""Jitter as a pure function of (seed, micro-batch, stage, token or codeword, expert).
+"""Jitter as a pure function of (seed, rank, micro-batch, stage, row, column): the row is a token or
+a codeword, the column an expert.
 
 Recomputed forwards draw the same numbers, and no generator state is touched. Numbers are made by
 32-bit integer mixing followed by Box-Muller; int32 products wrap around, as unsigned ones would.
@@ -25,8 +26,8 @@ class Stage(IntEnum):
     CLUSTER = 3
     SUBKEY = 4
     REPLACE = 5
-    FIRST = 6
-    START = 7
+    FIRST_BATCH = 6
+    RANDOM_CODEWORDS = 7
 
 
 @dataclass(frozen=True)

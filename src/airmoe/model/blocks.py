@@ -72,7 +72,8 @@ def project(hidden: Tensor, *layers: nn.Linear) -> list[Tensor]:
 
     With few tokens, as in generation, concatenating the weights would cost more than it saves.
     """
-    if not all(layer.training and _is_plain(layer, hidden) for layer in layers):
+    apart = any("kept_apart" in layer.__dict__ or not layer.training for layer in layers)
+    if apart or not all(is_one_product(layer, hidden) for layer in layers):
         return [layer(hidden) for layer in layers]
     joined = F.linear(hidden, torch.cat([layer.weight for layer in layers]))
     return list(joined.split([layer.out_features for layer in layers], dim=-1))
@@ -83,8 +84,8 @@ def keep_apart(layer: nn.Linear) -> None:
     layer.kept_apart = True  # pyright: ignore[reportArgumentType]
 
 
-def _is_plain(layer: nn.Linear, hidden: Tensor) -> bool:
-    """Whether the layer is one product and nothing else; any other layer must be called.
+def is_one_product(layer: nn.Module, hidden: Tensor) -> bool:
+    """Whether the layer is a product and nothing else; any other layer must be called.
 
     Adapters and quantized layers have another class or another kind of weight; offloading replaces
     `forward` and keeps the weight elsewhere; hooks want to be run.
@@ -102,7 +103,6 @@ def _is_plain(layer: nn.Linear, hidden: Tensor) -> bool:
         and layer.weight.device == hidden.device
         and layer.bias is None
         and "forward" not in own
-        and "kept_apart" not in own
         and not any(hooks)
         and not _has_any_global_hook()
     )

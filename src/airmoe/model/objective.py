@@ -11,7 +11,7 @@ gradients are averaged. The window's sum is then
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 from airmoe.distributed import all_reduce_sum, world_size
 from airmoe.kernels.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy, token_chunks
 from airmoe.losses import load_balance_loss, router_z_loss, shortlist_balance_loss
+from airmoe.model.blocks import is_one_product
 from airmoe.model.configuration import AirMoeConfig
 from airmoe.routers.base import Router, run_eagerly
 from airmoe.routers.routing import Routing
@@ -96,9 +97,8 @@ def _cross_entropy(hidden: Tensor, head: nn.Module, num_words: int, targets: Ten
     A head that is more than one product (with an adapter, say) is called for a few tokens at a
     time, and again in backward.
     """
-    hooked = head._forward_hooks or head._forward_pre_hooks
-    if type(head) is nn.Linear and head.bias is None and not hooked:
-        return linear_cross_entropy(hidden, head.weight, targets)
+    if is_one_product(head, hidden):
+        return linear_cross_entropy(hidden, cast(nn.Linear, head).weight, targets)
 
     def of(states: Tensor, labels: Tensor) -> Tensor:
         logits = head(states.masked_fill((labels == IGNORE_INDEX).unsqueeze(-1), 0))

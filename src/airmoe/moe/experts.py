@@ -96,7 +96,7 @@ class _Experts(nn.Module):
             )
             return token_experts(hidden, tables, weights, expert_ids)
         if triton and gradients and cells.small and self.expert_size == 1:
-            counts = routing.entry_counts()  # lets the backward skip experts that no token chose
+            counts = routing.entry_counts()  # lets the backward skip what no row of a cell chose
         return cell_experts(
             hidden, tables, routing.gates, cells, counts=counts, training=self.training
         )

@@ -13,7 +13,7 @@ from airmoe.config import check_choice
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 from airmoe.moe.experts import CoarseExperts, GranularExperts
-from airmoe.moe.replay import PlanLog, inside_backward, run_once
+from airmoe.moe.replay import PlanLog, inside_backward, unseen_by_checkpointing
 from airmoe.routers.base import Plan, Router, run_eagerly
 from airmoe.routers.codebook import Codebook
 from airmoe.routers.planning import draw_ticket, new_handle, traced_plan
@@ -38,7 +38,7 @@ class MoELayer(nn.Module):
     checkpointing runs the forward again during backward. To recognise such a forward the layer
     draws one number per training forward from torch's CPU generator.
 
-    Where Triton computes, `torch.compile(fullgraph=True)` takes in the whole layer, and a training
+    Where Triton computes, `torch.compile(fullgraph=True)` compiles the whole layer, and a training
     step can be captured in a CUDA graph:
 
         airmoe.track_optimizer(layer, optimizer)  # e.g. AdamW(..., fused=True, capturable=True)
@@ -48,9 +48,9 @@ class MoELayer(nn.Module):
         with torch.cuda.graph(graph):
             step()
 
-    The steps before compile the kernels and let the host learn that the codebook has started; the
-    last of them leaves the shortlists stale, so that their rebuilding is part of the graph. What
-    Python counts stands still while graphs are replayed: `layer.eval()` (a change of mode) makes
+    The warm-up steps compile the kernels and let the host learn that the codebook has started; the
+    last of them leaves the shortlists stale, so that their rebuilding is part of the graph.
+    Python's counters stand still while graphs are replayed: `layer.eval()` (a change of mode) makes
     the shortlists of evaluation follow, or `router.on_parameters_changed()` without one.
     """
 
@@ -98,7 +98,7 @@ class MoELayer(nn.Module):
 
         Inside a checkpointed block compute the loss there too and return it as a tensor. Without
         `learn` the router does not observe the tokens even in training, as when a model that is
-        being trained writes one token at a time: a codebook would soon know nothing else.
+        being trained writes one token at a time, which would take over the codebook.
         """
         compiling, router, plan = torch.compiler.is_compiling(), self.router, None
         if compiling and not self.compiles(x):
@@ -132,7 +132,7 @@ class MoELayer(nn.Module):
         """True if a compiler can include the whole layer; if not, the layer is a graph break."""
         return self.router.compiles(x) and use_triton(x, *self.experts._parameters.values())
 
-    @run_once()
+    @unseen_by_checkpointing()
     def make_plan(self, tokens: Tokens, ticket: int | None, learn: bool) -> Plan:
         """The plan of the training forward that drew `ticket`; without one, the present plan."""
         router = self.router

@@ -89,7 +89,7 @@ def inside_backward() -> bool:
 
 
 @contextmanager
-def run_once() -> Iterator[None]:
+def unseen_by_checkpointing() -> Iterator[None]:
     """For code that runs in the first forward but not in its recomputation: learning, planning.
 
     Selective activation checkpointing gives the n-th saved result of an operator to its n-th call

@@ -143,7 +143,7 @@ class AirRouter(CentroidRouter):
     # -- one micro-batch ------------------------------------------------------------------
 
     def learn(self, tokens: Tokens) -> None:
-        """Alg. 3: move the codebook, then rebuild the shortlists if parameters have changed."""
+        """Alg. 3: move the codebook, then rebuild the shortlists if `ListCache.due` says so."""
         self.codebook.update(tokens)
         if not self.training:  # calibration, which leaves the training lists alone
             return
@@ -230,7 +230,9 @@ class AirRouter(CentroidRouter):
     # -- shortlists and their cache -------------------------------------------------------
 
     def shortlists(self) -> Tensor:
-        """[G, M] ascending expert ids: the cached training lists, or jitter-free ones in eval."""
+        """[G, M] ascending expert ids: in training the cached lists, or new ones if those are out
+        of date; in evaluation jitter-free ones.
+        """
         return self._lists().experts
 
     def rebuild_shortlists(self) -> Tensor:
@@ -263,7 +265,7 @@ class AirRouter(CentroidRouter):
         return cache.view()
 
     def _build_lists(self, due: Due, micro_batch: Tensor | None = None) -> Lists:
-        """What is due, made new, with the jitter of this micro-batch or another."""
+        """Rebuild what is due, with the jitter of this micro-batch or another."""
         config, noise = self.config, None
         if self.training and config.jitter_std > 0:  # Alg. 1, line 6
             # The codebook's seed is equal on all ranks.

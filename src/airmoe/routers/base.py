@@ -34,7 +34,9 @@ class Plan:
     """
 
     noise_key: Tensor | None  # int64 scalar, None without jitter
-    own_bytes: int = field(default=0, kw_only=True)  # memory that is freed with this plan
+    own_bytes: int = field(
+        default=0, kw_only=True
+    )  # of its largest tensors that no cache holds too
 
 
 class Router(nn.Module, ABC):
@@ -90,9 +92,9 @@ class Router(nn.Module, ABC):
     ) -> Routing:
         """hidden [T, D], mask [T] bool (False = padding) -> Routing.
 
-        With the plan of an earlier forward the routing is that of then. `tokens` are hidden and
-        mask as `read` returned them, if they were read before. Autocast is off inside: selection
-        is on float32 scores.
+        With the plan of an earlier forward this gives the routing of that forward. `tokens` are
+        hidden and mask as `read` returned them, if they were read before. Autocast is off inside:
+        selection is on float32 scores.
         """
         if torch.compiler.is_compiling():
             if not self.compiles(hidden):
@@ -114,9 +116,9 @@ class Router(nn.Module, ABC):
     def observe(self, hidden: Tensor | Tokens, mask: Tensor | None = None) -> None:
         """Learn from one training micro-batch without gradients, and move the noise on.
 
-        A batch without a valid token teaches nothing. Only a single process on a CPU returns early:
-        asking a GPU would stall it, and in a process group every rank must take part, with empty
-        statistics if need be.
+        A batch without a valid token is skipped on a single CPU process only: looking for one would
+        stall a GPU, and in a process group every rank must take part, if need be with empty
+        statistics.
         """
         tokens = self.read(hidden.detach(), mask)
         distributed, on_cpu = is_distributed(), tokens.valid.device.type == "cpu"

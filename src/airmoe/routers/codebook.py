@@ -117,7 +117,7 @@ class Codebook(Float32State):
         rows = torch.arange(self.num_codewords, device=self.seed.device)
         # A model may be built on a device without the backend of its training.
         with use_backend("reference"):
-            keys = combine(self.seed, int(Stage.START), rows).to(torch.int32)
+            keys = combine(self.seed, int(Stage.RANDOM_CODEWORDS), rows).to(torch.int32)
             drawn = normal(keys.unsqueeze(-1), torch.arange(self.dim, device=self.seed.device))
             self.codewords.copy_(directions(drawn))
         self.sums.zero_()
@@ -175,7 +175,7 @@ class Codebook(Float32State):
         codes = torch.arange(self.num_codewords, device=self.counts.device)
         low = codes * batch.total // self.num_codewords
         high = (codes + 1) * batch.total // self.num_codewords
-        keys = combine(self.seed, int(Stage.FIRST), codes)
+        keys = combine(self.seed, int(Stage.FIRST_BATCH), codes)
         drawn = all_reduce_sum(batch.rows(low + uniform_index(keys, high - low)))
         first = (batch.total > 0) & ~self.initialized  # the host may not know
         share = batch.total.float() / self.num_codewords

@@ -18,10 +18,14 @@ from airmoe.kernels.noise import Noise
 from airmoe.kernels.norms import inverse_norms
 from airmoe.routers.codebook import Codebook, Float32State
 
-# What is out of date: nothing, the shortlists and all that belongs to them, or only the inverse
-# norms, because shortlists may be older than one step. "replaced": nothing, but other tensors stand
-# in for those the lists were built from (`functional_call`, an edit by hand), maybe for a while.
-Due = Literal["nothing", "replaced", "norms", "lists"]
+# What must be rebuilt.
+Due = Literal[
+    "nothing",
+    "replaced",  # nothing, but other tensors stand in for those the lists were built from
+    "norms",  # only the inverse norms, because shortlists may be older than one step
+    "lists",  # the shortlists, and with them the norms and the reverse index
+]
+NORMS_UNKNOWN = -1  # in a key: whatever happens next, norms are due
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Lists:
 
     experts: Tensor  # [G, M] ascending ids
     inverse_norms: Tensor | None  # [E] 1/|w_e| where centroids are projected
-    reverse: ReverseIndex | None  # expert -> its shortlists, for Triton's weight gradients only
+    reverse: ReverseIndex | None  # expert -> its shortlists: for Triton's sums by expert
 
 
 @torch.no_grad()
@@ -148,7 +152,7 @@ class ListCache(Float32State):
         self.lock = threading.Lock()
 
     def due(self, now: Key) -> Due:
-        """What is out of date. Nothing else decides it."""
+        """What must be rebuilt. Nothing else decides it."""
         key = self.key
         if key is None or key.codebook != now.codebook or now.changes - key.built >= self.lifetime:
             return "lists"
@@ -185,9 +189,10 @@ class ListCache(Float32State):
         device = codebook.codewords.device
         for name, buffer in self._buffers.items():
             if buffer is not None and buffer.is_meta and device.type != "meta":
-                # `load_state_dict(assign=True)` leaves unsaved buffers there.
+                # `load_state_dict(assign=True)` leaves what is not saved on the meta device. Only
+                # `age` needs a value: it makes the lists due.
                 self._buffers[name] = torch.full_like(buffer, self.lifetime, device=device)
         if self.lifetime > 1 and not self.age.is_meta and int(self.age) < self.lifetime:
-            # Norms and reverse index are not saved: these are due.
-            self.key = Key(-1, codebook.version[:1], (), changes - int(self.age))
+            # Norms and reverse index are not saved, so they are rebuilt.
+            self.key = Key(NORMS_UNKNOWN, codebook.version[:1], (), changes - int(self.age))
             self._has_reverse = False

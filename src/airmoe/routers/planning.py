@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _numbers = itertools.count()  # of modules, and of traced calls
 # The modules whose forwards begin with a plan: routers, and layers (which have a `router`). Both
-# have `make_plan(tokens, ticket, learn)`: observe, if it is to learn, and plan. A training forward
-# has a ticket, by which its recomputation is recognised.
+# have `make_plan(tokens, ticket, learn)`; that of a layer also lets its router observe. A training
+# forward has a ticket, by which its recomputation is recognised.
 _planners: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
@@ -86,7 +86,7 @@ assume_constant(_call_number)
 def _draw_ticket(handle: Tensor, call: int) -> Tensor:
     """[1] int64 on the CPU, as the handle tells compilers.
 
-    `call` is another number for each, or they would draw once for two calls.
+    `call` differs from call to call, or a compiler would merge two of them into one.
     """
     return torch.full((1,), draw_ticket(), dtype=torch.int64)
 

@@ -30,11 +30,11 @@ class Tokens:
 
     hidden: Tensor  # [T, D]
     valid: Tensor  # [T] bool
-    mask: Tensor | None = None  # [T] bool, of the caller
+    mask: Tensor | None = None  # [T] bool, the caller's
 
     @property
     def shape(self) -> torch.Size:
-        """[T, D], as of the hidden states that `observe` may be given instead."""
+        """[T, D], like that of the hidden states that these may stand in for."""
         return self.hidden.shape
 
     @property
@@ -275,7 +275,7 @@ class ExpertRouting(Routing):
 
 
 def by_token(rows: Tensor, cells: Cells) -> Tensor:
-    """Rows sorted by cell [N, M] -> token order [T, R * M], nearest cell first."""
+    """Rows sorted by cell [N, M] -> token order [T, R * M], cells in the order of `cell_ids`."""
     restored = rows.index_select(0, cells.order.argsort())
     return restored.reshape(-1, cells.rows_per_token * rows.shape[1])
 

@@ -58,7 +58,8 @@ def track_optimizer(model: nn.Module, optimizer: Any) -> Tracking:
     Where several optimizers step the same centroids, track each: every step of any of them counts,
     also towards `refresh_every`.
 
-    Parameter versions would not do: fused optimizers and sharded parameters do not move them.
+    The version counters of parameters are not enough: fused optimizers do not move them, nor do
+    sharded parameters.
     Wrappers that keep the torch optimizer as `.optimizer` (Accelerate's) are looked through.
     """
     while getattr(optimizer, "optimizer", None) is not None:
