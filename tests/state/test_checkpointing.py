@@ -17,9 +17,9 @@ import airmoe
 from airmoe.moe import replay
 from tests.state.common import (
     CASES,
+    Block,
     assert_same,
     batch,
-    build_block,
     build_layer,
     counting_observe,
     losses,
@@ -96,13 +96,31 @@ def twice(loss: Callable[[int], Tensor]) -> None:
     first.backward()
 
 
+def one_random_state(loss: Callable[[int], Tensor]) -> None:
+    """Two views of a batch, with the same dropout."""
+    total = torch.zeros(())
+    for index in range(2):
+        torch.manual_seed(3)
+        total = total + loss(index)
+    total.backward()
+
+
 WINDOWS: dict[str, tuple[Window, int]] = {  # name -> (window, its micro-batches)
     "accumulation": (accumulation, 3),
     "identical": (identical, 2),
     "reverse_order": (reverse_order, 2),
     "interleaved": (interleaved, 3),
     "twice": (twice, 2),
+    "one_random_state": (one_random_state, 2),
 }
+
+
+class WithLosses(Block):
+    """A block of which the losses of the routing are a part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.layer.forward_with_routing(x)
+        return output.hidden + losses(output)
 
 
 @contextmanager
@@ -143,21 +161,29 @@ def train(model: nn.Module, run: Run, window: Window, tracked: bool) -> list[dic
     return states
 
 
+def build(case: str, with_losses: bool) -> Block:
+    return (WithLosses if with_losses else Block)(build_layer(case))
+
+
 @functools.cache
-def uncheckpointed(case: str, window: str, tracked: bool) -> list[dict[str, Tensor]]:
+def uncheckpointed(
+    case: str, window: str, tracked: bool, with_losses: bool
+) -> list[dict[str, Tensor]]:
     with only_expected_warnings():
-        return train(build_block(case), plain, WINDOWS[window][0], tracked)
+        return train(build(case, with_losses), plain, WINDOWS[window][0], tracked)
 
 
-def assert_checkpointing_changes_nothing(case: str, mode: str, window: str, tracked: bool) -> None:
+def assert_checkpointing_changes_nothing(
+    case: str, mode: str, window: str, tracked: bool, with_losses: bool = False
+) -> None:
     schedule, micro_batches = WINDOWS[window]
-    model = build_block(case)
+    model = build(case, with_losses)
     (router,) = routers_of(model)
     with only_expected_warnings(), counting_observe(router) as seen:
         actual = train(model, MODES[mode], schedule, tracked)
     assert seen == [22] * (2 * micro_batches)
     assert int(router.micro_batches) == 2 * micro_batches
-    expected = uncheckpointed(case, window, tracked)
+    expected = uncheckpointed(case, window, tracked, with_losses)
     for at, (state, wanted) in enumerate(zip(actual, expected, strict=True)):
         assert_same(state, wanted, f"window {at}")
 
@@ -178,80 +204,25 @@ def test_others_equal_the_run_without_checkpointing(case: str, mode: str) -> Non
     assert_checkpointing_changes_nothing(case, mode, "reverse_order", tracked=True)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
 @pytest.mark.parametrize("tracked", [True, False])
 @pytest.mark.parametrize("case", CASES)
 def test_losses_of_the_routing_leave_a_checkpointed_block(
-    case: str, tracked: bool, use_reentrant: bool
+    case: str, tracked: bool, mode: str
 ) -> None:
-    def block(layer: airmoe.MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
-        output = layer.forward_with_routing(x)
-        return output.hidden, losses(output)
-
-    def run(checkpointed: bool) -> dict[str, Tensor]:
-        layer = build_layer(case)
-        optimizer = torch.optim.AdamW(layer.parameters())
-        if tracked:
-            airmoe.track_optimizer(layer, optimizer)
-        found = []
-        inputs = [batch(0).requires_grad_(), batch(1).requires_grad_()]
-        for x in inputs:
-            if checkpointed:
-                parts = checkpoint(block, layer, x, use_reentrant=use_reentrant)
-                assert parts is not None
-                hidden, loss = parts
-            else:
-                hidden, loss = block(layer, x)
-            found.append(hidden.square().mean() + loss)
-        for loss in reversed(found):
-            loss.backward()
-        grads = {f"input{i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
-        return {**snapshot(layer), **grads, "loss": torch.stack(found).detach()}
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*without a tracked optimizer")
-        assert_same(run(True), run(False))
-
-
-@pytest.mark.parametrize("tracked", [True, False])
-@pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
-def test_forwards_from_one_random_state_are_told_apart(mode: str, tracked: bool) -> None:
-    """Two views of a batch (with the same dropout) start from the same generator state."""
-
-    def run(how: Run) -> dict[str, Tensor]:
-        block = build_block("air")
-        if tracked:
-            optimizer = torch.optim.AdamW(block.parameters())
-            airmoe.track_optimizer(block, optimizer)
-        inputs = [batch(index).requires_grad_() for index in range(2)]
-        losses = []
-        for x in inputs:
-            torch.manual_seed(3)
-            losses.append(how(block, x).square().sum())
-        (losses[0] + losses[1]).backward()
-        return {**snapshot(block), **{f"in{i}": x.grad for i, x in enumerate(inputs)}}  # type: ignore[dict-item]
-
-    with only_expected_warnings():
-        assert_same(run(MODES[mode]), run(plain))
+    assert_checkpointing_changes_nothing(case, mode, "reverse_order", tracked, with_losses=True)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_without_the_random_state_one_forward_at_a_time_is_exact(use_reentrant: bool) -> None:
-    def run(checkpointed: bool) -> dict[str, Tensor]:
-        layer = build_layer("air")
+    options: Any = {"use_reentrant": use_reentrant, "preserve_rng_state": False}
+    layer, same = build_layer("air"), build_layer("air")
+    with only_expected_warnings():
         for index in range(2):
-            x = batch(index).requires_grad_()
-            if checkpointed:
-                output = checkpoint(layer, x, use_reentrant=use_reentrant, preserve_rng_state=False)
-                assert isinstance(output, Tensor)
-            else:
-                output = layer(x)
-            output.square().sum().backward()
-        return snapshot(layer)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_same(run(True), run(False))
+            checkpointed: Any = checkpoint(layer, batch(index).requires_grad_(), **options)
+            for output in (checkpointed, same(batch(index))):
+                output.square().sum().backward()
+    assert_same(snapshot(layer), snapshot(same))
 
 
 def test_a_forward_under_no_grad_is_a_micro_batch_of_its_own() -> None:
