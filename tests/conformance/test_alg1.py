@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 from tests import oracles
-from tests.conformance.common import (
-    Case,
-    dense_weights,
-    route,
-    row_cells,
-    set_codebook,
-    tokens,
-)
+from tests.conformance.common import Case, dense_weights, route, row_cells, set_codebook, tokens
 from tests.tolerance import assert_close
 
 DIM, EXPERTS, CODEWORDS, SHORTLIST, TOP_K, TOKENS = 12, 40, 7, 13, 5, 53
@@ -77,8 +70,7 @@ def test_fine_scoring_adds_the_token_jitter_inside_the_list():
     hidden = tokens(TOKENS, DIM, 9)
     routing = route(router, hidden, "train")
     everyone = Case(
-        "topk",
-        {"dim": DIM, "num_experts": EXPERTS, "top_k": EXPERTS, "jitter_std": 0.5},
+        "topk", {"dim": DIM, "num_experts": EXPERTS, "top_k": EXPERTS, "jitter_std": 0.5}
     ).build()
     with torch.no_grad():
         everyone.centroids.copy_(router.centroids)

@@ -37,10 +37,7 @@ CASES = [
     Case("air", {**SIZES, "num_codewords": 6, "shortlist_size": 7}),
     Case("air", {**SIZES, "num_codewords": 6, "shortlist_size": 30}),
     Case("air", {**SIZES, "num_codewords": 1, "shortlist_size": 20}),
-    Case(
-        "air",
-        {**SIZES, "num_codewords": 7, "shortlist_size": 13, "normalize_centroids": False},
-    ),
+    Case("air", {**SIZES, "num_codewords": 7, "shortlist_size": 13, "normalize_centroids": False}),
 ]
 
 

@@ -13,13 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conformance.common import (
-    Case,
-    dense_weights,
-    route,
-    set_codebook,
-    tokens,
-)
+from tests.conformance.common import Case, dense_weights, route, set_codebook, tokens
 
 TOKENS, EXPERTS, DIM, STD = 256, 64, 8, 0.5
 EVERYONE = {"dim": DIM, "num_experts": EXPERTS, "top_k": EXPERTS, "jitter_std": STD}

@@ -24,12 +24,7 @@ from tests.conformance.common import (
     row_cells,
     set_codebook,
 )
-from tests.conformance.training_oracles import (
-    alg2_update,
-    assert_state,
-    replacement,
-    states_of,
-)
+from tests.conformance.training_oracles import alg2_update, assert_state, replacement, states_of
 from tests.tolerance import assert_close, assert_top_k, score_slack
 
 COUNTS = [1, 2, 3, 5, 7, 13, 17]

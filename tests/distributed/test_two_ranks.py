@@ -90,9 +90,7 @@ def test_two_ranks_equal_one_process_on_the_whole_batch(
         assert_near(state, wanted, f"step {step}")
 
 
-def test_a_batch_empty_on_all_ranks_changes_no_codebook(
-    all_results: dict[str, list[Any]],
-) -> None:
+def test_a_batch_empty_on_all_ranks_changes_no_codebook(all_results: dict[str, list[Any]]) -> None:
     for states in ranks_of(all_results, "learn_with_empty_ranks"):
         for key in ("codewords", "counts", "sums", "updates"):
             assert torch.equal(states[4][key], states[3][key]), key
@@ -134,8 +132,6 @@ def test_token_noise_differs_between_ranks_and_shortlist_noise_does_not(
     assert torch.equal(first["seed"], second["seed"]) == (name == "noise_same_seed")
 
 
-def test_a_frozen_codebook_keeps_shortlist_noise_equal(
-    all_results: dict[str, list[Any]],
-) -> None:
+def test_a_frozen_codebook_keeps_shortlist_noise_equal(all_results: dict[str, list[Any]]) -> None:
     first, second = ranks_of(all_results, "frozen_noise")
     assert torch.equal(first["lists"], second["lists"])

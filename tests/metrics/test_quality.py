@@ -23,15 +23,7 @@ from airmoe.metrics import (
     shortlist_staleness,
 )
 from tests import oracles
-from tests.metrics.routers import (
-    DIM,
-    NUM_EXPERTS,
-    TOP_K,
-    build,
-    choices,
-    exact_logits,
-    trained_air,
-)
+from tests.metrics.routers import DIM, NUM_EXPERTS, TOP_K, build, choices, exact_logits, trained_air
 from tests.model.test_linear_cross_entropy import LargestTensor
 from tests.tolerance import assert_close
 

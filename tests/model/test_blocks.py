@@ -9,19 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaMLP,
-    LlamaRotaryEmbedding,
-)
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding
 
 from airmoe.model.blocks import Attention, FeedForward, keep_apart, project
 
 CONFIG = LlamaConfig(
-    hidden_size=24,
-    intermediate_size=40,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    hidden_size=24, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2
 )
 CONFIG._attn_implementation = "sdpa"
 

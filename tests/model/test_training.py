@@ -16,13 +16,7 @@ import airmoe
 from tests.distributed.launch import run_all
 from tests.model.common import VARIANTS, assert_close_gradients, batch, build
 from tests.model.ranks import sharded, window
-from tests.state.common import (
-    EXTRA,
-    assert_same,
-    checkpoint_activations,
-    snapshot,
-    two_steps,
-)
+from tests.state.common import EXTRA, assert_same, checkpoint_activations, snapshot, two_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:codebook:UserWarning")
 

@@ -9,13 +9,7 @@ import torch
 
 import airmoe
 from airmoe import MoELayer
-from tests.state.common import (
-    air_of,
-    batch,
-    build_block,
-    build_layer,
-    plain_shortlists,
-)
+from tests.state.common import air_of, batch, build_block, build_layer, plain_shortlists
 
 
 @pytest.mark.parametrize("normalize", [True, False])
