@@ -90,8 +90,8 @@ def test_bad_tokens_spoil_only_their_own_row(case: str, training: bool) -> None:
         (loss + airmoe.load_balance_loss(routing) + airmoe.router_z_loss(routing)).backward()
     assert spoilt.grad is not None and (spoilt.grad[~mask] == 0).all()
     assert spoilt.grad.isfinite().all() and (spoilt.grad[mask] != 0).any()
-    for (name, weight), other in zip(layer.named_parameters(), same.parameters(), strict=True):
-        assert torch.equal(weight.grad, other.grad), name
+    found, wanted = ([p.grad for p in module.parameters()] for module in (layer, same))
+    assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -141,15 +141,6 @@ def test_a_frozen_codebook_stays_while_shortlists_follow_the_centroids() -> None
     assert_same(snapshot(router.codebook), before)
     assert int(router.micro_batches) == 4, "jitter must go on"
     assert not torch.equal(router.shortlists(), lists)
-
-
-def test_loading_a_started_codebook_does_not_start_it_again() -> None:
-    trained, fresh = make_codebook("spherical"), make_codebook("spherical")
-    trained.update(batch(0, 22))
-    fresh.load_state_dict(trained.state_dict())
-    trained.update(batch(1, 22))
-    fresh.update(batch(1, 22))
-    assert_same(snapshot(fresh), snapshot(trained))
 
 
 def test_loading_an_unstarted_codebook_starts_it_again() -> None:

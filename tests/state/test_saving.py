@@ -21,7 +21,6 @@ from tests.state.common import (
     build_block,
     build_layer,
     build_router,
-    dense,
     plain_shortlists,
     routers_of,
     snapshot,
@@ -143,11 +142,6 @@ def test_meta_construction_then_reset_gives_a_working_layer(case: str) -> None:
     for name, tensor in layer.state_dict().items():
         assert tensor.isfinite().all(), name
         assert tensor.dtype != torch.int64 or (tensor < torch.iinfo(torch.int64).max).all(), name
-    weights = dense(layer.router(batch(0, 22)))
-    assert weights.isfinite().all() and (weights >= 0).all()
-    if "choice" not in case:
-        heads = layer.router.config.num_heads if case == "peer" else 1
-        torch.testing.assert_close(weights.sum(-1), torch.full((22,), float(heads)))
     layer(batch(0)).square().sum().backward()
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name

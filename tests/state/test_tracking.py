@@ -236,10 +236,12 @@ def test_training_in_evaluation_mode_is_untracked_training(kind: str) -> None:
 # -- evaluation -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize(("tracked", "lifetime"), [(True, 1), (True, 100), (False, 1)])
 @every_optimizer
-def test_evaluation_after_a_step_sees_the_new_centroids(kind: str, tracked: bool) -> None:
-    layer = build_layer("air", jitter_std=0.5)
+def test_evaluation_after_a_step_sees_the_new_centroids(
+    kind: str, tracked: bool, lifetime: int
+) -> None:
+    layer = build_layer("air", jitter_std=0.5, refresh_every=lifetime)
     router, optimizer = air_of(layer), adamw(layer, kind)
     if tracked:
         airmoe.track_optimizer(layer, optimizer)
