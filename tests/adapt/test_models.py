@@ -39,7 +39,6 @@ from tests.adapt.models import (
     SIZES,
     SWAPPED,
     air,
-    assert_same,
     both,
     build,
     calibrated,
@@ -54,6 +53,7 @@ from tests.adapt.models import (
     swapped_routers,
 )
 from tests.model.test_saving import transformers_log
+from tests.state.common import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:AirRouter is trained without", "ignore:codebook")
 
@@ -78,8 +78,8 @@ def assert_uncalibrated(model: Any) -> None:
 def test_round_trip(kind: str, tmp_path: Path) -> None:
     model = SWAPPED[kind]()
     model.save_pretrained(tmp_path)
-    loaders: list[Any] = [type(model), AutoModelForCausalLM]
     loaded: Any = None
+    loaders: list[Any] = [type(model), AutoModelForCausalLM]
     for loader in loaders:
         with transformers_log() as messages:
             loaded, info = loader.from_pretrained(tmp_path, output_loading_info=True)
@@ -91,8 +91,8 @@ def test_round_trip(kind: str, tmp_path: Path) -> None:
         assert torch.equal(logits_of(loaded), logits_of(model))
         # Tests fill unwritten memory with NaN.
         assert all(t.isfinite().all() for t in loaded.buffers() if t.is_floating_point())
-    for ours, theirs in zip(swapped_routers(loaded), swapped_routers(model), strict=True):
-        assert torch.equal(ours.shortlists(), theirs.shortlists())
+    found, wanted = ([r.shortlists() for r in swapped_routers(m)] for m in (loaded, model))
+    assert_same(found, wanted)
     assert_same(run(loaded), run(model))  # noise, counters and codebooks: training goes on
     assert_same_state(reloaded(loaded.eval(), tmp_path / "again"), loaded)
 
@@ -389,8 +389,7 @@ def test_a_bare_body_comes_back(tmp_path: Path) -> None:
     with torch.no_grad():
         actual = loaded(ids(), output_hidden_states=True)
     assert len(actual.hidden_states) == 4
-    for one, other in zip(actual.hidden_states, expected.hidden_states, strict=True):
-        assert torch.equal(one, other)
+    assert_same(actual.hidden_states, expected.hidden_states)
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "Qwen2"])

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 import airmoe
 from tests.distributed.launch import run_all
-from tests.model.common import VARIANTS, assert_close_gradients, batch, build
+from tests.model.common import VARIANTS, assert_close_gradients, batch, build, trainer_of
 from tests.model.ranks import sharded, window
 from tests.state.common import EXTRA, assert_same, checkpoint_activations, snapshot, two_steps
 
@@ -156,25 +156,6 @@ class NotesRebuilds(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.built.append((int(self.router.micro_batches), int(self.router.built_at)))
-
-
-def trainer_of(
-    model: Any, folder: Path, examples: Any = None, callbacks: Any = (), **options: Any
-) -> Trainer:
-    if examples is None:
-        examples = [{"input_ids": row, "labels": row} for row in batch(41, (16, 12))]
-    settings: dict[str, Any] = {
-        "use_cpu": True,
-        "report_to": [],
-        "save_steps": 2,
-        "disable_tqdm": True,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 0.1,
-        "lr_scheduler_type": "constant",
-    }
-    arguments = TrainingArguments(output_dir=str(folder), **{**settings, **options})
-    return Trainer(model, arguments, train_dataset=examples, callbacks=list(callbacks))
 
 
 def test_the_trainer_tracks_its_optimizer_with_our_callback(tmp_path: Path) -> None:
