@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.distributed.launch import WORLD, run_all
 from tests.distributed.scenarios import CODEWORDS, SCENARIOS, STEPS, tokens
+from tests.state.common import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -50,10 +51,8 @@ def test_codebooks_are_bit_identical_on_all_ranks(
     all_results: dict[str, list[Any]], name: str
 ) -> None:
     first, second = ranks_of(all_results, name)
-    assert len(first) == len(second) > 5
-    for step, (left, right) in enumerate(zip(first, second, strict=True)):
-        for key in left:
-            assert torch.equal(left[key], right[key]), f"step {step} {key}"
+    assert len(first) > 5
+    assert_same(first, second)
 
 
 @pytest.mark.parametrize("name", ["learn_spherical", "learn_euclidean"])
@@ -99,16 +98,16 @@ def test_a_batch_empty_on_all_ranks_changes_no_codebook(all_results: dict[str, l
 
 def test_ddp_gradients_are_those_of_the_global_batch(all_results: dict[str, list[Any]]) -> None:
     ranks, expected = ranks_of(all_results, "train_ddp"), alone("train_ddp")
+    assert_same(*ranks)
     for step, wanted in enumerate(expected):
         assert any(key.endswith("centroids.grad") for key in wanted)
         for rank in range(WORLD):
             assert_near(ranks[rank][step], wanted, f"step {step}, rank {rank}")
-        for key in wanted:
-            assert torch.equal(ranks[0][step][key], ranks[1][step][key]), f"step {step} {key}"
 
 
 def test_fsdp2_trains_with_lists_of_the_full_centroids(all_results: dict[str, list[Any]]) -> None:
     ranks, expected = ranks_of(all_results, "train_fsdp"), alone("train_fsdp")
+    assert_same(*ranks)
     for step, wanted in enumerate(expected):
         for rank in range(WORLD):
             state = ranks[rank][step]
@@ -116,8 +115,6 @@ def test_fsdp2_trains_with_lists_of_the_full_centroids(all_results: dict[str, li
             assert torch.equal(state["evaluation"], state["expected_evaluation"]), f"step {step}"
             assert torch.equal(state["outside"], state["expected_evaluation"]), f"step {step}"
             assert_near(state, wanted, f"step {step}, rank {rank}")
-        for key in wanted:
-            assert torch.equal(ranks[0][step][key], ranks[1][step][key]), f"step {step} {key}"
     assert not torch.equal(expected[0]["lists"], expected[2]["lists"]), "the lists never moved"
 
 

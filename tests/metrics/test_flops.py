@@ -185,22 +185,6 @@ def test_terms_are_named_once_and_parts_add_up() -> None:
                 assert total.backward == pytest.approx(ledger.cost(column).backward)
 
 
-def test_columns_differ_where_kernels_do_more_or_less() -> None:
-    """Cells run their whole pool; lists of tokens run what was chosen."""
-    ledgers = every_method()
-    for method, factor in {
-        "air": 128 / 16,
-        "hierarchical": 128 / 16,
-        "peer": 1,
-        "coarse": 1,
-    }.items():
-        paper, ours = (ledgers[method].cost(column, "experts").total for column in COLUMNS)
-        assert ours == pytest.approx(factor * paper), method
-    dense = ledgers["dense"]
-    assert dense.cost("algorithmic") == dense.cost("executed")
-    assert not {"experts", "router fine", "router coarse", "router refresh"} & {*dense.parts()}
-
-
 def test_lists_that_live_longer_cost_less() -> None:
     def products(refresh_every: int) -> list[float]:
         model = model_size("small")

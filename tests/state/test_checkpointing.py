@@ -27,92 +27,42 @@ from tests.state.common import (
     snapshot,
 )
 
-Run = Callable[[nn.Module, Tensor], Tensor]
-
-
-def plain(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x)
-
-
-def reentrant(model: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(model, x, use_reentrant=True)  # type: ignore[return-value]
-
-
-def non_reentrant(model: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(model, x, use_reentrant=False)  # type: ignore[return-value]
+Run = Callable[[nn.Module, Tensor], Any]
 
 
 aten: Any = torch.ops.aten
 SAVED = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.topk.default]
 
 
-def selective(model: nn.Module, x: Tensor) -> Tensor:
-    """Results of products and of `topk` are kept and given, in their order, to the second run."""
-    contexts = functools.partial(create_selective_checkpoint_contexts, SAVED)
-    return checkpoint(model, x, use_reentrant=False, context_fn=contexts)  # type: ignore[return-value]
-
-
+# Results of products and of `topk` are kept and given, in their order, to the second run.
+SELECTIVE = functools.partial(create_selective_checkpoint_contexts, SAVED)
 MODES: dict[str, Run] = {
-    "reentrant": reentrant,
-    "non_reentrant": non_reentrant,
-    "selective": selective,
+    "reentrant": functools.partial(checkpoint, use_reentrant=True),
+    "non_reentrant": functools.partial(checkpoint, use_reentrant=False),
+    "selective": functools.partial(checkpoint, use_reentrant=False, context_fn=SELECTIVE),
 }
 
-# One window = the micro-batches up to an optimizer step: forwards and backwards in some order.
-Window = Callable[[Callable[[int], Tensor]], None]
-
-
-def accumulation(loss: Callable[[int], Tensor]) -> None:
-    for index in range(3):
-        loss(index).backward()
-
-
-def identical(loss: Callable[[int], Tensor]) -> None:
-    first, second = loss(0), loss(0)
-    second.backward()
-    first.backward()
-
-
-def reverse_order(loss: Callable[[int], Tensor]) -> None:
-    first, second = loss(0), loss(1)
-    second.backward()
-    first.backward()
-
-
-def interleaved(loss: Callable[[int], Tensor]) -> None:
-    """A backward between two forwards that are both still waiting."""
-    first, second = loss(0), loss(1)
-    second.backward()
-    third = loss(2)
-    first.backward()
-    third.backward()
-
-
-def twice(loss: Callable[[int], Tensor]) -> None:
-    """The same graph backward twice: recomputed twice."""
-    first = loss(0)
-    first.backward(retain_graph=True)
-    loss(1).backward()
-    first.backward()
-
-
-def one_random_state(loss: Callable[[int], Tensor]) -> None:
-    """Two views of a batch, with the same dropout."""
-    total = torch.zeros(())
-    for index in range(2):
-        torch.manual_seed(3)
-        total = total + loss(index)
-    total.backward()
-
-
-WINDOWS: dict[str, tuple[Window, int]] = {  # name -> (window, its micro-batches)
-    "accumulation": (accumulation, 3),
-    "identical": (identical, 2),
-    "reverse_order": (reverse_order, 2),
-    "interleaved": (interleaved, 3),
-    "twice": (twice, 2),
-    "one_random_state": (one_random_state, 2),
+# The micro-batches up to an optimizer step, in order: `0` is the forward of batch 0, `-0` its
+# backward. A prime marks another forward of the same batch.
+WINDOWS = {
+    "accumulation": "0 -0 1 -1 2 -2",
+    "identical": "0 0' -0' -0",
+    "reverse_order": "0 1 -1 -0",
+    "interleaved": "0 1 -1 2 -0 -2",  # a backward between two forwards that still wait for theirs
+    "twice": "0 -0 1 -1 -0",  # the same graph is recomputed twice
+    "one_random_state": "0 1 -0 -1",  # as two views of a batch have, with the same dropout
 }
+
+
+def run_window(name: str, loss: Callable[[int], Tensor]) -> None:
+    losses, steps = {}, WINDOWS[name].split()
+    for place, step in enumerate(steps):
+        if step.startswith("-"):
+            losses[step[1:]].backward(retain_graph=step in steps[place + 1 :])
+        else:
+            if name == "one_random_state":
+                torch.manual_seed(3)
+            losses[step] = loss(int(step.rstrip("'")))
 
 
 class WithLosses(Block):
@@ -132,7 +82,7 @@ def only_expected_warnings() -> Iterator[None]:
         yield
 
 
-def train(model: nn.Module, run: Run, window: Window, tracked: bool) -> list[dict[str, Tensor]]:
+def train(model: nn.Module, run: Run, window: str, tracked: bool) -> list[dict[str, Tensor]]:
     """Everything that can be compared, after each window and after each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     if tracked:
@@ -149,7 +99,7 @@ def train(model: nn.Module, run: Run, window: Window, tracked: bool) -> list[dic
             outputs.append(output.detach().clone())
             return (output * torch.linspace(-1, 2, output.numel()).view(output.shape)).sum()
 
-        window(loss)
+        run_window(window, loss)
         found = {f"output{i}": output for i, output in enumerate(outputs)}
         for index, x in enumerate(inputs):
             assert x.grad is not None
@@ -170,22 +120,20 @@ def uncheckpointed(
     case: str, window: str, tracked: bool, with_losses: bool
 ) -> list[dict[str, Tensor]]:
     with only_expected_warnings():
-        return train(build(case, with_losses), plain, WINDOWS[window][0], tracked)
+        return train(build(case, with_losses), nn.Module.__call__, window, tracked)
 
 
 def assert_checkpointing_changes_nothing(
     case: str, mode: str, window: str, tracked: bool, with_losses: bool = False
 ) -> None:
-    schedule, micro_batches = WINDOWS[window]
+    micro_batches = sum("-" not in step for step in WINDOWS[window].split())
     model = build(case, with_losses)
     (router,) = routers_of(model)
     with only_expected_warnings(), counting_observe(router) as seen:
-        actual = train(model, MODES[mode], schedule, tracked)
+        actual = train(model, MODES[mode], window, tracked)
     assert seen == [22] * (2 * micro_batches)
     assert int(router.micro_batches) == 2 * micro_batches
-    expected = uncheckpointed(case, window, tracked, with_losses)
-    for at, (state, wanted) in enumerate(zip(actual, expected, strict=True)):
-        assert_same(state, wanted, f"window {at}")
+    assert_same(actual, uncheckpointed(case, window, tracked, with_losses))
 
 
 @pytest.mark.parametrize("tracked", [True, False])
