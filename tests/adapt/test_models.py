@@ -323,12 +323,8 @@ def test_names_in_checkpoints(tmp_path: Path) -> None:
     model = granular()
     prefix = "model.layers.0.mlp."
     names = {name.removeprefix(prefix) for name in model.state_dict() if name.startswith(prefix)}
-    codebook = ("codewords", "counts", "initialized", "seed", "sums", "updates")
-    assert names >= {
-        "experts.gate", "experts.up", "experts.down", "router.centroids", "router.noise_seed",
-        "router.micro_batches", "post_norm.weight", "post_norm.bias",
-        *(f"router.codebook.{part}" for part in codebook),
-    }  # fmt: skip
+    parts = ("experts.gate", "experts.up", "experts.down", "post_norm.weight", "post_norm.bias")
+    assert names >= {*parts, "router.centroids", "router.codebook.codewords"}
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["model_type"] == "airmoe_llama" and "airmoe" not in saved

@@ -17,8 +17,6 @@ def test_ranks_agree(tmp_path: Path) -> None:
     jobs = {"parts": calibrate_a_part, "no logits": loss_without_logits}
     (first, second), no_logits = run_all(jobs, tmp_path).values()
     assert no_logits == [[None], [None]]
-    assert not isinstance(first, str), first
-    assert not isinstance(second, str), second
     for name in ("codewords", "scales"):
         assert_same(first[name], second[name], name)
     for name in ("overlap", "report", "tokens"):

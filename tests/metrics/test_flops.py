@@ -87,6 +87,13 @@ def test_web_cells(method: str) -> None:
     assert found == pytest.approx(WEB[method], rel=0.006)
 
 
+def shown(page: str, table: str) -> str:
+    """A table of a page in docs/, between its marks."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    _, _, rest = text.partition(f"<!-- {table}: start -->\n")
+    return rest.partition(f"\n<!-- {table}: end -->")[0]
+
+
 # AIR's row of the main table.
 WEB_CELLS = {
     "small-c5": "625.5 P",
@@ -112,9 +119,7 @@ def test_lengths_of_the_web_presets() -> None:
         assert preset(name).training.steps == round(steps, -2), name
         per_token = f"{ledger.run(1) / 1e6:,.1f} M"
         lines.append(f"| `{name}` | {cell} | {per_token} | {tokens:,} | {steps:,.0f} |")
-    text = (Path(__file__).parents[2] / "docs" / "decisions.md").read_text(encoding="utf-8")
-    _, _, rest = text.partition("<!-- lengths: start -->\n")
-    assert rest.partition("\n<!-- lengths: end -->")[0] == "\n".join(lines)
+    assert shown("decisions.md", "lengths") == "\n".join(lines)
 
 
 def test_differences_between_methods() -> None:
@@ -129,8 +134,8 @@ def test_differences_between_methods() -> None:
     assert air[256] - hierarchical[256] == pytest.approx(7.9, abs=0.4)
 
 
-def table_of_cells() -> str:
-    """The comparison as docs/flops.md shows it: ledger, paper, difference."""
+def test_the_page_shows_these_cells() -> None:
+    """docs/flops.md compares ledger and paper, and says the difference."""
 
     def cell(paper: float, ledger: Ledger, tokens: int) -> str:
         found = ledger.run(tokens) / 1e15
@@ -141,19 +146,10 @@ def table_of_cells() -> str:
         wikitext = cell(paper, paper_ledger(size, method, 256), epochs * EPOCH)
         web = ["", ""]
         if size == "small":
-            ledger = paper_ledger(size, method, 1024)
-            web = [
-                cell(*pair)
-                for pair in zip(WEB[method], [ledger] * 2, (C5, OPENWEBTEXT2), strict=True)
-            ]
+            ledger, cells = paper_ledger(size, method, 1024), WEB[method]
+            web = [cell(cells[0], ledger, C5), cell(cells[1], ledger, OPENWEBTEXT2)]
         lines.append(f"| {size}, {method} | {epochs} epochs: {wikitext} | {web[0]} | {web[1]} |")
-    return "\n".join(lines)
-
-
-def test_the_page_shows_these_cells() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "flops.md").read_text(encoding="utf-8")
-    _, _, rest = text.partition("<!-- cells: start -->\n")
-    assert rest.partition("\n<!-- cells: end -->")[0] == table_of_cells()
+    assert shown("flops.md", "cells") == "\n".join(lines)
 
 
 def every_method() -> dict[str, Ledger]:

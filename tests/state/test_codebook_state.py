@@ -66,6 +66,7 @@ def test_a_run_with_an_empty_micro_batch_equals_one_without(
     assert torch.equal(lists, expected_lists), "lists were built before the codebook moved"
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("case", CASES)
 def test_bad_tokens_spoil_only_their_own_row(case: str, training: bool) -> None:
@@ -75,9 +76,7 @@ def test_bad_tokens_spoil_only_their_own_row(case: str, training: bool) -> None:
     mask = torch.ones(2, 11, dtype=torch.bool)
     mask[0, 3] = mask[1, 2] = False
     layer, same = build_layer(case).train(training), build_layer(case).train(training)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        result = layer.forward_with_routing(spoilt.requires_grad_())
+    result = layer.forward_with_routing(spoilt.requires_grad_())
     output, expected = result.hidden, same.forward_with_routing(batch(0), mask)
     assert output[~mask].isnan().all(), "a bad token must not look like a good one"
     assert torch.equal(output[mask], expected.hidden[mask])
