@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import airmoe
-from airmoe import AirRouter, ConfigError, GranularExperts, MoELayer
+from airmoe import ConfigError, GranularExperts, MoELayer
 from airmoe.adapt.fitting import AirLayer, fit
 from tests.adapt.models import (
     BATCHES,
@@ -174,37 +174,19 @@ def test_the_report_reads_well() -> None:
     assert "for mass recall 0.95" in str(strict) and "saves nothing" in str(strict)
 
 
-class Stack(nn.Module):
-    """Our own layers, one after the other, in a model whose input has a name of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, 16)
-        config = AirRouter.Config(
-            dim=16, num_experts=40, top_k=4, num_codewords=5, shortlist_size=10
-        )
-        self.layers = nn.ModuleList(
-            MoELayer(config.build(), GranularExperts(40, 16)) for _ in range(2)
-        )
-
-    def forward(self, words: Tensor) -> Tensor:
-        hidden = self.embed(words)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return hidden
-
-
 def test_layers_of_our_own() -> None:
-    model: Any = Stack().eval()
-    first, second = (layer.router for layer in model.layers)
+    """In a model whose input has a name of its own."""
+    sizes = {"num_experts": 40, "top_k": 4, "num_codewords": 5, "shortlist_size": 10}
+    layers = [MoELayer(air(dim=16, **sizes).build(), GranularExperts(40, 16)) for _ in range(2)]
+    model: Any = nn.Sequential(nn.Embedding(VOCAB, 16), *layers).eval()
+    first, second = (layer.router for layer in model[1:])
     learned = torch.cat([batch for place, batch in enumerate(BATCHES) if place % 4 != 3])
     with torch.no_grad():
-        hidden = model.embed(learned)
-        states = (hidden + model.layers[0](hidden)).reshape(-1, 16)
+        states = model[:2](learned).reshape(-1, 16)
         expected = fit(AirLayer(second), states, 5, passes=10, seed=1).codewords
         codebook, seed = first.codebook, first.codebook.seed.clone()
     report = airmoe.calibrate(model, BATCHES, seed=1)
-    assert [layer.name for layer in report.layers] == ["layers.0.router", "layers.1.router"]
+    assert [layer.name for layer in report.layers] == ["1.router", "2.router"]
     assert all(layer.overlap > 0.4 for layer in report.layers) and report.losses is None
     assert not first._forward_pre_hooks and codebook.initialized
     assert torch.equal(codebook.seed, seed)  # that of the noise
