@@ -19,6 +19,7 @@ from tests.conformance.common import (
     dense_weights,
     granular,
     leaves,
+    probe,
     route,
     tokens,
 )
@@ -56,13 +57,6 @@ def spread_norms(router: nn.Module) -> None:
         for name, parameter in router.named_parameters():
             if "centroids" in name:
                 parameter.mul_(torch.linspace(0.4, 1.8, len(parameter))[:, None])
-
-
-def probe(dense: Tensor, probs: Tensor, log_z: Tensor) -> Tensor:
-    """One number that depends on everything a routing gives, with fixed random weights."""
-    loss = (dense * tokens(TOKENS, EXPERTS, 31).to(dense.dtype)).sum()
-    loss = loss + 3 * (probs * tokens(1, EXPERTS, 32)[0].to(dense.dtype)).sum()
-    return loss + 0.1 * (log_z * tokens(1, TOKENS, 33)[0].to(dense.dtype)).sum()
 
 
 def assert_gradients(mine: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor]):

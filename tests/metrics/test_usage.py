@@ -134,14 +134,15 @@ def batch(size: int) -> Batch:
     return hidden, torch.arange(size) % 4 != 3
 
 
-def metered(router: Any, batches: Iterable[Batch]) -> dict[str, Any]:
+def metered(router: Any, batches: Iterable[Batch], ask_often: bool = True) -> dict[str, Any]:
     """What a meter reports after these batches, and the totals it counted."""
     meter = RoutingMeter()
     router.eval()
     for hidden, mask in batches:
         meter.update(router(hidden, mask))
         meter.update_quality(router, hidden, mask)
-        meter.compute()  # may be asked at any time
+        if ask_often:
+            meter.compute()  # may be asked at any time
     found = vars(meter.compute())
     return found | {name: counts.tolist() for name, counts in meter.totals.items()}
 
@@ -234,15 +235,8 @@ def batches_of(split: int, rank: int) -> list[Batch]:
 def meter_this_rank(rank: int, join: Callable[[], None]) -> list[dict[str, Any]]:
     """`compute` is a collective: ranks call it once, however many batches they have."""
     join()
-    reports = []
-    for split in range(len(SPLITS)):
-        router, meter = build("air").eval(), RoutingMeter()
-        for hidden, mask in batches_of(split, rank):
-            meter.update(router(hidden, mask))
-            meter.update_quality(router, hidden, mask)
-        report = vars(meter.compute())
-        reports.append(report | {name: counts.tolist() for name, counts in meter.totals.items()})
-    return reports
+    splits = range(len(SPLITS))
+    return [metered(build("air"), batches_of(split, rank), ask_often=False) for split in splits]
 
 
 def measure_sharded(rank: int, join: Callable[[], None]) -> list[Tensor]:

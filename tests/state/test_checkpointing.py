@@ -186,7 +186,7 @@ def test_a_forward_under_no_grad_is_a_micro_batch_of_its_own() -> None:
 def test_forwards_that_teach_nothing_are_known_again(use_reentrant: bool) -> None:
     """Others observe before their backward comes."""
 
-    def run(checkpointed: bool) -> dict[str, Tensor]:
+    def run(call: Callable[..., Any]) -> dict[str, Tensor]:
         layer = build_layer("air")
         layer(batch(9))
 
@@ -196,17 +196,13 @@ def test_forwards_that_teach_nothing_are_known_again(use_reentrant: bool) -> Non
         torch.manual_seed(0)
         total = torch.zeros(())
         for index, learn in enumerate((True, False, True)):
-            x = batch(index).requires_grad_()
-            if checkpointed:
-                output: Any = checkpoint(forward, x, learn, use_reentrant=use_reentrant)
-            else:
-                output = forward(x, learn)
-            total = total + output.pow(3).sum()
+            total = total + call(forward, batch(index).requires_grad_(), learn).pow(3).sum()
         total.backward()
         assert int(layer.router.micro_batches) == 3
         return snapshot(layer)
 
-    assert_same(run(True), run(False))
+    checkpointed = functools.partial(checkpoint, use_reentrant=use_reentrant)
+    assert_same(run(checkpointed), run(lambda function, *arguments: function(*arguments)))
 
 
 def test_plans_that_own_much_memory_are_kept_for_fewer_forwards(
