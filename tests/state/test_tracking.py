@@ -118,8 +118,9 @@ def test_remove_ends_tracking_and_stays_correct() -> None:
     backward(layer, 0)
     handle.remove()
     assert not router.tracked
-    for index in range(1, 4):
-        optimizer.step()
+    for index in range(1, 7):
+        if index % 2:  # or else only the codebook has moved
+            optimizer.step()
         backward(layer, index)
         assert torch.equal(router.shortlists(), plain_shortlists(router))
 
