@@ -73,14 +73,11 @@ def project(centroids: Tensor, normalize: bool = True) -> Tensor:
     return torch.stack([w / w.norm() for w in centroids])
 
 
-def exact_topk(hidden: Tensor, centroids: Tensor, top_k: int, normalize: bool = True, noise=None):
+def exact_topk(hidden: Tensor, centroids: Tensor, top_k: int, normalize: bool = True):
     """Eq. 1-2 over all experts."""
     centroids = project(centroids, normalize)
-    choices = []
-    for token, h in enumerate(hidden):
-        logits = centroids @ h if noise is None else centroids @ h + noise[token]
-        choices.append([choose(list(range(len(centroids))), logits, top_k)])
-    return choices
+    everyone = list(range(len(centroids)))
+    return [[choose(everyone, centroids @ h, top_k)] for h in hidden]
 
 
 # ---------------------------------------------------------------- AIR (Alg. 1)
@@ -95,14 +92,10 @@ def nearest_codeword(h: Tensor, codewords: Tensor, kind: Kind = "spherical") -> 
     return top_ids(closeness.detach(), 1)[0]
 
 
-def build_shortlists(codewords: Tensor, centroids: Tensor, size: int, noise=None, normalize=True):
+def build_shortlists(codewords: Tensor, centroids: Tensor, size: int, normalize: bool = True):
     """Alg. 1, lines 4-7: the M best experts of every codeword, ids ascending."""
     centroids = project(centroids.detach(), normalize)
-    shortlists = []
-    for g, c in enumerate(codewords):
-        scores = centroids @ c if noise is None else centroids @ c + noise[g]
-        shortlists.append(sorted(top_ids(scores, size)))
-    return shortlists
+    return [sorted(top_ids(centroids @ c, size)) for c in codewords]
 
 
 def air_route(
@@ -111,19 +104,15 @@ def air_route(
     shortlists: list[list[int]],
     centroids: Tensor,
     top_k: int,
-    noise: Tensor | None = None,
     normalize: bool = True,
     kind: Kind = "spherical",
 ):
     """Alg. 1, lines 2-3 and 8-10."""
     centroids = project(centroids, normalize)
     choices = []
-    for token, h in enumerate(hidden):
+    for h in hidden:
         candidates = shortlists[nearest_codeword(h, codewords, kind)]
-        logits = centroids[candidates] @ h
-        if noise is not None:
-            logits = logits + noise[token][candidates]
-        choices.append([choose(candidates, logits, top_k)])
+        choices.append([choose(candidates, centroids[candidates] @ h, top_k)])
     return choices
 
 

@@ -225,15 +225,6 @@ def run(model: Any, seed: int = 6, **inputs: Any) -> dict[str, Tensor]:
     return found | {f"state of {name}": value for name, value in model.state_dict().items()}
 
 
-def assert_same(
-    found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 0, atol: float = 0
-) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol)
-
-
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Nothing that a half-done swap would have changed is another after the block."""

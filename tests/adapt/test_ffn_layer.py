@@ -15,8 +15,8 @@ from torch import Tensor
 
 from airmoe import MoELayer, MoEOutput, swap_ffn
 from airmoe.kernels.backend import use_backend
-from tests.adapt.models import WIDTH, air, assert_same, dense, ids
-from tests.state.common import checkpoint_activations
+from tests.adapt.models import WIDTH, air, dense, ids
+from tests.state.common import assert_same, checkpoint_activations
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:AirRouter is trained without"),
@@ -65,8 +65,8 @@ def test_codebooks_learn_from_real_tokens_only() -> None:
     real = batch()["attention_mask"] != 0
     for index, other, hidden in zip((0, 2), others, seen, strict=True):
         other.observe(hidden.detach()[real])
-        for name, value in other.state_dict().items():
-            assert torch.equal(state[f"model.layers.{index}.mlp.router.{name}"], value), name
+        prefix, wanted = f"model.layers.{index}.mlp.router.", other.state_dict()
+        assert_same({name: state[prefix + name] for name in wanted}, dict(wanted))
     assert float(others[0].codebook.counts.sum()) == pytest.approx(8 * 9 - 5 * PADDED)
     assert_same(run(swapped(), batch(filler=7)), state)  # whatever the padding is
 

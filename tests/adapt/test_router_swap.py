@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import airmoe
 from airmoe import ConfigError
@@ -62,29 +57,25 @@ def test_a_dense_layer_has_no_router() -> None:
     assert error.value == 0
 
 
-def test_groups_need_candidates_everywhere() -> None:
-    """Two of four groups: any two must hold the token's two experts, and two to be judged by."""
-    for size in (1, 2, 4, 7):
-        match = "must be >= 8: tokens are limited.*fewer than 2 candidates"
-        refused(build("deepseek_v3"), match, shortlist_size=size)
-    swap(build("deepseek_v3"))
-
-
-def test_groups_that_are_all_selected_limit_nothing() -> None:
-    model = build("deepseek_v3", n_group=1, topk_group=1)
-    swap(model, shortlist_size=2)
-    assert swapped_routers(model)[0].shortlist_size == 2
-
-
-def test_more_experts_per_token_need_more_of_each_group() -> None:
-    model = build("deepseek_v3", num_experts_per_tok=6)
-    refused(model, "must be >= 12: ", shortlist_size=11)  # 3 of each of the 4 groups
-    swap(model, shortlist_size=12)
+@pytest.mark.parametrize(
+    ("changes", "least", "rule"),
+    [
+        ({}, 8, ": tokens are limited.*fewer than 2 candidates"),
+        ({"num_experts_per_tok": 6}, 12, ": "),  # 3 of each of the 4 groups
+        ({"num_experts_per_tok": 5}, 12, ": "),  # may be three and two
+        ({"n_group": 1, "topk_group": 1}, 2, ""),  # all selected: they limit nothing
+    ],
+)
+def test_groups_need_candidates_everywhere(changes: Any, least: int, rule: str) -> None:
+    """Two of four groups: any two must hold the token's experts, and two to be judged by."""
+    model = build("deepseek_v3", **changes)
+    for size in range(1, least):
+        refused(model, f"must be >= {least}{rule}", shortlist_size=size)
+    swap(model, shortlist_size=least)
     router = swapped_routers(model)[0]
     groups = router.shortlists() // 4
-    assert all((groups == group).sum(-1).min() >= 3 for group in range(4))
-    # Five from two groups may be three and two, hence three of each as well.
-    refused(build("deepseek_v3", num_experts_per_tok=5), "must be >= 12: ", shortlist_size=11)
+    assert router.shortlist_size == least
+    assert all((groups == group).sum(-1).min() >= least // 4 for group in range(4))
 
 
 def test_unknown_models_learn_which_are_known() -> None:

@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
+from transformers import AutoModelForCausalLM
 
 import airmoe
 from tests.adapt.models import (
     BUILD,
     EXPERTS,
     SWAPPED,
-    assert_same,
     build,
     calibrated,
     gradients,
@@ -31,14 +29,15 @@ from tests.adapt.models import (
     swap,
     swapped_routers,
 )
-from tests.state.common import checkpoint_activations
+from tests.model.common import trainer_of
+from tests.state.common import assert_same, checkpoint_activations
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:AirRouter is trained without"),
     pytest.mark.filterwarnings("ignore:codebook"),
 ]
-CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+CLOSE: Any = {"rtol": 1e-4, "atol": 1e-6}
 
 
 @pytest.mark.parametrize("family", BUILD)
@@ -62,7 +61,7 @@ def test_gradients_are_those_of_the_masked_dense_router(family: str) -> None:
 
     for router in routers:
         router.forward = dense(router)
-    assert_same(found, gradients(model), **CLOSE)
+    torch.testing.assert_close(found, gradients(model), **CLOSE)
     assert all(router.weight.grad.abs().sum() > 0 for router in routers)
 
 
@@ -76,30 +75,26 @@ def test_gradient_checkpointing_changes_nothing(kind: str, reentrant: bool) -> N
         model.enable_input_require_grads()
     for seed in (6, 7):
         found, expected = (run(one, seed, use_cache=False) for one in (model, plain))
-    assert_same(found, expected, **CLOSE)
+    torch.testing.assert_close(found, expected, **CLOSE)
     before = SWAPPED[kind]().state_dict()
     for name in before:
         if kind in BUILD and ".codebook." in name:
             assert torch.equal(model.state_dict()[name], before[name]), name
 
 
-class Text(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": ids(index)[0], "labels": ids(index)[0]}
+TEXT = [{"input_ids": ids(index)[0], "labels": ids(index)[0]} for index in range(12)]
+STEPS: dict[str, Any] = {
+    "max_steps": 3,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+}
+STEPS |= {"learning_rate": 1e-2, "save_strategy": "no"}
 
 
 def trained(model: Any, folder: Path, resume: str | None = None, **options: Any) -> Any:
     """Three steps of the Trainer, nothing about airmoe in it."""
     torch.manual_seed(0)
-    plain: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
-    plain |= {"max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
-    plain |= {"save_strategy": "no", **options}
-    arguments = TrainingArguments(str(folder), **plain)
-    trainer = Trainer(model, arguments, train_dataset=Text())
-    trainer.remove_callback(PrinterCallback)
+    trainer = trainer_of(model, folder, TEXT, **{**STEPS, **options})
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -124,8 +119,7 @@ def test_three_trainer_steps(family: str, tmp_path: Path) -> None:
             assert not torch.equal(router.weight, weight)
             now = router.ranking(router.codebook.representatives())[:, :8].sort(-1).values
             assert torch.equal(router.shortlists(), now)
-            state = router.codebook.state_dict()
-            assert all(torch.equal(state[name], value) for name, value in codebook.items())
+            assert_same(dict(router.codebook.state_dict()), dict(codebook))
             router.weight.neg_()
             assert not torch.equal(router.shortlists(), old)
     assert trainer.state.global_step == 3
@@ -134,13 +128,12 @@ def test_three_trainer_steps(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", BUILD)
 def test_label_smoothing_predicts_the_next_token_as_stock_does(family: str, tmp_path: Path) -> None:
     """The Trainer knows by the name of a model's class whether to shift its labels."""
-    options = {"use_cpu": True, "report_to": [], "label_smoothing_factor": 0.1}
-    arguments = TrainingArguments(output_dir=str(tmp_path), **options)
     found = []
-    for model in (build(family), calibrated(family, size=EXPERTS)):
+    for model in (build(family).eval(), calibrated(family, size=EXPERTS)):
         inputs = {"input_ids": ids(6), "labels": ids(6)}
+        trainer = trainer_of(model, tmp_path, label_smoothing_factor=0.1)
         with torch.no_grad():
-            found.append(Trainer(model, arguments).compute_loss(model.eval(), inputs))
+            found.append(trainer.compute_loss(model, inputs))
     torch.testing.assert_close(found[1], found[0])
 
 
@@ -166,9 +159,7 @@ def test_the_trainer_resumes(tmp_path: Path) -> None:
     whole, resumed = calibrated("gpt_oss"), swap(build("gpt_oss"))
     trained(whole, tmp_path, **steps)
     trained(resumed, tmp_path, resume=str(tmp_path / "checkpoint-2"), **steps)
-    ours, theirs = resumed.state_dict(), whole.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    assert_same(resumed.state_dict(), whole.state_dict())
     with routed(resumed) as answers:
         assert torch.equal(logits_of(resumed), logits_of(whole))
     assert not answers[0][0].isfinite().all()  # the codebook came with the checkpoint
@@ -217,7 +208,7 @@ def test_lists_made_in_inference_mode_serve_in_training() -> None:
     found = gradients(model)
     assert router._cached is cached
     router._cached = None
-    assert_same(gradients(model), found, **CLOSE)
+    torch.testing.assert_close(gradients(model), found, **CLOSE)
 
 
 def test_torch_compile() -> None:
@@ -231,10 +222,9 @@ def test_torch_compile() -> None:
         other = compiled(ids(1)).logits
     torch.testing.assert_close(other, logits_of(model), rtol=0, atol=1e-5)
     assert (other - expected).abs().max() > 1e-3
-    grads = gradients(model.train())
-    model.zero_grad()
-    found = gradients(compiled)
-    assert_same({n.removeprefix("_orig_mod."): grad for n, grad in found.items()}, grads, **CLOSE)
+    expected = gradients(model.train())
+    found = {n.removeprefix("_orig_mod."): grad for n, grad in gradients(compiled).items()}
+    torch.testing.assert_close(found, expected, **CLOSE)
     torch._dynamo.reset()
 
 

@@ -154,6 +154,13 @@ def tokens(count: int, dim: int, seed: int) -> Tensor:
     return torch.randn(count, dim, generator=torch.Generator().manual_seed(seed))
 
 
+def probe(dense: Tensor, probs: Tensor, log_z: Tensor) -> Tensor:
+    """One number that depends on everything a routing gives, with fixed random weights."""
+    loss = (dense * tokens(len(dense), dense.shape[1], 31).to(dense.dtype)).sum()
+    loss = loss + 3 * (probs * tokens(1, len(probs), 32)[0].to(dense.dtype)).sum()
+    return loss + 0.1 * (log_z * tokens(1, len(log_z), 33)[0].to(dense.dtype)).sum()
+
+
 def route(router: Any, hidden: Tensor, mode: Mode, mask: Tensor | None = None) -> Any:
     """One routing; in train mode after the micro-batch was observed, as MoELayer does."""
     router.train(mode == "train")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from tests.conformance.common import (
     set_codebook,
     tokens,
 )
+from tests.oracles import Kind
 from tests.tolerance import assert_close
 
 TOKENS, DIM, EXPERTS = 43, 8, 48
@@ -37,11 +40,13 @@ CASES = [
     Case("air", {**SIZES, "num_codewords": 6, "shortlist_size": 7}),
     Case("air", {**SIZES, "num_codewords": 6, "shortlist_size": 30}),
     Case("air", {**SIZES, "num_codewords": 1, "shortlist_size": 20}),
-    Case(
-        "air",
-        {**SIZES, "num_codewords": 7, "shortlist_size": 13, "normalize_centroids": False},
-    ),
+    Case("air", {**SIZES, "num_codewords": 7, "shortlist_size": 13, "normalize_centroids": False}),
+    Case("air", {**SIZES, "num_codewords": 7, "shortlist_size": 13, "codebook": "euclidean"}),
 ]
+
+
+def kind_of(case: Case) -> Kind:
+    return case.config.get("codebook", "spherical")
 
 
 def build(case: Case):
@@ -51,6 +56,8 @@ def build(case: Case):
             parameter.mul_(torch.linspace(0.5, 1.5, len(parameter))[:, None])
     if case.name == "air":
         codewords = oracles.project(tokens(case.config["num_codewords"], DIM, 1))
+        if kind_of(case) == "euclidean":  # of other lengths the nearest is not that by cosine
+            codewords = codewords * torch.linspace(0.2, 4.0, len(codewords))[:, None]
         set_codebook(router, codewords)
         router.freeze_codebook()
     return router
@@ -75,6 +82,7 @@ def own_choices(case: Case, router, hidden: Tensor, dtype: torch.dtype):
         centroids,
         case.config["top_k"],
         normalize=case.config.get("normalize_centroids", True),
+        kind=kind_of(case),
     )
 
 
@@ -135,7 +143,8 @@ def test_rows_of_a_token_are_its_cells(case: Case):
     expected = []
     for token, h in enumerate(hidden.double()):
         if case.name == "air":
-            cells = [oracles.nearest_codeword(h, router.codebook.codewords.double())]
+            codewords = router.codebook.codewords.double()
+            cells = [oracles.nearest_codeword(h, codewords, kind_of(case))]
         else:
             normalize = case.config.get("normalize_centroids", True)
             clusters = oracles.project(router.cluster_centroids.detach().double(), normalize)
@@ -144,15 +153,36 @@ def test_rows_of_a_token_are_its_cells(case: Case):
     assert pairs == sorted(expected)
 
 
-def test_hierarchical_cell_probs_are_the_cluster_softmax():
-    case = CASES[1]
+@pytest.mark.parametrize("case", [CASES[1], CASES[5]], ids=str)
+def test_cell_probs_are_the_softmax_over_cells(case: Case):
+    """Over clusters, or over the cosines to codewords: what the shortlist balance loss reads."""
     router, hidden = build(case), tokens(TOKENS, DIM, 3)
     routing = route(router, hidden, "eval")
 
     def plain(dtype: torch.dtype) -> Tensor:
-        clusters = oracles.project(router.cluster_centroids.detach().to(dtype))
-        return torch.softmax(hidden.to(dtype) @ clusters.T, dim=1).mean(dim=0)
+        h = hidden.to(dtype)
+        if case.name == "air":
+            scores = oracles.project(h) @ oracles.project(router.codebook.codewords.to(dtype)).T
+        else:
+            scores = h @ oracles.project(router.cluster_centroids.detach().to(dtype)).T
+        return torch.softmax(scores, dim=1).mean(dim=0)
 
     assert_close(routing.cell_probs, plain(torch.float64), plain(torch.float32), "cell_probs")
-    counts = torch.bincount(row_cells(routing), minlength=12)
+    counts = torch.bincount(row_cells(routing), minlength=len(routing.pools))
     assert torch.equal(routing.cell_counts, counts)
+
+
+def test_alg1_by_hand():
+    """The oracle itself, against numbers computed by hand."""
+    # Two codewords on the axes; experts 0-1 lean to x, 2-3 to y; lists of two.
+    codewords = torch.eye(2).double()
+    centroids = torch.tensor([[2.0, 0.0], [3.0, 3.0], [0.0, 5.0], [-1.0, 1.0]]).double()
+    hidden = torch.tensor([[4.0, 1.0], [1.0, 3.0]]).double()
+    assert [oracles.nearest_codeword(h, codewords) for h in hidden] == [0, 1]
+    lists = oracles.build_shortlists(codewords, centroids, 2)
+    assert lists == [[0, 1], [1, 2]]  # experts 1 and 3 tie for y: the lower id
+    (first,), (second,) = oracles.air_route(hidden, codewords, lists, centroids, 1)
+    assert first.expert_ids == [0]  # 4 against 5 / sqrt(2)
+    assert second.expert_ids == [2]  # 3 against 4 / sqrt(2)
+    expected = 1 / (1 + math.exp(5 / math.sqrt(2) - 4))
+    assert abs(first.weights.item() - expected) < 1e-12  # K = 1: the softmax over the list

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests import oracles
-from tests.conformance.common import Case, Mode, dense_weights, leaves, route, tokens
+from tests.conformance.common import Case, Mode, dense_weights, leaves, probe, route, tokens
 from tests.tolerance import assert_close
 
 TOKENS, SIZES = 31, {"dim": 12, "num_experts": 25, "top_k": 6}
@@ -39,9 +39,7 @@ def test_full_shortlists_are_exact_routing(
     for router in (air, exact):
         hidden = tokens(TOKENS, 12, 3).requires_grad_()
         routing = route(router, hidden, mode)
-        loss = (dense_weights(routing) * tokens(TOKENS, 25, 4)).sum()
-        loss = loss + (routing.expert_probs * tokens(1, 25, 5)[0]).sum()
-        loss = loss + (routing.log_z * tokens(1, TOKENS, 6)[0]).sum()
+        loss = probe(dense_weights(routing), routing.expert_probs, routing.log_z)
         grads = torch.autograd.grad(loss, [hidden, router.centroids])
         results.append((routing, routing.to_token_routing(), *grads))
     assert torch.equal(air.micro_batches, exact.micro_batches)
@@ -66,9 +64,8 @@ def jitter_free(router: Any, top_k: int, normalize: bool, dtype: torch.dtype) ->
     choices = oracles.exact_topk(h, weights, top_k, normalize)
     dense = oracles.dense_weights(choices, 25, h)
     probs, log_z = oracles.expert_probs(choices, 25, h), oracles.log_z(choices, h)
-    loss = (dense * tokens(TOKENS, 25, 4)).sum() + (probs * tokens(1, 25, 5)[0]).sum()
-    loss = loss + (log_z * tokens(1, TOKENS, 6)[0]).sum()
-    return [dense, probs, log_z, *torch.autograd.grad(loss, [h, weights])]
+    grads = torch.autograd.grad(probe(dense, probs, log_z), [h, weights])
+    return [dense, probs, log_z, *grads]
 
 
 def assert_agree(mine: Tensor, theirs: Tensor, truth: Tensor, plain: Tensor, what: str) -> None:

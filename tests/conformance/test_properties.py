@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +23,11 @@ from tests.conformance.common import (
     row_cells,
     set_codebook,
 )
-from tests.conformance.training_oracles import (
-    alg2_update,
-    assert_state,
-    replacement,
-    states_of,
-)
+from tests.conformance.training_oracles import alg2_update, assert_state, replacement, states_of
 from tests.tolerance import assert_close, assert_top_k, score_slack
 
+# Non-finite tokens and tiny batches are remarked upon.
+pytestmark = pytest.mark.filterwarnings("ignore")
 COUNTS = [1, 2, 3, 5, 7, 13, 17]
 
 
@@ -198,9 +194,7 @@ def test_any_batch_routes_and_computes_by_the_formulas(s: Situation):
     case, router, experts = s.case, s.case.build(), make_experts(s)
     layer = airmoe.MoELayer(router, experts, post_norm="none").train(s.mode == "train")
     mask = None if s.mask is None else s.mask[None]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # non-finite tokens and tiny batches are remarked upon
-        result = layer.forward_with_routing(s.hidden[None], mask)
+    result = layer.forward_with_routing(s.hidden[None], mask)
     routing, output = result.routing, result.hidden[0]
     assert torch.equal(routing.valid, s.valid)
     clean = s.hidden.nan_to_num(1.0, 1.0, 1.0)
@@ -278,9 +272,7 @@ def test_any_batch_updates_the_codebook_by_alg2(data: st.DataObject):
     book = router.codebook
     before = states_of(book)
     valid = hidden[mask & hidden.isfinite().all(dim=1)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        book.update(hidden, mask)
+    book.update(hidden, mask)
     if not len(valid):
         for part in vars(before[1]):
             assert torch.equal(getattr(book, part), getattr(before[1], part)), part
@@ -301,9 +293,7 @@ def test_gradients_of_any_batch_are_finite_and_masked_tokens_have_none(s: Situat
     layer = airmoe.MoELayer(s.case.build(), make_experts(s), post_norm="none")
     layer.train(s.mode == "train")
     mask = None if s.mask is None else s.mask[None]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        result = layer.forward_with_routing(hidden[None], mask)
+    result = layer.forward_with_routing(hidden[None], mask)
     loss = result.hidden.square().sum() + airmoe.load_balance_loss(result.routing)
     loss = loss + airmoe.router_z_loss(result.routing)
     loss.backward()

@@ -24,7 +24,7 @@ Scenario = Callable[[int, Callable[[], None]], Any]
 def run_all(scenarios: dict[str, Scenario], folder: Path) -> dict[str, list[Any]]:
     """Every scenario in its own process group, one start of the processes for all of them.
 
-    Gives name -> the ranks' results; a result that is a string is a traceback.
+    Gives name -> the ranks' results.
     """
     context = spawn(_worker, (scenarios, str(folder)), nprocs=WORLD, join=False)
     assert context is not None
@@ -36,6 +36,8 @@ def run_all(scenarios: dict[str, Scenario], folder: Path) -> dict[str, list[Any]
             process.kill()
         raise TimeoutError("the processes hang")
     ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    failures = [found for results in ranks for found in results.values() if isinstance(found, str)]
+    assert not failures, "\n".join(failures)
     return {name: [results[name] for results in ranks] for name in scenarios}
 
 

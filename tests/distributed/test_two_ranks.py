@@ -8,24 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.launch import WORLD, run_all
+from tests.distributed.launch import run_all
 from tests.distributed.scenarios import CODEWORDS, SCENARIOS, STEPS, tokens
+from tests.state.common import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 LEARNING = ["learn_spherical", "learn_euclidean", "learn_static", "learn_with_empty_ranks"]
 State = dict[str, Tensor]
+Results = dict[str, list[Any]]
 
 
 @pytest.fixture(scope="module")
-def all_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_all(SCENARIOS, tmp_path_factory.mktemp("ranks"))
-
-
-def ranks_of(all_results: dict[str, list[Any]], name: str) -> list[Any]:
-    for rank, result in enumerate(all_results[name]):
-        assert not isinstance(result, str), f"rank {rank}: {result}"
-    return all_results[name]
 
 
 def alone(name: str) -> Any:
@@ -46,22 +42,18 @@ def assert_near(actual: State, expected: State, what: str) -> None:
 
 
 @pytest.mark.parametrize("name", LEARNING)
-def test_codebooks_are_bit_identical_on_all_ranks(
-    all_results: dict[str, list[Any]], name: str
-) -> None:
-    first, second = ranks_of(all_results, name)
-    assert len(first) == len(second) > 5
-    for step, (left, right) in enumerate(zip(first, second, strict=True)):
-        for key in left:
-            assert torch.equal(left[key], right[key]), f"step {step} {key}"
+def test_codebooks_are_bit_identical_on_all_ranks(ranks: Results, name: str) -> None:
+    first, second = ranks[name]
+    assert len(first) > 5
+    assert_same(first, second)
 
 
 @pytest.mark.parametrize("name", ["learn_spherical", "learn_euclidean"])
 def test_codewords_did_die_and_were_replaced_from_the_global_batch(
-    all_results: dict[str, list[Any]], name: str
+    ranks: Results, name: str
 ) -> None:
     """Otherwise the test above would prove nothing about replacement."""
-    states = ranks_of(all_results, name)[0]
+    states = ranks[name][0]
     assert len(states) == STEPS
     replaced_by_rank = [0, 0]
     for step, state in enumerate(states):
@@ -77,65 +69,52 @@ def test_codewords_did_die_and_were_replaced_from_the_global_batch(
 
 
 @pytest.mark.parametrize("name", LEARNING)
-def test_two_ranks_equal_one_process_on_the_whole_batch(
-    all_results: dict[str, list[Any]], name: str
-) -> None:
+def test_two_ranks_equal_one_process_on_the_whole_batch(ranks: Results, name: str) -> None:
     expected = alone(name)
-    for step, (state, wanted) in enumerate(
-        zip(ranks_of(all_results, name)[0], expected, strict=True)
-    ):
+    for step, (state, wanted) in enumerate(zip(ranks[name][0], expected, strict=True)):
         state, wanted = dict(state), dict(wanted)
         state.pop("micro", None)  # a batch empty on all ranks is counted by ranks, not by one
         wanted.pop("micro", None)
         assert_near(state, wanted, f"step {step}")
 
 
-def test_a_batch_empty_on_all_ranks_changes_no_codebook(
-    all_results: dict[str, list[Any]],
-) -> None:
-    for states in ranks_of(all_results, "learn_with_empty_ranks"):
+def test_a_batch_empty_on_all_ranks_changes_no_codebook(ranks: Results) -> None:
+    for states in ranks["learn_with_empty_ranks"]:
         for key in ("codewords", "counts", "sums", "updates"):
             assert torch.equal(states[4][key], states[3][key]), key
             assert not torch.equal(states[5][key], states[4][key]), key
 
 
-def test_ddp_gradients_are_those_of_the_global_batch(all_results: dict[str, list[Any]]) -> None:
-    ranks, expected = ranks_of(all_results, "train_ddp"), alone("train_ddp")
-    for step, wanted in enumerate(expected):
+def test_ddp_gradients_are_those_of_the_global_batch(ranks: Results) -> None:
+    (first, second), expected = ranks["train_ddp"], alone("train_ddp")
+    assert_same(first, second)
+    for step, (state, wanted) in enumerate(zip(first, expected, strict=True)):
         assert any(key.endswith("centroids.grad") for key in wanted)
-        for rank in range(WORLD):
-            assert_near(ranks[rank][step], wanted, f"step {step}, rank {rank}")
-        for key in wanted:
-            assert torch.equal(ranks[0][step][key], ranks[1][step][key]), f"step {step} {key}"
+        assert_near(state, wanted, f"step {step}")
 
 
-def test_fsdp2_trains_with_lists_of_the_full_centroids(all_results: dict[str, list[Any]]) -> None:
-    ranks, expected = ranks_of(all_results, "train_fsdp"), alone("train_fsdp")
-    for step, wanted in enumerate(expected):
-        for rank in range(WORLD):
-            state = ranks[rank][step]
-            assert torch.equal(state["lists"], state["expected"]), f"step {step}"
-            assert torch.equal(state["evaluation"], state["expected_evaluation"]), f"step {step}"
-            assert torch.equal(state["outside"], state["expected_evaluation"]), f"step {step}"
-            assert_near(state, wanted, f"step {step}, rank {rank}")
-        for key in wanted:
-            assert torch.equal(ranks[0][step][key], ranks[1][step][key]), f"step {step} {key}"
+def test_fsdp2_trains_with_lists_of_the_full_centroids(ranks: Results) -> None:
+    (first, second), expected = ranks["train_fsdp"], alone("train_fsdp")
+    assert_same(first, second)
+    for step, (state, wanted) in enumerate(zip(first, expected, strict=True)):
+        assert torch.equal(state["lists"], state["expected"]), f"step {step}"
+        assert torch.equal(state["evaluation"], state["expected_evaluation"]), f"step {step}"
+        assert torch.equal(state["outside"], state["expected_evaluation"]), f"step {step}"
+        assert_near(state, wanted, f"step {step}")
     assert not torch.equal(expected[0]["lists"], expected[2]["lists"]), "the lists never moved"
 
 
 @pytest.mark.parametrize("name", ["noise_same_seed", "noise_other_seed"])
 def test_token_noise_differs_between_ranks_and_shortlist_noise_does_not(
-    all_results: dict[str, list[Any]], name: str
+    ranks: Results, name: str
 ) -> None:
-    first, second = ranks_of(all_results, name)
+    first, second = ranks[name]
     assert torch.equal(first["lists"], second["lists"])
     assert not torch.equal(first["lists"], first["calm"]), "no jitter in the lists"
     assert not torch.equal(first["experts"], second["experts"]), "ranks share their token noise"
     assert torch.equal(first["seed"], second["seed"]) == (name == "noise_same_seed")
 
 
-def test_a_frozen_codebook_keeps_shortlist_noise_equal(
-    all_results: dict[str, list[Any]],
-) -> None:
-    first, second = ranks_of(all_results, "frozen_noise")
+def test_a_frozen_codebook_keeps_shortlist_noise_equal(ranks: Results) -> None:
+    first, second = ranks["frozen_noise"]
     assert torch.equal(first["lists"], second["lists"])

@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import airmoe
-from airmoe.flops import Column, Workload, count_flops
-from airmoe.kernels.backend import use_backend
+from airmoe.flops import Workload, count_flops
+from airmoe.kernels.backend import Choice, use_backend
 from airmoe.kernels.token_experts import Activation, is_gated
 from airmoe.metrics.flop_counter import flop_counter
 from airmoe.model import METHODS, AirMoeConfig, AirMoeForCausalLM, with_method
@@ -50,8 +50,11 @@ def measured(config: AirMoeConfig, counter: FlopCounterMode) -> int:
     return counter.get_total_flops() - sum(angles.values())
 
 
-def ledger_products(config: AirMoeConfig, column: Column) -> float:
-    return TOKENS * count_flops(config, WORKLOAD).cost(column, kind="product").total
+def assert_counted(config: AirMoeConfig, backend: Choice) -> None:
+    """The ledger has every product that is launched, forward and backward, to the last FLOP."""
+    with use_backend(backend):
+        counted = measured(config, flop_counter())
+    assert counted == TOKENS * count_flops(config, WORKLOAD).cost("executed", kind="product").total
 
 
 def test_dense_parts_with_torch_alone() -> None:
@@ -89,12 +92,9 @@ def test_dense_parts_with_torch_alone() -> None:
 )
 @pytest.mark.slow
 def test_executed_products_of_the_kernels(method: str, weight: float) -> None:
-    """Every product that the Triton path launches, forward and backward, to the last FLOP."""
     config = with_method(tiny_config(), method)
     config.load_balance_weight = weight
-    with use_backend("triton"):
-        counted = measured(config, flop_counter())
-    assert counted == ledger_products(config, "executed")
+    assert_counted(config, "triton")
 
 
 @pytest.mark.parametrize(("gate", "top_k"), [("token_choice", 1), ("expert_choice", 8)])
@@ -103,9 +103,7 @@ def test_gates_without_a_balance_loss(gate: str, top_k: int) -> None:
     config = tiny_config()
     config.router_options["gate"] = gate
     config.num_experts_per_tok, config.load_balance_weight = top_k, 0.0
-    with use_backend("triton"):
-        counted = measured(config, flop_counter())
-    assert counted == ledger_products(config, "executed")
+    assert_counted(config, "triton")
 
 
 @pytest.mark.parametrize("activation", get_args(Activation))
@@ -113,8 +111,7 @@ def test_every_activation_trains_and_is_counted(activation: Activation) -> None:
     """Products as torch counts them, and between them what the paper counts per neuron."""
     config = tiny_config()
     config.expert_activation = activation
-    with use_backend("reference"):
-        assert measured(config, flop_counter()) == ledger_products(config, "executed")
+    assert_counted(config, "reference")
     found = count_flops(config, WORKLOAD).cost("algorithmic", "experts", kind="elementwise").forward
     config.expert_activation = "relu" if not is_gated(activation) else "swiglu"
     known = count_flops(config, WORKLOAD).cost("algorithmic", "experts", kind="elementwise").forward
@@ -127,9 +124,7 @@ def test_every_activation_trains_and_is_counted(activation: Activation) -> None:
 def test_executed_products_of_cells_in_plain_pytorch(method: str) -> None:
     """The reference has no operators of its own: here torch's formulas count cells, too."""
     config = with_method(tiny_config(), method)
-    with use_backend("reference"):
-        counted = measured(config, flop_counter())
-    assert counted == ledger_products(config, "executed")
+    assert_counted(config, "reference")
 
 
 def test_other_losses_and_shapes() -> None:
@@ -137,8 +132,7 @@ def test_other_losses_and_shapes() -> None:
     config = tiny_config()
     config.expert_size, config.expert_activation, config.moe_layers = 2, "gelu", [0, 1]
     config.shortlist_balance_weight = config.router_z_weight = 0.01
-    with use_backend("reference"):
-        assert measured(config, flop_counter()) == ledger_products(config, "executed")
+    assert_counted(config, "reference")
 
 
 @pytest.mark.parametrize("kind", ["flash", "efficient"])

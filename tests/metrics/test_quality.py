@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from airmoe import AirRouter, PeerRouter, Router, RouterConfig, TokenRouting
 from airmoe.config import config
 from airmoe.metrics import (
+    RoutingMeter,
     mass_recall,
     mass_recall_bound,
     overlap,
@@ -23,16 +25,9 @@ from airmoe.metrics import (
     shortlist_staleness,
 )
 from tests import oracles
-from tests.metrics.routers import (
-    DIM,
-    NUM_EXPERTS,
-    TOP_K,
-    build,
-    choices,
-    exact_logits,
-    trained_air,
-)
+from tests.metrics.routers import DIM, NUM_EXPERTS, TOP_K, build, choices, exact_logits, trained_air
 from tests.model.test_linear_cross_entropy import LargestTensor
+from tests.state.common import assert_same
 from tests.tolerance import assert_close
 
 CASES = [
@@ -295,7 +290,6 @@ def everything(router: AirRouter) -> dict[str, Any]:
     found["experts"] = router.training_lists.experts.clone()
     found["norms"] = router.training_lists.inverse_norms.clone()
     found["flags"] = [module.training for module in router.modules()]
-    found["key"] = router.training_lists.key
     return found
 
 
@@ -308,16 +302,13 @@ def test_measuring_changes_nothing(training: bool, tracked: bool) -> None:
     hidden = torch.randn(30, DIM)
     router.train(training)
     router.codebook.eval()  # a flag of its own must survive too
-    before, gates = everything(router), router(hidden).gates
+    before, key, gates = everything(router), router.training_lists.key, router(hidden).gates
     (wanted,) = torch.autograd.grad(gates.square().sum(), router.centroids, retain_graph=True)
     for measure in MEASURES:
         measure(router, hidden)
     shortlist_staleness(router)
-    after = everything(router)
-    assert before.keys() == after.keys()
-    for key, value in before.items():
-        same = torch.equal(value, after[key]) if isinstance(value, Tensor) else value == after[key]
-        assert same, key
+    assert_same(everything(router), before)
+    assert router.training_lists.key == key
     # The backward of the earlier forward, then another forward.
     (grad,) = torch.autograd.grad(gates.square().sum(), router.centroids)
     assert torch.equal(grad, wanted) and grad.abs().max() > 0
@@ -336,8 +327,11 @@ def test_the_training_flag_survives_an_error() -> None:
 
 def test_routers_that_cannot_be_measured_are_refused() -> None:
     peer = PeerRouter.Config(dim=DIM, num_experts=16, top_k=4, num_heads=2).build()
-    for measure in (overlap, mass_recall):
+    peer, hidden, meter = peer.eval(), torch.randn(50, DIM), RoutingMeter()
+    for measure in (overlap, mass_recall, meter.update_quality):
         with pytest.raises(ValueError, match="exact by construction"):
-            measure(peer, torch.randn(3, DIM))
+            measure(peer, hidden)
+    meter.update(peer(hidden))  # usage it has
+    assert 0 < (meter.compute().entropy or 0) <= math.log(16)
     with pytest.raises(ValueError, match="TopKRouter, needs an AirRouter"):
         mass_recall_bound(build("topk"), torch.randn(3, DIM))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Trainer, TrainingArguments
 
 from airmoe import ROUTERS
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM
@@ -62,8 +64,8 @@ def batch(index: int, shape: tuple[int, int] = (3, 12), vocabulary: int = VOCABU
 
 
 def assert_close_gradients(found: Any, expected: Any) -> None:
-    for (name, weight), other in zip(found.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(weight.grad, other.grad, msg=lambda m, n=name: f"{n}: {m}")
+    grads = [{n: p.grad for n, p in model.named_parameters()} for model in (found, expected)]
+    torch.testing.assert_close(*grads)
 
 
 def learn_a_little(model: Any, steps: int = 2) -> Any:
@@ -73,3 +75,22 @@ def learn_a_little(model: Any, steps: int = 2) -> Any:
         model(batch(step), labels=batch(step)).loss.backward()
     model.zero_grad()
     return model
+
+
+def trainer_of(
+    model: Any, folder: Path, examples: Any = None, callbacks: Any = (), **options: Any
+) -> Trainer:
+    if examples is None:
+        examples = [{"input_ids": row, "labels": row} for row in batch(41, (16, 12))]
+    settings: dict[str, Any] = {
+        "use_cpu": True,
+        "report_to": [],
+        "save_steps": 2,
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+    }
+    arguments = TrainingArguments(output_dir=str(folder), **{**settings, **options})
+    return Trainer(model, arguments, train_dataset=examples, callbacks=list(callbacks))

@@ -11,13 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from airmoe import (
-    ROUTERS,
-    AirRouter,
-    ConfigError,
-    Routing,
-    TopKRouter,
-)
+from airmoe import ROUTERS, AirRouter, ConfigError, Routing, TopKRouter
 from airmoe.config import config
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM
 from tests.model.common import CAUSAL, SMALL, VARIANTS, config_of

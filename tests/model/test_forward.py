@@ -10,13 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from airmoe import (
-    ConfigError,
-    MoELayer,
-    load_balance_loss,
-    router_z_loss,
-    shortlist_balance_loss,
-)
+from airmoe import ConfigError, MoELayer, load_balance_loss, router_z_loss, shortlist_balance_loss
 from airmoe.kernels import linear_cross_entropy as reference
 from airmoe.model import AirMoeConfig
 from tests.model.common import (

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from airmoe import ConfigError
 from tests.model.common import CAUSAL, VARIANTS, batch, build, learn_a_little
+from tests.state.common import assert_same, snapshot
 
 PROMPT = batch(20, (2, 6))
 
@@ -43,12 +44,12 @@ def test_generation_with_a_static_cache() -> None:
 def test_codebooks_do_not_learn_while_generating() -> None:
     """Single tokens would replace all codewords."""
     model = learn_a_little(build("air")).train()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = snapshot(model)
     generate(model)
-    assert all(torch.equal(model.state_dict()[name], old) for name, old in before.items())
+    assert_same(snapshot(model), before)
     model(PROMPT, labels=PROMPT)  # a training batch still teaches
     now = model.state_dict()
-    assert not all(torch.equal(now[name], old) for name, old in before.items())
+    assert not all(torch.equal(value, before[name]) for name, value in now.items())
 
 
 @pytest.mark.parametrize("variant", ["air", "peer"])

@@ -62,20 +62,13 @@ def test_a_loaded_model_is_the_saved_one(variant: str, dtype: torch.dtype, tmp_p
     assert_same(snapshot(loaded, derived=False), snapshot(model, derived=False))
     assert torch.equal(logits_of(loaded), expected)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_training_continues_as_if_never_saved(variant: str, tmp_path: Path) -> None:
-    """Codebook, noise and counters: the next steps' jitter and gradients are the same bits."""
-    model = learn_a_little(build(variant))
-    model.save_pretrained(tmp_path)
-    loaded = AirMoeForCausalLM.from_pretrained(tmp_path)
+    if dtype == torch.bfloat16:  # `to` rounds the angles of positions, which loading does not
+        return
     ends = []
-    for one in (model, loaded):
+    for one in (model, loaded):  # codebook, noise and counters: training goes on to the bit
         torch.manual_seed(1)
-        one.train()
         for step in (10, 11):
-            one(batch(step), labels=batch(step)).loss.backward()
+            one.train()(batch(step), labels=batch(step)).loss.backward()
         ends.append(snapshot(one))
     assert_same(ends[1], ends[0])
 

@@ -84,15 +84,11 @@ def snapshot(module: nn.Module, *, derived: bool = True) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in {**tensors, **grads}.items()}
 
 
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str = "") -> None:
-    """The same names, and the same bits under each."""
-    assert actual.keys() == expected.keys(), f"{what}: {actual.keys() ^ expected.keys()}"
-    for name, tensor in expected.items():
-        other = actual[name]
-        assert other.dtype == tensor.dtype, f"{what} {name}: {other.dtype}, not {tensor.dtype}"
-        assert other.shape == tensor.shape, f"{what} {name}: {other.shape}, not {tensor.shape}"
-        differs = (other != tensor) & ~(other.isnan() & tensor.isnan())
-        assert not differs.any(), f"{what} {name}: {int(differs.sum())} of {differs.numel()} differ"
+def assert_same(actual: Any, expected: Any, what: str = "") -> None:
+    """The same tensors, by name or in order, and the same bits in each."""
+    torch.testing.assert_close(
+        actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{what}: {m}"
+    )
 
 
 def dense(routing: airmoe.Routing) -> Tensor:

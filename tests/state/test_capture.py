@@ -97,8 +97,7 @@ def test_the_device_knows_whether_a_codebook_has_started(
 
 
 @pytest.mark.parametrize(
-    ("refresh_every", "graphs"),
-    [(1, ["lists", "nothing"]), (3, ["lists", "nothing", "norms"])],
+    ("refresh_every", "graphs"), [(1, ["lists", "nothing"]), (3, ["lists", "nothing", "norms"])]
 )
 def test_there_is_one_graph_for_each_answer_to_what_is_due(
     refresh_every: int, graphs: list[str], monkeypatch: pytest.MonkeyPatch

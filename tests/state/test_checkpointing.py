@@ -17,9 +17,9 @@ import airmoe
 from airmoe.moe import replay
 from tests.state.common import (
     CASES,
+    Block,
     assert_same,
     batch,
-    build_block,
     build_layer,
     counting_observe,
     losses,
@@ -27,82 +27,50 @@ from tests.state.common import (
     snapshot,
 )
 
-Run = Callable[[nn.Module, Tensor], Tensor]
-
-
-def plain(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x)
-
-
-def reentrant(model: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(model, x, use_reentrant=True)  # type: ignore[return-value]
-
-
-def non_reentrant(model: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(model, x, use_reentrant=False)  # type: ignore[return-value]
+Run = Callable[[nn.Module, Tensor], Any]
 
 
 aten: Any = torch.ops.aten
 SAVED = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.topk.default]
 
 
-def selective(model: nn.Module, x: Tensor) -> Tensor:
-    """Results of products and of `topk` are kept and given, in their order, to the second run."""
-    contexts = functools.partial(create_selective_checkpoint_contexts, SAVED)
-    return checkpoint(model, x, use_reentrant=False, context_fn=contexts)  # type: ignore[return-value]
-
-
+# Results of products and of `topk` are kept and given, in their order, to the second run.
+SELECTIVE = functools.partial(create_selective_checkpoint_contexts, SAVED)
 MODES: dict[str, Run] = {
-    "reentrant": reentrant,
-    "non_reentrant": non_reentrant,
-    "selective": selective,
+    "reentrant": functools.partial(checkpoint, use_reentrant=True),
+    "non_reentrant": functools.partial(checkpoint, use_reentrant=False),
+    "selective": functools.partial(checkpoint, use_reentrant=False, context_fn=SELECTIVE),
 }
 
-# One window = the micro-batches up to an optimizer step: forwards and backwards in some order.
-Window = Callable[[Callable[[int], Tensor]], None]
-
-
-def accumulation(loss: Callable[[int], Tensor]) -> None:
-    for index in range(3):
-        loss(index).backward()
-
-
-def identical(loss: Callable[[int], Tensor]) -> None:
-    first, second = loss(0), loss(0)
-    second.backward()
-    first.backward()
-
-
-def reverse_order(loss: Callable[[int], Tensor]) -> None:
-    first, second = loss(0), loss(1)
-    second.backward()
-    first.backward()
-
-
-def interleaved(loss: Callable[[int], Tensor]) -> None:
-    """A backward between two forwards that are both still waiting."""
-    first, second = loss(0), loss(1)
-    second.backward()
-    third = loss(2)
-    first.backward()
-    third.backward()
-
-
-def twice(loss: Callable[[int], Tensor]) -> None:
-    """The same graph backward twice: recomputed twice."""
-    first = loss(0)
-    first.backward(retain_graph=True)
-    loss(1).backward()
-    first.backward()
-
-
-WINDOWS: dict[str, tuple[Window, int]] = {  # name -> (window, its micro-batches)
-    "accumulation": (accumulation, 3),
-    "identical": (identical, 2),
-    "reverse_order": (reverse_order, 2),
-    "interleaved": (interleaved, 3),
-    "twice": (twice, 2),
+# The micro-batches up to an optimizer step, in order: `0` is the forward of batch 0, `-0` its
+# backward. A prime marks another forward of the same batch.
+WINDOWS = {
+    "accumulation": "0 -0 1 -1 2 -2",
+    "identical": "0 0' -0' -0",
+    "reverse_order": "0 1 -1 -0",
+    "interleaved": "0 1 -1 2 -0 -2",  # a backward between two forwards that still wait for theirs
+    "twice": "0 -0 1 -1 -0",  # the same graph is recomputed twice
+    "one_random_state": "0 1 -0 -1",  # as two views of a batch have, with the same dropout
 }
+
+
+def run_window(name: str, loss: Callable[[int], Tensor]) -> None:
+    losses, steps = {}, WINDOWS[name].split()
+    for place, step in enumerate(steps):
+        if step.startswith("-"):
+            losses[step[1:]].backward(retain_graph=step in steps[place + 1 :])
+        else:
+            if name == "one_random_state":
+                torch.manual_seed(3)
+            losses[step] = loss(int(step.rstrip("'")))
+
+
+class WithLosses(Block):
+    """A block of which the losses of the routing are a part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.layer.forward_with_routing(x)
+        return output.hidden + losses(output)
 
 
 @contextmanager
@@ -114,7 +82,7 @@ def only_expected_warnings() -> Iterator[None]:
         yield
 
 
-def train(model: nn.Module, run: Run, window: Window, tracked: bool) -> list[dict[str, Tensor]]:
+def train(model: nn.Module, run: Run, window: str, tracked: bool) -> list[dict[str, Tensor]]:
     """Everything that can be compared, after each window and after each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     if tracked:
@@ -131,7 +99,7 @@ def train(model: nn.Module, run: Run, window: Window, tracked: bool) -> list[dic
             outputs.append(output.detach().clone())
             return (output * torch.linspace(-1, 2, output.numel()).view(output.shape)).sum()
 
-        window(loss)
+        run_window(window, loss)
         found = {f"output{i}": output for i, output in enumerate(outputs)}
         for index, x in enumerate(inputs):
             assert x.grad is not None
@@ -143,23 +111,29 @@ def train(model: nn.Module, run: Run, window: Window, tracked: bool) -> list[dic
     return states
 
 
+def build(case: str, with_losses: bool) -> Block:
+    return (WithLosses if with_losses else Block)(build_layer(case))
+
+
 @functools.cache
-def uncheckpointed(case: str, window: str, tracked: bool) -> list[dict[str, Tensor]]:
+def uncheckpointed(
+    case: str, window: str, tracked: bool, with_losses: bool
+) -> list[dict[str, Tensor]]:
     with only_expected_warnings():
-        return train(build_block(case), plain, WINDOWS[window][0], tracked)
+        return train(build(case, with_losses), nn.Module.__call__, window, tracked)
 
 
-def assert_checkpointing_changes_nothing(case: str, mode: str, window: str, tracked: bool) -> None:
-    schedule, micro_batches = WINDOWS[window]
-    model = build_block(case)
+def assert_checkpointing_changes_nothing(
+    case: str, mode: str, window: str, tracked: bool, with_losses: bool = False
+) -> None:
+    micro_batches = sum("-" not in step for step in WINDOWS[window].split())
+    model = build(case, with_losses)
     (router,) = routers_of(model)
     with only_expected_warnings(), counting_observe(router) as seen:
-        actual = train(model, MODES[mode], schedule, tracked)
+        actual = train(model, MODES[mode], window, tracked)
     assert seen == [22] * (2 * micro_batches)
     assert int(router.micro_batches) == 2 * micro_batches
-    expected = uncheckpointed(case, window, tracked)
-    for at, (state, wanted) in enumerate(zip(actual, expected, strict=True)):
-        assert_same(state, wanted, f"window {at}")
+    assert_same(actual, uncheckpointed(case, window, tracked, with_losses))
 
 
 @pytest.mark.parametrize("tracked", [True, False])
@@ -178,80 +152,25 @@ def test_others_equal_the_run_without_checkpointing(case: str, mode: str) -> Non
     assert_checkpointing_changes_nothing(case, mode, "reverse_order", tracked=True)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
 @pytest.mark.parametrize("tracked", [True, False])
 @pytest.mark.parametrize("case", CASES)
 def test_losses_of_the_routing_leave_a_checkpointed_block(
-    case: str, tracked: bool, use_reentrant: bool
+    case: str, tracked: bool, mode: str
 ) -> None:
-    def block(layer: airmoe.MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
-        output = layer.forward_with_routing(x)
-        return output.hidden, losses(output)
-
-    def run(checkpointed: bool) -> dict[str, Tensor]:
-        layer = build_layer(case)
-        optimizer = torch.optim.AdamW(layer.parameters())
-        if tracked:
-            airmoe.track_optimizer(layer, optimizer)
-        found = []
-        inputs = [batch(0).requires_grad_(), batch(1).requires_grad_()]
-        for x in inputs:
-            if checkpointed:
-                parts = checkpoint(block, layer, x, use_reentrant=use_reentrant)
-                assert parts is not None
-                hidden, loss = parts
-            else:
-                hidden, loss = block(layer, x)
-            found.append(hidden.square().mean() + loss)
-        for loss in reversed(found):
-            loss.backward()
-        grads = {f"input{i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
-        return {**snapshot(layer), **grads, "loss": torch.stack(found).detach()}
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*without a tracked optimizer")
-        assert_same(run(True), run(False))
-
-
-@pytest.mark.parametrize("tracked", [True, False])
-@pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
-def test_forwards_from_one_random_state_are_told_apart(mode: str, tracked: bool) -> None:
-    """Two views of a batch (with the same dropout) start from the same generator state."""
-
-    def run(how: Run) -> dict[str, Tensor]:
-        block = build_block("air")
-        if tracked:
-            optimizer = torch.optim.AdamW(block.parameters())
-            airmoe.track_optimizer(block, optimizer)
-        inputs = [batch(index).requires_grad_() for index in range(2)]
-        losses = []
-        for x in inputs:
-            torch.manual_seed(3)
-            losses.append(how(block, x).square().sum())
-        (losses[0] + losses[1]).backward()
-        return {**snapshot(block), **{f"in{i}": x.grad for i, x in enumerate(inputs)}}  # type: ignore[dict-item]
-
-    with only_expected_warnings():
-        assert_same(run(MODES[mode]), run(plain))
+    assert_checkpointing_changes_nothing(case, mode, "reverse_order", tracked, with_losses=True)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_without_the_random_state_one_forward_at_a_time_is_exact(use_reentrant: bool) -> None:
-    def run(checkpointed: bool) -> dict[str, Tensor]:
-        layer = build_layer("air")
+    options: Any = {"use_reentrant": use_reentrant, "preserve_rng_state": False}
+    layer, same = build_layer("air"), build_layer("air")
+    with only_expected_warnings():
         for index in range(2):
-            x = batch(index).requires_grad_()
-            if checkpointed:
-                output = checkpoint(layer, x, use_reentrant=use_reentrant, preserve_rng_state=False)
-                assert isinstance(output, Tensor)
-            else:
-                output = layer(x)
-            output.square().sum().backward()
-        return snapshot(layer)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_same(run(True), run(False))
+            checkpointed: Any = checkpoint(layer, batch(index).requires_grad_(), **options)
+            for output in (checkpointed, same(batch(index))):
+                output.square().sum().backward()
+    assert_same(snapshot(layer), snapshot(same))
 
 
 def test_a_forward_under_no_grad_is_a_micro_batch_of_its_own() -> None:
@@ -267,7 +186,7 @@ def test_a_forward_under_no_grad_is_a_micro_batch_of_its_own() -> None:
 def test_forwards_that_teach_nothing_are_known_again(use_reentrant: bool) -> None:
     """Others observe before their backward comes."""
 
-    def run(checkpointed: bool) -> dict[str, Tensor]:
+    def run(call: Callable[..., Any]) -> dict[str, Tensor]:
         layer = build_layer("air")
         layer(batch(9))
 
@@ -277,17 +196,13 @@ def test_forwards_that_teach_nothing_are_known_again(use_reentrant: bool) -> Non
         torch.manual_seed(0)
         total = torch.zeros(())
         for index, learn in enumerate((True, False, True)):
-            x = batch(index).requires_grad_()
-            if checkpointed:
-                output: Any = checkpoint(forward, x, learn, use_reentrant=use_reentrant)
-            else:
-                output = forward(x, learn)
-            total = total + output.pow(3).sum()
+            total = total + call(forward, batch(index).requires_grad_(), learn).pow(3).sum()
         total.backward()
         assert int(layer.router.micro_batches) == 3
         return snapshot(layer)
 
-    assert_same(run(True), run(False))
+    checkpointed = functools.partial(checkpoint, use_reentrant=use_reentrant)
+    assert_same(run(checkpointed), run(lambda function, *arguments: function(*arguments)))
 
 
 def test_plans_that_own_much_memory_are_kept_for_fewer_forwards(

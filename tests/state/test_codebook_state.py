@@ -45,7 +45,7 @@ def test_a_run_with_an_empty_micro_batch_equals_one_without(
     count, mask = EMPTY[what]
     nothing = torch.full((count, 8), torch.nan) if what == "all NaN" else batch(5, count)
 
-    def run(insert: bool) -> tuple[dict[str, Tensor], Tensor]:
+    def run(insert: bool) -> dict[str, Tensor]:
         router = build_router(case)
         optimizer = torch.optim.SGD(router.parameters(), 0.5)
         airmoe.track_optimizer(router, optimizer)
@@ -58,14 +58,12 @@ def test_a_run_with_an_empty_micro_batch_equals_one_without(
         if insert:
             router.observe(nothing, mask)
         router.observe(batch(1, 22))
-        return snapshot(router, derived=False), router.shortlists().clone()
+        return {**snapshot(router, derived=False), "lists": router.shortlists().clone()}
 
-    state, lists = run(insert=True)
-    expected_state, expected_lists = run(insert=False)
-    assert_same(state, expected_state)
-    assert torch.equal(lists, expected_lists), "lists were built before the codebook moved"
+    assert_same(run(insert=True), run(insert=False))
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("case", CASES)
 def test_bad_tokens_spoil_only_their_own_row(case: str, training: bool) -> None:
@@ -75,9 +73,7 @@ def test_bad_tokens_spoil_only_their_own_row(case: str, training: bool) -> None:
     mask = torch.ones(2, 11, dtype=torch.bool)
     mask[0, 3] = mask[1, 2] = False
     layer, same = build_layer(case).train(training), build_layer(case).train(training)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        result = layer.forward_with_routing(spoilt.requires_grad_())
+    result = layer.forward_with_routing(spoilt.requires_grad_())
     output, expected = result.hidden, same.forward_with_routing(batch(0), mask)
     assert output[~mask].isnan().all(), "a bad token must not look like a good one"
     assert torch.equal(output[mask], expected.hidden[mask])
@@ -90,8 +86,8 @@ def test_bad_tokens_spoil_only_their_own_row(case: str, training: bool) -> None:
         (loss + airmoe.load_balance_loss(routing) + airmoe.router_z_loss(routing)).backward()
     assert spoilt.grad is not None and (spoilt.grad[~mask] == 0).all()
     assert spoilt.grad.isfinite().all() and (spoilt.grad[mask] != 0).any()
-    for (name, weight), other in zip(layer.named_parameters(), same.parameters(), strict=True):
-        assert torch.equal(weight.grad, other.grad), name
+    found, wanted = ([p.grad for p in module.parameters()] for module in (layer, same))
+    assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -141,15 +137,6 @@ def test_a_frozen_codebook_stays_while_shortlists_follow_the_centroids() -> None
     assert_same(snapshot(router.codebook), before)
     assert int(router.micro_batches) == 4, "jitter must go on"
     assert not torch.equal(router.shortlists(), lists)
-
-
-def test_loading_a_started_codebook_does_not_start_it_again() -> None:
-    trained, fresh = make_codebook("spherical"), make_codebook("spherical")
-    trained.update(batch(0, 22))
-    fresh.load_state_dict(trained.state_dict())
-    trained.update(batch(1, 22))
-    fresh.update(batch(1, 22))
-    assert_same(snapshot(fresh), snapshot(trained))
 
 
 def test_loading_an_unstarted_codebook_starts_it_again() -> None:

@@ -80,6 +80,17 @@ def test_a_model_learns_the_same(variant: str, dtype: torch.dtype) -> None:
     assert_same(found, expected)
 
 
+def test_a_layer_built_in_another_dtype_has_a_float32_codebook(dtype: torch.dtype) -> None:
+    """Hugging Face builds models under `torch.set_default_dtype(config.dtype)`."""
+    with default(dtype):
+        layer = build_layer("air")
+        assert layer(batch(0).to(dtype)).dtype == dtype
+    router = layer.router
+    assert router.centroids.dtype == dtype
+    state = [getattr(router.codebook, name) for name in ("codewords", "counts", "sums")]
+    assert {x.dtype for x in (*state, router.training_lists.inverse_norms)} == {torch.float32}
+
+
 @pytest.mark.parametrize("case", ["air", "air-raw-centroids"])
 def test_metrics_measure_the_same(case: str, dtype: torch.dtype) -> None:
     router, hidden = build_router(case, top_k=3), batch(0, 50)

@@ -9,13 +9,7 @@ import torch
 
 import airmoe
 from airmoe import MoELayer
-from tests.state.common import (
-    air_of,
-    batch,
-    build_block,
-    build_layer,
-    plain_shortlists,
-)
+from tests.state.common import air_of, batch, build_block, build_layer, dense, plain_shortlists
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -80,23 +74,16 @@ def test_every_tracked_optimizer_of_the_centroids_counts_and_no_other() -> None:
     assert air_of(layer).lists_due != "lists"
 
 
-def with_old_lists() -> tuple[MoELayer, torch.optim.Optimizer]:
-    """A layer whose centroids have moved away from its lists; the optimizer must be kept alive."""
+def test_scores_are_exact_under_old_lists() -> None:
+    """A token's chosen experts are the best of its list, weighed by today's centroids."""
     layer = build_layer("air", jitter_std=0.0, refresh_every=100)
+    router = air_of(layer)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.3)
     airmoe.track_optimizer(layer, optimizer)
     for step in range(3):
         layer(batch(step)).pow(3).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return layer, optimizer
-
-
-def test_scores_are_exact_under_old_lists() -> None:
-    """A token's chosen experts are the best of its list, weighed by today's centroids."""
-    layer, optimizer = with_old_lists()
-    router = air_of(layer)
-    assert router.tracked, optimizer
     routing = layer.forward_with_routing(batch(9)).routing
     hidden = batch(9).flatten(0, -2)
     logits = router.full_logits(hidden)
@@ -104,19 +91,7 @@ def test_scores_are_exact_under_old_lists() -> None:
     chosen = logits.gather(1, lists).topk(router.config.top_k).indices
     wanted = torch.zeros_like(logits).scatter(1, lists.gather(1, chosen), 1.0)
     weights = logits.masked_fill(wanted == 0, -torch.inf).softmax(-1)
-    found = routing.to_token_routing()
-    dense = torch.zeros_like(logits).scatter(1, found.expert_ids, found.weights)
-    torch.testing.assert_close(dense, weights)
-
-
-def test_evaluation_sees_every_step() -> None:
-    layer, optimizer = with_old_lists()
-    router = air_of(layer)
-    assert router.tracked, optimizer
-    layer.eval()
-    expected = plain_shortlists(router, router.codebook.codewords)
-    assert torch.equal(router.shortlists(), expected)
-    assert not torch.equal(router.training_lists.experts, expected)
+    torch.testing.assert_close(dense(routing), weights)
 
 
 def test_loading_brings_the_lists_and_changes_by_hand_do_not_wait() -> None:

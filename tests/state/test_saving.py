@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from tests.state.common import (
     build_block,
     build_layer,
     build_router,
-    dense,
     plain_shortlists,
     routers_of,
     snapshot,
@@ -76,23 +74,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     if tracked == "before" and "air" not in case:
         pytest.skip("only shortlists care about tracking")
 
-    def checkpoint() -> dict[str, Any]:
-        save_file(model.state_dict(), tmp_path / "model.safetensors")
-        return copy.deepcopy({"optimizer": optimizer.state_dict(), "random": torch.get_rng_state()})
-
-    def resume(saved: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
-        fresh = build_block(case, seed=77)
-        new_optimizer = optimizer_of(fresh)
-        if tracked == "before":
-            airmoe.track_optimizer(fresh, new_optimizer)
-            fresh(batch(50))  # whatever it did before the load must not matter
-        fresh.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
-        new_optimizer.load_state_dict(saved["optimizer"])
-        if tracked == "after":
-            airmoe.track_optimizer(fresh, new_optimizer)
-        torch.set_rng_state(saved["random"])
-        return fresh, new_optimizer
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*without a tracked optimizer")
         model = build_block(case)
@@ -100,11 +81,21 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
         if tracked != "never":
             airmoe.track_optimizer(model, optimizer)
         train(model, optimizer, range(0, 2))
-        saved = checkpoint()
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+        moments, random = copy.deepcopy(optimizer.state_dict()), torch.get_rng_state()
         expected = train(model, optimizer, range(2, 5))
-        resumed = train(*resume(saved), range(2, 5))
-    for step, (state, wanted) in enumerate(zip(resumed, expected, strict=True)):
-        assert_same(state, wanted, f"step {step}")
+
+        fresh = build_block(case, seed=77)
+        optimizer = optimizer_of(fresh)
+        if tracked == "before":
+            airmoe.track_optimizer(fresh, optimizer)
+            fresh(batch(50))  # whatever it did before the load must not matter
+        fresh.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
+        optimizer.load_state_dict(moments)
+        if tracked == "after":
+            airmoe.track_optimizer(fresh, optimizer)
+        torch.set_rng_state(random)
+        assert_same(train(fresh, optimizer, range(2, 5)), expected)
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -143,11 +134,6 @@ def test_meta_construction_then_reset_gives_a_working_layer(case: str) -> None:
     for name, tensor in layer.state_dict().items():
         assert tensor.isfinite().all(), name
         assert tensor.dtype != torch.int64 or (tensor < torch.iinfo(torch.int64).max).all(), name
-    weights = dense(layer.router(batch(0, 22)))
-    assert weights.isfinite().all() and (weights >= 0).all()
-    if "choice" not in case:
-        heads = layer.router.config.num_heads if case == "peer" else 1
-        torch.testing.assert_close(weights.sum(-1), torch.full((22,), float(heads)))
     layer(batch(0)).square().sum().backward()
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
