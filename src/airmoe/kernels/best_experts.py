@@ -65,12 +65,13 @@ def _best_columns(
     for rows in chunks(left.shape[0], tile[0]):
         best = ids[rows, :0]
         for columns in chunks(num_columns, tile[1]):
+            # Not changed in place: selective activation checkpointing may keep the product.
             scores = left[rows] @ right[columns].to(left.dtype).T  # [rows, columns]
             if scales is not None:
-                scores *= scales[columns]
+                scores = scores * scales[columns]
             if noise is not None:
                 names = torch.arange(columns.start, columns.stop, device=left.device)
-                scores += noise.rows(rows, names)
+                scores = scores + noise.rows(rows, names)
             keys = selection_keys(scores, columns.start, num_columns)
             best = keys if columns.start == 0 else torch.cat([best, keys], dim=-1)
             best = best.topk(min(count, best.shape[1]), dim=-1, sorted=ordered).values

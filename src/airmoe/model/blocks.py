@@ -73,7 +73,8 @@ def project(hidden: Tensor, *layers: nn.Linear) -> list[Tensor]:
     With few tokens, as in generation, concatenating the weights would cost more than it saves.
     """
     apart = any("kept_apart" in layer.__dict__ or not layer.training for layer in layers)
-    if apart or not all(is_one_product(layer, hidden) for layer in layers):
+    fused = not apart and all(is_one_product(layer, hidden) for layer in layers)
+    if not fused or _has_any_global_hook():
         return [layer(hidden) for layer in layers]
     joined = F.linear(hidden, torch.cat([layer.weight for layer in layers]))
     return list(joined.split([layer.out_features for layer in layers], dim=-1))
@@ -104,5 +105,4 @@ def is_one_product(layer: nn.Module, hidden: Tensor) -> bool:
         and layer.bias is None
         and "forward" not in own
         and not any(hooks)
-        and not _has_any_global_hook()
     )

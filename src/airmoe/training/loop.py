@@ -27,6 +27,7 @@ from airmoe.distributed import all_reduce_sum, full_tensor, on_first_rank, rank,
 from airmoe.errors import RunError
 from airmoe.files import write_json
 from airmoe.model import AirMoeForCausalLM
+from airmoe.model.objective import ROUTER_LOSSES
 from airmoe.routers import Router, track_optimizer
 from airmoe.training import checkpoints
 from airmoe.training.automatic import Execution
@@ -38,7 +39,6 @@ from airmoe.training.run_folder import RunFolder
 from airmoe.training.run_log import STARTING_STEPS, Clock, LogWriter
 from airmoe.training.text import MicroBatches
 
-ROUTER_LOSSES = ("load_balance_loss", "shortlist_balance_loss", "router_z_loss")
 ECHO_SECONDS = 0.5  # `timeout` and batch systems signal both the process and its group
 
 
