@@ -226,7 +226,7 @@ def test_a_full_disk_while_text_is_prepared(text: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "options", "parts"),
     [
-        ("eval", ["--split", "test"], ["data.split: got 'test'", "train, validation"]),
+        ("eval", ["--split", "test"], ["split: got 'test'", "train, validation"]),
         ("eval", ["--checkpoint", "first"], ["checkpoint: got 'first'", "'best'"]),
         ("eval", ["--quality-tokens", 0], ["quality_tokens: got 0"]),
         ("eval", ["--data", "."], ["data: got", "manifest"]),

@@ -87,7 +87,7 @@ def test_an_unfinished_run_without_its_checkpoints(unfinished: Path, tmp_path: P
     with log.open("a") as file:
         file.write('{"kind": "train", "step": 9, "los')  # torn by the kill
     before = log.read_bytes()
-    reached = ("its log reaches step 3", "checkpoint after step 2")
+    reached = ("its log reaches step 3", "checkpoint was due after step 2")
     outcome = resume(unfinished)
     assert_one_line(outcome, 2, f"run: got '{unfinished}'", *reached, "Put", "start a new run")
     assert log.read_bytes() == before

@@ -128,7 +128,7 @@ def flops(
     devices: Annotated[
         int | None, typer.Option(help="that share a step; default: the paper's 4, or fewer", min=1)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="every term with its formula")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="every term, counted both ways")] = False,
 ) -> None:
     """FLOPs of training by part, in the paper's convention and as our kernels compute."""
     import json

@@ -74,7 +74,7 @@ class Prepared:
         splits = self.manifest.splits
         if name not in splits:
             rule = f"is not one of {', '.join(splits)}"
-            raise ConfigError("data.split", name, rule, "Choose one of these.")
+            raise ConfigError("split", name, rule, "Choose one of these.")
         return splits[name]
 
 

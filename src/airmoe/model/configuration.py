@@ -194,7 +194,8 @@ class AirMoeConfig(LlamaConfig):
         """The checked settings of this model's routers."""
         if not isinstance(self.router, str) or self.router not in ROUTERS:
             rule = f"must be one of {', '.join(ROUTERS)}"
-            raise ConfigError("model.router", self.router, rule, ADD_YOURS)
+            remedy = f"{did_you_mean(self.router, ROUTERS)}{ADD_YOURS}"
+            raise ConfigError("model.router", self.router, rule, remedy)
         budget = {name: getattr(self, typed) for name, typed in TYPED.items()}
         options = self.router_options
         if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):

@@ -284,7 +284,10 @@ class AirMoeForCausalLM(AirMoePreTrainedModel, GenerationMixin):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate; refused if experts choose tokens, which would look at later tokens."""
         if not self.config.routes_causally:
+            router = self.config.router
             rule = "must let tokens choose experts in order to generate; here experts choose tokens"
             remedy = 'Train with another router (for AIR: gate="token_choice").'
-            raise ConfigError("model.router", self.config.router, rule, remedy)
+            gate = self.config.router_options.get("gate")
+            option = ("model.router_options.gate", gate) if gate else ("model.router", router)
+            raise ConfigError(*option, rule, remedy)
         return super().generate(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

@@ -91,8 +91,9 @@ def resume(folder: Path | str, console: Console | None = None) -> Finished:
     run = open_run(folder)
     _start_processes(run.config)
     if run.result.exists():
+        last_step = read_result(run.result)["last"]["step"]
         _say(console, f"{folder} is finished: there is nothing left to do.")
-        return Finished(run, None, read_result(run.result)["last"]["step"])
+        return Finished(run, None, last_step)
     given = run.config.data.folder
     if given is not None and not Path(given).is_dir():  # its text need not be that of data.corpus
         rule = "must be there, with the text of the run"
@@ -116,8 +117,8 @@ def _newest_checkpoint(run: RunFolder, prepared: Prepared, console: Console) -> 
         reached = max((line["step"] for line in read_log(run.log)), default=0)
         if reached > first:
             rule = (
-                f"must hold the checkpoints it had: its log reaches step {reached}, and it wrote a "
-                f"checkpoint after step {first}"
+                f"must hold the checkpoints it had: its log reaches step {reached}, and its first "
+                f"checkpoint was due after step {first}"
             )
             raise ConfigError("run", str(run.path), rule, CHECKPOINT_BACK)
         _say(console, f"{run.path} has no checkpoint yet: it starts again.")

@@ -107,7 +107,7 @@ class PeerPackage(Contender):
     def make(self, shape: Shape) -> nn.Module:
         if find_spec("PEER_pytorch") is None:
             install = "Run: pip install -c constraints/cpu.txt 'airmoe[bench]'"
-            raise ConfigError("bench.case", "PEER-pytorch", "is not installed", install)
+            raise ConfigError("python package", "PEER-pytorch", "is not installed", install)
         from PEER_pytorch import PEER
 
         return PEER(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from airmoe.config import did_you_mean
 from airmoe.errors import ConfigError, say
 from airmoe.experiments.bench import step as steps
 from airmoe.experiments.bench.cases import (
@@ -64,14 +65,16 @@ class Options:
         for name in self.cases:
             if name not in CASES:
                 rule = f"must be one of {', '.join(CASES)}"
-                raise ConfigError("bench.case", name, rule, "Or use --step, --decode, --scaling.")
+                remedy = f"{did_you_mean(name, CASES)}Or use --step, --decode, --scaling."
+                raise ConfigError("bench.case", name, rule, remedy)
         cases = self.all_cases()
         offered = dict.fromkeys(key for case in cases for key in case.contenders)
         offered |= dict.fromkeys(steps.WAYS if self.step else ())
         for key in self.only:
             if key not in offered:
                 rule = f"is in none of the cases; they have {', '.join(offered)}"
-                raise ConfigError("bench.only", key, rule, "Choose one of these.")
+                remedy = f"{did_you_mean(key, offered)}Choose one of these."
+                raise ConfigError("bench.only", key, rule, remedy)
         if self.data is not None and not self.step:
             rule = "is for whole training steps"
             raise ConfigError("bench.data", str(self.data), rule, "Add --step.")

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from airmoe.config import check_count
+from airmoe.config import check_count, did_you_mean
 from airmoe.errors import ConfigError
 from airmoe.experiments.fairness import check_fair
 from airmoe.experiments.suites.variants import SUITES
+from airmoe.model.methods import check_method
 from airmoe.training import RunConfig, TrainingOptions, override
 from airmoe.training import preset as named_run
 from airmoe.training.automatic import Machine, settle
@@ -105,9 +106,10 @@ def make_plan(
     is stopped has whole comparisons.
     """
     if suite not in SUITES:
-        raise ConfigError(
-            "suite", suite, f"must be one of {', '.join(SUITES)}", "Choose one of these."
-        )
+        remedy = f"{did_you_mean(suite, SUITES)}Choose one of these."
+        raise ConfigError("suite", suite, f"must be one of {', '.join(SUITES)}", remedy)
+    for name in also:
+        check_method("also", name)
     check_count("seeds", num_seeds)
     base = override(named_run(preset), overrides)
     if tokens is not None or epochs is not None:
