@@ -69,14 +69,27 @@ def _best_columns(
             scores = left[rows] @ right[columns].to(left.dtype).T  # [rows, columns]
             if scales is not None:
                 scores = scores * scales[columns]
+            places = torch.arange(columns.start, columns.stop, device=left.device)
             if noise is not None:
-                names = torch.arange(columns.start, columns.stop, device=left.device)
-                scores = scores + noise.rows(rows, names)
-            keys = selection_keys(scores, columns.start, num_columns)
+                scores = scores + noise.rows(rows, places)
+            scores, places = _without_the_rest(scores.float(), places, count)
+            keys = selection_keys(scores, places, num_columns)
             best = keys if columns.start == 0 else torch.cat([best, keys], dim=-1)
             best = best.topk(min(count, best.shape[1]), dim=-1, sorted=ordered).values
         ids[rows] = num_columns - 1 - (best & POSITION)
     return ids if ordered else ids.sort(-1).values
+
+
+def _without_the_rest(scores: Tensor, places: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """A tile's `count` best and their places, so that the others need no keys.
+
+    The whole tile where equal scores leave a choice, which keys decide, and where nobody may look.
+    """
+    if scores.device.type != "cpu" or torch.compiler.is_compiling() or count >= scores.shape[1]:
+        return scores, places
+    best, columns = scores.topk(count, dim=-1, sorted=False)
+    clear = (scores >= best.amin(-1, keepdim=True)).sum(-1) == count
+    return (best, places[columns]) if clear.all() else (scores, places)
 
 
 top_m_op = operator(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,8 +12,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from airmoe.kernels.backend import Gradient, operator, own_precision, use_triton
-from airmoe.kernels.cells import CellLayout, Cells, RowAdder, nonempty_cells, read_rows
+from airmoe.kernels.cells import CellLayout, Cells, RowAdder, read_rows
 from airmoe.kernels.token_experts import (
+    GATED,
+    PLAIN,
+    PLAIN_BACKWARD,
     Activation,
     ExpertTables,
     activate,
@@ -85,31 +89,32 @@ class _CellExperts(torch.autograd.Function):
         pre_up = hidden.new_empty(cells.token_ids.shape[0] if keep else 0, pools.shape[1])
         pre_gate = None if gate is None else torch.empty_like(pre_up)
         read = partial(read_rows, up.new_empty(pools.shape[1], up.shape[1]))
-        for cell, rows in nonempty_cells(cells.offsets):
+        for cell, rows in cells.spans():
             tokens, pool = cells.token_ids[rows], pools[cell]
             states = hidden.index_select(0, tokens)
             weights = gates[rows].to(work)
             if size > 1:
                 weights = weights.repeat_interleave(size, dim=-1)  # [rows, neurons]
-            # Experts that were not chosen add nothing, even if they overflow: act(0) is 0.
-            unused = weights == 0
-            if (
-                not keep and states.shape[0] <= SPARSE_CELL_ROWS
-            ):  # decoding: most of the pool is not chosen
-                chosen = (~unused).any(0).nonzero().squeeze(-1)
-                pool, weights, unused = pool[chosen], weights[:, chosen], unused[:, chosen]
-            part_up = (states @ read(up, pool).to(work).T).masked_fill(unused, 0)
-            part_gate = None
+            if not keep and states.shape[0] <= SPARSE_CELL_ROWS:
+                # Decoding: most of the pool is not chosen.
+                chosen = (weights != 0).any(0).nonzero().squeeze(-1)
+                pool, weights = pool[chosen], weights[:, chosen]
+            own_up = pre_up[rows] if keep else pre_up.new_empty(weights.shape)
+            torch.mm(states, read(up, pool).to(work).T, out=own_up)
+            own_gate = None
             if gate is not None and pre_gate is not None:
-                part_gate = (states @ read(gate, pool).to(work).T).masked_fill(unused, 0)
-                if keep:
-                    pre_gate[rows] = part_gate
-            if keep:
-                pre_up[rows] = part_up
-            weighted = activate(activation, part_up, part_gate) * weights
+                own_gate = pre_gate[rows] if keep else torch.empty_like(own_up)
+                torch.mm(states, read(gate, pool).to(work).T, out=own_gate)
+            weighted = activate(activation, own_up, own_gate) * weights
+            if not math.isfinite(weighted.sum().item()):
+                # Experts that were not chosen add nothing, even if they overflow: act(0) is 0.
+                for part in (own_up, own_gate):
+                    if part is not None:
+                        part.masked_fill_(weights == 0, 0)
+                weighted = activate(activation, own_up, own_gate) * weights
             output.index_add_(0, tokens, (weighted @ read(down, pool).to(work)).to(wide))
-        ctx.form = activation, size
-        layout = cells.token_ids, cells.offsets, cells.pools
+        ctx.form, ctx.spans = (activation, size), cells.spans()
+        layout = cells.token_ids, cells.pools
         ctx.save_for_backward(hidden, gate, up, down, gates, *layout, pre_up, pre_gate)
         return output.to(work)
 
@@ -117,9 +122,7 @@ class _CellExperts(torch.autograd.Function):
     @once_differentiable
     @own_precision
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, gate, up, down, gates, token_ids, offsets, pools, pre_up, pre_gate = (
-            ctx.saved_tensors
-        )
+        hidden, gate, up, down, gates, token_ids, pools, pre_up, pre_gate = ctx.saved_tensors
         (activation, size), work = ctx.form, hidden.dtype
         grad_output = grad_output.to(work)
         wide = torch.promote_types(work, torch.float32)
@@ -132,7 +135,7 @@ class _CellExperts(torch.autograd.Function):
         # Frozen weights get no gradient, and no buffer of their size.
         wanted = dict(zip(tables, ctx.needs_input_grad[1:4], strict=True))
         sums = {key: RowAdder(tables[key], neurons, work) for key, want in wanted.items() if want}
-        for cell, rows in nonempty_cells(offsets):
+        for cell, rows in ctx.spans:
             tokens, pool = token_ids[rows], pools[cell]
             states = hidden.index_select(0, tokens)
             tokens_grad = grad_output.index_select(0, tokens)
@@ -140,7 +143,8 @@ class _CellExperts(torch.autograd.Function):
             if size > 1:
                 weights = weights.repeat_interleave(size, dim=-1)  # [rows, neurons]
             grad_weighted = tokens_grad @ read(down, pool).to(work).T  # [rows, neurons]
-            grad_weighted = grad_weighted.masked_fill(weights == 0, 0)
+            if not math.isfinite(grad_weighted.sum().item()):
+                grad_weighted.masked_fill_(weights == 0, 0)
             active, grads = _activation_backward(
                 activation,
                 pre_up[rows],
@@ -166,13 +170,11 @@ def _activation_backward(
     activation: Activation, up: Tensor, gate: Tensor | None, grad: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(activated values, gradients of the pre-activations by table)."""
-    inputs = {"up": up.detach().requires_grad_()}
-    if gate is not None:
-        inputs["gate"] = gate.detach().requires_grad_()
-    with torch.enable_grad():
-        active = activate(activation, inputs["up"], inputs.get("gate"))
-    grads = torch.autograd.grad(active, tuple(inputs.values()), grad)
-    return active.detach(), dict(zip(inputs, grads, strict=True))
+    if gate is None:
+        return PLAIN[activation](up), {"up": PLAIN_BACKWARD[activation](grad, up)}
+    plain = PLAIN[GATED[activation]](gate)
+    grad_gate = PLAIN_BACKWARD[GATED[activation]](grad * up, gate)
+    return plain * up, {"up": grad * plain, "gate": grad_gate}
 
 
 def _empty_results(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:

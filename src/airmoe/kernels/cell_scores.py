@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from airmoe.kernels.backend import Gradient, chunks, operator, own_precision, use_triton
-from airmoe.kernels.cells import CellLayout, Cells, RowAdder, nonempty_cells, read_rows
+from airmoe.kernels.cells import CellLayout, Cells, RowAdder, read_rows
 from airmoe.kernels.noise import Noise, noise_operands
 
 ROW_CHUNK = 1024  # rows projected at once: temporaries stay in the cache
@@ -52,11 +52,11 @@ class _CellScores(torch.autograd.Function):
         cells: Cells,
         noise: Noise | None,
     ) -> Tensor:
-        token_ids, offsets, pools = cells.token_ids, cells.offsets, cells.pools
+        token_ids, pools, ctx.spans = cells.token_ids, cells.pools, cells.spans()
         work = torch.promote_types(hidden.dtype, torch.float32)
         scores = hidden.new_empty(token_ids.shape[0], pools.shape[1], dtype=work)  # [N, M]
         buffer = centroids.new_empty(pools.shape[1], centroids.shape[1])
-        for cell, rows in nonempty_cells(offsets):
+        for cell, rows in ctx.spans:
             pool, tokens = pools[cell], token_ids[rows]
             own = read_rows(buffer, centroids, pool).to(work)
             tokens_hidden = hidden.index_select(0, tokens).to(work)
@@ -65,21 +65,21 @@ class _CellScores(torch.autograd.Function):
                 part *= inverse_norms.index_select(0, pool)
             if noise is not None:
                 part += noise.rows(tokens, pool)
-        ctx.save_for_backward(hidden, centroids, inverse_norms, token_ids, offsets, pools)
+        ctx.save_for_backward(hidden, centroids, inverse_norms, token_ids, pools)
         return scores
 
     @staticmethod
     @once_differentiable
     @own_precision
     def backward(ctx: Any, grad_scores: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, centroids, inverse_norms, token_ids, offsets, pools = ctx.saved_tensors
+        hidden, centroids, inverse_norms, token_ids, pools = ctx.saved_tensors
         work = grad_scores.dtype
         want_hidden, want_centroids = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=work)
         buffer = centroids.new_empty(pools.shape[1], centroids.shape[1])
         # The gradient of w / |w|; it goes through the norm once, at the end.
         grad_unit = RowAdder(centroids, pools.shape[1], work) if want_centroids else None
-        for cell, rows in nonempty_cells(offsets):
+        for cell, rows in ctx.spans:
             pool, tokens = pools[cell], token_ids[rows]
             part = grad_scores[rows]
             if grad_unit is not None:

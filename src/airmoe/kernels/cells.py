@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -126,6 +125,7 @@ class Cells:
     # At most one of each, made when a kernel first asks for it.
     _tiles: list[RowTiles] = field(default_factory=list, repr=False, compare=False)
     _reverse: list[ReverseIndex] = field(default_factory=list, repr=False, compare=False)
+    _spans: list[list[tuple[int, slice]]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def small(self) -> bool:
@@ -146,6 +146,14 @@ class Cells:
         if not self._reverse:
             self._reverse.append(make_reverse(self.pools, num_experts))
         return self._reverse[0]
+
+    def spans(self) -> list[tuple[int, slice]]:
+        """(cell, its rows) for each cell that has rows. The host waits: for plain PyTorch only."""
+        if not self._spans:
+            cells, offsets = self.offsets.diff().nonzero().squeeze(-1), self.offsets
+            bounds = torch.stack([cells, offsets[cells], offsets[cells + 1]], -1).tolist()
+            self._spans.append([(cell, slice(start, stop)) for cell, start, stop in bounds])
+        return self._spans[0]
 
     def check_current(self) -> None:
         """Pools are a cache, rewritten in place: an old routing must not read the new lists."""
@@ -216,13 +224,6 @@ counts_per_entry = operator(
 # Helpers of the plain-PyTorch kernels. They read rows of a table, and add products to them, through
 # reused buffers, because on a CPU fresh memory costs more than the copy into it: a pool of 1,024
 # rows is a megabyte, and there are hundreds of pools in one forward.
-
-
-def nonempty_cells(offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """(cell, its rows) for each cell that has rows. Reads the offsets, so for CPUs only."""
-    cells = offsets.diff().nonzero().squeeze(-1)
-    for cell, start, stop in torch.stack([cells, offsets[cells], offsets[cells + 1]], -1).tolist():
-        yield cell, slice(start, stop)
 
 
 def read_rows(buffer: Tensor, table: Tensor, ids: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import chunks, operator, own_precision, use_triton
-from airmoe.kernels.top_k import top_positions
 
 CHUNK_ELEMENTS = 1 << 22
 
@@ -27,7 +26,7 @@ def assign(hidden: Tensor, codewords: Tensor, *, euclidean: bool) -> Tensor:
         similarity = hidden[rows].to(codewords.dtype) @ codewords.T  # [rows, G]
         if offset is not None:
             similarity -= offset
-        nearest[rows] = top_positions(similarity, 1).squeeze(-1)
+        nearest[rows] = similarity.argmax(-1)  # of equal ones the first
     return nearest
 
 

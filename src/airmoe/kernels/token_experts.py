@@ -29,6 +29,12 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
 }
+PLAIN_BACKWARD: dict[str, Callable[..., Tensor]] = {  # (gradient, input) -> gradient of the input
+    "gelu": torch.ops.aten.gelu_backward,
+    "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    "silu": torch.ops.aten.silu_backward,
+    "relu": partial(torch.ops.aten.threshold_backward, threshold=0),
+}
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,19 @@ CPU_CHUNK_ELEMENTS = 1 << 18  # keeps the int64 keys of one chunk inside the cac
 CUDA_CHUNK_ELEMENTS = 1 << 22
 
 
-def selection_keys(scores: Tensor, first: int = 0, total: int | None = None) -> Tensor:
+def selection_keys(scores: Tensor, places: Tensor | None = None, width: int = 0) -> Tensor:
     """Distinct int64 keys in the order (score descending, position ascending).
 
     The float32 bits become an order-preserving integer in the high half, the reversed position
-    the low half, so any top-K of the keys picks exactly K and breaks ties the same way. Columns
-    may be part of a longer row: `first` is the position of column 0 among `total`.
+    the low half, so any top-K of the keys picks exactly K and breaks ties the same way. The
+    columns may be some of a row of `width`, at these places.
     """
+    if places is None:
+        width = scores.shape[-1]
+        places = torch.arange(width, device=scores.device)
     bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 makes -0 and 0 a tie
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    last = (scores.shape[-1] if total is None else total) - 1
-    position = torch.arange(first, first + scores.shape[-1], device=scores.device)
-    return (ordered.long() << 32) | (last - position)
+    return (ordered.long() << 32) | (width - 1 - places)
 
 
 def top_positions(scores: Tensor, count: int, ordered: bool = True) -> Tensor:
