@@ -145,12 +145,14 @@ def test_a_captured_step_has_no_parts_to_show(
     assert "one CUDA graph: in all 21 ms" in shown and "1,000" in shown
 
 
-@pytest.mark.parametrize("key", ["eager", "dense"])
-def test_a_step_learns(key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "role"), [("eager", "air"), ("dense", "dense"), ("peer", "baseline")]
+)
+def test_a_step_learns(key: str, role: str) -> None:
     way = replace(step.WAYS[key], compiled=False, captured=False)
     training = step.TrainingStep(way, step.TOY, Timer(best_device()))
     has_experts = any(isinstance(part, MoELayer) for part in training.model.modules())
-    assert (way.role, has_experts) == (("dense", False) if key == "dense" else ("air", True))
+    assert (way.role, has_experts) == (role, key != "dense")
     for number in range(12):
         assert len(training(number)) == 4
     assert training.losses[-1] < training.losses[0]

@@ -32,7 +32,7 @@ from airmoe.experiments.bench.timing import (
 )
 from airmoe.kernels.backend import backend_for
 from airmoe.metrics import usage_entropy
-from airmoe.model import AirMoeForCausalLM, model_size
+from airmoe.model import AirMoeForCausalLM, model_size, with_method
 from airmoe.routers import AirRouter, track_optimizer
 from airmoe.training import preset
 from airmoe.training.automatic import compile_layers
@@ -68,11 +68,11 @@ class Way:
     name: str
     compiled: bool = False  # layer by layer, as `airmoe train training.compile=true` does
     captured: bool = False  # in one CUDA graph
-    dense: bool = False  # the same model without the mixture, whose time is the difference
+    method: str = "air"  # "dense": without routing and experts, so that the difference is theirs
 
     @property
     def role(self) -> str:
-        return "dense" if self.dense else "air"
+        return self.method if self.method in ("air", "dense") else "baseline"
 
 
 WAYS = {
@@ -82,7 +82,14 @@ WAYS = {
         Way("compiled", "layers compiled", compiled=True),
         Way("graph", "one CUDA graph", captured=True),
         Way("compiled-graph", "compiled, one CUDA graph", compiled=True, captured=True),
-        Way("dense", "the same without experts", compiled=True, captured=True, dense=True),
+        *(
+            Way(method, name, compiled=True, captured=True, method=method)
+            for method, name in (
+                ("dense", "the same without experts"),
+                ("hierarchical", "hierarchical"),
+                ("peer", "PEER"),
+            )
+        ),
     )
 }
 
@@ -97,9 +104,7 @@ class TrainingStep:
         torch.manual_seed(SEED)
         config = model_size(shape.size)
         config.vocab_size = shape.vocab_size
-        if way.dense:
-            config.moe_layers = []
-        model = AirMoeForCausalLM(config).train()
+        model = AirMoeForCausalLM(with_method(config, way.method)).train()
         self.model = model.to(timer.device)  # pyright: ignore[reportArgumentType]
         if way.compiled:
             compile_layers(self.model, may_fail=False)
@@ -107,7 +112,7 @@ class TrainingStep:
         self.optimizer = make_optimizer(self.model, recipe)
         for group in self.optimizer.param_groups:
             group["capturable"] = way.captured
-        if not way.dense:
+        if way.method != "dense":
             track_optimizer(self.model, self.optimizer)
         self.batches = [batch.to(timer.device) for batch in _batches(shape, text)]
         self.losses: list[Tensor] = []
