@@ -62,9 +62,7 @@ def router_z_loss(routing: Routing, *, total_tokens: Tensor | int | None = None)
     check_routing("router_z_loss.routing", routing)
     tokens = routing.valid.sum()
     tokens_everywhere = all_reduce_sum(tokens)
-    # `where` before the square: an invalid token's value must not reach the backward pass.
-    log_z = torch.where(routing.valid, routing.log_z, 0.0)  # [T]
-    return log_z.square().sum() * _per_token(tokens_everywhere, total_tokens)
+    return routing.log_z.square().sum() * _per_token(tokens_everywhere, total_tokens)
 
 
 def _balance(

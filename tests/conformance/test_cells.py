@@ -136,7 +136,7 @@ def test_rows_of_a_token_are_its_cells(case: Case):
     routing = route(router, hidden, "eval")
     assert isinstance(routing, CellRouting)
     per_token = case.config.get("num_selected_clusters", 1)
-    assert routing.rows_per_token == per_token
+    assert routing.cells.rows_per_token == per_token
     assert len(routing.token_ids) == TOKENS * per_token
     assert (routing.pools.diff(dim=1) > 0).all()
     pairs = sorted(zip(routing.token_ids.tolist(), row_cells(routing).tolist(), strict=True))

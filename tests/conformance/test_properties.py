@@ -137,7 +137,7 @@ def assert_cells(case: Case, router: Any, routing: Any, s: Situation) -> None:
         mine = cells[routing.token_ids == token].tolist()
         exact, plain = (cell_scores(case, router, s.hidden[token].to(t)) for t in DTYPES)
         slack = score_slack(exact, plain)
-        assert_top_k(mine, exact, routing.rows_per_token, slack, f"cells of token {token}")
+        assert_top_k(mine, exact, routing.cells.rows_per_token, slack, f"cells of token {token}")
 
 
 DTYPES = (torch.float64, torch.float32)

@@ -60,7 +60,7 @@ def test_an_empty_name_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="use_backend: got 'cuda', must be one of auto"):
+    with pytest.raises(ConfigError, match="use_backend: got 'cuda', must be one of 'auto'"):
         use_backend("cuda").__enter__()  # pyright: ignore[reportArgumentType]
     monkeypatch.setenv("AIRMOE_BACKEND", "fast")
     with pytest.raises(ConfigError, match="AIRMOE_BACKEND: got 'fast'"):

@@ -168,7 +168,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
         (floats(3, 16), floats(30, 16), 5, None, int32(99, 3), 0.1),
     ),
     "best_experts": lambda: Example(
-        best_experts.best_experts_op, (floats(3, 16), floats(30, 16), 4, None, 0.0, True, True)
+        best_experts.best_experts_op, (floats(3, 16), floats(30, 16), 4, None, 0.0, True)
     ),
     "best_pairs": lambda: Example(
         product_keys.best_pairs_op, (floats(2, 1, 12), floats(2, 1, 12), 4)

@@ -15,17 +15,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from airmoe.config import check_choice
 from airmoe.errors import ConfigError
 
 Backend = Literal["reference", "triton"]
 Choice = Literal["auto", "reference", "triton"]
-CHOICES = get_args(Choice)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -39,7 +40,8 @@ _log = logging.getLogger("airmoe")
 @contextmanager
 def use_backend(name: Choice) -> Iterator[None]:
     """Compute with this backend inside the block, in all threads, whatever the environment says."""
-    _chosen.append(_checked("use_backend", name))
+    check_choice("use_backend", name, Choice)
+    _chosen.append(name)
     try:
         yield
     finally:
@@ -95,7 +97,8 @@ def interpreted() -> bool:
 def _decide(
     choice: str, interpret: str | None, device_type: str, dtypes: tuple[torch.dtype, ...]
 ) -> Backend:
-    if _checked("AIRMOE_BACKEND", choice) == "reference":
+    check_choice("AIRMOE_BACKEND", choice, Choice)
+    if choice == "reference":
         return "reference"
     reason = _why_not_triton(interpret == "1", device_type, dtypes)
     if reason is None and (choice == "triton" or device_type == "cuda"):
@@ -120,13 +123,6 @@ def _why_not_triton(
         if dtype not in DTYPES:
             return f"Triton kernels take float32, float16 and bfloat16, not {dtype}"
     return None
-
-
-def _checked(field: str, name: str) -> Choice:
-    if name not in CHOICES:
-        choices = ", ".join(CHOICES)
-        raise ConfigError(field, name, f"must be one of {choices}", "Use auto for the default.")
-    return name  # type: ignore[return-value]
 
 
 @functools.cache
@@ -238,20 +234,16 @@ class _Backward:
         output = output if isinstance(output, tuple) else (output,)
         values = [*inputs, *(output[place] for place in self.saved_places)]
         ctx.set_materialize_grads(False)
-        ctx.sizes = [len(value) if isinstance(value, list) else None for value in values]
-        leaves = [v for value in values for v in (value if isinstance(value, list) else [value])]
+        leaves, ctx.structure = tree_flatten(values)
         ctx.save_for_backward(*(leaf if isinstance(leaf, Tensor) else None for leaf in leaves))
         ctx.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         pairs = zip(ctx.saved_tensors, ctx.constants, strict=True)
-        leaves = (constant if tensor is None else tensor for tensor, constant in pairs)
-        values = [
-            next(leaves) if size is None else [next(leaves) for _ in range(size)]
-            for size in ctx.sizes
-        ]
-        inputs = ctx.sizes[: len(ctx.needs_input_grad)]
-        found: list[Any] = [None if size is None else [None] * size for size in inputs]
+        leaves = [constant if tensor is None else tensor for tensor, constant in pairs]
+        values = tree_unflatten(leaves, ctx.structure)
+        inputs = values[: len(ctx.needs_input_grad)]
+        found: list[Any] = [[None] * len(x) if isinstance(x, list) else None for x in inputs]
         if any(grad is not None for grad in grads):
             upstream = [None if grad is None else grad.contiguous() for grad in grads]
             wanted = [ctx.needs_input_grad[place] for place in self.of_places]

@@ -111,20 +111,19 @@ def best_experts(
     noise: Noise | None = None,
     *,
     normalize: bool = False,
-    ordered: bool = True,
 ) -> Tensor:
     """Each token's `count` best experts: hidden [T, D], experts [E, D] -> [T, count] ids.
 
-    With `normalize` logits are <h, w_e> / |w_e|, 0 for a zero row. Best first, or ids ascending
-    where not `ordered`, which saves a sort; ties go to the lowest id. Operands may differ in dtype;
-    scores are float32 (or wider) whatever they are, and no copy of the experts is made for it.
+    With `normalize` logits are <h, w_e> / |w_e|, 0 for a zero row. Best first, and of equal ones
+    the lowest id. Operands may differ in dtype; scores are float32 (or wider) whatever they are,
+    and no copy of the experts is made for it.
     """
     if use_triton(hidden, experts):
         from airmoe.kernels.best_columns_triton import plan_cuts
 
         if plan_cuts(experts.shape[0], count) is not None:
             pieces = noise_operands(noise)
-            return best_experts_op(hidden, experts, count, *pieces, normalize, ordered)
+            return best_experts_op(hidden, experts, count, *pieces, normalize)
     work = torch.promote_types(torch.promote_types(hidden.dtype, experts.dtype), torch.float32)
     num_experts, few = experts.shape[0], max(1, CHUNK_ELEMENTS // max(1, experts.shape[1]))
     scales = None
@@ -132,12 +131,12 @@ def best_experts(
         scales = torch.cat([inverse_norms(experts[part]) for part in chunks(num_experts, few)])
     whole = hidden.dtype == experts.dtype == work  # else a copy is made of some at a time
     tile = max(1, CHUNK_ELEMENTS // num_experts), num_experts if whole else few
-    return _best_columns(hidden.to(work), experts, count, tile, scales, noise, ordered=ordered)
+    return _best_columns(hidden.to(work), experts, count, tile, scales, noise, ordered=True)
 
 
 best_experts_op = operator(
     "best_experts(Tensor hidden, Tensor experts, SymInt count, Tensor? row_keys, float noise_std, "
-    "bool normalize, bool ordered) -> Tensor",
+    "bool normalize) -> Tensor",
     "best_experts_triton",
     fake=lambda hidden, _, count, *rest: hidden.new_empty(
         hidden.shape[0], count, dtype=torch.int64

@@ -107,20 +107,14 @@ def best_experts(
     row_keys: Tensor | None,
     noise_std: float,
     normalize: bool,
-    ordered: bool,
 ) -> Tensor:
-    """[T, D] and [E, D] -> [T, count] expert ids, best first or, if not `ordered`, ascending."""
+    """[T, D] and [E, D] -> [T, count] expert ids, best first."""
     num_tokens, device = hidden.shape[0], hidden.device
-    dtype = torch.int32 if ordered else torch.int64
-    ids = torch.empty(num_tokens, count, dtype=dtype, device=device)
+    ids = torch.empty(num_tokens, count, dtype=torch.int32, device=device)
     if ids.numel() == 0:
         return ids.long()
     tables = exact_tables(hidden, experts, row_keys, noise_std, normalize)
     best = _finder(tables, count)
-    if not ordered:
-        for rows in best.chunks():
-            best.find(rows, ids[rows])
-        return ids
     scores = torch.empty(num_tokens, count, dtype=torch.float32, device=device)
     for rows in best.chunks():
         best.find(rows, ids[rows], scores[rows])

@@ -47,8 +47,11 @@ def cell_experts(
     """
     gate, up, down = tables.gate, tables.up, tables.down
     if not use_triton(hidden, gate, up, down):
-        form = (tables.activation, tables.size, training or torch.is_grad_enabled())
-        return _CellExperts.apply(hidden, gate, up, down, gates, cells, *form)  # type: ignore[no-any-return]
+        pools, keep = tables.neurons(cells.pools), training or torch.is_grad_enabled()
+        if tables.size > 1:
+            gates = gates.repeat_interleave(tables.size, dim=-1)  # [N, neurons]
+        operands = hidden, gate, up, down, gates, pools, cells, tables.activation, keep
+        return _CellExperts.apply(*operands)  # type: ignore[no-any-return]
     keep = backward_follows(hidden, gate, up, down, gates)
     tables = tables.contiguous()
     layout = cells.layout(up.shape[0] if keep and tables.size == 1 else None)
@@ -63,6 +66,7 @@ def cell_experts(
 class _CellExperts(torch.autograd.Function):
     """output[token] += (act(hidden @ up[pool].T) * gates) @ down[pool], cell by cell.
 
+    Pools [G, neurons] and gates [N, neurons] are those of single neurons.
     The pre-activations [N, neurons] are kept for the backward: on a CPU keeping them is cheaper
     than forming them again. Weight gradients of all cells are summed into one [E, D] buffer.
     """
@@ -75,17 +79,16 @@ class _CellExperts(torch.autograd.Function):
         up: Tensor,
         down: Tensor,
         gates: Tensor,
+        pools: Tensor,
         cells: Cells,
         activation: Activation,
-        size: int,
         keep: bool,
     ) -> Tensor:
         keep = keep and any(ctx.needs_input_grad)
-        work, tables = hidden.dtype, ExpertTables(gate, up, down, activation, size)
+        work = hidden.dtype
         # A token may have many rows: their sum is kept in float32 whatever the products are in.
         wide = torch.promote_types(work, torch.float32)
         output = torch.zeros_like(hidden, dtype=wide)
-        pools = tables.neurons(cells.pools)  # [G, neurons]
         pre_up = hidden.new_empty(cells.token_ids.shape[0] if keep else 0, pools.shape[1])
         pre_gate = None if gate is None else torch.empty_like(pre_up)
         read = partial(read_rows, up.new_empty(pools.shape[1], up.shape[1]))
@@ -93,8 +96,6 @@ class _CellExperts(torch.autograd.Function):
             tokens, pool = cells.token_ids[rows], pools[cell]
             states = hidden.index_select(0, tokens)
             weights = gates[rows].to(work)
-            if size > 1:
-                weights = weights.repeat_interleave(size, dim=-1)  # [rows, neurons]
             if not keep and states.shape[0] <= SPARSE_CELL_ROWS:
                 # Decoding: most of the pool is not chosen.
                 chosen = (weights != 0).any(0).nonzero().squeeze(-1)
@@ -113,8 +114,8 @@ class _CellExperts(torch.autograd.Function):
                         part.masked_fill_(weights == 0, 0)
                 weighted = activate(activation, own_up, own_gate) * weights
             output.index_add_(0, tokens, (weighted @ read(down, pool).to(work)).to(wide))
-        ctx.form, ctx.spans = (activation, size), cells.spans()
-        layout = cells.token_ids, cells.pools
+        ctx.activation, ctx.spans = activation, cells.spans()
+        layout = cells.token_ids, pools
         ctx.save_for_backward(hidden, gate, up, down, gates, *layout, pre_up, pre_gate)
         return output.to(work)
 
@@ -123,13 +124,12 @@ class _CellExperts(torch.autograd.Function):
     @own_precision
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         hidden, gate, up, down, gates, token_ids, pools, pre_up, pre_gate = ctx.saved_tensors
-        (activation, size), work = ctx.form, hidden.dtype
+        activation, work = ctx.activation, hidden.dtype
         grad_output = grad_output.to(work)
         wide = torch.promote_types(work, torch.float32)
         grad_hidden = torch.zeros_like(hidden, dtype=wide)
         grad_gates = torch.empty_like(gates)
         tables = {"gate": gate, "up": up, "down": down}
-        pools = ExpertTables(gate, up, down, activation, size).neurons(pools)
         neurons = pools.shape[1]
         read = partial(read_rows, up.new_empty(neurons, up.shape[1]))
         # Frozen weights get no gradient, and no buffer of their size.
@@ -140,8 +140,6 @@ class _CellExperts(torch.autograd.Function):
             states = hidden.index_select(0, tokens)
             tokens_grad = grad_output.index_select(0, tokens)
             weights = gates[rows].to(work)
-            if size > 1:
-                weights = weights.repeat_interleave(size, dim=-1)  # [rows, neurons]
             grad_weighted = tokens_grad @ read(down, pool).to(work).T  # [rows, neurons]
             if not math.isfinite(grad_weighted.sum().item()):
                 grad_weighted.masked_fill_(weights == 0, 0)
@@ -153,10 +151,7 @@ class _CellExperts(torch.autograd.Function):
             )
             if "down" in sums:
                 sums["down"].add(pool, active * weights, tokens_grad)
-            grad_weights = grad_weighted.mul_(active)
-            if size > 1:
-                grad_weights = grad_weights.unflatten(-1, (-1, size)).sum(-1)  # [rows, experts]
-            grad_gates[rows] = grad_weights.to(gates.dtype)
+            grad_gates[rows] = grad_weighted.mul_(active).to(gates.dtype)
             for key, grad in grads.items():
                 if key in sums:
                     sums[key].add(pool, grad, states)

@@ -31,9 +31,9 @@ def selection_keys(scores: Tensor, places: Tensor | None = None, width: int = 0)
     return (ordered.long() << 32) | (width - 1 - places)
 
 
-def top_positions(scores: Tensor, count: int, ordered: bool = True) -> Tensor:
-    """Positions of the `count` largest along the last dimension, best first when `ordered`."""
-    keys = selection_keys(scores).topk(count, dim=-1, sorted=ordered).values
+def top_positions(scores: Tensor, count: int) -> Tensor:
+    """Positions of the `count` largest along the last dimension, best first."""
+    keys = selection_keys(scores).topk(count, dim=-1).values
     return scores.shape[-1] - 1 - (keys & POSITION)
 
 

@@ -17,7 +17,7 @@ from airmoe.kernels.rows import gather_dot
 from airmoe.kernels.softmax_summary import softmax_summary
 from airmoe.routers import costs
 from airmoe.routers.base import CentroidRouter, Plan
-from airmoe.routers.routing import ExpertRouting, Lazy, ScoredCells, Tokens, by_token
+from airmoe.routers.routing import ExpertRouting, ScoredCells, Tokens, by_token
 from airmoe.routers.settings import CentroidConfig
 
 
@@ -84,7 +84,7 @@ class ExpertChoiceRouter(CentroidRouter):
             token_ids=token_ids,
             weights=weights * used,
             lazy_expert_probs=lambda: summary.mean_probs,
-            lazy_log_z=Lazy(hidden.device, lambda: torch.where(tokens.valid, log_z, 0.0)),
+            lazy_log_z=lambda: log_z,
         )
 
 

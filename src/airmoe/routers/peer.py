@@ -142,7 +142,7 @@ class PeerRouter(Router):
             expert_ids=places.flatten(1),
             weights=weights.flatten(1) * tokens.valid.unsqueeze(-1),
             lazy_expert_probs=Lazy(first.device, expert_probs),
-            lazy_log_z=Lazy(first.device, lambda: torch.where(tokens.valid, log_z.mean(-1), 0.0)),
+            lazy_log_z=Lazy(first.device, lambda: log_z.mean(-1)),
         )
 
     def _sub_scores(self, hidden: Tensor, plan: Plan) -> Tensor:

@@ -117,7 +117,7 @@ class Routing(ABC):
     @property
     def log_z(self) -> Tensor:
         """[T] logsumexp over the router's candidates, 0 for tokens that do not count."""
-        return self.lazy_log_z()
+        return torch.where(self.valid, self.lazy_log_z(), 0.0)
 
     @property
     @abstractmethod
@@ -193,10 +193,6 @@ class CellRouting(Routing):
     def pools(self) -> Tensor:
         """[G, M] expert ids."""
         return self.cells.pools
-
-    @property
-    def rows_per_token(self) -> int:
-        return self.cells.rows_per_token
 
     @property
     def cell_probs(self) -> Tensor:
@@ -290,7 +286,7 @@ def sum_over_cells(values: Tensor, cells: Cells, num_experts: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ScoredCells:
-    """The logits of every token's candidates, -inf where an entry does not count."""
+    """The logits of every token's candidates."""
 
     tokens: Tokens
     cells: Cells
@@ -298,9 +294,8 @@ class ScoredCells:
     num_experts: int
 
     def log_z(self) -> Tensor:
-        """[T] logsumexp over all rows of a token, 0 for tokens that do not count."""
-        log_z = by_token(self.scores, self.cells).logsumexp(-1)
-        return torch.where(self.tokens.valid, log_z, 0.0)
+        """[T] logsumexp over all rows of a token."""
+        return by_token(self.scores, self.cells).logsumexp(-1)
 
     def probs(self, log_z: Tensor) -> Tensor:
         """[N, M] softmax over all candidates of a token."""

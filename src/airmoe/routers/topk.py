@@ -77,5 +77,5 @@ class TopKRouter(CentroidRouter):
             expert_ids=expert_ids,
             weights=weights * tokens.valid.unsqueeze(-1),
             lazy_expert_probs=lambda: summary().mean_probs,
-            lazy_log_z=Lazy(hidden.device, lambda: torch.where(tokens.valid, summary().log_z, 0.0)),
+            lazy_log_z=lambda: summary().log_z,
         )
