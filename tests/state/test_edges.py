@@ -100,8 +100,8 @@ def test_assigned_state_is_float32_again() -> None:
 
 def test_a_router_may_have_a_part_named_router() -> None:
     outer, hidden = build_router(), torch.randn(40, DIM)
-    layout = f"bool:T;{outer.plan_layout()}"
-    arguments = (hidden, None, None, outer._handle, layout, False, False)
+    kinds = ";".join(["bool:T", *outer.plan_layout().values()])
+    arguments = (hidden, None, None, outer._handle, kinds, False, False)
     wanted = torch.ops.airmoe.plan(*arguments)
     outer.router = airmoe.ROUTERS["topk"].Config(dim=DIM, num_experts=9, top_k=2).build()
     found = torch.ops.airmoe.plan(*arguments)

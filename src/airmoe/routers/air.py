@@ -335,28 +335,27 @@ class AirRouter(CentroidRouter):
 
     # -- plans for recomputation and compiled graphs --------------------------------------
 
-    def plan_layout(self) -> str:
+    def plan_layout(self) -> dict[str, str]:
         config = self.config
-        fields = [
-            "int64:T",
-            f"int64:{config.num_codewords},{config.shortlist_size}",
-            f"int32:{config.num_codewords * config.shortlist_size}",
-            f"int32:{config.num_experts + 1}",
-            f"float32:{config.num_codewords},{config.dim}",
-            *([f"float32:{config.num_experts}"] if config.normalize_centroids else []),
-        ]
-        return ";".join([*fields, super().plan_layout()])
+        codewords, size, experts = config.num_codewords, config.shortlist_size, config.num_experts
+        layout = {
+            "codeword_ids": "int64:T",
+            "codewords": f"float32:{codewords},{config.dim}",
+            "experts": f"int64:{codewords},{size}",
+            "entries": f"int32:{codewords * size}",
+            "starts": f"int32:{experts + 1}",
+        }
+        if config.normalize_centroids:
+            layout["inverse_norms"] = f"float32:{experts}"
+        return layout | super().plan_layout()
 
-    def pack_plan(self, plan: AirPlan) -> list[Tensor]:
+    def pack_plan(self, plan: AirPlan) -> dict[str, Any]:
         lists = plan.lists
         reverse = lists.reverse or make_reverse(lists.experts, self.config.num_experts)
-        index = [plan.codeword_ids, lists.experts, reverse.entries, reverse.starts]
-        norms = [] if lists.inverse_norms is None else [lists.inverse_norms]
-        return [*index, plan.codewords, *norms, *super().pack_plan(plan)]
+        return vars(plan) | vars(lists) | vars(reverse)
 
-    def unpack_plan(self, tensors: list[Tensor]) -> AirPlan:
-        codeword_ids, shortlists, entries, starts, codewords = tensors[:5]
-        rest = iter(tensors[5:])  # not every compiler can pop from a part of a list
-        norms = next(rest) if self.config.normalize_centroids else None
-        lists = Lists(shortlists, norms, ReverseIndex(entries, starts))
-        return AirPlan(next(rest, None), codeword_ids, lists, codewords)
+    def unpack_plan(self, tensors: dict[str, Tensor]) -> AirPlan:
+        reverse = ReverseIndex(tensors["entries"], tensors["starts"])
+        lists = Lists(tensors["experts"], tensors.get("inverse_norms"), reverse)
+        noise_key = tensors.get("noise_key")
+        return AirPlan(noise_key, tensors["codeword_ids"], lists, tensors["codewords"])

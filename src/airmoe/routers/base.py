@@ -201,17 +201,17 @@ class Router(nn.Module, ABC):
             return False
         return use_triton(hidden, *self._parameters.values())
 
-    def plan_layout(self) -> str:
-        """The tensors of a plan made now, as `dtype:sizes` joined by `;` (T: the tokens)."""
-        return "int64:;" if self.training and self.config.jitter_std > 0 else ""
+    def plan_layout(self) -> dict[str, str]:
+        """The tensors of a plan made now, each as `dtype:sizes` (T: the tokens)."""
+        return {"noise_key": "int64:"} if self.training and self.config.jitter_std > 0 else {}
 
-    def pack_plan(self, plan: Any) -> list[Tensor]:
-        """The tensors of a plan in the order of `plan_layout`."""
-        return [] if plan.noise_key is None else [plan.noise_key]
+    def pack_plan(self, plan: Any) -> dict[str, Any]:
+        """The tensors of a plan by the names of `plan_layout`, among others."""
+        return vars(plan)
 
-    def unpack_plan(self, tensors: list[Tensor]) -> Plan:
+    def unpack_plan(self, tensors: dict[str, Tensor]) -> Plan:
         """The plan made of these tensors."""
-        return Plan(tensors[0] if tensors else None)
+        return Plan(tensors.get("noise_key"))
 
     def make_plan(self, tokens: Tokens, ticket: int | None, learn: bool) -> Plan:
         """The present plan, for the operator `airmoe::plan`."""

@@ -62,13 +62,13 @@ def traced_plan(
     """
     handle, layout = planner._handle, router.plan_layout()
     if not training and not layout:
-        return mask, router.unpack_plan([])
+        return mask, router.unpack_plan({})
     ticket = torch.ops.airmoe.draw_ticket(handle, _call_number()) if training else None
+    kinds = ";".join(["bool:T", *layout.values()])
     tensors = torch.ops.airmoe.plan(
-        hidden.detach(), mask, ticket, handle, f"bool:T;{layout}", torch.is_grad_enabled(), learn
+        hidden.detach(), mask, ticket, handle, kinds, torch.is_grad_enabled(), learn
     )
-    # Not `valid, *tensors`, a tuple to torch 2.11; and a list that a router may take apart.
-    return tensors[0], router.unpack_plan(list(tensors[1:]))
+    return tensors[0], router.unpack_plan(dict(zip(layout, tensors[1:], strict=True)))
 
 
 def _call_number() -> int:
@@ -103,11 +103,11 @@ def _plan(
     mask: Tensor | None,
     ticket: Tensor | None,
     handle: Tensor,
-    layout: str,
+    kinds: str,
     gradients: bool,
     learn: bool,
 ) -> list[Tensor]:
-    """The tokens that count, and the tensors of a plan, all described by `layout`.
+    """The tokens that count, and the tensors of a plan, of these kinds joined by `;`.
 
     They are copies, because a compiler may overwrite an operator's results. The tokens are among
     them so that every call has a result that is used: without jitter some plans are empty, and a
@@ -119,15 +119,16 @@ def _plan(
     with torch.set_grad_enabled(gradients):
         tokens = router.read(hidden, mask)
         plan = planner.make_plan(tokens, None if ticket is None else int(ticket), learn)
-    tensors = [tokens.valid, *router.pack_plan(plan)]
+    parts = router.pack_plan(plan)
+    tensors = [tokens.valid, *(parts[name] for name in router.plan_layout())]
     return [tensor.clone() for tensor in tensors]
 
 
 @_plan.register_fake
-def _(hidden: Tensor, _mask: Any, _ticket: Any, _handle: Any, layout: str, *_: Any) -> list[Tensor]:
+def _(hidden: Tensor, _mask: Any, _ticket: Any, _handle: Any, kinds: str, *_: Any) -> list[Tensor]:
     found = []
-    for part in filter(None, layout.split(";")):
-        dtype, sizes = part.split(":")
+    for kind in kinds.split(";"):
+        dtype, sizes = kind.split(":")
         shape = [hidden.shape[0] if n == "T" else int(n) for n in filter(None, sizes.split(","))]
         found.append(hidden.new_empty(shape, dtype=getattr(torch, dtype)))
     return found
