@@ -114,22 +114,18 @@ def all_logits(case: Case, hidden: Tensor, params: dict[str, Tensor]) -> Tensor:
     return logits
 
 
-def unit(rows: Tensor) -> Tensor:
-    return rows / rows.norm(dim=1, keepdim=True)
-
-
 def candidates(case: Case, router: Any, hidden: Tensor) -> Tensor:
     """[T, E] bool: the experts a token may choose from, by definition, in float64."""
     hidden, config = hidden.detach().double(), case.config
     everyone = torch.ones(len(hidden), config["num_experts"], dtype=torch.bool)
     if case.name == "air":
         codewords = router.codebook.codewords.double()
-        nearest = (hidden @ unit(codewords).T).argmax(1)
-        scores = codewords @ unit(router.centroids.detach().double()).T
+        nearest = (hidden @ oracles.project(codewords).T).argmax(1)
+        scores = codewords @ oracles.project(router.centroids.detach().double()).T
         lists = scores.topk(config["shortlist_size"]).indices
         return torch.zeros_like(everyone).scatter(1, lists[nearest], True)
     if case.name == "hierarchical":
-        clusters = hidden @ unit(router.cluster_centroids.detach().double()).T
+        clusters = hidden @ oracles.project(router.cluster_centroids.detach().double()).T
         chosen = torch.zeros_like(clusters, dtype=torch.bool)
         chosen.scatter_(1, clusters.topk(config["num_selected_clusters"]).indices, True)
         return chosen.repeat_interleave(config["num_experts"] // config["num_clusters"], dim=1)
@@ -204,9 +200,3 @@ def dense_weights(routing: Any) -> Tensor:
 def selected_ids(routing: Any) -> list[list[int]]:
     """The experts of every token, ascending."""
     return [row.nonzero().flatten().tolist() for row in dense_weights(routing).detach()]
-
-
-def snapshot(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of every parameter and buffer, saved or not."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {name: tensor.detach().clone() for name, tensor in named}

@@ -15,7 +15,7 @@ from tests.conformance.training_oracles import (
     MicroBatch,
     Plan,
     Run,
-    Tiny,
+    Theta,
     alg3_train,
     assert_state,
 )
@@ -35,9 +35,9 @@ PLAN = Plan(
 
 
 class Model(nn.Module):
-    """The model of `Tiny`, made of library parts."""
+    """The model of `Theta`, made of library parts."""
 
-    def __init__(self, theta: Tiny, codewords: Tensor, jitter_std: float = 0.0):
+    def __init__(self, theta: Theta, codewords: Tensor, jitter_std: float = 0.0):
         super().__init__()
         options = {
             "dim": DIM,
@@ -52,11 +52,10 @@ class Model(nn.Module):
         router = Case("air", options).build()
         experts = granular(num_experts=EXPERTS, dim=DIM, activation="swiglu")
         self.layer: Any = airmoe.MoELayer(router, experts, post_norm="none")
-        self.inputs = nn.Parameter(theta.inputs.clone())
+        self.inputs = nn.Parameter(torch.empty(DIM, DIM))
         set_codebook(router, codewords)
         for name, parameter in self.tensors().items():
-            if name != "inputs":
-                parameter.data.copy_(theta.tensors()[name])
+            parameter.data.copy_(theta[name])
         router.on_parameters_changed()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -74,13 +73,13 @@ class Model(nn.Module):
 
 
 def setting():
-    theta = Tiny(
-        inputs=torch.eye(DIM) + 0.2 * tokens(DIM, DIM, 0),
-        centroids=oracles.project(tokens(EXPERTS, DIM, 1)),
-        gate=0.5 * tokens(EXPERTS, DIM, 2),
-        up=0.5 * tokens(EXPERTS, DIM, 3),
-        down=0.5 * tokens(EXPERTS, DIM, 4),
-    )
+    theta = {
+        "inputs": torch.eye(DIM) + 0.2 * tokens(DIM, DIM, 0),
+        "centroids": oracles.project(tokens(EXPERTS, DIM, 1)),
+        "gate": 0.5 * tokens(EXPERTS, DIM, 2),
+        "up": 0.5 * tokens(EXPERTS, DIM, 3),
+        "down": 0.5 * tokens(EXPERTS, DIM, 4),
+    }
     codewords = oracles.project(tokens(CODEWORDS, DIM, 5))
     sizes = [[11, 23, 17], [9, 16, 12], [25, 8, 13], [10, 14, 7]]
     data = [

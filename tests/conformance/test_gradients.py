@@ -90,8 +90,8 @@ def test_router_gradients(case: Case, mode: Mode):
 
 
 @pytest.mark.parametrize("case", ROUTER_CASES, ids=str)
-def test_list_form_and_full_logits_keep_the_gradient(case: Case):
-    """`to_token_routing().weights` and `full_logits` are differentiable, to the same values."""
+def test_list_form_and_full_logits_by_the_formulas(case: Case):
+    """Of `to_token_routing().weights` the gradients, of `full_logits` also the values."""
     router = case.build().eval()
     hidden = tokens(TOKENS, DIM, 30).requires_grad_()
     routing = router(hidden)
@@ -109,11 +109,13 @@ def test_list_form_and_full_logits_keep_the_gradient(case: Case):
     logits = router.full_logits(hidden)
     direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(35))
     mine = gradients((direction * logits).sum(), named)
-    results = []
+    values, results = [], []
     for dtype in (torch.float64, torch.float32):
         h, params = hidden.detach().to(dtype).requires_grad_(), leaves(router, dtype)
         plain_logits = all_logits(case, h, params)
+        values.append(plain_logits.detach())
         results.append(gradients((direction * plain_logits).sum(), {"hidden": h, **params}))
+    assert_close(logits, *values, what="full_logits")
     assert_gradients(mine, *results)
 
 

@@ -18,7 +18,6 @@ from tests.conformance.common import (
     row_cells,
     set_codebook,
     tokens,
-    unit,
 )
 from tests.tolerance import assert_close, score_slack
 
@@ -122,15 +121,16 @@ def test_many_codewords_and_experts():
     router = Case("air", options).build().eval()
     set_codebook(router, oracles.project(tokens(2003, DIM, 1)))
     hidden = tokens(2503, DIM, 2)
-    exact, plain = ((unit(hidden.to(t)) @ unit(router.codebook.codewords.to(t)).T) for t in DTYPES)
+    exact, plain = (
+        oracles.project(hidden.to(t)) @ router.codebook.codewords.to(t).T for t in DTYPES
+    )
     slack = score_slack(exact, plain)
     assigned = router.codebook.assign(hidden)
     assert (exact.gather(1, assigned[:, None])[:, 0] >= exact.amax(dim=1) - slack).all()
     lists = router.shortlists()
     assert (lists.diff(dim=1) > 0).all()
-    exact, plain = (
-        router.codebook.codewords.to(t) @ unit(router.centroids.detach().to(t)).T for t in DTYPES
-    )
+    codewords, centroids = router.codebook.codewords, router.centroids.detach()
+    exact, plain = (codewords.to(t) @ oracles.project(centroids.to(t)).T for t in DTYPES)
     slack = score_slack(exact, plain)
     kth = exact.topk(40, dim=1).values[:, -1:]
     assert (exact.gather(1, lists) >= kth - slack).all()

@@ -97,22 +97,9 @@ def first_codebook(hidden: Tensor, drawn: list[int], kind: Kind = "spherical") -
 # ---------------------------------------------------------------- training (Alg. 3)
 
 
-@dataclass
-class Tiny:
-    """theta of a one-layer model: h = A x, y = MoE(h), loss = mean squared error + balance."""
-
-    inputs: Tensor  # A [D, D]
-    centroids: Tensor  # [E, D]
-    gate: Tensor  # [E, D]
-    up: Tensor
-    down: Tensor
-
-    def tensors(self) -> dict[str, Tensor]:
-        return dict(vars(self))
-
-    def leaves(self, dtype: torch.dtype) -> Tiny:
-        copies = {k: v.detach().to(dtype, copy=True) for k, v in self.tensors().items()}
-        return Tiny(**{k: v.requires_grad_() for k, v in copies.items()})
+# theta of a one-layer model: h = A x, y = MoE(h), loss = mean squared error + balance. Named
+# inputs, the matrix A [D, D], and centroids, gate, up, down [E, D].
+Theta = dict[str, Tensor]
 
 
 @dataclass
@@ -148,38 +135,33 @@ class Run:
 
 
 def alg3_train(
-    theta: Tiny,
+    theta: Theta,
     codebook: Codebook,
     data: list[list[tuple[Tensor, Tensor]]],
     plan: Plan,
     dtype: torch.dtype = torch.float64,
 ) -> Run:
     """Alg. 3 over `data[step][accumulation] = (tokens, targets)`, both [T, D]; no jitter."""
-    theta = theta.leaves(dtype)
+    theta = {k: v.detach().to(dtype, copy=True).requires_grad_() for k, v in theta.items()}
     codebook = Codebook(*(t.to(dtype) for t in vars(codebook).values()))
-    optimizer = torch.optim.SGD(
-        list(theta.tensors().values()), lr=plan.learning_rate, momentum=plan.momentum
-    )
-    experts = oracles.Experts("swiglu", theta.gate, theta.up, theta.down)
-    num_experts = len(theta.centroids)
+    optimizer = torch.optim.SGD(list(theta.values()), lr=plan.learning_rate, momentum=plan.momentum)
+    experts = oracles.Experts("swiglu", theta["gate"], theta["up"], theta["down"])
+    centroids = theta["centroids"]
     cache: list[list[int]] | None = None
     run = Run()
     for accumulation in data:
         optimizer.zero_grad()
         for tokens, targets in accumulation:
-            hidden = torch.stack([theta.inputs @ x for x in tokens.to(dtype)])
+            hidden = torch.stack([theta["inputs"] @ x for x in tokens.to(dtype)])
             codebook = alg2_update(hidden.detach(), codebook, plan.decay, plan.dead_below)
-            fresh = oracles.build_shortlists(
-                codebook.codewords, theta.centroids, plan.shortlist_size
-            )
+            fresh = oracles.build_shortlists(codebook.codewords, centroids, plan.shortlist_size)
             if cache is None:
                 cache = fresh
-            choices = oracles.air_route(
-                hidden, codebook.codewords, cache, theta.centroids, plan.top_k
-            )
+            choices = oracles.air_route(hidden, codebook.codewords, cache, centroids, plan.top_k)
             output = oracles.moe_output(hidden, choices, experts)
             loss = ((output - targets.to(dtype)) ** 2).mean()
-            loss = loss + plan.balance_weight * oracles.balance_loss(choices, num_experts, hidden)
+            balance = oracles.balance_loss(choices, len(centroids), hidden)
+            loss = loss + plan.balance_weight * balance
             (loss / len(accumulation)).backward()
             run.micro_batches.append(
                 MicroBatch(
@@ -194,5 +176,5 @@ def alg3_train(
             )
         optimizer.step()
         cache = None
-        run.parameters.append({k: v.detach().clone() for k, v in theta.tensors().items()})
+        run.parameters.append({k: v.detach().clone() for k, v in theta.items()})
     return run

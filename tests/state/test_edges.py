@@ -4,44 +4,31 @@ from __future__ import annotations
 
 import gc
 import warnings
-from typing import Any
 
 import pytest
 import torch
 
 import airmoe
-from airmoe import AirRouter, GranularExperts, MoELayer
-from tests.state import common
-
-DIM, EXPERTS = 8, 64
-
-
-def build_router(**options: Any) -> AirRouter:
-    sizes = {"num_experts": EXPERTS, "num_codewords": 4, "shortlist_size": 16}
-    return common.build_router("air", **{**sizes, "jitter_std": 0.01, **options})
-
-
-def build_layer() -> MoELayer:
-    return MoELayer(build_router(), GranularExperts(EXPERTS, DIM))
+from tests.state.common import DIM, air_of, batch, build_layer, build_router
 
 
 def test_a_dead_optimizer_tracks_nothing() -> None:
     layer = build_layer()
+    router = air_of(layer)
     first = torch.optim.AdamW(layer.parameters())
     airmoe.track_optimizer(layer, first)
-    layer(torch.randn(1, 40, DIM))
+    layer(batch(0))
     del first
     gc.collect()
-    router = layer.router
-    assert isinstance(router, AirRouter) and not router.tracked
+    assert not router.tracked
     second = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for _ in range(5):
-            layer(torch.randn(1, 40, DIM)).square().sum().backward()
+        for index in range(5):
+            layer(batch(index)).square().sum().backward()
             second.step()
             second.zero_grad()
-        layer(torch.randn(1, 40, DIM))
+        layer(batch(5))
     assert torch.equal(router.shortlists(), router.rebuild_shortlists())
 
 
@@ -49,7 +36,7 @@ def test_a_routing_of_an_earlier_moment_refuses_to_be_read() -> None:
     layer = build_layer()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     airmoe.track_optimizer(layer, optimizer)
-    x = torch.randn(1, 40, DIM)
+    x = batch(0)
     output = layer.forward_with_routing(x)
     probs = output.routing.expert_probs.detach().clone()
     output.hidden.square().sum().backward()
@@ -88,7 +75,7 @@ def test_what_is_not_supported_raises() -> None:
 
 def test_assigned_state_is_float32_again() -> None:
     router = build_router()
-    router.observe(torch.randn(40, DIM))
+    router.observe(batch(0, 40))
     rounded = {
         key: value.bfloat16() if value.is_floating_point() else value
         for key, value in router.state_dict().items()
@@ -99,7 +86,7 @@ def test_assigned_state_is_float32_again() -> None:
 
 
 def test_a_router_may_have_a_part_named_router() -> None:
-    outer, hidden = build_router(), torch.randn(40, DIM)
+    outer, hidden = build_router(), batch(0, 40)
     kinds = ";".join(["bool:T", *outer.plan_layout().values()])
     arguments = (hidden, None, None, outer._handle, kinds, False, False)
     wanted = torch.ops.airmoe.plan(*arguments)
