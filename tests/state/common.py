@@ -42,6 +42,14 @@ def build_layer(case: str = "air", seed: int = 0, **options: Any) -> Any:
     return MoELayer(router, experts)
 
 
+def tracked_layer(**options: Any) -> tuple[MoELayer, AirRouter, torch.optim.Optimizer]:
+    """A layer of AIR, its router, and the optimizer that it tracks: keep it, or tracking ends."""
+    layer = build_layer("air", **options)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.3)
+    airmoe.track_optimizer(layer, optimizer)
+    return layer, layer.router, optimizer
+
+
 class Block(nn.Module):
     """A layer deep inside a block: Linear, dropout, MoE, Linear, residual."""
 

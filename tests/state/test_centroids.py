@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-import airmoe
 from tests.state.common import (
     DIM,
     EXPERTS,
@@ -20,6 +19,7 @@ from tests.state.common import (
     build_layer,
     build_router,
     plain_shortlists,
+    tracked_layer,
 )
 
 PROJECTING = ["air", "air-expert-choice", "hierarchical", "topk", "expert_choice"]
@@ -83,11 +83,9 @@ def test_other_weights_in_evaluation(put: Callable[[Any, Tensor], None]) -> None
 
 def tracked(**options: Any) -> tuple[Any, torch.optim.Optimizer]:
     """A layer in training, its lists made, its codebook at rest."""
-    layer = build_layer(jitter_std=0.0, **options)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.3)
-    airmoe.track_optimizer(layer, optimizer)
+    layer, router, optimizer = tracked_layer(jitter_std=0.0, **options)
     layer(batch(0)).square().sum().backward()
-    layer.router.freeze_codebook()
+    router.freeze_codebook()
     return layer, optimizer
 
 

@@ -12,13 +12,13 @@ import airmoe
 from airmoe import Codebook
 from tests.state.common import (
     CASES,
-    air_of,
     assert_same,
     batch,
     build_layer,
     build_router,
     dense,
     snapshot,
+    tracked_layer,
 )
 
 KINDS = ["spherical", "euclidean", "static"]
@@ -124,10 +124,7 @@ def test_more_codewords_than_tokens_works_and_warns_once(kind: str) -> None:
 
 
 def test_a_frozen_codebook_stays_while_shortlists_follow_the_centroids() -> None:
-    layer = build_layer("air", jitter_std=0.0)
-    router = air_of(layer)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.3)
-    airmoe.track_optimizer(layer, optimizer)
+    layer, router, optimizer = tracked_layer(jitter_std=0.0)
     layer(batch(0)).pow(3).sum().backward()
     router.freeze_codebook()
     before, lists = snapshot(router.codebook), router.shortlists().clone()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import airmoe
-from tests.state.common import DIM, air_of, batch, build_layer, build_router
+from tests.state.common import DIM, air_of, batch, build_layer, build_router, tracked_layer
 
 
 def test_a_dead_optimizer_tracks_nothing() -> None:
@@ -33,9 +33,7 @@ def test_a_dead_optimizer_tracks_nothing() -> None:
 
 
 def test_a_routing_of_an_earlier_moment_refuses_to_be_read() -> None:
-    layer = build_layer()
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    airmoe.track_optimizer(layer, optimizer)
+    layer, _, optimizer = tracked_layer()
     x = batch(0)
     output = layer.forward_with_routing(x)
     probs = output.routing.expert_probs.detach().clone()

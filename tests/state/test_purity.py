@@ -8,13 +8,13 @@ import torch
 import airmoe
 from tests.state.common import (
     CASES,
-    air_of,
     assert_same,
     batch,
     build_layer,
     build_router,
     dense,
     snapshot,
+    tracked_layer,
 )
 
 
@@ -59,13 +59,11 @@ def test_evaluation_has_no_jitter_and_observes_nothing(case: str) -> None:
 
 def test_a_training_forward_nobody_observed_leaves_the_next_rebuild_alone() -> None:
     """Peeking after a step must not use up the refresh that belongs to the next observe."""
-    layers = [build_layer("air"), build_layer("air")]
-    for layer in layers:
-        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.3)
-        airmoe.track_optimizer(layer, optimizer)
+    pairs = [tracked_layer(), tracked_layer()]
+    for layer, _, optimizer in pairs:
         layer(batch(0)).square().sum().backward()
         optimizer.step()
-    peeked, other = (air_of(layer) for layer in layers)
+    peeked, other = (router for _, router, _ in pairs)
     peeked(batch(5, 22))
     peeked.observe(batch(1, 22))
     other.observe(batch(1, 22))

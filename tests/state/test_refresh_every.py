@@ -9,20 +9,26 @@ import torch
 
 import airmoe
 from airmoe import MoELayer
-from tests.state.common import air_of, batch, build_block, build_layer, dense, plain_shortlists
+from tests.state.common import (
+    air_of,
+    batch,
+    build_block,
+    build_layer,
+    dense,
+    plain_shortlists,
+    tracked_layer,
+)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_lists_wait_for_their_turn_and_norms_do_not(normalize: bool) -> None:
-    layer = build_layer("air", jitter_std=0.0, normalize_centroids=normalize, refresh_every=3)
-    router = air_of(layer)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.3)
-    airmoe.track_optimizer(layer, optimizer)
+    options = {"normalize_centroids": normalize, "refresh_every": 3}
+    layer, router, optimizer = tracked_layer(jitter_std=0.0, **options)
     expected, rebuilt = torch.empty(0), []
     for step in range(8):
         for part in range(2):  # micro-batches
             layer(batch(2 * step + part)).pow(3).sum().backward()
-            now = plain_shortlists(router, router.codebook.codewords)
+            now = plain_shortlists(router)
             if step % 3 == 0 and part == 0:
                 expected = now
                 rebuilt.append(router.built_at is not None and int(router.built_at))
@@ -76,10 +82,7 @@ def test_every_tracked_optimizer_of_the_centroids_counts_and_no_other() -> None:
 
 def test_scores_are_exact_under_old_lists() -> None:
     """A token's chosen experts are the best of its list, weighed by today's centroids."""
-    layer = build_layer("air", jitter_std=0.0, refresh_every=100)
-    router = air_of(layer)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.3)
-    airmoe.track_optimizer(layer, optimizer)
+    layer, router, optimizer = tracked_layer(jitter_std=0.0, refresh_every=100)
     for step in range(3):
         layer(batch(step)).pow(3).sum().backward()
         optimizer.step()
@@ -95,31 +98,22 @@ def test_scores_are_exact_under_old_lists() -> None:
 
 
 def test_loading_brings_the_lists_and_changes_by_hand_do_not_wait() -> None:
-    layer = build_layer("air", jitter_std=0.0, refresh_every=100)
-    router = air_of(layer)
-    optimizer = torch.optim.AdamW(layer.parameters())  # a router forgets one that nobody keeps
-    airmoe.track_optimizer(layer, optimizer)
+    layer, router, _optimizer = tracked_layer(jitter_std=0.0, refresh_every=100)
     layer(batch(0))
-    other = build_layer("air", seed=1, jitter_std=0.0, refresh_every=100)
-    other_optimizer = torch.optim.AdamW(other.parameters())
-    airmoe.track_optimizer(other, other_optimizer)
+    other, other_router, _other_optimizer = tracked_layer(seed=1, jitter_std=0.0, refresh_every=100)
     other(batch(1))
-    expected = air_of(other).shortlists().clone()
+    expected = other_router.shortlists().clone()
     assert router.tracked and router.lists_due == "nothing"
     layer.load_state_dict(other.state_dict())
     layer(batch(2))
     assert torch.equal(router.training_lists.experts, expected)
-    assert not torch.equal(expected, plain_shortlists(router, router.codebook.codewords))
+    assert not torch.equal(expected, plain_shortlists(router))
     without = {k: v for k, v in other.state_dict().items() if "training_lists" not in k}
     layer.load_state_dict(without, strict=False)
     layer(batch(2))
-    assert torch.equal(
-        router.training_lists.experts, plain_shortlists(router, router.codebook.codewords)
-    )
+    assert torch.equal(router.training_lists.experts, plain_shortlists(router))
     with torch.no_grad():
         router.centroids.neg_()
     router.on_parameters_changed()
     layer(batch(3))
-    assert torch.equal(
-        router.training_lists.experts, plain_shortlists(router, router.codebook.codewords)
-    )
+    assert torch.equal(router.training_lists.experts, plain_shortlists(router))

@@ -23,6 +23,7 @@ from tests.state.common import (
     plain_shortlists,
     routers_of,
     snapshot,
+    tracked_layer,
 )
 
 
@@ -103,10 +104,7 @@ def test_a_load_refreshes_lists_in_both_modes(assign: bool) -> None:
     """Also in the middle of a window, and also when tensors are replaced instead of copied."""
     source = build_layer("air", seed=5, jitter_std=0.0)
     source(batch(0))
-    layer = build_layer("air", jitter_std=0.0)
-    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
-    airmoe.track_optimizer(layer, optimizer)
-    router = air_of(layer)
+    layer, router, _optimizer = tracked_layer(jitter_std=0.0)
     layer(batch(1))
     layer.eval()
     layer(batch(1))

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 import airmoe
-from airmoe import AirRouter, ConfigError, MoELayer
+from airmoe import ConfigError, MoELayer
 from tests.state.common import (
     air_of,
     assert_same,
@@ -21,6 +21,7 @@ from tests.state.common import (
     build_router,
     plain_shortlists,
     snapshot,
+    tracked_layer,
 )
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -31,17 +32,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 every_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
 
 
-def adamw(model: nn.Module, kind: str = "plain", lr: float = 0.3) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=lr, **OPTIMIZERS[kind])
-
-
-def tracked_layer(
-    kind: str = "plain", **options: Any
-) -> tuple[MoELayer, AirRouter, torch.optim.AdamW]:
-    layer = build_layer("air", **options)
-    optimizer = adamw(layer, kind)
-    airmoe.track_optimizer(layer, optimizer)
-    return layer, air_of(layer), optimizer
+def adamw(model: nn.Module, kind: str = "plain") -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.3, **OPTIMIZERS[kind])
 
 
 def backward(layer: MoELayer, index: int) -> None:
@@ -60,7 +52,9 @@ def test_lists_are_rebuilt_after_a_step_from_the_updated_codebook(
     kind: str, normalize: bool
 ) -> None:
     options = {"normalize_centroids": normalize, "codebook_decay": 0.1}
-    layer, router, optimizer = tracked_layer(kind, jitter_std=0.0, **options)
+    layer = build_layer("air", jitter_std=0.0, **options)
+    router, optimizer = air_of(layer), adamw(layer, kind)
+    airmoe.track_optimizer(layer, optimizer)
     layer(batch(0))
     address = router.shortlists().data_ptr()
     norms_address = router.training_lists.inverse_norms.data_ptr()
