@@ -133,26 +133,14 @@ def test_a_label_that_is_no_word_shows(wrong: int) -> None:
     clean = value_and_gradients(inputs)
     inputs["labels"][3] = wrong
     hidden, weight = inputs["hidden"].requires_grad_(), inputs["weight"].requires_grad_()
-    value = linear_cross_entropy_op(
-        hidden, weight, inputs["labels"], -100, torch.float32, [True, True]
-    )[0]
+    value = linear_cross_entropy_op(hidden, weight, inputs["labels"], torch.float32, [True, True])[
+        0
+    ]
     value.backward()
     assert value.isnan() and weight.grad is not None and weight.grad.isnan().all()
     assert hidden.grad is not None and hidden.grad[3].isnan().all()
     others = torch.arange(TOKENS, device=DEVICE) != 3
     assert torch.equal(hidden.grad[others], clean["hidden"][others])
-
-
-def test_an_ignored_label_may_be_a_word() -> None:
-    inputs = make_inputs(ignored=0.0)
-    skipped = inputs["labels"] == inputs["labels"][0]
-    with use_backend("triton"):
-        found = linear_cross_entropy(
-            inputs["hidden"], inputs["weight"], inputs["labels"],
-            ignore_index=int(inputs["labels"][0]),
-        )  # fmt: skip
-    inputs["labels"][skipped] = -100
-    assert torch.equal(found, value_and_gradients(inputs)["loss"])
 
 
 def test_strided_arguments() -> None:
@@ -202,7 +190,7 @@ def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> No
     hidden, weight, labels = inputs.values()
     with LargestTensor() as largest:
         kernels.loss_and_gradients(
-            module.Problem(hidden, weight, labels, -100, torch.float32, [True, True])
+            module.Problem(hidden, weight, labels, torch.float32, [True, True])
         )
     assert largest.elements == 16 * 512 * (1 if DEVICE == "cuda" else 4)  # interpreted: as bytes
 

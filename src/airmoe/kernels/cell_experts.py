@@ -17,7 +17,6 @@ from airmoe.kernels.token_experts import (
     GATED,
     PLAIN,
     PLAIN_BACKWARD,
-    Activation,
     ExpertTables,
     activate,
     backward_follows,
@@ -81,7 +80,7 @@ class _CellExperts(torch.autograd.Function):
         gates: Tensor,
         pools: Tensor,
         cells: Cells,
-        activation: Activation,
+        activation: str,
         keep: bool,
     ) -> Tensor:
         keep = keep and any(ctx.needs_input_grad)
@@ -162,7 +161,7 @@ class _CellExperts(torch.autograd.Function):
 
 
 def _activation_backward(
-    activation: Activation, up: Tensor, gate: Tensor | None, grad: Tensor
+    activation: str, up: Tensor, gate: Tensor | None, grad: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(activated values, gradients of the pre-activations by table)."""
     if gate is None:

@@ -158,7 +158,7 @@ def cell_experts(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [T, D], and the pre-activations of up and gate [N, neurons], empty where not kept."""
-    tables = ExpertTables.of(gate, up, down, activation, expert_size)
+    tables = ExpertTables(gate, up, down, activation, expert_size)
     cells = CellLayout.of(layout)
     active = hidden.new_empty(cells.num_rows, cells.pool_width)  # gated activations
     pre_up, pre_gate = empty_pre(hidden, gate, active.shape, keep)
@@ -199,7 +199,7 @@ def _activation_backward(call: Any, tables: ExpertTables, layout: CellLayout) ->
 
 def cell_experts_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
     """Gradients of the wanted of hidden, gate, up, down and gates."""
-    tables = ExpertTables.of(call.gate, call.up, call.down, call.activation, call.expert_size)
+    tables = ExpertTables(call.gate, call.up, call.down, call.activation, call.expert_size)
     layout = CellLayout.of(call.layout)
     found = _activation_backward(call, tables, layout)
     hidden, counts, grads = call.hidden, call.counts, dict[str, Tensor]()

@@ -24,18 +24,16 @@ CUDA_CHUNK_BYTES = 2**30  # products must be large to fill a GPU
 BYTES_PER_LOGIT = 10
 
 
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, ignore_index: int = IGNORE_INDEX
-) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Sum over tokens of -log softmax(hidden @ weight.T)[label]: a float32 scalar.
 
-    hidden [T, D], weight [V, D], labels [T] in [0, V) or `ignore_index`, which adds nothing to
+    hidden [T, D], weight [V, D], labels [T] in [0, V) or `IGNORE_INDEX`, which adds nothing to
     value or gradient. Any other label is an error on a CPU; on a GPU, which would have to wait to
     have them read, it makes the value and the gradients NaN. Under autocast the products run in its
     dtype, as those of `nn.Linear` would; the softmax is float32 always. The sum and not the mean,
     because the right divisor may count the tokens of several micro-batches and ranks.
     """
-    _check(hidden, weight, labels, ignore_index)
+    _check(hidden, weight, labels)
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
@@ -46,21 +44,19 @@ def linear_cross_entropy(
             f"must have the dtype of the weight, {weight.dtype}",
             "Cast one of them, or run under autocast.",
         )
-    return _apply(hidden, weight, labels.long(), ignore_index, dtype)
+    return _apply(hidden, weight, labels.long(), dtype)
 
 
 @own_precision
-def _apply(
-    hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, dtype: torch.dtype
-) -> Tensor:
+def _apply(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
     wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
-    operands = (hidden, weight, labels, ignore_index, dtype, wanted)
+    operands = (hidden, weight, labels, dtype, wanted)
     if use_triton(hidden, weight, labels):
         return linear_cross_entropy_op(*operands)[0]
     return _LinearCrossEntropy.apply(*operands)  # type: ignore[no-any-return]
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> None:
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
     label = "linear_cross_entropy"
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ConfigError(
@@ -78,12 +74,12 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) ->
         )
     if labels.device.type != "cpu" or torch.compiler.is_compiling():
         return  # reading them would stall a GPU and break a graph: a wrong one shows in the loss
-    wrong = labels[(labels != ignore_index) & ((labels < 0) | (labels >= weight.shape[0]))]
+    wrong = labels[(labels != IGNORE_INDEX) & ((labels < 0) | (labels >= weight.shape[0]))]
     if wrong.numel():
         raise ConfigError(
             f"{label}.labels",
             int(wrong[0]),
-            f"must be {ignore_index} or in [0, {weight.shape[0]}), the vocabulary",
+            f"must be {IGNORE_INDEX} or in [0, {weight.shape[0]}), the vocabulary",
             "Use the tokenizer the model was built for.",
         )
 
@@ -95,7 +91,6 @@ class Problem:
     hidden: Tensor  # [T, D]
     weight: Tensor  # [V, D]
     labels: Tensor  # [T]
-    ignore_index: int
     dtype: torch.dtype
     wanted: list[bool]  # gradients: of hidden, of weight
 
@@ -104,7 +99,7 @@ class Problem:
 
         A token that does not count may hold anything; as 0 it spoils nothing that all share.
         """
-        skipped = (self.labels[chunk] == self.ignore_index).unsqueeze(-1)
+        skipped = (self.labels[chunk] == IGNORE_INDEX).unsqueeze(-1)
         return skipped, self.hidden[chunk].masked_fill(skipped, 0).to(self.dtype)
 
 
@@ -172,7 +167,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled_gradients(grad, ctx.saved_tensors, ctx.dtypes), *(None,) * 4
+        return *scaled_gradients(grad, ctx.saved_tensors, ctx.dtypes), *(None,) * 3
 
 
 def scaled_gradients(
@@ -200,7 +195,7 @@ def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _empty_results(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _labels, _ignore_index, dtype, (want_hidden, want_weight) = rest
+    _labels, dtype, (want_hidden, want_weight) = rest
     none = hidden.new_empty(0)
     return (
         hidden.new_empty((), dtype=torch.float32),
@@ -210,10 +205,10 @@ def _empty_results(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, 
 
 
 # The summed loss and the gradients of hidden and weight, for a factor of 1; empty if unwanted. A
-# label on a GPU that is neither a word nor `ignore_index` makes all three NaN.
+# label on a GPU that is neither a word nor `IGNORE_INDEX` makes all three NaN.
 linear_cross_entropy_op = operator(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, SymInt ignore_index, "
-    "ScalarType dtype, bool[] wanted) -> (Tensor, Tensor, Tensor)",
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, ScalarType dtype, "
+    "bool[] wanted) -> (Tensor, Tensor, Tensor)",
     "linear_cross_entropy_triton",
     fake=_empty_results,
 )
@@ -230,7 +225,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *scaled_gradients(grad, ctx.saved_tensors, ctx.dtypes), *(None,) * 4
+    return *scaled_gradients(grad, ctx.saved_tensors, ctx.dtypes), *(None,) * 3
 
 
 linear_cross_entropy_op.register_autograd(_backward, setup_context=_setup)

@@ -20,6 +20,7 @@ from torch import Tensor
 from airmoe.kernels.backend import chunks
 from airmoe.kernels.device_triton import INFINITY
 from airmoe.kernels.linear_cross_entropy import (
+    IGNORE_INDEX,
     LossAndGradients,
     Problem,
     chunk_bytes,
@@ -125,25 +126,19 @@ def _rows_kernel(
 
 
 def losses_and_gradients_(
-    logits: Tensor,
-    labels: Tensor,
-    losses: Tensor,
-    *,
-    num_words: int,
-    ignore_index: int,
-    gradients: bool,
+    logits: Tensor, labels: Tensor, losses: Tensor, *, num_words: int, gradients: bool
 ) -> None:
     """Write the losses [n] and, if asked, over the logits [n, padded] their gradient.
 
     Of a row `num_words` entries are logits, the others become 0. Half precision's gradients are
-    scaled by `HALF_SCALE`. A label that is neither a word nor `ignore_index` makes loss and
+    scaled by `HALF_SCALE`. A label that is neither a word nor `IGNORE_INDEX` makes loss and
     gradient of its row NaN; nothing outside the row is read.
     """
     assert logits.is_contiguous() and logits.shape[1] % WORDS_MULTIPLE == 0
     per_lane = 16 // logits.element_size()
     lanes = min(ROW_WARPS * 32 * ROW_VECTORS, triton.next_power_of_2(logits.shape[1] // per_lane))
     _rows_kernel[(logits.shape[0],)](
-        logits, labels, losses, num_words, logits.shape[1], ignore_index,
+        logits, labels, losses, num_words, logits.shape[1], IGNORE_INDEX,
         SCALE=gradient_scale(logits.dtype), GRADIENTS=gradients,
         PADDED=num_words != logits.shape[1], HALF=logits.element_size() == 2,
         LANES=lanes, PER_LANE=per_lane,
@@ -188,7 +183,7 @@ def loss_and_gradients(problem: Problem) -> LossAndGradients:
         found = torch.mm(states, rows.T, out=logits[: states.shape[0]])  # [n, padded]
         losses_and_gradients_(
             found, problem.labels[chunk], losses[chunk], num_words=num_words,
-            ignore_index=problem.ignore_index, gradients=want_hidden or want_weight,
+            gradients=want_hidden or want_weight,
         )  # fmt: skip
         if grad_hidden is not None:
             sums = _sum_over_words(found, rows)  # [n, D]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -44,15 +44,8 @@ class ExpertTables:
     gate: Tensor | None  # [E * size, D], for gated activations only
     up: Tensor
     down: Tensor
-    activation: Activation
+    activation: str  # one of `Activation`; operators only know plain strings
     size: int = 1
-
-    @classmethod
-    def of(
-        cls, gate: Tensor | None, up: Tensor, down: Tensor, activation: str, size: int
-    ) -> ExpertTables:
-        """From the arguments of an operator, whose names are plain strings."""
-        return cls(gate, up, down, cast(Activation, activation), size)
 
     def contiguous(self) -> ExpertTables:
         gate = None if self.gate is None else self.gate.contiguous()
@@ -67,12 +60,12 @@ class ExpertTables:
         return (expert_ids.unsqueeze(-1) * self.size + neurons).flatten(1)
 
 
-def is_gated(activation: Activation) -> bool:
+def is_gated(activation: str) -> bool:
     """Gated experts have three matrices (gate, up, down), the others two."""
     return activation in GATED
 
 
-def activate(activation: Activation, up: Tensor, gate: Tensor | None) -> Tensor:
+def activate(activation: str, up: Tensor, gate: Tensor | None) -> Tensor:
     """act(up), or act(gate) * up for gated experts; elementwise."""
     return PLAIN[activation](up) if gate is None else PLAIN[GATED[activation]](gate) * up
 

@@ -42,7 +42,7 @@ def token_experts(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [T, D], and the pre-activations of up and gate [T, K * S], empty where not kept."""
-    tables = ExpertTables.of(gate, up, down, activation, expert_size).contiguous()
+    tables = ExpertTables(gate, up, down, activation, expert_size).contiguous()
     hidden, weights, expert_ids = hidden.contiguous(), weights.contiguous(), expert_ids.contiguous()
     num_tokens, top_k = expert_ids.shape
     pre = empty_pre(hidden, gate, (num_tokens, top_k * expert_size), keep)
@@ -60,7 +60,7 @@ def token_experts(
 
 def token_experts_backward(call: Any, want: set[str]) -> dict[str, Tensor]:
     """Gradients of those of hidden, gate, up, down and weights that are wanted."""
-    tables = ExpertTables.of(call.gate, call.up, call.down, call.activation, call.expert_size)
+    tables = ExpertTables(call.gate, call.up, call.down, call.activation, call.expert_size)
     tables, hidden, grad_output = tables.contiguous(), call.hidden.contiguous(), call.grad_output
     pre, weights = (call.pre_up, call.pre_gate), call.weights.contiguous()
     expert_ids = call.expert_ids.contiguous()

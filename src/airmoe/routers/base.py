@@ -34,9 +34,8 @@ class Plan:
     """
 
     noise_key: Tensor | None  # int64 scalar, None without jitter
-    own_bytes: int = field(
-        default=0, kw_only=True
-    )  # of its largest tensors that no cache holds too
+    # Of its largest tensors that no cache holds too:
+    own_bytes: int = field(default=0, kw_only=True)
 
 
 class Router(nn.Module, ABC):
