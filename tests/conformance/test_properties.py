@@ -78,6 +78,8 @@ def cases(draw: st.DrawFn, dim: int) -> Case:
         least = -(-top_k * clusters // experts)
         options["num_clusters"] = clusters
         options["num_selected_clusters"] = draw(st.integers(least, clusters))
+    if name == "expert_choice" or options.get("gate") == "expert_choice":
+        options["capacity_factor"] = draw(st.sampled_from([0.5, 1.0, 3.0]))
     if name in ("topk", "air"):
         options["normalize_centroids"] = draw(st.booleans())
     return Case(name, options)
@@ -159,7 +161,8 @@ def assert_selection(case: Case, routing: Any, choices: Any, plain: Any, valid: 
                 assert_top_k(position, choice.logits, per_head, slack, f"token {token}")
         return
     experts = routing.num_experts
-    size = oracles.capacity(int(valid.sum()), experts, top_k)
+    factor = case.config["capacity_factor"]
+    size = oracles.capacity(int(valid.sum()), experts, top_k, factor)
     for expert in range(experts):
         probs = []
         for run in (choices, plain):
@@ -197,6 +200,7 @@ def test_any_batch_routes_and_computes_by_the_formulas(s: Situation):
     result = layer.forward_with_routing(s.hidden[None], mask)
     routing, output = result.routing, result.hidden[0]
     assert torch.equal(routing.valid, s.valid)
+    assert torch.equal(dense_weights(routing.to_token_routing()), dense_weights(routing))
     clean = s.hidden.nan_to_num(1.0, 1.0, 1.0)
     if isinstance(routing, CellRouting):
         assert_cells(case, router, routing, s)

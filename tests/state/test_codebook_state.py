@@ -63,24 +63,29 @@ def test_a_run_with_an_empty_micro_batch_equals_one_without(
     assert_same(run(insert=True), run(insert=False))
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore:.*without a tracked optimizer")
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("padding", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_bad_tokens_spoil_only_their_own_row(case: str, training: bool) -> None:
-    """Other rows, and gradients, are those of the batch in which the bad tokens are masked out."""
+def test_bad_tokens_spoil_only_their_own_row(case: str, training: bool, padding: bool) -> None:
+    """All else is as if they were masked out. As `padding` they are masked, and spoil nothing."""
     spoilt = batch(0).clone()
     spoilt[0, 3, 1], spoilt[1, 2, 5] = torch.nan, torch.inf
     mask = torch.ones(2, 11, dtype=torch.bool)
     mask[0, 3] = mask[1, 2] = False
     layer, same = build_layer(case).train(training), build_layer(case).train(training)
-    result = layer.forward_with_routing(spoilt.requires_grad_())
+    result = layer.forward_with_routing(spoilt.requires_grad_(), mask if padding else None)
     output, expected = result.hidden, same.forward_with_routing(batch(0), mask)
-    assert output[~mask].isnan().all(), "a bad token must not look like a good one"
+    if padding:
+        assert torch.equal(output[~mask], expected.hidden[~mask])
+    else:
+        assert output[~mask].isnan().all(), "a bad token must not look like a good one"
     assert torch.equal(output[mask], expected.hidden[mask])
     assert_same(snapshot(layer, derived=False), snapshot(same, derived=False))
     # Nor do they spoil a gradient, even where that of their own row is NaN.
     for loss, routing in (
-        (output.square().sum(), result.routing),
+        ((output[mask] if padding else output).square().sum(), result.routing),
         (expected.hidden[mask].square().sum(), expected.routing),
     ):
         (loss + airmoe.load_balance_loss(routing) + airmoe.router_z_loss(routing)).backward()
@@ -88,21 +93,6 @@ def test_bad_tokens_spoil_only_their_own_row(case: str, training: bool) -> None:
     assert spoilt.grad.isfinite().all() and (spoilt.grad[mask] != 0).any()
     found, wanted = ([p.grad for p in module.parameters()] for module in (layer, same))
     assert_same(found, wanted)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_padding_may_hold_anything(case: str) -> None:
-    mask = torch.ones(2, 11, dtype=torch.bool)
-    mask[0, 4:] = False
-    rubbish = batch(0).masked_fill(~mask.unsqueeze(-1), torch.nan)
-    layer, same = build_layer(case), build_layer(case)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # padding is nobody's fault
-        output, expected = layer(rubbish, mask), same(batch(0), mask)
-    assert torch.equal(output, expected)
-    output[mask].square().sum().backward()
-    expected[mask].square().sum().backward()
-    assert_same(snapshot(layer), snapshot(same))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,6 @@ operator, so equality is exact; a GPU also runs what the compiler itself generat
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -122,25 +121,6 @@ def test_evaluation_equals_eager(case: str) -> None:
     assert graphs() == 1
 
 
-def test_layers_share_a_graph_but_no_state() -> None:
-    eager = [build("air", seed) for seed in range(2)]
-    layers = copy.deepcopy(eager)
-    results = []
-    for modules in (layers, eager):
-        torch.manual_seed(2)
-        x = small(0).requires_grad_()
-        for layer in modules:
-            if modules is layers:
-                layer.compile(fullgraph=True, backend="aot_eager")
-            x = x + layer(x)
-        results.append(x)
-    assert torch.equal(*results)
-    assert graphs() == 1
-    for place, pair in enumerate(zip(layers, eager, strict=True)):
-        assert int(pair[0].router.micro_batches) == 1
-        assert_same(snapshot(pair[0]), snapshot(pair[1]), f"layer {place}")
-
-
 def test_calls_are_neither_merged_nor_dropped() -> None:
     """Without jitter a plan of PEER is empty; and two calls on one input are two micro-batches."""
     layer = build("peer", jitter_std=0.0)
@@ -231,7 +211,10 @@ def test_plain_kernels_stay_a_break_in_the_graph(case: str) -> None:
 
 
 def test_decoder_layers_compile_whole() -> None:
-    """Attention, routing, experts and router losses of a language model, in one graph."""
+    """Attention, routing, experts and router losses of a language model, in one graph.
+
+    Its layers share the graph, but no state.
+    """
     options = {"num_experts": 9, "num_hidden_layers": 2, "moe_layers": [0, 1]}
     options["router_options"] = {**EXTRA["air"], **FEW["air"]}
     del options["router_options"]["num_experts"]

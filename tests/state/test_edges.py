@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
-
 import pytest
 import torch
 
 import airmoe
-from tests.state.common import DIM, air_of, batch, build_layer, build_router, tracked_layer
-
-
-def test_a_dead_optimizer_tracks_nothing() -> None:
-    layer = build_layer()
-    router = air_of(layer)
-    first = torch.optim.AdamW(layer.parameters())
-    airmoe.track_optimizer(layer, first)
-    layer(batch(0))
-    del first
-    gc.collect()
-    assert not router.tracked
-    second = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for index in range(5):
-            layer(batch(index)).square().sum().backward()
-            second.step()
-            second.zero_grad()
-        layer(batch(5))
-    assert torch.equal(router.shortlists(), router.rebuild_shortlists())
+from tests.state.common import DIM, batch, build_layer, build_router, tracked_layer
 
 
 def test_a_routing_of_an_earlier_moment_refuses_to_be_read() -> None:
