@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from airmoe import AirMoeForCausalLM
-from airmoe.routers import air
+from airmoe import AirMoeForCausalLM, AirRouter
 from tests.model.common import batch, build, learn_a_little
 
 THREADS = 8
@@ -37,7 +36,7 @@ def in_threads(evaluate: Callable[[int], Tensor]) -> list[Tensor]:
 @pytest.fixture
 def slow_rebuilds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rebuilding takes its time on both sides of the write; as many entries as rebuilds."""
-    build_lists, calls = air.build_lists, []
+    build_lists, calls = AirRouter._build_lists, []
 
     def slow(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
@@ -46,7 +45,7 @@ def slow_rebuilds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         time.sleep(0.02)
         return built
 
-    monkeypatch.setattr(air, "build_lists", slow)
+    monkeypatch.setattr(AirRouter, "_build_lists", slow)
     return calls
 
 

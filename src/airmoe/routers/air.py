@@ -10,19 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from airmoe.config import check_choice, check_count, check_number, config
+from airmoe.distributed import full_tensor
 from airmoe.flops import RouterCount, RouterLosses, Workload
 from airmoe.kernels.backend import use_triton
+from airmoe.kernels.best_experts import top_m
 from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import ReverseIndex, make_cells, make_reverse
 from airmoe.kernels.noise import Stage, combine, make_noise
-from airmoe.kernels.norms import unit_rows
+from airmoe.kernels.norms import inverse_norms, unit_rows
 from airmoe.kernels.top_k import LONGEST_ROW
 from airmoe.routers.base import CentroidRouter, Plan
 from airmoe.routers.codebook import Codebook, CodebookKind
 from airmoe.routers.costs import count_air
 from airmoe.routers.expert_choice import capacity_of, expert_choice_gates
-from airmoe.routers.lists import Due, Key, ListCache, Lists, TensorIdentity, build_lists
+from airmoe.routers.lists import Due, Key, ListCache, Lists, TensorIdentity
 from airmoe.routers.routing import CellRouting, Lazy, ScoredCells, Tokens, token_choice
 from airmoe.routers.settings import Amount, CentroidConfig, Fairness
 from airmoe.routers.tracking import how_to_track
@@ -264,22 +266,26 @@ class AirRouter(CentroidRouter):
                 cache.store(self._build_lists(due), due, key, self.micro_batches)
         return cache.view()
 
+    @torch.no_grad()
     def _build_lists(self, due: Due, micro_batch: Tensor | None = None) -> Lists:
-        """Rebuild what is due, with the jitter of this micro-batch or another."""
-        config, noise = self.config, None
-        if self.training and config.jitter_std > 0:  # Alg. 1, line 6
-            # The codebook's seed is equal on all ranks.
-            micro_batch = self.micro_batches if micro_batch is None else micro_batch
-            key = combine(self.codebook.seed, micro_batch)
-            noise = make_noise(key, Stage.SHORTLIST, config.num_codewords, config.jitter_std)
-        return build_lists(
-            self.codebook.codewords,
-            self.centroids,
-            noise,
-            config.shortlist_size,
-            normalize=config.normalize_centroids,
-            kept=self.training_lists.view() if due == "norms" else None,
-        )
+        """Alg. 1, lines 1 and 4-7: what is due, with the jitter of this micro-batch or another."""
+        config, centroids = self.config, full_tensor(self.centroids.detach())
+        norms = inverse_norms(centroids) if config.normalize_centroids else None
+        if due == "norms":  # scores are exact under any shortlists
+            lists = self.training_lists.view()
+            experts, reverse = lists.experts, lists.reverse
+        else:
+            noise, reverse = None, None
+            if self.training and config.jitter_std > 0:
+                # The codebook's seed is equal on all ranks.
+                micro_batch = self.micro_batches if micro_batch is None else micro_batch
+                key = combine(self.codebook.seed, micro_batch)
+                noise = make_noise(key, Stage.SHORTLIST, config.num_codewords, config.jitter_std)
+            codewords, size = self.codebook.codewords, config.shortlist_size
+            experts = top_m(codewords, centroids, size, inverse_norms=norms, noise=noise)
+        if reverse is None and use_triton(experts):
+            reverse = make_reverse(experts, config.num_experts)
+        return Lists(experts, norms, reverse)
 
     def _key(self) -> Key:
         """What lists depend on.

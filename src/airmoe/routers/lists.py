@@ -1,4 +1,4 @@
-"""The inverted index, codeword -> M experts: how it is built and cached."""
+"""The inverted index, codeword -> M experts, and how it is cached."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from airmoe.distributed import full_tensor
-from airmoe.kernels.backend import use_triton
-from airmoe.kernels.best_experts import top_m
-from airmoe.kernels.cells import ReverseIndex, make_reverse
-from airmoe.kernels.noise import Noise
-from airmoe.kernels.norms import inverse_norms
+from airmoe.kernels.cells import ReverseIndex
 from airmoe.routers.codebook import Codebook, Float32State
 
 # What must be rebuilt.
@@ -35,31 +30,6 @@ class Lists:
     experts: Tensor  # [G, M] ascending ids
     inverse_norms: Tensor | None  # [E] 1/|w_e| where centroids are projected
     reverse: ReverseIndex | None  # expert -> its shortlists: for Triton's sums by expert
-
-
-@torch.no_grad()
-def build_lists(
-    codewords: Tensor,
-    centroids: Tensor,
-    noise: Noise | None,
-    size: int,
-    *,
-    normalize: bool,
-    kept: Lists | None = None,
-) -> Lists:
-    """Alg. 1, lines 1 and 4-7: the `size` best experts of every codeword.
-
-    With `kept`, older lists, only the norms are new: scores are exact under any shortlists.
-    """
-    centroids = full_tensor(centroids.detach())
-    scales = inverse_norms(centroids) if normalize else None  # [E]
-    if kept is None:
-        experts = top_m(codewords, centroids, size, inverse_norms=scales, noise=noise)  # [G, M]
-        kept = Lists(experts, None, None)
-    reverse = kept.reverse
-    if reverse is None and use_triton(kept.experts):
-        reverse = make_reverse(kept.experts, centroids.shape[0])
-    return Lists(kept.experts, scales, reverse)
 
 
 class TensorIdentity(tuple[int, int, Any]):
