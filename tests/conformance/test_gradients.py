@@ -181,3 +181,17 @@ def test_coarse_expert_gradients(name: str, top_k: int, activation: str):
 def test_layer_gradients_through_the_post_norm(form: str, mode: Mode):
     experts = granular(num_experts=EXPERTS, dim=DIM)
     check_layer(FORMS[form], experts, "swiglu", "layernorm", mode)
+
+
+def test_what_is_not_supported_raises() -> None:
+    """Second derivatives and torch.func: an error, and not a wrong number."""
+    experts = granular(num_experts=EXPERTS, dim=DIM)
+    layer = airmoe.MoELayer(Case("air").build(), experts).eval()
+    x = torch.randn(1, 6, DIM, requires_grad=True)
+    (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
+    with torch.no_grad():
+        layer(x)  # builds the lists
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda tokens: layer(tokens).sum())(x.detach())

@@ -95,6 +95,18 @@ def test_bad_tokens_spoil_only_their_own_row(case: str, training: bool, padding:
     assert_same(found, wanted)
 
 
+@pytest.mark.parametrize("kind", ["spherical", "euclidean"])
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float64, 1e39), (torch.float32, 3e38)])
+def test_huge_tokens_are_left_out(kind: str, dtype: torch.dtype, value: float) -> None:
+    router, hidden = build_router(codebook=kind), batch(0, 40).to(dtype)
+    hidden[3] = value
+    router.observe(hidden)
+    assert bool(router.codebook.codewords.isfinite().all())
+    routing = router(hidden)
+    assert not routing.valid[3] and int(routing.valid.sum()) == 39
+    assert bool(routing.expert_probs.isfinite().all())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_codewords_than_tokens_works_and_warns_once(kind: str) -> None:
     codebook = make_codebook(kind, num_codewords=40, dead_below=1.0)

@@ -258,6 +258,16 @@ def test_a_router_with_plans_that_nobody_can_pack_is_left_to_python() -> None:
     assert not own.compiles(small(0)[0])
 
 
+def test_a_router_may_have_a_part_named_router() -> None:
+    outer, hidden = build("air").router, small(0)[0]
+    kinds = ";".join(["bool:T", *outer.plan_layout().values()])
+    arguments = (hidden, None, None, outer._handle, kinds, False, False)
+    wanted = torch.ops.airmoe.plan(*arguments)
+    outer.router = airmoe.ROUTERS["topk"].Config(dim=8, num_experts=9, top_k=2).build()
+    found = torch.ops.airmoe.plan(*arguments)
+    assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("case", ROUTERS)

@@ -102,3 +102,15 @@ def test_autocast_does_not_touch_routing(case: str, backward_inside: bool, train
         return [snapshot(router), *routings]
 
     assert_same(run(autocast=True), run(autocast=False))
+
+
+def test_assigned_state_is_float32_again() -> None:
+    router = build_router()
+    router.observe(batch(0, 40))
+    rounded = {
+        key: value.bfloat16() if value.is_floating_point() else value
+        for key, value in router.state_dict().items()
+    }
+    router.load_state_dict(rounded, assign=True)
+    assert router.codebook.codewords.dtype == torch.float32
+    assert torch.equal(router.codebook.codewords, rounded["codebook.codewords"].float())

@@ -152,6 +152,21 @@ def test_a_skipped_step_does_not_refresh() -> None:
     assert not torch.equal(router.shortlists(), before)
 
 
+def test_a_routing_of_an_earlier_moment_refuses_to_be_read() -> None:
+    layer, _, optimizer = tracked_layer()
+    x = batch(0)
+    output = layer.forward_with_routing(x)
+    probs = output.routing.expert_probs.detach().clone()
+    output.hidden.square().sum().backward()
+    optimizer.step()
+    layer(x)
+    assert torch.equal(output.routing.expert_probs, probs)  # read in time, it stays
+    with pytest.raises(RuntimeError, match="is stale"):
+        output.routing.to_token_routing()
+    with pytest.raises(RuntimeError, match="is stale"):
+        _ = output.routing.expert_counts
+
+
 # -- without tracking -----------------------------------------------------------------------
 
 
