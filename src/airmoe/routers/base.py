@@ -44,12 +44,6 @@ class Router(nn.Module, ABC):
 
     Config: ClassVar[type[RouterConfig]]  # beside each router, its own settings
     config: Any  # an instance of it
-    _packs_plans: ClassVar[bool] = True
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        # A subclass with its own plans but no `pack_plan` cannot be compiled.
-        cls._packs_plans = cls.plan is Router.plan or cls.pack_plan is not Router.pack_plan
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__()
@@ -193,10 +187,12 @@ class Router(nn.Module, ABC):
     # -- plans ------------------------------------------------------------------------------
 
     def compiles(self, hidden: Tensor) -> bool:
-        """True if a compiler can include the whole router: Triton computes, and it has no forward
-        hooks, which are Python code at every call."""
+        """True if a compiler can include the whole router: Triton computes, plans of its own can be
+        packed, and it has no forward hooks, which are Python code at every call."""
+        kind = type(self)
+        packs_plans = kind.plan is Router.plan or kind.pack_plan is not Router.pack_plan
         # `len`, because a compiler does not notice that an empty dict is true later on.
-        if len(self._hooks_now) > 0 or not self._packs_plans:
+        if len(self._hooks_now) > 0 or not packs_plans:
             return False
         return use_triton(hidden, *self._parameters.values())
 
