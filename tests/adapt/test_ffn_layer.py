@@ -4,9 +4,6 @@ handed neither mask nor cache."""
 from __future__ import annotations
 
 import copy
-import pickle
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,23 +66,6 @@ def test_codebooks_learn_from_real_tokens_only() -> None:
         assert_same({name: state[prefix + name] for name in wanted}, dict(wanted))
     assert float(others[0].codebook.counts.sum()) == pytest.approx(8 * 9 - 5 * PADDED)
     assert_same(run(swapped(), batch(filler=7)), state)  # whatever the padding is
-
-
-def by_pickle(model: Any, _folder: Path) -> Any:
-    return pickle.loads(pickle.dumps(model))
-
-
-def by_loading(model: Any, folder: Path) -> Any:
-    model.save_pretrained(folder)
-    return type(model).from_pretrained(folder).train()
-
-
-@pytest.mark.parametrize("copied", [lambda model, _: copy.deepcopy(model), by_pickle, by_loading])
-def test_copies_know_their_own_padding(copied: Callable[..., Any], tmp_path: Path) -> None:
-    model = swapped()
-    other = copied(model, tmp_path)
-    expected = run(model, batch())
-    assert_same(run(other, batch(filler=7)), expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
