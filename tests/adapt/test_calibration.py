@@ -90,9 +90,8 @@ def overlap_of_random_lists(model: Any) -> float:
 
 def seen_by(model: Any, router: nn.Module, text: Tensor) -> Tensor:
     seen: list[Tensor] = []
-    handle = router.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
-    logits_of(model, text)
-    handle.remove()
+    with router.register_forward_pre_hook(lambda _module, args: seen.append(args[0])):
+        logits_of(model, text)
     return seen[0].reshape(-1, seen[0].shape[-1])
 
 
