@@ -159,6 +159,10 @@ def both(order: str = "ffn+routers") -> Any:
     return model.eval()
 
 
+def layer_of(model: Any, index: int) -> Any:
+    return model.get_decoder().layers[index].mlp
+
+
 def stock_routers(model: Any) -> list[Any]:
     """In order of layers, swapped or not."""
     found = []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from airmoe import MoELayer, MoEOutput, swap_ffn
 from airmoe.kernels.backend import use_backend
-from tests.adapt.models import WIDTH, air, dense, ids
+from tests.adapt.models import WIDTH, air, dense, ids, layer_of
 from tests.state.common import assert_same, checkpoint_activations
 
 pytestmark = [
@@ -20,10 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:codebook"),
 ]
 PADDED = 4  # positions at the start of the first five rows
-
-
-def layer_of(model: Any, index: int) -> Any:
-    return model.model.layers[index].mlp
 
 
 def swapped() -> Any:

@@ -22,6 +22,7 @@ from tests.adapt.models import (
     dense,
     granular,
     ids,
+    layer_of,
     logits_of,
     reloaded,
     unchanged,
@@ -30,10 +31,6 @@ from tests.model.common import build as own_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:AirRouter is trained without", "ignore:codebook")
 NEW: dict[str, Any] = {"layers": [1], "router": air()}
-
-
-def layer_of(model: Any, index: int) -> Any:
-    return model.get_decoder().layers[index].mlp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
