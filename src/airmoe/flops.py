@@ -141,9 +141,10 @@ class Term:
     executed: Operation | None
     times: float = 1.0
 
-    def cost(self, column: Column) -> Cost:
+    def cost(self, column: Column, kind: Kind | None = None) -> Cost:
+        """Nothing if the operator is not used, or is of another kind."""
         operation: Operation | None = getattr(self, column)
-        if operation is None:
+        if operation is None or kind not in (None, operation.kind):
             return Cost()
         return Cost(self.times * operation.forward, self.times * operation.backward)
 
@@ -204,11 +205,7 @@ class Ledger:
 
     def cost(self, column: Column, part: Part | None = None, kind: Kind | None = None) -> Cost:
         """Per token: of everything, of one part, or of products or elementwise operators only."""
-        chosen = (
-            term.cost(column)
-            for term in self.terms
-            if part in (None, term.part) and kind in (None, _kind(term, column))
-        )
+        chosen = (term.cost(column, kind) for term in self.terms if part in (None, term.part))
         return sum(chosen, Cost())
 
     def parts(self) -> tuple[Part, ...]:
@@ -232,11 +229,6 @@ class Ledger:
             },
             "terms": [dataclasses.asdict(term) for term in self.terms],
         }
-
-
-def _kind(term: Term, column: Column) -> Kind | None:
-    operation: Operation | None = getattr(term, column)
-    return None if operation is None else operation.kind
 
 
 def _numbers(cost: Cost) -> dict[str, float]:

@@ -6,7 +6,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,10 @@ def both(order: str = "ffn+routers") -> Any:
     return model.eval()
 
 
+def layer_of(model: Any, index: int) -> Any:
+    return model.get_decoder().layers[index].mlp
+
+
 def stock_routers(model: Any) -> list[Any]:
     """In order of layers, swapped or not."""
     found = []
@@ -196,15 +200,11 @@ def logits_of(model: Any, tokens: Tensor | None = None) -> Tensor:
 def routed(model: Any) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
     """What the routers answer inside the block: (logits, weights, ids) in order of layers."""
     answers: list[tuple[Tensor, Tensor, Tensor]] = []
-    handles = [
-        router.register_forward_hook(lambda _module, _args, output: answers.append(output))
-        for router in stock_routers(model)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for router in stock_routers(model):
+            handle = router.register_forward_hook(lambda _router, _args, out: answers.append(out))
+            hooks.enter_context(handle)
         yield answers
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def gradients(model: Any, seed: int = 6, **options: Any) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from tests.adapt.models import (
     swap,
     swapped_routers,
 )
+from tests.model.common import build as own_model
 from tests.state.common import assert_same
 
 EXPERTS, SIZE, CODEWORDS, TOP_K = 64, 8, 16, 4  # M = E / 8
@@ -89,9 +90,8 @@ def overlap_of_random_lists(model: Any) -> float:
 
 def seen_by(model: Any, router: nn.Module, text: Tensor) -> Tensor:
     seen: list[Tensor] = []
-    handle = router.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
-    logits_of(model, text)
-    handle.remove()
+    with router.register_forward_pre_hook(lambda _module, args: seen.append(args[0])):
+        logits_of(model, text)
     return seen[0].reshape(-1, seen[0].shape[-1])
 
 
@@ -199,15 +199,12 @@ def test_layers_of_our_own() -> None:
 
 
 def test_the_project_s_own_model() -> None:
-    config = airmoe.AirMoeConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, moe_layers=[1], num_experts=32,
-        num_experts_per_tok=4, router_options={"num_codewords": 4, "shortlist_size": 8},
-    )  # fmt: skip
-    model = airmoe.AirMoeForCausalLM(config)
+    model = own_model("air", vocab_size=VOCAB)
     (layer,) = airmoe.calibrate(model, BATCHES).layers
     router: Any = model.get_submodule(layer.name)
-    assert router.codebook.initialized and layer.shortlist_size == 8 and layer.overlap > 0.3
+    shortlist_size = router.config.shortlist_size
+    assert router.codebook.initialized and layer.shortlist_size == shortlist_size
+    assert layer.overlap > 0.3
 
 
 def test_padding_in_swapped_networks() -> None:

@@ -22,17 +22,15 @@ from tests.adapt.models import (
     dense,
     granular,
     ids,
+    layer_of,
     logits_of,
     reloaded,
     unchanged,
 )
+from tests.model.common import build as own_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:AirRouter is trained without", "ignore:codebook")
 NEW: dict[str, Any] = {"layers": [1], "router": air()}
-
-
-def layer_of(model: Any, index: int) -> Any:
-    return model.get_decoder().layers[index].mlp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -101,11 +99,7 @@ def test_generate_with_cache_is_generate_without() -> None:
 
 def test_the_project_s_own_dense_layers(tmp_path: Path) -> None:
     """`swap_ffn` needs the shape of the network, not the family's name."""
-    config = airmoe.AirMoeConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, moe_layers=[],
-    )  # fmt: skip
-    model = airmoe.AirMoeForCausalLM(config)
+    model = own_model("dense", vocab_size=VOCAB, hidden_size=WIDTH)
     swap_ffn(model, **NEW)
     assert isinstance(layer_of(model, 1), MoELayer)
     loaded = reloaded(model, tmp_path)

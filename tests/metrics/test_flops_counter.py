@@ -14,6 +14,7 @@ from airmoe.kernels.backend import Choice, use_backend
 from airmoe.kernels.token_experts import Activation, is_gated
 from airmoe.metrics.flop_counter import flop_counter
 from airmoe.model import METHODS, AirMoeConfig, AirMoeForCausalLM, with_method
+from tests.model.common import config_of
 
 BATCH, LENGTH = 2, 4
 TOKENS = BATCH * LENGTH
@@ -21,19 +22,9 @@ WORKLOAD = Workload(sequence_length=LENGTH, tokens_per_step=TOKENS, tokens_per_m
 
 
 def tiny_config() -> AirMoeConfig:
-    return AirMoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=64,
-        num_experts_per_tok=8,
-        router_options={"num_codewords": 4, "shortlist_size": 16},
-        bos_token_id=None,
-        eos_token_id=1,
-    )
+    options = {"num_codewords": 4, "shortlist_size": 16}
+    sizes = {"num_hidden_layers": 2, "num_experts": 64, "num_experts_per_tok": 8}
+    return config_of("air", **sizes, router_options=options)
 
 
 def measured(config: AirMoeConfig, counter: FlopCounterMode) -> int:
@@ -45,7 +36,7 @@ def measured(config: AirMoeConfig, counter: FlopCounterMode) -> int:
     ids = torch.randint(config.vocab_size, (BATCH, LENGTH))
     with counter:
         model(input_ids=ids, labels=ids).loss.backward()
-    # Up to some release of transformers the angles of positions were a product, of 32 FLOPs here.
+    # Up to some release of transformers the angles of positions were a product.
     angles = counter.get_flop_counts().get("AirMoeForCausalLM.model.rotary_emb", {})
     return counter.get_total_flops() - sum(angles.values())
 

@@ -64,7 +64,7 @@ def test_unlisted_experts() -> None:
 @pytest.mark.parametrize("counts", [torch.ones(2, 3), torch.ones(()), torch.ones(0)])
 def test_counts_must_be_one_list(counts: Tensor) -> None:
     for measure in (usage_entropy, dead_experts):
-        with pytest.raises(ValueError, match="counts: got shape"):
+        with pytest.raises(ValueError, match=r"counts: got .shape"):
             measure(counts)
 
 

@@ -63,6 +63,11 @@ def batch(index: int, shape: tuple[int, int] = (3, 12), vocabulary: int = VOCABU
     return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(index))
 
 
+def logits_of(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=batch(9)).logits
+
+
 def assert_close_gradients(found: Any, expected: Any) -> None:
     grads = [{n: p.grad for n, p in model.named_parameters()} for model in (found, expected)]
     torch.testing.assert_close(*grads)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from airmoe import AirRouter, track_optimizer
-from tests.model.common import VARIANTS, batch, build, learn_a_little
+from tests.model.common import VARIANTS, batch, build, learn_a_little, logits_of
 
 peft: Any = pytest.importorskip("peft")
 
@@ -22,11 +22,6 @@ def adapted(model: Any, targets: Any, **options: Any) -> Any:
         target_modules=targets, r=2, init_lora_weights=False, task_type="CAUSAL_LM", **options
     )
     return peft.get_peft_model(model, settings)
-
-
-def logits_of(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=batch(9)).logits
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

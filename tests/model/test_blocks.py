@@ -100,11 +100,8 @@ def test_replaced_forwards_global_hooks_and_sharded_layers_are_respected() -> No
     offloaded = copy.deepcopy(first)
     offloaded.to("meta").forward = lambda input: first(input)  # fetches its weight for the call
     torch.testing.assert_close(project(hidden, offloaded, second), plain)
-    handle = nn.modules.module.register_module_forward_hook(doubled)
-    try:
+    with nn.modules.module.register_module_forward_hook(doubled):
         torch.testing.assert_close(project(hidden, first, second), [2 * part for part in plain])
-    finally:
-        handle.remove()
     keep_apart(first)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "cat", lambda _: pytest.fail("joined"))

@@ -73,8 +73,12 @@ def test_with_labels_there_are_no_logits(monkeypatch: pytest.MonkeyPatch) -> Non
         model.train(mode)
         with LargestTensor() as largest:
             output = model(ids, labels=ids)
+            output.loss.backward()
         assert output.logits is None
         assert largest.elements < ids.numel() * SMALL["vocab_size"]
+        with LargestTensor() as largest:
+            model(ids)
+        assert largest.elements == ids.numel() * SMALL["vocab_size"], "the measurement itself"
     assert model(ids, return_logits=False).logits is None
     few = model(ids, logits_to_keep=3).logits
     torch.testing.assert_close(few, model(ids).logits[:, -3:])

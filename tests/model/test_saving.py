@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModel
 
 import airmoe
-from airmoe.model import AirMoeForCausalLM, AirMoeModel
-from tests.model.common import VARIANTS, batch, build, config_of, learn_a_little
+from airmoe.model import AirMoeForCausalLM, AirMoeModel, draw_weights
+from tests.model.common import VARIANTS, batch, build, config_of, learn_a_little, logits_of
 from tests.state.common import assert_same, snapshot
 
 
@@ -38,11 +38,6 @@ def transformers_log() -> Iterator[list[str]]:
         yield messages
     finally:
         logger.removeHandler(handler)
-
-
-def logits_of(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model.eval()(batch(9)).logits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,25 +68,16 @@ def test_a_loaded_model_is_the_saved_one(variant: str, dtype: torch.dtype, tmp_p
     assert_same(ends[1], ends[0])
 
 
-@pytest.mark.parametrize("make", ["to", "from_pretrained", "from_config"])
-def test_a_bfloat16_model_keeps_exact_statistics(make: str, tmp_path: Path) -> None:
+def test_a_model_loaded_in_bfloat16_keeps_exact_statistics(tmp_path: Path) -> None:
     model: Any = learn_a_little(build("air"))
-    if make == "to":
-        model = model.to(torch.bfloat16)
-    elif make == "from_pretrained":
-        codebook = {n: b.clone() for n, b in model.named_buffers() if "codebook" in n}
-        model.save_pretrained(tmp_path)
-        model = AirMoeForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-        assert_same({name: model.get_buffer(name) for name in codebook}, codebook)
-    else:
-        model = AirMoeForCausalLM._from_config(config_of("air"), dtype=torch.bfloat16)
-        learn_a_little(model)
+    codebook = {name: b.clone() for name, b in model.named_buffers() if "codebook" in name}
+    model.save_pretrained(tmp_path)
+    model = AirMoeForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert_same({name: model.get_buffer(name) for name in codebook}, codebook)
     router = model.model.layers[1].mlp.router
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
-    assert all(router.codebook.get_buffer(n).dtype == torch.float32 for n in ("counts", "sums"))
-    assert router.codebook.codewords.dtype == router.training_lists.inverse_norms.dtype
-    for tensor in (router.noise_seed, router.micro_batches, router.codebook.updates):
-        assert tensor.dtype == torch.int64
+    assert router.training_lists.inverse_norms.dtype == torch.float32
+    assert router.noise_seed.dtype == router.micro_batches.dtype == torch.int64
     assert router.micro_batches == 2 and router.codebook.initialized
     assert logits_of(model).dtype == torch.bfloat16
 
@@ -202,3 +188,47 @@ def test_the_body_alone_can_be_loaded(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model.model(batch(9)).last_hidden_state
         assert torch.equal(body(batch(9)).last_hidden_state, expected)
+
+
+# -- weights drawn from a seed: the modules that two models share start equal --------------------
+
+MOE_LAYER = "model.layers.1.mlp."
+
+
+def drawn(variant: str, seed: int = 1, before: int = 0) -> dict[str, Tensor]:
+    model = build(variant)
+    torch.manual_seed(before)
+    draw_weights(model, seed)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_methods_share_does_not_depend_on_the_method(variant: str) -> None:
+    air, other = drawn("air"), drawn(variant)
+    body = [name for name in air if not name.startswith(MOE_LAYER)]
+    assert len(body) > 20
+    if variant in ("topk", "hierarchical", "expert_choice", "air-expert-choice"):
+        parts = ("experts.gate", "experts.up", "experts.down", "router.centroids")
+        body += [MOE_LAYER + part for part in parts]
+    for name in body:
+        assert torch.equal(air[name], other[name]), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_seed_decides_and_nothing_else(variant: str) -> None:
+    one, again, other = drawn(variant), drawn(variant, before=7), drawn(variant, seed=2)
+    assert_same(one, again)
+    matrices = [name for name, value in one.items() if value.ndim > 1]
+    assert len(matrices) > 10
+    for name in matrices:
+        if "sums" not in name:  # zeros before the first batch
+            assert not torch.equal(one[name], other[name]), name
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    model = build("air")
+    torch.manual_seed(3)
+    wanted = torch.rand(4)
+    torch.manual_seed(3)
+    draw_weights(model, 1)
+    assert torch.equal(torch.rand(4), wanted)

@@ -6,7 +6,7 @@ Models run in evaluation mode and without gradients, which `calibrate` sees to.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -150,18 +150,14 @@ def collect(
         sample.add(hidden[valid])
 
     everything = [router.num_experts for router in routers]
-    handles = [
-        router.register_forward_pre_hook(partial(hook, sample), with_kwargs=True)
-        for router, sample in zip(routers, samples, strict=True)
-    ]
-    try:
-        with changed(routers, shortlist_size=everything):
-            for inputs in batches:
-                real = _real_tokens(inputs)
-                _run(model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as until_read:
+        for router, sample in zip(routers, samples, strict=True):
+            handle = router.register_forward_pre_hook(partial(hook, sample), with_kwargs=True)
+            until_read.enter_context(handle)
+        until_read.enter_context(changed(routers, shortlist_size=everything))
+        for inputs in batches:
+            real = _real_tokens(inputs)
+            _run(model, inputs)
     return [sample.rows() for sample in samples]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Self
+from dataclasses import asdict
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,41 +32,6 @@ class FfnExperts:
     def check(self) -> None:
         check_count(f"{self.label}.expert_size", self.expert_size)
         check_choice(f"{self.label}.activation", self.activation, Activation)
-
-
-@dataclass(frozen=True)
-class FfnSettings:
-    """A layer that replaces a feed-forward network, as the model's config keeps it."""
-
-    router: RouterConfig
-    experts: FfnExperts
-    post_norm: PostNorm
-
-    def build(self, std: float) -> SwappedFfn:
-        """The layer with starting values, on torch's default device and in its default dtype.
-
-        Experts start like the other matrices of the model: the norm after them sets their scale.
-        """
-        router, form = self.router, self.experts
-        experts = GranularExperts(router.num_experts, router.dim, form.activation, form.expert_size)
-        with torch.no_grad():
-            for weight in experts.parameters():
-                nn.init.normal_(weight, std=std)
-        return SwappedFfn(router.build(), experts, self.post_norm)
-
-    def to_dict(self) -> dict[str, Any]:
-        router = {"name": _router_name(self.router), **asdict(self.router)}
-        return {"router": router, "experts": asdict(self.experts), "post_norm": self.post_norm}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        router = dict(values["router"])
-        name = router.pop("name")
-        if name not in ROUTERS:
-            field, known = "airmoe_ffn.router.name", ", ".join(ROUTERS)
-            raise ConfigError(field, name, f"must be one of {known}", ADD_YOURS)
-        experts = FfnExperts(**values["experts"])
-        return cls(ROUTERS[name].Config(**router), experts, values["post_norm"])
 
 
 def swap_ffn(
@@ -101,15 +66,22 @@ def swap_ffn(
         rule = "must be an airmoe.FfnExperts"
         raise ConfigError("swap_ffn.experts", experts, rule, "Give FfnExperts(...).")
     check_choice("swap_ffn.post_norm", post_norm, PostNorm)
-    settings = FfnSettings(router, experts, post_norm)
     std = _initializer_range(model)
     made: dict[int, MoELayer] = {}
     for number, network in zip(numbers, networks, strict=True):
         weight = network.gate_proj.weight
         with torch.device(weight.device):
-            made[number] = settings.build(std).to(weight.dtype).train(network.training)
+            layer = _new_layer(router, experts, post_norm, std)
+        made[number] = layer.to(weight.dtype).train(network.training)
     owner = owner_of(model, networks, "swap_ffn.model")
-    saved = {str(number): settings.to_dict() for number in numbers}
+    saved = {
+        str(number): {
+            "router": {"name": _router_name(router), **asdict(router)},
+            "experts": asdict(experts),
+            "post_norm": post_norm,
+        }
+        for number in numbers
+    }
     change = plan_swap(model, owner, "airmoe_ffn", saved)
     # Nothing can fail from here on.
     _put_layers(decoder, made)
@@ -119,9 +91,30 @@ def swap_ffn(
 
 def build_saved(model: nn.Module, layers: Mapping[str, Mapping[str, Any]]) -> None:
     """Put the layers that a config lists into a model that was just built from it."""
-    std = _initializer_range(model)
-    made = {int(n): FfnSettings.from_dict(values).build(std) for n, values in layers.items()}
+    std, made = _initializer_range(model), {}
+    for number, values in layers.items():
+        router = dict(values["router"])
+        name = router.pop("name")
+        if name not in ROUTERS:
+            field, known = "airmoe_ffn.router.name", ", ".join(ROUTERS)
+            raise ConfigError(field, name, f"must be one of {known}", ADD_YOURS)
+        settings, experts = ROUTERS[name].Config(**router), FfnExperts(**values["experts"])
+        made[int(number)] = _new_layer(settings, experts, values["post_norm"], std)
     _put_layers(decoder_of(model), made)
+
+
+def _new_layer(
+    router: RouterConfig, form: FfnExperts, post_norm: PostNorm, std: float
+) -> SwappedFfn:
+    """A layer with starting values, on torch's default device and in its default dtype.
+
+    Experts start like the other matrices of the model: the norm after them sets their scale.
+    """
+    experts = GranularExperts(router.num_experts, router.dim, form.activation, form.expert_size)
+    with torch.no_grad():
+        for weight in experts.parameters():
+            nn.init.normal_(weight, std=std)
+    return SwappedFfn(router.build(), experts, post_norm)
 
 
 def decoder_of(model: Any) -> Any:

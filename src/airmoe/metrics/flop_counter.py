@@ -11,26 +11,15 @@ from __future__ import annotations
 
 import importlib
 import math
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+import airmoe.kernels
 from airmoe.kernels.cells import CellLayout
-
-# Where operators with products are registered.
-OPERATOR_MODULES = (
-    "best_experts",
-    "cell_experts",
-    "cell_gates",
-    "cell_scores",
-    "codewords",
-    "linear_cross_entropy",
-    "rows",
-    "softmax_summary",
-    "token_experts",
-)
 
 Arguments = dict[str, Any]  # by name, tensors as their shapes
 
@@ -43,8 +32,9 @@ def flop_counter() -> FlopCounterMode:
     for name in kinds:
         formulas[getattr(aten, f"_scaled_dot_product_{name}")] = _attention
         formulas[getattr(aten, f"_scaled_dot_product_{name}_backward")] = _attention_backward
-    for module in OPERATOR_MODULES:
-        importlib.import_module(f"airmoe.kernels.{module}")
+    for module in pkgutil.iter_modules(airmoe.kernels.__path__):
+        if not module.name.endswith("_triton"):  # operators are declared beside the plain versions
+            importlib.import_module(f"airmoe.kernels.{module.name}")
     for name, formula in FORMULAS.items():
         packet = getattr(torch.ops.airmoe, name)
         formulas[packet] = _by_name(packet.default._schema, formula)

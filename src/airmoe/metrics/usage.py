@@ -149,10 +149,8 @@ class RoutingMeter:
 
 
 def _check_counts(counts: Tensor) -> None:
-    if not isinstance(counts, Tensor):
-        rule = "must be a tensor of tokens per expert or codeword"
-        raise ConfigError("counts", type(counts).__qualname__, rule, REMEDY)
-    if counts.dim() != 1 or counts.numel() == 0:
-        shape = tuple(counts.shape)
-        rule = "must be [num_experts] or [num_codewords]"
-        raise ValueError(f"counts: got shape {shape}, {rule}. {REMEDY}")
+    is_tensor = isinstance(counts, Tensor)
+    if not is_tensor or counts.dim() != 1 or counts.numel() == 0:
+        given = f"shape {tuple(counts.shape)}" if is_tensor else type(counts).__qualname__
+        rule = "must be a tensor of tokens per expert or codeword, [num_experts] or [num_codewords]"
+        raise ConfigError("counts", given, rule, REMEDY)

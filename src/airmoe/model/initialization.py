@@ -12,6 +12,7 @@ import hashlib
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers import initialization as init  # leaves loaded tensors as they are
 
 from airmoe.model.configuration import AirMoeConfig
 from airmoe.moe import CoarseExperts, GranularExperts
@@ -28,14 +29,11 @@ def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
     docs/decisions.md has the measurements.
     """
     if isinstance(module, nn.LayerNorm):  # the post-norm; the decoder's own norms are of RMS
-        if not is_loaded(module.weight):
-            nn.init.constant_(module.weight, config.moe_post_norm_gain)
-        if not is_loaded(module.bias):
-            nn.init.zeros_(module.bias)
+        init.constant_(module.weight, config.moe_post_norm_gain)
+        init.zeros_(module.bias)
         return True
     if isinstance(module, nn.Embedding):
-        if not is_loaded(module.weight):
-            nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
+        init.normal_(module.weight, std=module.embedding_dim**-0.5)
         return True
     return initialize_layer(module, config.initializer_range)
 
@@ -43,19 +41,15 @@ def initialize_ours(module: nn.Module, config: AirMoeConfig) -> bool:
 @torch.no_grad()
 def initialize_layer(module: nn.Module, std: float) -> bool:
     """Initialise a part of a MoELayer, experts with this `std`; False for any other module."""
-    experts = isinstance(module, (GranularExperts, CoarseExperts))
-    if not (experts or isinstance(module, (Router, Codebook, ListCache))):
-        return False
-    loaded = [
-        (tensor, tensor.clone())
-        for tensor in (*module.parameters(), *module.buffers())
-        if is_loaded(tensor)
-    ]
-    if experts:
+    if isinstance(module, (GranularExperts, CoarseExperts)):
         for weight in module.parameters():
-            nn.init.normal_(weight, std=std)
-    else:
-        module.reset_parameters()
+            init.normal_(weight, std=std)
+        return True
+    if not isinstance(module, (Router, Codebook, ListCache)):
+        return False
+    tensors = (*module.parameters(), *module.buffers())
+    loaded = [(tensor, tensor.clone()) for tensor in tensors if is_loaded(tensor)]
+    module.reset_parameters()
     for tensor, value in loaded:
         tensor.copy_(value)
     if isinstance(module, Router):
