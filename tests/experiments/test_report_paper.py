@@ -9,8 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from airmoe.experiments.report.claims import SINGLE_PAIR, Claim, claims, claims_table, half_width
-from airmoe.experiments.report.paper import beside_paper
+from airmoe.experiments.report.paper import (
+    SINGLE_PAIR,
+    Claim,
+    beside_paper,
+    claims,
+    claims_table,
+    half_width,
+)
 from airmoe.experiments.report.tables import Table
 from tests.experiments.report_toys import WIKIPEDIA_HASH, only_group, write_suite
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from airmoe.experiments.report.metrics import Kind, Summary, unit_of, written
+from airmoe.experiments.report.metrics import Kind, Summary, unit_of
 from airmoe.experiments.report.tables import COLLAPSE_NOTE, Cell, Table, group_table, settings_table
 from airmoe.experiments.report.usage import maps
 from airmoe.training import override, preset
@@ -224,7 +224,7 @@ def test_rows_of_sweeps_are_in_the_order_of_their_numbers(
 )
 def test_units(kind: Kind, values: list[float], expected: list[str]) -> None:
     unit = unit_of(kind, values)
-    texts = [written(Summary(value), kind, unit) for value in values]
+    texts = [unit.written(Summary(value)) for value in values]
     assert [*texts, unit.name] == expected
 
 

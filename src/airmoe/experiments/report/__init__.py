@@ -3,7 +3,7 @@
 reading.py (usage.py)     run folders -> a record
 record.py                 what is kept of runs; report.json
 groups.py                 runs that share a table, and their names
-contents.py               tables.py (metrics.py), claims.py, paper.py, and the figures of curves.py,
+contents.py               tables.py (metrics.py), paper.py, and the figures of curves.py,
                           usage.py and granularity.py (drawing.py) -> a report as data
 rendering.py (templates/) -> the files
 """

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from airmoe.experiments.report.claims import claims_table
 from airmoe.experiments.report.curves import (
     HEALTH,
     PERPLEXITY,
@@ -18,7 +17,7 @@ from airmoe.experiments.report.curves import (
 from airmoe.experiments.report.drawing import Drawing, can_draw
 from airmoe.experiments.report.granularity import fit_in_words, granularity_figure
 from airmoe.experiments.report.groups import Group, granularity_of, group_runs
-from airmoe.experiments.report.paper import Beside, beside_paper
+from airmoe.experiments.report.paper import Beside, beside_paper, claims_table
 from airmoe.experiments.report.record import Record
 from airmoe.experiments.report.tables import Table, group_table, settings_table
 from airmoe.experiments.report.usage import usage_figure

@@ -29,8 +29,22 @@ class Unit:
     """Numbers of a column are divided by `factor` and written with so many decimals."""
 
     name: str
-    factor: float
-    decimals: int
+    factor: float = 1.0
+    decimals: int | None = 2  # None: two digits of any number, over many orders of magnitude
+
+    def titled(self, title: str) -> str:
+        return f"{title} ({self.name})" if self.name else title
+
+    def written(self, found: Summary | None) -> str:
+        """`mean ± spread`; the mean alone where all seeds agree."""
+        if found is None:
+            return DASH
+        mean, spread = found.mean / self.factor, (found.spread or 0.0) / self.factor
+        if self.decimals is None:
+            texts = f"{mean:.2g}", f"{spread:.1g}"
+        else:
+            texts = f"{mean:,.{self.decimals}f}", f"{spread:,.{self.decimals}f}"
+        return " ± ".join(texts) if spread else texts[0]
 
 
 @dataclass(frozen=True)
@@ -105,7 +119,7 @@ def unit_of(kind: Kind, values: Sequence[float]) -> Unit:
     if kind == "share":
         return Unit("%", 0.01, 1)
     if kind in ("plain", "tiny"):
-        return Unit("", 1.0, 2)
+        return Unit("", decimals=2 if kind == "plain" else None)
     if kind == "seconds":
         units = (("h", 3600.0), ("min", 60.0))
         name, factor = next((one for one in units if largest >= 2 * one[1]), ("s", 1.0))
@@ -114,15 +128,3 @@ def unit_of(kind: Kind, values: Sequence[float]) -> Unit:
         name, factor = PREFIXES[power], 1000.0**power
     before = len(str(round(largest / factor)))
     return Unit(name, factor, max(DIGITS.get(kind, 3) - before, 0))
-
-
-def written(found: Summary | None, kind: Kind, unit: Unit) -> str:
-    """`mean ± spread` in the column's unit; the mean alone where all seeds agree."""
-    if found is None:
-        return DASH
-    if kind == "tiny":  # over many orders of magnitude
-        mean, spread = f"{found.mean:.2g}", f"{found.spread or 0.0:.1g}"
-    else:
-        mean = f"{found.mean / unit.factor:,.{unit.decimals}f}"
-        spread = f"{(found.spread or 0.0) / unit.factor:,.{unit.decimals}f}"
-    return f"{mean} ± {spread}" if found.spread else mean

@@ -21,7 +21,6 @@ from airmoe.experiments.report.metrics import (
     sees_future,
     summarize,
     unit_of,
-    written,
 )
 from airmoe.experiments.report.record import Run
 from airmoe.experiments.suites.folder import flat
@@ -112,7 +111,7 @@ def _column(metric: Metric, group: Group) -> tuple[str, list[Cell]]:
     best = _best(metric, {variant: one.mean for variant, one in found.items() if one}, group)
     cells = []
     for variant, runs in group.variants.items():
-        one, text = found[variant], written(found[variant], metric.kind, unit)
+        one, text = found[variant], unit.written(found[variant])
         ideal = metric.ideal(runs[0]) if metric.ideal is not None else None
         cell = Cell(
             text=text if ideal is None else f"{text} of {ideal:.2f}",
@@ -122,7 +121,7 @@ def _column(metric: Metric, group: Group) -> tuple[str, list[Cell]]:
             mark=FUTURE_MARK if metric in PERPLEXITIES and sees_future(runs[0]) else "",
         )
         cells.append(cell)
-    return f"{metric.title} ({unit.name})" if unit.name else metric.title, cells
+    return unit.titled(metric.title), cells
 
 
 def _best(metric: Metric, means: dict[str, float], group: Group) -> list[str]:
@@ -136,7 +135,7 @@ def _best(metric: Metric, means: dict[str, float], group: Group) -> list[str]:
     ideals = {metric.ideal and metric.ideal(runs[0]) for runs in competing.values()}
     is_moved = metric in MOVED_BY_SEEDS and len(seeds) > 1
     unit = unit_of(metric.kind, list(means.values()))
-    texts = {one: written(Summary(means[one]), metric.kind, unit) for one in competing}
+    texts = {one: unit.written(Summary(means[one])) for one in competing}
     if metric.better is None or is_moved or len(ideals) > 1 or len(set(texts.values())) < 2:
         return []
     best = (min if metric.better == "low" else max)(competing, key=means.__getitem__)
