@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, count
-from typing import Any
 
 from airmoe.experiments.fairness import ALL_RULES, violations
 from airmoe.experiments.report.record import Run
@@ -204,8 +203,3 @@ def machines(runs: Sequence[Run]) -> list[str]:
 
 def torch_versions(runs: Sequence[Run]) -> list[str]:
     return sorted({run.versions["torch"] for run in runs})
-
-
-def options_of(run: Run) -> dict[str, Any]:
-    """Settings as `section.option` -> value, and how the text was prepared."""
-    return flat(run.config) | flat({"text": run.recipe})

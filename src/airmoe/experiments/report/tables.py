@@ -7,13 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from airmoe.experiments.report import metrics
-from airmoe.experiments.report.groups import (
-    Group,
-    granularity_of,
-    options_of,
-    text_of,
-    title_of,
-)
+from airmoe.experiments.report.groups import Group, granularity_of, text_of, title_of
 from airmoe.experiments.report.metrics import (
     DASH,
     Metric,
@@ -89,33 +83,30 @@ def group_table(group: Group) -> Table:
 
 def variant_table(group: Group, columns: Sequence[Metric], caption: str) -> Table:
     """A row per variant with a cell per metric that some run has, and the footnotes they need."""
-    titles, rows = ["method", "seeds"], []
+    names, seeds = [], []
     for variant, runs in group.variants.items():
         grey = is_reference(runs[0])
         mark = REFERENCE_MARK if grey else FUTURE_MARK if sees_future(runs[0]) else ""
-        seeds = Cell(text=str(len(runs)), value=len(runs), grey=grey)
-        rows.append([Cell(text=title_of(variant), grey=grey, mark=mark), seeds])
+        names.append(Cell(text=title_of(variant), grey=grey, mark=mark))
+        seeds.append(Cell(text=str(len(runs)), value=len(runs), grey=grey))
     shown = [one for one in columns if summarize(one, group.runs)]
-    for metric in shown:
-        title, cells = _column(metric, group)
-        titles.append(title)
-        for row, cell in zip(rows, cells, strict=True):
-            row.append(cell)
-    return Table(caption=caption, columns=titles, rows=rows, notes=_notes(group, shown))
+    made = {"method": names, "seeds": seeds} | dict(_column(metric, group) for metric in shown)
+    rows = list(map(list, zip(*made.values(), strict=True)))
+    return Table(caption=caption, columns=list(made), rows=rows, notes=_notes(group, shown))
 
 
 def _column(metric: Metric, group: Group) -> tuple[str, list[Cell]]:
     """Heading and cells."""
     found = {variant: summarize(metric, runs) for variant, runs in group.variants.items()}
-    unit = unit_of(metric.kind, [one.mean for one in found.values() if one is not None])
-    best = _best(metric, {variant: one.mean for variant, one in found.items() if one}, group)
+    means = {variant: one.mean for variant, one in found.items() if one}
+    unit, best = unit_of(metric.kind, list(means.values())), _best(metric, means, group)
     cells = []
     for variant, runs in group.variants.items():
-        one, text = found[variant], unit.written(found[variant])
+        text = unit.written(found[variant])
         ideal = metric.ideal(runs[0]) if metric.ideal is not None else None
         cell = Cell(
             text=text if ideal is None else f"{text} of {ideal:.2f}",
-            value=None if one is None else one.mean,
+            value=means.get(variant),
             bold=variant in best,
             grey=is_reference(runs[0]),
             mark=FUTURE_MARK if metric in PERPLEXITIES and sees_future(runs[0]) else "",
@@ -195,8 +186,9 @@ def _described(runs: Sequence[Run]) -> dict[str, str]:
     """Setting -> its value, or all the values that the seeds of a variant have."""
     found: dict[str, list[str]] = {}
     for run in runs:
-        about = {"git": run.git, "machine": run.machine, "versions": run.versions}
-        for key, value in ({"data hash": run.data_sha256} | options_of(run) | flat(about)).items():
+        about = {"text": run.recipe, "git": run.git, "machine": run.machine}
+        values = {"data hash": run.data_sha256, **run.config, **about, "versions": run.versions}
+        for key, value in flat(values).items():
             text = value if isinstance(value, str) else DASH if value is None else json.dumps(value)
             found.setdefault(key, []).append(text)
     return {key: ", ".join(dict.fromkeys(values)) for key, values in found.items()}
