@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from airmoe.experiments.report import metrics
-from airmoe.experiments.report.contents import Report, make_report
 from airmoe.experiments.report.drawing import Drawing
 from airmoe.experiments.report.groups import Group, machines, text_of, torch_versions
 from airmoe.experiments.report.metrics import DASH
 from airmoe.experiments.report.paper import paper_perplexity, paper_runs
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.record import Run
-from airmoe.experiments.report.rendering import environment, with_part
+from airmoe.experiments.report.rendering import Report, environment, make_report, with_part
 from airmoe.experiments.report.tables import Cell, Table, variant_table
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,12 @@ from airmoe.experiments.report.curves import (
     series,
 )
 from airmoe.experiments.report.drawing import styles_of
-from airmoe.experiments.report.granularity import ScalingLaw, fit_scaling_law
+from airmoe.experiments.report.granularity import (
+    ScalingLaw,
+    fit_in_words,
+    fit_scaling_law,
+    granularity_figure,
+)
 from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.record import Run
 from airmoe.experiments.report.usage import (
@@ -237,3 +242,12 @@ def test_constants_stay_positive() -> None:
     straight = fit([1, 2, 4, 8, 16], [4.0, 3.0, 2.0, 1.0, 0.2])
     assert straight.c == 0 and straight.a > 0
     assert "end of its range" in straight.warnings[0]
+
+
+def test_a_sweep_whose_losses_are_not_known(tmp_path: Path) -> None:
+    write_suite(tmp_path / "s", "granularity", {"q1": 60.0, "q4": 59.0})
+    group = only_group(tmp_path)
+    runs = [replace(run, best={**run.best, "loss": None}) for run in group.runs]
+    unknown = replace(group, runs=runs)
+    assert granularity_figure(unknown) == []
+    assert str(fit_in_words(unknown)).startswith("No fit")

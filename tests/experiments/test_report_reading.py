@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from airmoe.experiments.report import contents
-from airmoe.experiments.report.contents import make_report
+from airmoe.experiments.report import rendering
 from airmoe.experiments.report.reading import MOST_POINTS, read_all
 from airmoe.experiments.report.record import Run, read_record, write_record
-from airmoe.experiments.report.rendering import render
+from airmoe.experiments.report.rendering import make_report, render
 from airmoe.files import read_json, write_json
 from tests.experiments.report_toys import write_run, write_usage
 
@@ -164,7 +163,7 @@ def test_a_bad_record(good: Path, text: str, part: str) -> None:
 def test_a_record_changed_by_hand_is_reported_or_left_out(
     field: str, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contents, "can_draw", lambda: False)
+    monkeypatch.setattr(rendering, "can_draw", lambda: False)
     write_usage(good / "good", np.arange(4096))
     write_record(read_all([good]), tmp_path / "one.json")
     values = read_json(tmp_path / "one.json")

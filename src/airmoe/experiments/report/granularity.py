@@ -79,14 +79,11 @@ def _linear(amounts: np.ndarray, values: np.ndarray, power: float) -> tuple[floa
     )
 
 
-def law_of(group: Group) -> ScalingLaw | None:
-    found = _losses(group)
-    return fit_scaling_law(list(found), [one.mean for one in found.values()])
-
-
-def fit_in_words(group: Group) -> str:
-    """The fit, and what it is worth."""
-    law = law_of(group)
+def fit_in_words(group: Group) -> str | None:
+    """The fit of a sweep, and what it is worth."""
+    if not group.is_sweep:
+        return None
+    law = _law(losses_of(group))
     if law is None:
         return f"No fit of L(Q) = a / Q^b + c: it needs {CONSTANTS} granularities."
     words = (
@@ -96,7 +93,7 @@ def fit_in_words(group: Group) -> str:
     return " ".join([words, *law.warnings])
 
 
-def _losses(group: Group) -> dict[int, Summary]:
+def losses_of(group: Group) -> dict[int, Summary]:
     """Granularity -> the lowest validation loss."""
     found = {}
     for variant, runs in group.variants.items():
@@ -106,16 +103,21 @@ def _losses(group: Group) -> dict[int, Summary]:
     return found
 
 
-def granularity_figure(group: Group) -> Drawing:
+def _law(found: dict[int, Summary]) -> ScalingLaw | None:
+    return fit_scaling_law(list(found), [one.mean for one in found.values()])
+
+
+def granularity_figure(group: Group) -> list[Drawing]:
     """Losses with their spread, and the fitted curve."""
-    found, law, name = _losses(group), law_of(group), f"{group.slug}-law"
+    found, name = losses_of(group), f"{group.slug}-law"
+    if not found:
+        return []
     with matplotlib_style(name):
         figure, axes = new_plot()
-        means, spreads = zip(
-            *((one.mean, one.spread or 0.0) for one in found.values()), strict=True
-        )
+        means = [one.mean for one in found.values()]
+        spreads = [one.spread or 0.0 for one in found.values()]
         axes.errorbar(list(found), means, spreads, fmt="o", capsize=3, label="runs (mean ± spread)")
-        if law is not None:
+        if (law := _law(found)) is not None:
             dense = np.geomspace(min(found), max(found), 100)
             label = f"{law.a:.3g} / Q^{law.b:.3g} + {law.c:.3g}"
             axes.plot(dense, law.loss(dense), "--", label=label)
@@ -127,4 +129,4 @@ def granularity_figure(group: Group) -> Drawing:
         legend(axes, 2)
     caption = "Lowest validation loss against granularity Q."
     ends = ", ".join(f"Q = {amount}: {one.mean:.4g}" for amount, one in found.items())
-    return Drawing(name, caption, f"{caption} {ends}.", figure)
+    return [Drawing(name, caption, f"{caption} {ends}.", figure)]

@@ -99,6 +99,11 @@ class Group:
         )
         return re.sub(r"\W+", "-", "-".join(parts).lower())
 
+    @property
+    def is_sweep(self) -> bool:
+        """Whether its variants are granularities."""
+        return all(granularity_of(variant) is not None for variant in self.variants)
+
     @cached_property
     def variants(self) -> dict[str, list[Run]]:
         """Variant -> its seeds, in the order of the tables."""
