@@ -47,6 +47,7 @@ def torn(file: str) -> Callable[[Path], None]:
         (lambda run: (run / "checkpoint-60").mkdir(parents=True), "holds no run"),
         (changed("run.json", format=7), "format: got 7, must be 2, the format of this airmoe"),
         (changed("run.json", balance=None), "cannot be read (ValueError: its balance loss is the"),
+        (torn("suite.json"), "suite.json', cannot be read"),
         (torn("run.json"), "run.json', cannot be read"),
         (torn("result.json"), "cannot be read (JSONDecodeError"),
         (torn("usage.safetensors"), "cannot be read (SafetensorError"),
@@ -88,14 +89,6 @@ def test_runs_of_a_suite_that_crashed_or_have_not_begun(suite: Path) -> None:
         "suites/main/coarse-seed42: has not begun",
         "suites/main/air-old: is not in suite.json: left out",
     ]
-
-
-def test_a_bad_suite_json(suite: Path, good: Path) -> None:
-    (suite / "suite.json").write_text("{", encoding="utf-8")
-    record = read_all([suite, good])
-    assert [run.name for run in record.runs] == ["runs/good"]
-    (line,) = record.problems
-    assert line.startswith("main: ") and "suite.json', cannot be read" in line
 
 
 def test_paths_of_a_machine_do_not_get_into_a_report(tmp_path: Path) -> None:
