@@ -11,21 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from airmoe.experiments.report import metrics
+from airmoe.experiments.report import tables
 from airmoe.experiments.report.drawing import Drawing
 from airmoe.experiments.report.groups import Group, machines, text_of, torch_versions
-from airmoe.experiments.report.metrics import DASH
 from airmoe.experiments.report.paper import paper_perplexity, paper_runs
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.rendering import Report, environment, make_report, with_part
-from airmoe.experiments.report.tables import Cell, Table, variant_table
+from airmoe.experiments.report.tables import DASH, Cell, Table, variant_table
 
 ROOT = Path(__file__).parents[1]
 RECORDS = Path("results", "wikipedia")
 FIGURES = Path("docs", "figures", "results")
 SHOWN = ("perplexity-seconds", "perplexity-flops", "reduction", "overlap", "dead-experts", "usage")
 PART = "quality"  # of the README
-README_COLUMNS = (metrics.PERPLEXITY, metrics.FLOPS, metrics.SECONDS, metrics.DEAD, metrics.OVERLAP)
+README_COLUMNS = (tables.PERPLEXITY, tables.FLOPS, tables.SECONDS, tables.DEAD, tables.OVERLAP)
 
 
 def figures(report: Report) -> dict[str, list[Drawing]]:

@@ -9,8 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from airmoe.experiments.report.metrics import Kind, Summary, unit_of
-from airmoe.experiments.report.tables import COLLAPSE_NOTE, Cell, Table, group_table, settings_table
+from airmoe.experiments.report.tables import (
+    COLLAPSE_NOTE,
+    Cell,
+    Kind,
+    Summary,
+    Table,
+    group_table,
+    settings_table,
+    unit_of,
+)
 from airmoe.experiments.report.usage import maps
 from airmoe.training import override, preset
 from tests.experiments.report_toys import (

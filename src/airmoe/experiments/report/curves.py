@@ -19,8 +19,8 @@ from airmoe.experiments.report.drawing import (
     styles_of,
 )
 from airmoe.experiments.report.groups import Group, title_of
-from airmoe.experiments.report.metrics import Kind, scores_every_expert, unit_of
 from airmoe.experiments.report.record import Run
+from airmoe.experiments.report.tables import Kind, scores_every_expert, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from airmoe.experiments.report import metrics
 from airmoe.experiments.report.drawing import Drawing, legend, matplotlib_style, new_plot
 from airmoe.experiments.report.groups import Group, granularity_of
-from airmoe.experiments.report.metrics import Summary, summarize
+from airmoe.experiments.report.tables import LOSS, Summary, summarize
 
 SMALLEST_POWER, LARGEST_POWER = 1e-3, 10.0
 GRID = 400  # powers tried, first in the whole range, then between the neighbours of the best
@@ -97,7 +96,7 @@ def losses_of(group: Group) -> dict[int, Summary]:
     """Granularity -> the lowest validation loss."""
     found = {}
     for variant, runs in group.variants.items():
-        amount, loss = granularity_of(variant), summarize(metrics.LOSS, runs)
+        amount, loss = granularity_of(variant), summarize(LOSS, runs)
         if amount is not None and loss is not None:
             found[amount] = loss
     return found

@@ -20,18 +20,21 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Literal
 
-from airmoe.experiments.report import metrics
+from airmoe.experiments.report import tables
 from airmoe.experiments.report.groups import Group, text_of, title_of
-from airmoe.experiments.report.metrics import (
+from airmoe.experiments.report.record import Run
+from airmoe.experiments.report.tables import (
     DASH,
+    FUTURE_MARK,
+    Cell,
     Metric,
     Summary,
+    Table,
+    note_on_test,
     sees_future,
     summarize,
     unit_of,
 )
-from airmoe.experiments.report.record import Run
-from airmoe.experiments.report.tables import FUTURE_MARK, Cell, Table, note_on_test
 from airmoe.training.presets import WEB_STEPS
 
 PRECISION = "fp16"
@@ -44,12 +47,12 @@ CAPTION = (
 )
 # Title, field of the paper's cell, our column. The test text may be nearer to the paper's.
 COMPARED: tuple[tuple[str, str, Metric], ...] = (
-    ("perplexity", "perplexity", metrics.PERPLEXITY),
-    ("perplexity, test text", "perplexity", metrics.TEST),
-    ("FLOPs", "flops", metrics.FLOPS),
-    ("dead experts", "dead_experts", metrics.DEAD),
-    ("entropy, nats", "entropy", metrics.ENTROPY),
-    ("overlap", "overlap", metrics.OVERLAP),
+    ("perplexity", "perplexity", tables.PERPLEXITY),
+    ("perplexity, test text", "perplexity", tables.TEST),
+    ("FLOPs", "flops", tables.FLOPS),
+    ("dead experts", "dead_experts", tables.DEAD),
+    ("entropy, nats", "entropy", tables.ENTROPY),
+    ("overlap", "overlap", tables.OVERLAP),
 )
 
 OURS = "air"
@@ -129,7 +132,7 @@ def beside_paper(group: Group) -> Beside | None:
             continue
         unit = unit_of(metric.kind, [one.mean for one in (*ours, *theirs) if one])
         shown = {unit.titled(title) + ": ours": ours}
-        if metric is not metrics.TEST:
+        if metric is not tables.TEST:
             shown["paper"] = theirs
         for column, found in shown.items():
             columns.append(column)
