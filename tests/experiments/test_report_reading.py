@@ -15,7 +15,7 @@ import pytest
 
 from airmoe.experiments.report import rendering
 from airmoe.experiments.report.reading import MOST_POINTS, read_all
-from airmoe.experiments.report.record import Run, read_record, write_record
+from airmoe.experiments.report.record import Run, write_record
 from airmoe.experiments.report.rendering import make_report, render
 from airmoe.files import read_json, write_json
 from tests.experiments.report_toys import write_run, write_usage
@@ -124,15 +124,6 @@ def test_curves_are_thinned_and_have_finite_numbers(good: Path) -> None:
     steps = run.training["step"]
     assert len(steps) == MOST_POINTS < 1000 and (steps[0], steps[-1]) == (0, 999)
     assert run.training["overlap"][0] is None and "staleness" not in run.training
-
-
-def test_a_record_comes_back_as_it_was(suite: Path, tmp_path: Path) -> None:
-    write_usage(suite / "air-seed42", np.arange(4096))
-    shutil.rmtree(suite / "coarse-seed42")
-    record = read_all([suite])
-    assert len(record.problems) == 1
-    write_record(record, tmp_path / "report.json")
-    assert read_record(tmp_path / "report.json") == record == read_all([tmp_path / "report.json"])
 
 
 @pytest.mark.parametrize(
