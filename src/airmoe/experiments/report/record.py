@@ -42,7 +42,7 @@ class ExpertMap:
 
     shape: list[int]  # rows and columns of the whole grid
     levels: str  # the kept part of it: uint8 on a log scale, zlib, base64
-    structure: float | None  # share of the variance of log counts that rows and columns explain
+    structure: Number  # share of the variance of log counts that rows and columns explain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +62,13 @@ class Run:
     parameters: dict[str, int]  # total and active
     best: Numbers  # the evaluation with the lowest loss
     tokens: int
-    tokens_per_second: float | None
+    tokens_per_second: Number
     evaluations: Curve
     training: Curve
     usage: ExpertMap | None
     test: Numbers | None  # the best checkpoint on the test split
-    peak_memory_gib: float | None
-    whole_seconds: float | None  # from start to end: compilers and evaluations too
+    peak_memory_gib: Number
+    whole_seconds: Number  # from start to end: compilers and evaluations too
 
     def __post_init__(self) -> None:
         """Refuse what somebody may have changed in a file; its types are checked by then."""
@@ -76,7 +76,8 @@ class Run:
             values = getattr(self, name)
             if missing := [key for key in keys if values is not None and key not in values]:
                 raise ValueError(f"{name} lacks {missing[0]!r}")
-        _check_numbers(asdict(self))
+        for name, values in asdict(self).items():
+            _check_numbers(values, name)
         try:
             preset = self.settings.preset
         except ConfigError as error:  # another version wrote them; read_as adds the file
@@ -142,10 +143,10 @@ def _check(values: Any) -> None:
         raise ValueError(f"its format is {found}, that of this airmoe {FORMAT}")
 
 
-def _check_numbers(values: Any) -> None:
+def _check_numbers(values: Any, name: str) -> None:
     """Raise for a number that is not finite, or that nobody can have measured."""
     if isinstance(values, dict | list):
         for one in values.values() if isinstance(values, dict) else values:
-            _check_numbers(one)
+            _check_numbers(one, name)
     elif isinstance(values, int | float) and not abs(values) < LARGEST:
-        raise ValueError("it holds a number that no run has")
+        raise ValueError(f"{name} holds a number that no run has")
