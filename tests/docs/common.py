@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
+
+from tests.training.command import succeeds
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,24 +31,25 @@ def load_script(path: str) -> ModuleType:
     return module
 
 
-def run_blocks(blocks: list[str], name: str) -> ModuleType:
-    """Run code as one module (dataclasses look theirs up by name)."""
+def run_blocks(blocks: list[tuple[str, str]], name: str) -> None:
+    """Run a page's blocks, Python as one module (dataclasses look theirs up by name)."""
     module = sys.modules[name] = ModuleType(name)
     try:
-        for number, block in enumerate(blocks, 1):
-            exec(compile(block, f"{name}, block {number}", "exec"), module.__dict__)
+        for number, (language, code) in enumerate(blocks, 1):
+            if language == "python":
+                exec(compile(code, f"{name}, block {number}", "exec"), module.__dict__)
+                continue
+            for line in command_lines(code):
+                program, *arguments = shlex.split(line, comments=True)
+                assert program == "airmoe", line
+                succeeds(*arguments)
     finally:
         del sys.modules[name]
-    return module
 
 
 def code_blocks(page: Path) -> list[tuple[str, str]]:
     """(language, code) that a reader may paste; quotes of the source are not meant to run."""
     return BLOCK.findall(QUOTED.sub("", page.read_text(encoding="utf-8")))
-
-
-def python_blocks(page: Path) -> list[str]:
-    return [code for language, code in code_blocks(page) if language == "python"]
 
 
 def command_lines(script: str) -> list[str]:

@@ -19,17 +19,28 @@ draw_results = load_script("docs/draw_results.py")
 RECORDS = ROOT / draw_results.RECORDS
 
 
-def test_page_readme_and_figures_are_those_of_the_records() -> None:
+def test_the_script_writes_page_readme_and_figures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    made = draw_results.make()
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert made.page == page, "run: make results"
-    assert made.readme == (ROOT / "README.md").read_text(encoding="utf-8"), "run: make results"
-    figures = {f"{one.name}.svg" for one in made.figures}
-    assert figures == {file.name for file in (ROOT / draw_results.FIGURES).iterdir()}
-    assert figures == set(re.findall(r"\]\(figures/results/([\w-]+\.svg)\)", page))
-    block = made.readme.partition("<!-- quality: start -->")[2].partition("<!-- quality: end")[0]
+    (tmp_path / "results").symlink_to(ROOT / "results")
+    (tmp_path / "docs").mkdir()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, start, rest = readme.partition("<!-- quality: start -->\n")
+    block, end, after = rest.partition("<!-- quality: end -->\n")
+    assert block.startswith("Preset small, English Wikipedia 2015")
     assert max(line.count("|") for line in block.splitlines()) <= 8  # seven columns
+    old = f"{before}{start}old\n{end}{after}"
+    (tmp_path / "README.md").write_text(old, encoding="utf-8")
+    draw_results.main(tmp_path)
+    page = (tmp_path / "docs" / "results.md").read_text(encoding="utf-8")
+    now = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert page == now, "run: make results"
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == readme, "run: make results"
+    figures, there = (
+        {file.name for file in (folder / draw_results.FIGURES).iterdir()}
+        for folder in (tmp_path, ROOT)
+    )
+    assert len(figures) == 6 and figures == there
+    assert figures == set(re.findall(r"\]\(figures/results/([\w-]+\.svg)\)", page))
 
 
 def test_every_record_is_read() -> None:
@@ -49,18 +60,3 @@ def test_a_repeated_run_may_replace_its_record() -> None:
     for run in read_all([RECORDS / "main"]).runs:
         again = replace(run, config=portable(planned[run.variant].to_json()))
         assert identity(again) == identity(run), run.name
-
-
-def test_the_script_writes_all_files(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    (tmp_path / "results").symlink_to(ROOT / "results")
-    (tmp_path / "docs").mkdir()
-    marks = "Before\n<!-- quality: start -->\nold\n<!-- quality: end -->\nAfter\n"
-    (tmp_path / "README.md").write_text(marks, encoding="utf-8")
-    draw_results.main(tmp_path)
-    text = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert text.startswith("Before\n<!-- quality: start -->\nPreset small, English Wikipedia 2015")
-    assert text.endswith("\n<!-- quality: end -->\nAfter\n") and "old" not in text
-    made, there = (folder / "docs" / "results.md" for folder in (tmp_path, ROOT))
-    assert made.read_bytes() == there.read_bytes()
-    assert len(list((tmp_path / draw_results.FIGURES).iterdir())) == 6

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,8 +18,7 @@ from airmoe.kernels.linear_cross_entropy import CPU_CHUNK_BYTES, CUDA_CHUNK_BYTE
 from airmoe.model import METHODS
 from airmoe.training import PRESETS, method_run, preset
 from airmoe.training.run_log import TIME_FIELDS, read_log
-from tests.docs.common import PAGES, ROOT, TRAINING, code_blocks, command_lines
-from tests.training.command import airmoe
+from tests.docs.common import PAGES, ROOT, TRAINING, code_blocks, command_lines, run_blocks
 from tests.training.runs import in_process
 
 TEXT = "\n".join(page.read_text(encoding="utf-8") for page in TRAINING)
@@ -33,23 +30,13 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("train-page")
     blocks = [block for page in TRAINING for block in code_blocks(page)]
     assert {language for language, _ in blocks} == {"python", "sh"}
-    assert in_process(lambda: walk(blocks, folder)) == 0
+
+    def walk() -> None:  # in a process of its own: training leaves settings behind
+        os.chdir(folder)
+        run_blocks(blocks, "train_page")
+
+    assert in_process(walk) == 0
     return folder
-
-
-def walk(blocks: list[tuple[str, str]], folder: Path) -> None:
-    """In a process of its own: training leaves settings behind in its process."""
-    os.chdir(folder)
-    module = sys.modules["train_page"] = ModuleType("train_page")
-    for number, (language, code) in enumerate(blocks, 1):
-        if language == "python":
-            exec(compile(code, f"training pages, block {number}", "exec"), module.__dict__)
-            continue
-        for line in command_lines(code):
-            name, *arguments = shlex.split(line, comments=True)
-            assert name == "airmoe", line
-            outcome = airmoe(*arguments)
-            assert (outcome.code, outcome.err) == (0, ""), (line, outcome)
 
 
 @pytest.mark.slow
@@ -103,8 +90,6 @@ def test_other_lists_are_complete() -> None:
     assert chunks in " ".join(TEXT.split())
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(f"`{method}`" in readme for method in METHODS)
-    commands = re.search(r"commands/ +airmoe (.*)", readme)
-    assert commands and commands[1].split(" | ") == list(group().commands)
 
 
 def test_commands_of_all_pages_are_understood() -> None:

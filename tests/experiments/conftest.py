@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.experiments.report_toys import write_main_suite, write_run
+from tests.experiments.report_toys import write_run, write_suite
 
 
 @pytest.fixture
@@ -17,5 +17,6 @@ def good(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def suite(tmp_path: Path) -> Path:
-    """Four methods, all fine."""
-    return write_main_suite(tmp_path / "suites" / "main")
+    """Four methods of one seed, equally good."""
+    methods = ("air", "peer", "hierarchical", "coarse")
+    return write_suite(tmp_path / "suites" / "main", "main", dict.fromkeys(methods, 60.0))

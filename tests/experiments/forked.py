@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import BinaryIO
 
 from airmoe.experiments.suites import PlannedRun, child, run
@@ -19,6 +20,7 @@ class Fork:
 
     def __init__(
         self,
+        while_running: Callable[[int], None],
         suite: SuiteFolder,
         run: PlannedRun,
         output: BinaryIO,
@@ -26,6 +28,7 @@ class Fork:
         processes: int,
     ) -> None:
         assert processes == 1
+        self._while_running = while_running
         ended, self._kept_open = os.pipe()
         sys.argv = ["child", str(suite.path), run.folder, *modules]
         handles = (ended, output.fileno(), output.fileno())
@@ -58,30 +61,25 @@ class Fork:
         os.kill(self.process.pid, number)
 
     def poll(self) -> int | None:
-        code = self.process.exitcode
-        if code is None:
-            self.while_running()
+        code, number = self.process.exitcode, self.process.pid
+        if code is None and number is not None:
+            self._while_running(number)
         return code
-
-    def while_running(self) -> None: ...
 
 
 def fork_runs(
     when: Callable[[], bool] = lambda: False, then: Callable[[int], None] = lambda _: None
 ) -> Callable[[], None]:
     """A patch for `airmoe(...)`; when `when` holds, `then` gets the run's process id, once."""
+    done: list[int] = []
 
-    class Watched(Fork):
-        done = False
-
-        def while_running(self) -> None:
-            if not Watched.done and when():
-                Watched.done = True
-                assert self.process.pid is not None
-                then(self.process.pid)
+    def while_running(number: int) -> None:
+        if not done and when():
+            done.append(number)
+            then(number)
 
     def patch() -> None:
-        setattr(run, "start_process", Watched)  # noqa: B010 (the type differs)
+        setattr(run, "start_process", partial(Fork, while_running))  # noqa: B010 (the type differs)
         run.POLL_SECONDS = 0.005
 
     return patch

@@ -135,12 +135,6 @@ def write_usage(run: Path, experts: np.ndarray) -> None:
     save_file({"experts.1": experts.astype(np.int64)}, run / "usage.safetensors")
 
 
-def write_main_suite(folder: Path) -> Path:
-    """Four methods of one seed, equally good."""
-    methods = ("air", "peer", "hierarchical", "coarse")
-    return write_suite(folder, "main", dict.fromkeys(methods, 60.0))
-
-
 def write_drawn_suite(folder: Path) -> Path:
     """Three methods with two seeds, and maps of the first."""
     runs = {

@@ -14,10 +14,9 @@ import pytest
 
 from airmoe import ConfigError
 from airmoe.experiments.report import write_report
-from airmoe.experiments.report.contents import NO_FIGURES
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.report.record import Run
-from airmoe.experiments.report.rendering import markdown, plan_records, tex
+from airmoe.experiments.report.rendering import NO_FIGURES, markdown, plan_records, tex
 from airmoe.files import read_json
 from airmoe.training import preset
 from tests.experiments.report_toys import (

@@ -83,13 +83,6 @@ def test_the_same_run_in_two_folders_is_no_second_seed(suite: Path, tmp_path: Pa
     assert first == "again/air-seed42: the same variant and seed as main/air-seed42: left out"
 
 
-def test_two_suites_with_other_seeds_are_one_group(tmp_path: Path) -> None:
-    for seed in (42, 43):
-        write_suite(tmp_path / str(seed), "main", {"air": 60.0}, seeds=(seed,))
-    (runs,) = rows(grouped(tmp_path)).values()
-    assert len(runs) == 2
-
-
 def test_single_runs_with_equal_settings_are_seeds_of_one_row(good: Path) -> None:
     for folder, rate, seed in (("h", 0.003, 42), ("j", 0.003, 43), ("k", 0.002, 43)):
         write_run(good / folder, [f"training.learning_rate={rate}", f"training.seed={seed}"])

@@ -92,7 +92,7 @@ def test_figures_are_drawn(visit: str, request: pytest.FixtureRequest) -> None:
     boxes = [drawing.bounding_box() for drawing in page.query_selector_all("figure svg")]
     assert len(boxes) == 9
     assert all(box and box["width"] > 250 and box["height"] > 150 for box in boxes), boxes
-    label = page.query_selector("figure svg").get_attribute("aria-label")
+    label = page.query_selector("figure [role=img]").get_attribute("aria-label")
     assert "AIR 62" in label
 
 

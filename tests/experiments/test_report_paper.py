@@ -9,8 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from airmoe.experiments.report.claims import SINGLE_PAIR, Claim, claims, claims_table, half_width
-from airmoe.experiments.report.paper import beside_paper
+from airmoe.experiments.report.paper import (
+    SINGLE_PAIR,
+    Claim,
+    beside_paper,
+    claims,
+    claims_table,
+    half_width,
+)
 from airmoe.experiments.report.tables import Table
 from tests.experiments.report_toys import WIKIPEDIA_HASH, only_group, write_suite
 
@@ -63,11 +69,6 @@ def test_ablations_have_their_own_paper_numbers(tmp_path: Path) -> None:
     assert table.columns[-2:] == ["overlap: ours", "paper"]
 
 
-def test_our_own_preset_has_no_paper_beside_it(tmp_path: Path) -> None:
-    write_suite(tmp_path / "s", "main", {"air": 60.0})
-    assert beside_paper(only_group(tmp_path)) is None
-
-
 @pytest.mark.parametrize(
     ("effect", "half", "paper", "verdict"),
     [
@@ -111,6 +112,8 @@ def test_effects_are_those_of_the_seeds_that_both_have(tmp_path: Path) -> None:
     assert texts(table) == [["PEER", "-1.9", "-1.6", "-3.5 to +0.2", "1", "open"]]
 
 
-def test_nothing_to_claim_without_air_or_others(tmp_path: Path) -> None:
+def test_nothing_to_compare_with(tmp_path: Path) -> None:
+    """Neither a preset of the paper nor AIR."""
     write_suite(tmp_path / "s", "main", {"peer": 60.0})
-    assert claims_table(only_group(tmp_path)) is None
+    group = only_group(tmp_path)
+    assert beside_paper(group) is None and claims_table(group) is None

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from airmoe.experiments.report import contents
-from airmoe.experiments.report.contents import make_report
+from airmoe.experiments.report import rendering
 from airmoe.experiments.report.reading import MOST_POINTS, read_all
-from airmoe.experiments.report.record import Run, read_record, write_record
-from airmoe.experiments.report.rendering import render
+from airmoe.experiments.report.record import Run, write_record
+from airmoe.experiments.report.rendering import make_report, render
 from airmoe.files import read_json, write_json
 from tests.experiments.report_toys import write_run, write_usage
 
@@ -48,6 +47,7 @@ def torn(file: str) -> Callable[[Path], None]:
         (lambda run: (run / "checkpoint-60").mkdir(parents=True), "holds no run"),
         (changed("run.json", format=7), "format: got 7, must be 2, the format of this airmoe"),
         (changed("run.json", balance=None), "cannot be read (ValueError: its balance loss is the"),
+        (torn("suite.json"), "suite.json', cannot be read"),
         (torn("run.json"), "run.json', cannot be read"),
         (torn("result.json"), "cannot be read (JSONDecodeError"),
         (torn("usage.safetensors"), "cannot be read (SafetensorError"),
@@ -91,14 +91,6 @@ def test_runs_of_a_suite_that_crashed_or_have_not_begun(suite: Path) -> None:
     ]
 
 
-def test_a_bad_suite_json(suite: Path, good: Path) -> None:
-    (suite / "suite.json").write_text("{", encoding="utf-8")
-    record = read_all([suite, good])
-    assert [run.name for run in record.runs] == ["runs/good"]
-    (line,) = record.problems
-    assert line.startswith("main: ") and "suite.json', cannot be read" in line
-
-
 def test_paths_of_a_machine_do_not_get_into_a_report(tmp_path: Path) -> None:
     paths = ["data.folder=/somewhere/else/tokens", "data.corpus=/x/y.txt"]
     write_run(tmp_path / "run", [*paths, "data.tokenizer=/x/tokenizer.model"])
@@ -134,21 +126,12 @@ def test_curves_are_thinned_and_have_finite_numbers(good: Path) -> None:
     assert run.training["overlap"][0] is None and "staleness" not in run.training
 
 
-def test_a_record_comes_back_as_it_was(suite: Path, tmp_path: Path) -> None:
-    write_usage(suite / "air-seed42", np.arange(4096))
-    shutil.rmtree(suite / "coarse-seed42")
-    record = read_all([suite])
-    assert len(record.problems) == 1
-    write_record(record, tmp_path / "report.json")
-    assert read_record(tmp_path / "report.json") == record == read_all([tmp_path / "report.json"])
-
-
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("{", "JSONDecodeError"),
+        ("{", "cannot be read (Expecting property name"),
         ('{"format": 2}', "its format is 2, that of this airmoe 3"),
-        ('{"format": 3, "runs": [{}], "problems": []}', "KeyError: 'usage'"),
+        ('{"format": 3, "runs": [{}], "problems": []}', "runs.0 lacks best"),
     ],
 )
 def test_a_bad_record(good: Path, text: str, part: str) -> None:
@@ -164,7 +147,7 @@ def test_a_bad_record(good: Path, text: str, part: str) -> None:
 def test_a_record_changed_by_hand_is_reported_or_left_out(
     field: str, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contents, "can_draw", lambda: False)
+    monkeypatch.setattr(rendering, "can_draw", lambda: False)
     write_usage(good / "good", np.arange(4096))
     write_record(read_all([good]), tmp_path / "one.json")
     values = read_json(tmp_path / "one.json")
@@ -182,4 +165,4 @@ def test_a_record_with_settings_of_another_version(good: Path, tmp_path: Path) -
     values["runs"][0]["config"]["training"]["hurry"] = True
     (tmp_path / "one.json").write_text(json.dumps(values), encoding="utf-8")
     (line,) = read_all([tmp_path / "one.json", good]).problems
-    assert line.startswith("one.json: ") and "hurry" in line
+    assert line.startswith("one.json: record: got ") and "hurry" in line

@@ -9,8 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from airmoe.experiments.report.metrics import Kind, Summary, unit_of, written
-from airmoe.experiments.report.tables import COLLAPSE_NOTE, Cell, Table, group_table, settings_table
+from airmoe.experiments.report.tables import (
+    COLLAPSE_NOTE,
+    Cell,
+    Kind,
+    Summary,
+    Table,
+    group_table,
+    settings_table,
+    unit_of,
+)
 from airmoe.experiments.report.usage import maps
 from airmoe.training import override, preset
 from tests.experiments.report_toys import (
@@ -224,7 +232,7 @@ def test_rows_of_sweeps_are_in_the_order_of_their_numbers(
 )
 def test_units(kind: Kind, values: list[float], expected: list[str]) -> None:
     unit = unit_of(kind, values)
-    texts = [written(Summary(value), kind, unit) for value in values]
+    texts = [unit.written(Summary(value)) for value in values]
     assert [*texts, unit.name] == expected
 
 

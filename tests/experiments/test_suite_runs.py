@@ -1,4 +1,4 @@
-"""Suites that really train: skipped, stopped, killed and crashed runs, and two processes."""
+"""Suites that really train: skipped, stopped, killed and crashed, in two processes, reported."""
 
 from __future__ import annotations
 
@@ -283,3 +283,21 @@ def test_torchrun_is_started_by_the_suite(toy: Toy, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("LOCAL_RANK")
     outcome = toy.run(toy.folder / "twice", "--processes", "0")
     assert_one_line(outcome, 2, "processes: got 0")
+
+
+def test_all_methods_and_ablations_to_their_report(tmp_path: Path) -> None:
+    """`make report` at toy size."""
+    pytest.importorskip("matplotlib")
+    config = small_run(tmp_path, small_model(num_experts_per_tok=8), steps=6, eval_every=3)
+    suites, out = tmp_path / "suites", tmp_path / "report"
+    for name in ("main", "ablations"):
+        arguments = ["suite", name, "tiny", *assignments(config), "--out", suites / name]
+        succeeds(*arguments, patch=fork_runs())
+    succeeds("report", suites, "--out", out)
+    page, text = ((out / f"report.{end}").read_text() for end in ("html", "md"))
+    results = [read_json(file) for file in suites.glob("*/*/result.json")]
+    assert len(results) == 5 + 5
+    for best in (result["best"] for result in results):
+        assert f"{best['perplexity']:.2f}" in text and best["flops"] > 0
+    assert page.count("<svg") >= 2 * 4 and "http://" not in page.replace("http://www.w3.org", "")
+    assert "Nothing." in text.partition("Left out, and why")[2]

@@ -3,9 +3,9 @@
 reading.py (usage.py)     run folders -> a record
 record.py                 what is kept of runs; report.json
 groups.py                 runs that share a table, and their names
-contents.py               tables.py (metrics.py), claims.py, paper.py, and the figures of curves.py,
-                          usage.py and granularity.py (drawing.py) -> a report as data
-rendering.py (templates/) -> the files
+tables.py                 a table of each; paper.py: the paper's numbers and claims beside them
+curves.py, granularity.py their figures (drawing.py), and usage.py's maps
+rendering.py              all of it as a report, and by templates/ as files
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from airmoe.experiments.report.drawing import (
     styles_of,
 )
 from airmoe.experiments.report.groups import Group, title_of
-from airmoe.experiments.report.metrics import Kind, scores_every_expert, unit_of
 from airmoe.experiments.report.record import Run
+from airmoe.experiments.report.tables import Kind, scores_every_expert, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -206,8 +206,7 @@ def _draw(group: Group, shown: Curves, curves: Sequence[Series]) -> Drawing:
             _log_axis(axes, [y for one in curves for y in one.y])
         else:
             axes.axhline(0, color="#444444", linewidth=1)
-        label = f"{label} ({unit.name})" if unit.name else label
-        axes.set(xlabel=label, ylabel=shown.label, xlim=(0, None))
+        axes.set(xlabel=unit.titled(label), ylabel=shown.label, xlim=(0, None))
         legend(axes, len(curves))
     ends = ", ".join(f"{title_of(one.variant)} {one.y[-1]:.4g}" for one in curves)
     return Drawing(name, shown.caption, f"{shown.caption} At the end: {ends}.", figure)

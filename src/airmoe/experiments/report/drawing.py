@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +44,7 @@ STYLE: dict[str, Any] = {
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#E69F00", "#56B4E9")
 COLOURS += ("#882255", "#999933", "#332288")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (8, 3)))
+UNSAID = ("Date", "Creator", "Format", "Type")  # metadata that would differ, or say nothing
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*", "h", "d", "8")
 EXACT = {"color": "#767676", "linestyle": (0, (4, 1.5)), "marker": "x"}  # the paper greys it out
 
@@ -81,9 +81,8 @@ class Drawing:
         """Ids get the figure's name, since a page holds many figures."""
         text = io.StringIO()
         with matplotlib_style(self.name):
-            self.figure.savefig(text, format="svg", metadata={"Date": None})
-        svg = re.sub(r"\s*<metadata>.*?</metadata>", "", text.getvalue(), count=1, flags=re.DOTALL)
-        svg = svg.replace(f"'{MEASURED}'", FONTS)
+            self.figure.savefig(text, format="svg", metadata=dict.fromkeys(UNSAID))
+        svg = text.getvalue().replace(f"'{MEASURED}'", FONTS)
         return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{self.name}-", svg)
 
     @property
@@ -92,13 +91,6 @@ class Drawing:
         with matplotlib_style(self.name):
             self.figure.savefig(content, format="pdf", metadata={"CreationDate": None})
         return content.getvalue()
-
-    @property
-    def inline(self) -> str:
-        """The SVG as an element of a page: scales with it, and is named for screen readers."""
-        opening, rest = self.svg[self.svg.index("<svg") :].split(">", 1)
-        opening = re.sub(r'\s(width|height|version)="[^"]*"', "", opening)
-        return f'{opening} role="img" aria-label="{escape(self.alt)}">{rest}'.strip()
 
 
 def can_draw() -> bool:

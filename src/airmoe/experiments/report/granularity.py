@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from airmoe.experiments.report import metrics
 from airmoe.experiments.report.drawing import Drawing, legend, matplotlib_style, new_plot
 from airmoe.experiments.report.groups import Group, granularity_of
-from airmoe.experiments.report.metrics import Summary, summarize
+from airmoe.experiments.report.tables import LOSS, Summary, summarize
 
 SMALLEST_POWER, LARGEST_POWER = 1e-3, 10.0
 GRID = 400  # powers tried, first in the whole range, then between the neighbours of the best
@@ -79,14 +78,11 @@ def _linear(amounts: np.ndarray, values: np.ndarray, power: float) -> tuple[floa
     )
 
 
-def law_of(group: Group) -> ScalingLaw | None:
-    found = _losses(group)
-    return fit_scaling_law(list(found), [one.mean for one in found.values()])
-
-
-def fit_in_words(group: Group) -> str:
-    """The fit, and what it is worth."""
-    law = law_of(group)
+def fit_in_words(group: Group) -> str | None:
+    """The fit of a sweep, and what it is worth."""
+    if not group.is_sweep:
+        return None
+    law = _law(losses_of(group))
     if law is None:
         return f"No fit of L(Q) = a / Q^b + c: it needs {CONSTANTS} granularities."
     words = (
@@ -96,26 +92,31 @@ def fit_in_words(group: Group) -> str:
     return " ".join([words, *law.warnings])
 
 
-def _losses(group: Group) -> dict[int, Summary]:
+def losses_of(group: Group) -> dict[int, Summary]:
     """Granularity -> the lowest validation loss."""
     found = {}
     for variant, runs in group.variants.items():
-        amount, loss = granularity_of(variant), summarize(metrics.LOSS, runs)
+        amount, loss = granularity_of(variant), summarize(LOSS, runs)
         if amount is not None and loss is not None:
             found[amount] = loss
     return found
 
 
-def granularity_figure(group: Group) -> Drawing:
+def _law(found: dict[int, Summary]) -> ScalingLaw | None:
+    return fit_scaling_law(list(found), [one.mean for one in found.values()])
+
+
+def granularity_figure(group: Group) -> list[Drawing]:
     """Losses with their spread, and the fitted curve."""
-    found, law, name = _losses(group), law_of(group), f"{group.slug}-law"
+    found, name = losses_of(group), f"{group.slug}-law"
+    if not found:
+        return []
     with matplotlib_style(name):
         figure, axes = new_plot()
-        means, spreads = zip(
-            *((one.mean, one.spread or 0.0) for one in found.values()), strict=True
-        )
+        means = [one.mean for one in found.values()]
+        spreads = [one.spread or 0.0 for one in found.values()]
         axes.errorbar(list(found), means, spreads, fmt="o", capsize=3, label="runs (mean ± spread)")
-        if law is not None:
+        if (law := _law(found)) is not None:
             dense = np.geomspace(min(found), max(found), 100)
             label = f"{law.a:.3g} / Q^{law.b:.3g} + {law.c:.3g}"
             axes.plot(dense, law.loss(dense), "--", label=label)
@@ -127,4 +128,4 @@ def granularity_figure(group: Group) -> Drawing:
         legend(axes, 2)
     caption = "Lowest validation loss against granularity Q."
     ends = ", ".join(f"Q = {amount}: {one.mean:.4g}" for amount, one in found.items())
-    return Drawing(name, caption, f"{caption} {ends}.", figure)
+    return [Drawing(name, caption, f"{caption} {ends}.", figure)]

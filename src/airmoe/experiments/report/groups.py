@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, count
-from typing import Any
 
 from airmoe.experiments.fairness import ALL_RULES, violations
 from airmoe.experiments.report.record import Run
@@ -99,6 +98,11 @@ class Group:
             key.data_sha256[:8],
         )
         return re.sub(r"\W+", "-", "-".join(parts).lower())
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether its variants are granularities."""
+        return all(granularity_of(variant) is not None for variant in self.variants)
 
     @cached_property
     def variants(self) -> dict[str, list[Run]]:
@@ -204,8 +208,3 @@ def machines(runs: Sequence[Run]) -> list[str]:
 
 def torch_versions(runs: Sequence[Run]) -> list[str]:
     return sorted({run.versions["torch"] for run in runs})
-
-
-def options_of(run: Run) -> dict[str, Any]:
-    """Settings as `section.option` -> value, and how the text was prepared."""
-    return flat(run.config) | flat({"text": run.recipe})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from airmoe.errors import ConfigError, visible
 from airmoe.experiments.report.record import Curve, Numbers, Record, Run, method_of, read_record
 from airmoe.experiments.report.usage import read_usage, relative_usage
 from airmoe.experiments.suites.folder import SuiteFolder
-from airmoe.files import read_json
+from airmoe.files import build, read_json
 from airmoe.losses import BALANCE
 from airmoe.training.checkpoints import USAGE
 from airmoe.training.run_folder import open_run
@@ -122,16 +122,15 @@ class Reader:
     def _read_run(
         self, path: Path, name: str, suite: str | None = None, variant: str | None = None
     ) -> None:
-        _ = open_run(path)  # raises where another version wrote it
+        about = open_run(path).started
         if not (path / "result.json").is_file():
             self._problem(name, "is not finished")
             return
-        about, result = read_json(path / "run.json"), read_json(path / "result.json")
-        numbers = finished_run(about, result)
+        numbers = finished_run(about, read_json(path / "result.json"))
         model = numbers["config"]["model"]
         usage = read_usage(path / USAGE, model) if (path / USAGE).is_file() else None
-        variant = variant or method_of(model)
-        self.runs.append(Run(name=name, suite=suite, variant=variant, usage=usage, **numbers))
+        named = {"name": name, "suite": suite, "variant": variant or method_of(model)}
+        self.runs.append(build(Run, {**named, "usage": usage, **numbers}))
 
 
 def _below(path: Path) -> list[Path]:
@@ -148,7 +147,7 @@ def _below(path: Path) -> list[Path]:
     ]
 
 
-def finished_run(about: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+def finished_run(about: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     """Fields of a Run, from run.json (`about`) and result.json."""
     if about.get("balance") != BALANCE:
         raise ValueError("its balance loss is the one of old, K times weaker than today's")

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from airmoe.errors import ConfigError
-from airmoe.files import read_json, write_json
+from airmoe.files import read_as, write_json
 from airmoe.training import RunConfig
 
 FORMAT = 3  # before: runs with the balance loss of old, too
 
+Number = int | float | None  # with `int`, files keep 360 from turning into 360.0
 # field -> values, None where a line lacks it; a field that no line has is missing
-Curve = dict[str, list[float | None]]
-Numbers = dict[str, float | None]
+Curve = dict[str, list[Number]]
+Numbers = dict[str, Number]
 
 LARGEST = 1e100  # nothing that is measured comes near, and its square is still a number
 # What reports read of the fields whose names are free.
@@ -36,43 +36,17 @@ READ = {
 }
 
 
-def fits(value: Any, kind: Any) -> bool:
-    """Whether a value from JSON is what an annotation says."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is UnionType:
-        return any(fits(value, one) for one in inner)
-    if origin is list:
-        return isinstance(value, list) and all(fits(one, inner[0]) for one in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(fits(one, inner[1]) for one in value.values())
-    if kind is float:
-        return isinstance(value, int | float) and abs(value) < LARGEST
-    return kind is Any or isinstance(value, kind)
-
-
-class Checked:
-    """A dataclass whose fields come from a file that somebody may have changed."""
-
-    def __post_init__(self) -> None:
-        for name, kind in get_type_hints(type(self)).items():
-            if not fits(value := getattr(self, name), kind):
-                raise ValueError(f"{name} holds something else than a report wrote")
-            for key in READ.get(name, ()) if value is not None else ():
-                if key not in value:
-                    raise ValueError(f"{name} lacks {key!r}")
-
-
 @dataclass(frozen=True, kw_only=True)
-class ExpertMap(Checked):
+class ExpertMap:
     """Tokens per expert as a picture (usage.py): of the first MoE layer at the best checkpoint."""
 
     shape: list[int]  # rows and columns of the whole grid
     levels: str  # the kept part of it: uint8 on a log scale, zlib, base64
-    structure: float | None  # share of the variance of log counts that rows and columns explain
+    structure: Number  # share of the variance of log counts that rows and columns explain
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Checked):
+class Run:
     """A finished run. Numbers that are missing or not finite are None."""
 
     name: str  # its folder, below the one the report was asked for
@@ -88,17 +62,27 @@ class Run(Checked):
     parameters: dict[str, int]  # total and active
     best: Numbers  # the evaluation with the lowest loss
     tokens: int
-    tokens_per_second: float | None
+    tokens_per_second: Number
     evaluations: Curve
     training: Curve
     usage: ExpertMap | None
     test: Numbers | None  # the best checkpoint on the test split
-    peak_memory_gib: float | None
-    whole_seconds: float | None  # from start to end: compilers and evaluations too
+    peak_memory_gib: Number
+    whole_seconds: Number  # from start to end: compilers and evaluations too
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.settings.preset, str):  # raises where another version wrote them
+        """Refuse what somebody may have changed in a file; its types are checked by then."""
+        for name, keys in READ.items():
+            values = getattr(self, name)
+            if missing := [key for key in keys if values is not None and key not in values]:
+                raise ValueError(f"{name} lacks {missing[0]!r}")
+        for name, values in asdict(self).items():
+            _check_numbers(values, name)
+        try:
+            preset = self.settings.preset
+        except ConfigError as error:  # another version wrote them; read_as adds the file
+            raise ValueError(str(error)) from error
+        if not isinstance(preset, str):
             raise ValueError("its preset is no name")
         if not self.perplexity > 0:
             raise ValueError("its best evaluation has no finite perplexity")
@@ -122,6 +106,7 @@ class Run(Checked):
 class Record:
     """All runs that were found, and a line for everything that was left out."""
 
+    format: int = FORMAT
     runs: list[Run]
     problems: list[str]
 
@@ -144,22 +129,24 @@ def method_of(model: dict[str, Any]) -> str:
 
 def write_record(record: Record, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"format": FORMAT, **asdict(record)})
+    write_json(path, asdict(record))
 
 
 def read_record(path: Path) -> Record:
     """What `write_record` wrote; raises ConfigError where it is something else."""
-    try:
-        values = read_json(path)
-        if values["format"] != FORMAT:
-            raise ValueError(f"its format is {values['format']}, that of this airmoe {FORMAT}")
-        return Record(runs=[_run(one) for one in values["runs"]], problems=values["problems"])
-    except (ValueError, KeyError, TypeError) as error:
-        remedy = "Write it again from its runs."
-        rule = f"cannot be read ({type(error).__name__}: {error})"
-        raise ConfigError("record", str(path), rule, remedy) from error
+    return read_as(Record, path, "Write it again from its runs.", field="record", check=_check)
 
 
-def _run(values: dict[str, Any]) -> Run:
-    usage = values["usage"]
-    return Run(**{**values, "usage": None if usage is None else ExpertMap(**usage)})
+def _check(values: Any) -> None:
+    found = values.get("format") if isinstance(values, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"its format is {found}, that of this airmoe {FORMAT}")
+
+
+def _check_numbers(values: Any, name: str) -> None:
+    """Raise for a number that is not finite, or that nobody can have measured."""
+    if isinstance(values, dict | list):
+        for one in values.values() if isinstance(values, dict) else values:
+            _check_numbers(one, name)
+    elif isinstance(values, int | float) and not abs(values) < LARGEST:
+        raise ValueError(f"{name} holds a number that no run has")

@@ -1,4 +1,7 @@
-"""A report as files: HTML, Markdown and LaTeX by Jinja templates, its figures, its record."""
+"""A report: a section per group of runs, then what was left out and why; and its files.
+
+HTML, Markdown and LaTeX come from Jinja templates, which decide the order and the words around it.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,21 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from airmoe.errors import ConfigError, visible
-from airmoe.experiments.report.contents import Report, make_report
-from airmoe.experiments.report.groups import settings_of
+from airmoe.experiments.report.curves import (
+    HEALTH,
+    PERPLEXITY,
+    QUALITY,
+    curve_figures,
+    reduction_figure,
+)
+from airmoe.experiments.report.drawing import Drawing, can_draw
+from airmoe.experiments.report.granularity import fit_in_words, granularity_figure
+from airmoe.experiments.report.groups import Group, group_runs, settings_of
+from airmoe.experiments.report.paper import Beside, beside_paper, claims_table
 from airmoe.experiments.report.reading import REPORT, read_all
 from airmoe.experiments.report.record import Record, Run, read_record, write_record
-from airmoe.experiments.report.tables import Cell
+from airmoe.experiments.report.tables import Cell, Table, group_table, settings_table
+from airmoe.experiments.report.usage import usage_figure
 from airmoe.files import write_bytes
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -26,6 +39,42 @@ TEX |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textback
 # They change no result, and `auto` stands for another value on another machine.
 SPEED_ONLY = ("training.compile", "training.cuda_graph")
 SINGLE = "single"  # the folder of records of runs of no suite
+
+NO_FIGURES = (
+    "Figures: left out, because matplotlib is not installed. Run: pip install 'airmoe[plot]'"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Everything about the runs of one table; parts that a group lacks are None or empty."""
+
+    group: Group
+    claims: Table | None
+    table: Table
+    fit: str | None  # of the granularity suite
+    paper: Beside | None
+    figures: dict[str, list[Drawing]]  # title -> those that belong together
+    settings: Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Ready to be written in any format."""
+
+    sections: list[Section]
+    left_out: list[str]
+    notes: list[str]
+
+    @property
+    def drawings(self) -> list[Drawing]:
+        parts = (part for section in self.sections for part in section.figures.values())
+        return [drawing for part in parts for drawing in part]
+
+    @property
+    def problems(self) -> list[str]:
+        """Everything a reader must know, a line each."""
+        return [*self.left_out, *self.notes]
 
 
 @dataclass(frozen=True)
@@ -62,6 +111,38 @@ def write_report(
         write_record(Record(runs=[run], problems=[]), path)
     files = [folder / name for name in (*texts, REPORT)]
     return Written(files, [*planned], len(record.runs), report.problems)
+
+
+def make_report(record: Record) -> Report:
+    """Compare the runs of a record and draw them."""
+    grouped, draws = group_runs(record.runs), can_draw()
+    sections = [
+        Section(
+            group=group,
+            claims=claims_table(group),
+            table=group_table(group),
+            fit=fit_in_words(group),
+            paper=beside_paper(group),
+            figures=_figures(group) if draws else {},
+            settings=settings_table(group),
+        )
+        for group in grouped.groups
+    ]
+    left_out = [*record.problems, *grouped.left_out, *([] if draws else [NO_FIGURES])]
+    return Report(sections=sections, left_out=left_out, notes=grouped.notes)
+
+
+def _figures(group: Group) -> dict[str, list[Drawing]]:
+    perplexity = curve_figures(group, PERPLEXITY)
+    if group.is_sweep:
+        return {"Granularity": [*granularity_figure(group), *perplexity]}
+    parts = {
+        "Perplexity through training": [*perplexity, *reduction_figure(group)],
+        "Expert usage": usage_figure(group),
+        "Against exact routing": curve_figures(group, QUALITY),
+        "Router health": curve_figures(group, HEALTH),
+    }
+    return {title: drawings for title, drawings in parts.items() if drawings}
 
 
 def default_folder(paths: Sequence[Path]) -> Path:

@@ -1,51 +1,25 @@
-"""Tables as plain data: a row per variant, mean and spread over seeds, the best in bold."""
+"""Tables as plain data: how each number is read from a run, summed up over seeds and written.
+
+A row per variant, mean and spread over its seeds, the best of a column in bold.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, stdev
+from typing import Literal
 
-from airmoe.experiments.report import metrics
-from airmoe.experiments.report.groups import (
-    Group,
-    granularity_of,
-    options_of,
-    text_of,
-    title_of,
-)
-from airmoe.experiments.report.metrics import (
-    DASH,
-    Metric,
-    Summary,
-    sees_future,
-    summarize,
-    unit_of,
-    written,
-)
+from airmoe.experiments.report.groups import Group, granularity_of, text_of, title_of
 from airmoe.experiments.report.record import Run
 from airmoe.experiments.suites.folder import flat
 
-COSTS = (metrics.FLOPS, metrics.EXECUTED, metrics.SECONDS, metrics.SPEED, metrics.MEMORY)
-PERPLEXITIES = (metrics.PERPLEXITY, metrics.TEST)
-AGREEMENT = (metrics.OVERLAP, metrics.RECALL)  # with exact routing
-USE = (metrics.DEAD, metrics.ENTROPY)
-MOVED_BY_SEEDS = (*PERPLEXITIES, metrics.LOSS, *USE, *AGREEMENT)
-
-# Suite -> its columns and caption; everything else is a comparison of methods.
-OF_SUITE = {
-    "ablations": ((*PERPLEXITIES, *COSTS, *USE, *AGREEMENT), "AIR without one of its parts."),
-    "codebook": (
-        (*AGREEMENT, metrics.BOUND, metrics.PERPLEXITY, *COSTS, metrics.DEAD),
-        "Codewords G and shortlists of M experts.",
-    ),
-    "granularity": ((metrics.LOSS, *PERPLEXITIES, *COSTS, *USE), "Experts Q times as small."),
-}
-OF_METHODS = (
-    (*PERPLEXITIES, *COSTS, metrics.TOTAL, metrics.ACTIVE, *USE, metrics.OVERLAP),
-    "All methods at their lowest validation perplexity.",
-)
-
+Kind = Literal["flops", "seconds", "count", "share", "plain", "tiny"]
+DASH = "–"
+PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
+DIGITS = {"flops": 4}  # of the largest number of a column; 3 of other kinds
 FUTURE_MARK, REFERENCE_MARK = "†", "‡"
 FUTURE_NOTE = "† Expert choice sees later tokens of the text: its perplexity is not comparable."
 REFERENCE_NOTE = "‡ Scores every expert: a reference, not a competitor."
@@ -57,6 +31,115 @@ COLLAPSE_NOTE = (
 SPREAD_NOTE = (
     "± is the sample standard deviation over the seeds; it is left out with one seed, or if all "
     "agree."
+)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A number over the seeds that have it."""
+
+    mean: float
+    spread: float | None = None  # sample standard deviation; None with one seed
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Numbers of a column are divided by `factor` and written with so many decimals."""
+
+    name: str
+    factor: float = 1.0
+    decimals: int | None = 2  # None: two digits of any number, over many orders of magnitude
+
+    def titled(self, title: str) -> str:
+        return f"{title} ({self.name})" if self.name else title
+
+    def written(self, found: Summary | None) -> str:
+        """`mean ± spread`; the mean alone where all seeds agree."""
+        if found is None:
+            return DASH
+        mean, spread = found.mean / self.factor, (found.spread or 0.0) / self.factor
+        if self.decimals is None:
+            texts = f"{mean:.2g}", f"{spread:.1g}"
+        else:
+            texts = f"{mean:,.{self.decimals}f}", f"{spread:,.{self.decimals}f}"
+        return " ± ".join(texts) if spread else texts[0]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One column."""
+
+    title: str
+    kind: Kind
+    read: Callable[[Run], float | None]
+    better: Literal["low", "high"] | None = None
+    ideal: Callable[[Run], float | None] | None = None  # written behind it: "7.9 of 8.3"
+
+
+def best(field: str) -> Callable[[Run], float | None]:
+    return lambda run: run.best.get(field)
+
+
+def against_exact(field: str) -> Callable[[Run], float | None]:
+    """For approximate routers only: one that scores every expert agrees with itself."""
+    return lambda run: None if scores_every_expert(run) else run.best.get(field)
+
+
+def scores_every_expert(run: Run) -> bool:
+    return run.config["model"].get("router") == "topk"
+
+
+def sees_future(run: Run) -> bool:
+    """Whether experts choose tokens: then each token's routing depends on later ones."""
+    model = run.config["model"]
+    gate = (model.get("router_options") or {}).get("gate")
+    return "expert_choice" in (model.get("router"), gate)
+
+
+def most_entropy(run: Run) -> float | None:
+    """ln E: every expert used equally."""
+    experts = run.config["model"].get("num_experts")
+    return math.log(experts) if experts and run.best.get("entropy") is not None else None
+
+
+def perplexity_of_test(run: Run) -> float | None:
+    return None if run.test is None else run.test["perplexity"]
+
+
+PERPLEXITY = Metric("perplexity", "plain", best("perplexity"), "low")
+TEST = Metric("perplexity, test text", "plain", perplexity_of_test, "low")
+LOSS = Metric("loss, nats", "plain", best("loss"), "low")
+FLOPS = Metric("FLOPs, algorithmic", "flops", best("flops"), "low")
+EXECUTED = Metric("FLOPs, executed", "flops", best("executed_flops"), "low")
+SECONDS = Metric("time", "seconds", best("seconds"), "low")
+SPEED = Metric("tokens/s", "count", lambda run: run.tokens_per_second, "high")
+MEMORY = Metric("peak memory (GiB)", "plain", lambda run: run.peak_memory_gib, "low")
+TOTAL = Metric("parameters", "count", lambda run: run.parameters["total"])
+ACTIVE = Metric("active", "count", lambda run: run.parameters["active"])
+DEAD = Metric("dead experts", "share", best("dead_experts"), "low")
+ENTROPY = Metric("entropy, nats", "plain", best("entropy"), "high", most_entropy)
+OVERLAP = Metric("overlap", "plain", against_exact("overlap"), "high")
+RECALL = Metric("mass recall", "plain", against_exact("mass_recall"), "high")
+BOUND = Metric("its bound", "tiny", against_exact("mass_recall_bound"))
+
+COSTS = (FLOPS, EXECUTED, SECONDS, SPEED, MEMORY)
+PERPLEXITIES = (PERPLEXITY, TEST)
+AGREEMENT = (OVERLAP, RECALL)  # with exact routing
+USE = (DEAD, ENTROPY)
+MOVED_BY_SEEDS = (*PERPLEXITIES, LOSS, *USE, *AGREEMENT)
+
+# Suite -> its columns and caption; everything else is a comparison of methods.
+OF_SUITE = {
+    "ablations": ((*PERPLEXITIES, *COSTS, *USE, *AGREEMENT), "AIR without one of its parts."),
+    "codebook": (
+        (*AGREEMENT, BOUND, PERPLEXITY, *COSTS, DEAD),
+        "Codewords G and shortlists of M experts.",
+    ),
+    "granularity": ((LOSS, *PERPLEXITIES, *COSTS, *USE), "Experts Q times as small."),
+}
+OF_METHODS = (
+    (*PERPLEXITIES, *COSTS, TOTAL, ACTIVE, *USE, OVERLAP),
+    "All methods at their lowest validation perplexity.",
 )
 
 
@@ -82,6 +165,31 @@ class Table:
     words: bool = False
 
 
+def summarize(metric: Metric, runs: Sequence[Run]) -> Summary | None:
+    """Mean and spread over seeds; None where no run has it."""
+    values = [value for run in runs if (value := metric.read(run)) is not None]
+    if not values:
+        return None
+    return Summary(fmean(values), stdev(values) if len(values) > 1 else None)
+
+
+def unit_of(kind: Kind, values: Sequence[float]) -> Unit:
+    """One unit for a whole column or axis, so that its numbers compare at a glance."""
+    largest = max((abs(value) for value in values), default=0.0)
+    if kind == "share":
+        return Unit("%", 0.01, 1)
+    if kind in ("plain", "tiny"):
+        return Unit("", decimals=2 if kind == "plain" else None)
+    if kind == "seconds":
+        units = (("h", 3600.0), ("min", 60.0))
+        name, factor = next((one for one in units if largest >= 2 * one[1]), ("s", 1.0))
+    else:
+        power = min(int(math.log10(largest) // 3), len(PREFIXES) - 1) if largest >= 1 else 0
+        name, factor = PREFIXES[power], 1000.0**power
+    before = len(str(round(largest / factor)))
+    return Unit(name, factor, max(DIGITS.get(kind, 3) - before, 0))
+
+
 def group_table(group: Group) -> Table:
     """The table of a group, with the columns of its suite."""
     columns, caption = OF_SUITE.get(group.key.suite or "", OF_METHODS)
@@ -90,39 +198,36 @@ def group_table(group: Group) -> Table:
 
 def variant_table(group: Group, columns: Sequence[Metric], caption: str) -> Table:
     """A row per variant with a cell per metric that some run has, and the footnotes they need."""
-    titles, rows = ["method", "seeds"], []
+    names, seeds = [], []
     for variant, runs in group.variants.items():
         grey = is_reference(runs[0])
         mark = REFERENCE_MARK if grey else FUTURE_MARK if sees_future(runs[0]) else ""
-        seeds = Cell(text=str(len(runs)), value=len(runs), grey=grey)
-        rows.append([Cell(text=title_of(variant), grey=grey, mark=mark), seeds])
+        names.append(Cell(text=title_of(variant), grey=grey, mark=mark))
+        seeds.append(Cell(text=str(len(runs)), value=len(runs), grey=grey))
     shown = [one for one in columns if summarize(one, group.runs)]
-    for metric in shown:
-        title, cells = _column(metric, group)
-        titles.append(title)
-        for row, cell in zip(rows, cells, strict=True):
-            row.append(cell)
-    return Table(caption=caption, columns=titles, rows=rows, notes=_notes(group, shown))
+    made = {"method": names, "seeds": seeds} | dict(_column(metric, group) for metric in shown)
+    rows = list(map(list, zip(*made.values(), strict=True)))
+    return Table(caption=caption, columns=list(made), rows=rows, notes=_notes(group, shown))
 
 
 def _column(metric: Metric, group: Group) -> tuple[str, list[Cell]]:
     """Heading and cells."""
     found = {variant: summarize(metric, runs) for variant, runs in group.variants.items()}
-    unit = unit_of(metric.kind, [one.mean for one in found.values() if one is not None])
-    best = _best(metric, {variant: one.mean for variant, one in found.items() if one}, group)
+    means = {variant: one.mean for variant, one in found.items() if one}
+    unit, best = unit_of(metric.kind, list(means.values())), _best(metric, means, group)
     cells = []
     for variant, runs in group.variants.items():
-        one, text = found[variant], written(found[variant], metric.kind, unit)
+        text = unit.written(found[variant])
         ideal = metric.ideal(runs[0]) if metric.ideal is not None else None
         cell = Cell(
             text=text if ideal is None else f"{text} of {ideal:.2f}",
-            value=None if one is None else one.mean,
+            value=means.get(variant),
             bold=variant in best,
             grey=is_reference(runs[0]),
             mark=FUTURE_MARK if metric in PERPLEXITIES and sees_future(runs[0]) else "",
         )
         cells.append(cell)
-    return f"{metric.title} ({unit.name})" if unit.name else metric.title, cells
+    return unit.titled(metric.title), cells
 
 
 def _best(metric: Metric, means: dict[str, float], group: Group) -> list[str]:
@@ -136,7 +241,7 @@ def _best(metric: Metric, means: dict[str, float], group: Group) -> list[str]:
     ideals = {metric.ideal and metric.ideal(runs[0]) for runs in competing.values()}
     is_moved = metric in MOVED_BY_SEEDS and len(seeds) > 1
     unit = unit_of(metric.kind, list(means.values()))
-    texts = {one: written(Summary(means[one]), metric.kind, unit) for one in competing}
+    texts = {one: unit.written(Summary(means[one])) for one in competing}
     if metric.better is None or is_moved or len(ideals) > 1 or len(set(texts.values())) < 2:
         return []
     best = (min if metric.better == "low" else max)(competing, key=means.__getitem__)
@@ -144,7 +249,7 @@ def _best(metric: Metric, means: dict[str, float], group: Group) -> list[str]:
 
 
 def _notes(group: Group, shown: Sequence[Metric]) -> list[str]:
-    notes = note_on_test(group.runs) if metrics.TEST in shown else []
+    notes = note_on_test(group.runs) if TEST in shown else []
     notes += [SPREAD_NOTE] if any(len(runs) > 1 for runs in group.variants.values()) else []
     notes += [FUTURE_NOTE] if any(map(sees_future, group.runs)) else []
     notes += [REFERENCE_NOTE] if any(map(is_reference, group.runs)) else []
@@ -159,7 +264,7 @@ def _notes(group: Group, shown: Sequence[Metric]) -> list[str]:
 def note_on_test(runs: Sequence[Run]) -> list[str]:
     """What the test text is, where a run was measured on one of another origin."""
     _, test = text_of(runs[0])
-    return [f"Test text: {test}."] if test and summarize(metrics.TEST, runs) else []
+    return [f"Test text: {test}."] if test and summarize(TEST, runs) else []
 
 
 def _competes(metric: Metric, runs: Sequence[Run]) -> bool:
@@ -170,7 +275,7 @@ def _competes(metric: Metric, runs: Sequence[Run]) -> bool:
 
 def is_collapsed(runs: Sequence[Run]) -> bool:
     """Whether, for any seed, too many experts are dead for the overlap to mean something."""
-    return any((metrics.DEAD.read(run) or 0.0) > MOST_DEAD for run in runs)
+    return any((DEAD.read(run) or 0.0) > MOST_DEAD for run in runs)
 
 
 def is_reference(run: Run) -> bool:
@@ -196,8 +301,9 @@ def _described(runs: Sequence[Run]) -> dict[str, str]:
     """Setting -> its value, or all the values that the seeds of a variant have."""
     found: dict[str, list[str]] = {}
     for run in runs:
-        about = {"git": run.git, "machine": run.machine, "versions": run.versions}
-        for key, value in ({"data hash": run.data_sha256} | options_of(run) | flat(about)).items():
+        about = {"text": run.recipe, "git": run.git, "machine": run.machine}
+        values = {"data hash": run.data_sha256, **run.config, **about, "versions": run.versions}
+        for key, value in flat(values).items():
             text = value if isinstance(value, str) else DASH if value is None else json.dumps(value)
             found.setdefault(key, []).append(text)
     return {key: ", ".join(dict.fromkeys(values)) for key, values in found.items()}

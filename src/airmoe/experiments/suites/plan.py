@@ -78,14 +78,13 @@ class Plan:
             found = [settle(config, machine) for config in variants]
             config, lines = min(found, key=lambda one: one[0].training.micro_batch_size)
             options = config.training
-        runs = []
-        for run in self.runs:
-            chosen = {
-                name: getattr(options, name)
-                for name in ("precision", "micro_batch_size")
-                if getattr(run.config.training, name) == "auto"
-            }
-            runs.append(PlannedRun(run.variant, _with_training(run.config, **chosen)))
+        asked = self.runs[0].config.training  # the same in all its runs
+        chosen = {
+            name: getattr(options, name)
+            for name in ("precision", "micro_batch_size")
+            if getattr(asked, name) == "auto"
+        }
+        runs = (PlannedRun(run.variant, _with_training(run.config, **chosen)) for run in self.runs)
         return dataclasses.replace(self, runs=tuple(runs)), lines
 
 

@@ -48,10 +48,8 @@ class Board:
     ) -> None:
         self._suite, self._runs, self._steps, self._console = suite, runs, steps, console
         self._messages: dict[str, str] = {}  # why runs failed
-        self._results: dict[str, Result] = {}
-        for run in runs:
-            if suite.is_finished(run.folder):
-                self._read_result(run)
+        done = [run for run in runs if suite.is_finished(run.folder)]
+        self._results = {run.folder: self._result(run) for run in done}
 
     @contextmanager
     def running(self, run: PlannedRun) -> Iterator[None]:
@@ -70,7 +68,7 @@ class Board:
 
     def finished(self, run: PlannedRun, how: str = "done") -> None:
         """The line of a run that has its result."""
-        result = self._read_result(run)
+        result = self._results[run.folder] = self._result(run)
         step, numbers = result["last"]["step"], {**result["best"], **result}
         shown = summary({name: numbers[name] for name in SHOWN})
         took = f"took {duration(result['seconds'])}"
@@ -121,7 +119,5 @@ class Board:
                 f"{folder} failed: {message} (all it printed: {self._suite.printed(folder)})",
             )
 
-    def _read_result(self, run: PlannedRun) -> Result:
-        if run.folder not in self._results:
-            self._results[run.folder] = read_result(self._suite.run(run.folder) / "result.json")
-        return self._results[run.folder]
+    def _result(self, run: PlannedRun) -> Result:
+        return read_result(self._suite.run(run.folder) / "result.json")

@@ -25,7 +25,7 @@ from airmoe.training.automatic import Machine
 from airmoe.training.devices import check_device, check_sharding
 from airmoe.training.display import PrepareDisplay
 from airmoe.training.loop import StopOnSignal
-from airmoe.training.text import check_blocks, prepared_data
+from airmoe.training.text import blocks_of, prepared_data
 
 OURS = "airmoe: "  # before an error that a run expected
 # The line of a traceback that counts; torchrun's own error says only that there was one.
@@ -87,9 +87,8 @@ def _known_steps(config: RunConfig, console: Console, processes: int) -> int:
     config.training.accumulation_steps(processes)
     with PrepareDisplay(console, config.data.corpus) as display:
         prepared = prepared_data(config.data, display.show)
-    blocks = len(prepared.blocks("train", config.data.block_size))
-    check_blocks(blocks, config.training.batch_size, config.data.block_size)
-    steps = config.training.total_steps(blocks // config.training.batch_size)
+    train_blocks, _ = blocks_of(config, prepared)
+    steps = config.training.total_steps(len(train_blocks) // config.training.batch_size)
     check_warmup(config.training, steps)
     return steps
 
