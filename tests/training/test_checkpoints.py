@@ -77,22 +77,6 @@ def test_the_best_and_the_newest_stay(
     assert len(list(tmp_path.iterdir())) == len(kept)
 
 
-def test_clean_up_finishes_what_a_kill_left(tmp_path: Path) -> None:
-    fake(tmp_path, 1, 2, 3, best=1)
-    (tmp_path / "checkpoint-4.partial").mkdir()
-    (tmp_path / "checkpoint-4.partial" / "model.safetensors").write_text("half")
-    (tmp_path / "log.jsonl").write_text("")
-    clean_up(tmp_path, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "checkpoint-1",
-        "checkpoint-3",
-        "log.jsonl",
-    ]
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    clean_up(empty, keep=2)
-
-
 def test_a_linked_checkpoint_is_left_alone(tmp_path: Path) -> None:
     """Neither it nor what it leads to is removed, and it takes no place of those that are kept."""
     elsewhere, run = tmp_path / "elsewhere", tmp_path / "run"

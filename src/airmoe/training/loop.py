@@ -74,7 +74,7 @@ class TrainingLoop:
         self.watch = RoutingWatch(model, options.quality_tokens)
         self._graphs = CapturedSteps(model, self._forward_backward) if how.cuda_graph else None
         self._router_losses: dict[str, Tensor] = {}  # of the last watched micro-batch
-        self._usage: tuple[int, dict[str, Tensor]] = (0, {})  # step of an evaluation, its counts
+        self._usage: dict[str, Tensor] = {}  # of an evaluation, until the checkpoint after it
         self._last_logged = 0
         # On the device: reading them at every step would make the host wait for the GPU.
         self._running_loss = torch.zeros((), device=accelerator.device)  # since the last log line
@@ -197,7 +197,7 @@ class TrainingLoop:
             quality_tokens=self.options.quality_tokens,
             autocast=autocast_of(self.options.precision, self.accelerator.device),
         )
-        self._usage = self.step, result.usage
+        self._usage = result.usage
         if result.loss < self.best_loss:
             self.best_step, self.best_loss = self.step, result.loss
         if rank() == 0:
@@ -220,9 +220,8 @@ class TrainingLoop:
             checkpoints.save_tensors(moments, folder / checkpoints.OPTIMIZER)
             for place, tensors in enumerate(of_processes):
                 checkpoints.save_tensors(tensors, folder / f"random-{place}.safetensors")
-            evaluated, usage = self._usage
-            if usage and evaluated == self.step:
-                checkpoints.save_tensors(usage, folder / checkpoints.USAGE)
+            if self._usage:
+                checkpoints.save_tensors(self._usage, folder / checkpoints.USAGE)
             counters = checkpoints.Counters(
                 step=self.step,
                 best_step=self.best_step,
@@ -243,6 +242,7 @@ class TrainingLoop:
             checkpoints.remove_old(folder, keep, best)
 
         on_first_rank(write)  # a failure there is raised on all ranks
+        self._usage = {}
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, whatever number of processes wrote it."""
