@@ -30,7 +30,6 @@ from airmoe.model import AirMoeForCausalLM
 from airmoe.model.objective import ROUTER_LOSSES
 from airmoe.routers import Router, track_optimizer
 from airmoe.training import checkpoints
-from airmoe.training.automatic import Execution
 from airmoe.training.capture import CapturedSteps, uncompiled
 from airmoe.training.config import TrainingOptions
 from airmoe.training.devices import autocast_of, checkpoint_activations, placed
@@ -53,8 +52,9 @@ class TrainingLoop:
         train_blocks: Any,
         eval_blocks: Any,
         save_tokenizer: Callable[[Path], None],
-        how: Execution,
+        speed: TrainingOptions,
     ) -> None:
+        """`speed`: those of the run with compiler and CUDA graphs settled for this process."""
         self.run, self.model, self.accelerator = run, model, accelerator
         self.options = options = run.config.training
         self.batches = MicroBatches(train_blocks, options, accelerator.device)
@@ -62,7 +62,7 @@ class TrainingLoop:
         self.step, self.last_step = 0, options.total_steps(self.batches.steps_per_epoch)
         self.best_step: int | None = None
         self.best_loss = math.inf
-        slow_start = how.compile or how.cuda_graph
+        slow_start = speed.compile or speed.cuda_graph
         self.clock = Clock(starting_steps=STARTING_STEPS if slow_start else 0)
         if options.gradient_checkpointing:
             checkpoint_activations(model)
@@ -72,7 +72,7 @@ class TrainingLoop:
         if any(isinstance(module, Router) for module in model.modules()):
             track_optimizer(model, self.optimizer)
         self.watch = RoutingWatch(model, options.quality_tokens)
-        self._graphs = CapturedSteps(model, self._forward_backward) if how.cuda_graph else None
+        self._graphs = CapturedSteps(model, self._forward_backward) if speed.cuda_graph else None
         self._router_losses: dict[str, Tensor] = {}  # of the last watched micro-batch
         self._usage: dict[str, Tensor] = {}  # of an evaluation, until the checkpoint after it
         self._last_logged = 0
