@@ -20,6 +20,7 @@ from airmoe.files import write_json
 from airmoe.training import best_checkpoint, loop
 from airmoe.training.checkpoints import (
     STATE,
+    USAGE,
     Counters,
     checkpoints,
     clean_up,
@@ -33,7 +34,7 @@ from airmoe.training.checkpoints import (
 )
 from airmoe.training.evaluation import Evaluation
 from airmoe.training.trained import load_trained
-from tests.training.runs import differing, in_process, small_run, train_here
+from tests.training.runs import differing, in_process, small_run, train_here, trained
 
 
 def fake(folder: Path, *steps: int, best: int | None = None) -> None:
@@ -181,6 +182,12 @@ def test_checkpoints_between_evaluations_do_not_push_the_best_out(
     run = with_losses({4: 4.0, 7: 7.0}, text, tmp_path, **options)
     assert steps(run) == [4, 6, 7]
     assert step_of(best_checkpoint(run)) == 4
+
+
+def test_only_the_checkpoint_of_an_evaluation_has_its_usage(text: Path, run: Path) -> None:
+    config = small_run(text, steps=4, eval_every=2, save_every=1, keep_checkpoints=4)
+    kept = checkpoints(trained(config, run))
+    assert [(path / USAGE).exists() for path in kept] == [False, True, False, True]
 
 
 def test_a_checkpoint_is_an_ordinary_hugging_face_model(finished: Path) -> None:
