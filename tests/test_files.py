@@ -15,6 +15,7 @@ from airmoe import ConfigError
 from airmoe.config import can_be_written
 from airmoe.files import (
     build,
+    check_unlocked,
     locked,
     parse_json,
     read_as,
@@ -119,6 +120,15 @@ def test_a_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(OSError, match="No space left"):
         write_bytes(tmp_path / "file", b"after")
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("file", b"before")]
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    check_unlocked(tmp_path, "run", "is being trained")
+    with locked(tmp_path, "run", "is being trained"):
+        for attempt in (check_unlocked, lambda *what: locked(*what).__enter__()):
+            with pytest.raises(ConfigError, match=rf"is being trained by process {os.getpid()} on"):
+                attempt(tmp_path, "run", "is being trained")
+    check_unlocked(tmp_path, "run", "is being trained")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from airmoe.data import PrepareConfig, prepare
 from airmoe.errors import ConfigError
 from airmoe.experiments.report import write_report
 from airmoe.experiments.suites import Plan, make_plan, run_suite
@@ -29,6 +31,7 @@ from tests.training.runs import (
     small_run,
     train_here,
     trained,
+    write_text,
 )
 
 pytestmark = pytest.mark.slow
@@ -65,7 +68,28 @@ def test_train(toy: Whole, tmp_path: Path) -> None:
         assert_same_run(run, toy.path)
         shutil.rmtree(run)
 
-    killed(job, run, check, 4)
+    killed(job, run, check, 3)
+
+
+def test_prepare(tmp_path: Path) -> None:
+    text = write_text(tmp_path, 120)
+    os.mkdir(tmp_path / "work")
+
+    def settings(out: Path) -> PrepareConfig:
+        return PrepareConfig(
+            corpus=str(text), tokenizer="bpe:280", out=str(out), validation_fraction=0.1
+        )
+
+    prepare(settings(tmp_path / "whole"), _shard_tokens=700)
+    whole = folder_bytes(tmp_path / "whole")
+
+    def check() -> None:
+        assert os.listdir(tmp_path / "work") == ["out"]
+        assert folder_bytes(tmp_path / "work" / "out") == whole
+        shutil.rmtree(tmp_path / "work" / "out")
+
+    out = tmp_path / "work" / "out"
+    killed(lambda: prepare(settings(out), _shard_tokens=700), out.parent, check, 2)
 
 
 def plan_of(config: RunConfig) -> Plan:
@@ -112,7 +136,7 @@ def test_suite(toy: Whole, suite: Path, tmp_path: Path) -> None:
         assert sorted(path.name for path in out.iterdir()) == names
         shutil.rmtree(out)
 
-    killed(job, out, check, 3)
+    killed(job, out, check, 2)
 
 
 def test_report(suite: Path, tmp_path: Path) -> None:

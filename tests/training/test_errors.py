@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from airmoe.data import PrepareConfig, prepare
+from airmoe.data.shards import SplitWriter
 from airmoe.errors import ConfigError
 from airmoe.training import best_checkpoint, override, preset
 from airmoe.training import run as run_module
@@ -201,6 +203,21 @@ def test_links_that_lead_nowhere(target: str, text: Path, tmp_path: Path) -> Non
     inside = airmoe_train(small_run(text), link / "run")
     assert_one_line(inside, 2, str(link), "Choose a path")
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+def test_a_full_disk_while_text_is_prepared(text: Path, tmp_path: Path) -> None:
+    """There is no run yet, so no --resume."""
+
+    def patch() -> None:
+        def add(self: SplitWriter, tokens: Any) -> bool:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        SplitWriter.add = add
+
+    arguments = ("prepare", text / "text.txt", "--out", tmp_path / "out", "--tokenizer", "bytes")
+    outcome = airmoe(*arguments, "--validation-fraction", 0.1, patch=patch)
+    assert_one_line(outcome, 1, "the disk is full", "run the same command again")
+    assert airmoe(*arguments, "--validation-fraction", 0.1).code == 0
 
 
 # -- use ----------------------------------------------------------------------------------------

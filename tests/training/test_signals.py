@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -16,10 +17,11 @@ from airmoe.training import evaluation, loop
 from airmoe.training.checkpoints import checkpoints, step_of
 from airmoe.training.loop import TrainingLoop
 from tests.training import kills
-from tests.training.command import airmoe, airmoe_train
+from tests.training.command import airmoe, airmoe_train, started
 from tests.training.runs import (
     Whole,
     assert_same_run,
+    assignments,
     in_process,
     resumed,
     small_run,
@@ -125,3 +127,21 @@ def test_signals_are_given_back(text: Path, run: Path) -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     assert in_process(job) == 0
+
+
+@pytest.mark.slow
+def test_a_real_process_killed_at_a_random_moment(plain: Whole, run: Path) -> None:
+    """`python -m airmoe`, killed by somebody else at no particular line."""
+    process = started("train", "tiny", *assignments(plain.config), "--run", run)
+    until = time.monotonic() + 120
+    while not (run / "log.jsonl").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(random.uniform(0.0, 0.1))  # the whole run takes little more than half a second
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    process = started("train", "--resume", run)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.splitlines()[-1] == f"Finished: {run / 'result.json'}"
+    assert_same_run(run, plain.path)
