@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import airmoe
-from airmoe.data.python_docs import PythonDocs
+from airmoe.data.python_docs import read_python_docs
 
 EXPERTS, CODEWORDS, SHORTLIST = 64, 16, 16
 LENGTH, BATCH = 64, 16
@@ -20,7 +20,7 @@ LENGTH, BATCH = 64, 16
 def read_text(num_bytes: int) -> Tensor:
     """Python's own documentation, byte by byte: [blocks, LENGTH] in a shuffled order."""
     data = bytearray()
-    for document in PythonDocs().documents():
+    for document in read_python_docs():
         data += document.text.encode()
         if len(data) >= num_bytes:
             break

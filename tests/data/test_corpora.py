@@ -17,7 +17,7 @@ from tests.data.common import refused, write_jsonl
 
 def texts_of(name: str | Path, split: str = "train") -> list[str]:
     """Its texts; "" stands for a row without one."""
-    documents = open_corpus(str(name), "text").splits[split].documents()
+    documents = open_corpus(str(name), "text").splits[split]()
     return [document.text if document else "" for document in documents]
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from airmoe import ConfigError
 from airmoe.data import documents as documents_module
-from airmoe.data.documents import LocalFiles, split_lines
+from airmoe.data.documents import read_files, split_lines
 from tests.data.common import refused, write_jsonl
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
@@ -29,7 +29,7 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 
 def read(path: Path, text_field: str = "text") -> list[str]:
     """Its texts; "" stands for a row without one, which no document can be."""
-    return [d.text if d else "" for d in LocalFiles((path,), text_field).documents()]
+    return [d.text if d else "" for d in read_files([path], text_field)]
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -70,7 +70,7 @@ def test_compressed_files_hold_the_same_documents(tmp_path: Path, ending: str) -
     texts = [f"document {number} über 東京\nsecond line" for number in range(5000)]
     packed = PACKERS[ending]("\n\n".join(texts).encode())
     path = write(tmp_path / f"a.txt{ending}", packed)
-    documents = [d for d in LocalFiles((path,), "text").documents() if d is not None]
+    documents = [d for d in read_files([path], "text") if d is not None]
     assert [document.text for document in documents] == texts
     fractions = [document.fraction or 0.0 for document in documents]
     assert fractions == sorted(fractions) and fractions[-1] == 1.0 and fractions[0] > 0
@@ -218,7 +218,7 @@ import airmoe.data.documents as documents
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for name in sys.argv[1:]:
     try:
-        for _ in documents.LocalFiles((Path(name),), "text").documents(): pass
+        for _ in documents.read_files([Path(name)], "text"): pass
     except documents.ConfigError as error:
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, error)
 """
@@ -289,7 +289,7 @@ def test_the_fraction_spans_all_files(tmp_path: Path) -> None:
     small = write_jsonl(tmp_path / "a.jsonl", ["x"])
     large = write_jsonl(tmp_path / "b.jsonl", ["y" * small.stat().st_size * 3])
     total = small.stat().st_size + large.stat().st_size
-    fractions = [d and d.fraction for d in LocalFiles((small, large), "text").documents()]
+    fractions = [d and d.fraction for d in read_files([small, large], "text")]
     assert fractions == [small.stat().st_size / total, 1.0]
 
 

@@ -8,7 +8,6 @@ import hashlib
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -118,15 +117,6 @@ def test_official_splits_are_kept(tmp_path: Path) -> None:
     assert documents_of(prepared, "test") == [f"test {n}" for n in range(30)]
     with refused("prepare.validation", "its own validation split"):
         made(tmp_path, corpus=str(tmp_path / "corpus"), validation="x")
-
-
-def test_a_hub_corpus_goes_all_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(path: str, name: str, *, split: str, streaming: bool) -> Any:
-        return [{"text": row} for row in (f" = {split} = \n", "", " text \n")]
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    prepared = made(tmp_path, corpus="wikitext103")
-    assert documents_of(prepared, "test") == [" = test = \n \n text "]
 
 
 def test_documents_of_a_users_tokenizer_begin_as_it_begins_texts(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from airmoe.data import python_docs
-from airmoe.data.python_docs import PythonDocs
+from airmoe.data.python_docs import read_python_docs
 
 MODULE = '''"""About the module."""
 def function():
@@ -49,7 +49,7 @@ def test_documents_are_topics_modules_and_classes_in_order() -> None:
             f"{name}.Thing\nA thing.\n\n{name}.Thing.method\nIts method.",
         ]
 
-    found = [document.text for document in PythonDocs().documents()]
+    found = [document.text for document in read_python_docs()]
     assert found == ["A topic.\nMore.", *module_and_class("a"), *module_and_class("b")]
 
 
@@ -63,7 +63,7 @@ def test_goes_on_without_the_topics(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_this_interpreter_brings_megabytes_of_clean_prose() -> None:
-    texts = [document.text for document in PythonDocs().documents()]
+    texts = [document.text for document in read_python_docs()]
     assert sum(map(len, texts)) > 1_500_000 and len(texts) > 1000
     everything = "".join(texts)
     odd = {c for c in set(everything) if unicodedata.category(c) in ("Cc", "Cs") and c != "\n"}

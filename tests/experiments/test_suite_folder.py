@@ -133,7 +133,8 @@ def test_a_growing_log_is_read(tmp_path: Path) -> None:
 
 def write_result(path: Path, perplexity: float, seconds: float) -> None:
     path.mkdir(exist_ok=True)
-    evaluation = {"step": 360, "loss": 3.0, "perplexity": perplexity}
+    numbers = {"loss": 3.0, "perplexity": perplexity}
+    evaluation = {"kind": "eval", "step": 360, "tokens": 1, "seconds": seconds, **numbers}
     result = {"best": evaluation, "last": evaluation, "seconds": seconds}
     (path / "result.json").write_text(json.dumps(result | {"tokens_per_second": 9876.5}))
 

@@ -15,7 +15,7 @@ from airmoe.errors import ConfigError
 from airmoe.flops import count_flops
 from airmoe.training import automatic, method_run, preset
 from airmoe.training import capture as capturing
-from airmoe.training.automatic import Machine, execution, settle
+from airmoe.training.automatic import Machine, settle, settle_speed
 from airmoe.training.config import TrainingOptions, workload_of
 from airmoe.training.devices import check_device
 from airmoe.training.run_folder import open_run
@@ -88,18 +88,18 @@ def test_a_token_takes_no_more_than_was_counted() -> None:
 def test_compiler_and_graphs_are_on_where_they_can_be(
     machine: Machine, options: dict[str, Any], compiled: bool, graph: bool, because: str | None
 ) -> None:
-    way = execution(TrainingOptions(batch_size=8, steps=1, **options), machine)
-    assert (way.compile, way.cuda_graph) == (compiled, graph)
+    found, lines = settle_speed(TrainingOptions(batch_size=8, steps=1, **options), machine)
+    assert (found.compile, found.cuda_graph) == (compiled, graph)
     automatic_ones = [name for name in ("compile", "cuda_graph") if name not in options]
-    assert len(way.lines) == len(automatic_ones)
-    assert because is None or any(because in line for line in way.lines)
+    assert len(lines) == len(automatic_ones)
+    assert because is None or any(because in line for line in lines)
 
 
 def test_a_compiler_that_fails_its_trial_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(automatic, "compiler_fault", lambda: "a trial failed (no gcc)")
-    way = execution(TrainingOptions(batch_size=8, steps=1), H200)
-    assert not way.compile
-    assert "training.compile=auto: off, because a trial failed (no gcc)" in way.lines
+    found, lines = settle_speed(TrainingOptions(batch_size=8, steps=1), H200)
+    assert not found.compile
+    assert "training.compile=auto: off, because a trial failed (no gcc)" in lines
 
 
 def test_graphs_that_were_asked_for_are_refused_where_they_cannot_be(tmp_path: Path) -> None:
@@ -128,12 +128,12 @@ def test_steps_run_plainly_where_graphs_are_refused(
             router.lists_renewed("lists")
         raise RuntimeError("operation not permitted when stream is capturing\nand a trace")
 
-    def forced(options: TrainingOptions, machine: Machine) -> automatic.Execution:
-        return automatic.Execution(compile=False, cuda_graph=True, lines=[])
+    def forced(options: TrainingOptions, machine: Machine) -> tuple[TrainingOptions, list[str]]:
+        return replace(options, cuda_graph=True), []
 
     plain = small_run(tmp_path)
     train_here(plain, tmp_path / "plain")
-    monkeypatch.setattr("airmoe.training.run.execution", forced)
+    monkeypatch.setattr("airmoe.training.run.settle_speed", forced)
     if fault == "capture":
         monkeypatch.setattr(capturing.CapturedSteps, "_capture", refuse)
     else:

@@ -20,6 +20,7 @@ from airmoe.files import write_json
 from airmoe.training import best_checkpoint, loop
 from airmoe.training.checkpoints import (
     STATE,
+    USAGE,
     Counters,
     checkpoints,
     clean_up,
@@ -33,7 +34,7 @@ from airmoe.training.checkpoints import (
 )
 from airmoe.training.evaluation import Evaluation
 from airmoe.training.trained import load_trained
-from tests.training.runs import differing, in_process, small_run, train_here
+from tests.training.runs import differing, in_process, small_run, train_here, trained
 
 
 def fake(folder: Path, *steps: int, best: int | None = None) -> None:
@@ -75,22 +76,6 @@ def test_the_best_and_the_newest_stay(
     remove_old(tmp_path, keep, None if best is None else tmp_path / f"checkpoint-{best}")
     assert steps(tmp_path) == kept
     assert len(list(tmp_path.iterdir())) == len(kept)
-
-
-def test_clean_up_finishes_what_a_kill_left(tmp_path: Path) -> None:
-    fake(tmp_path, 1, 2, 3, best=1)
-    (tmp_path / "checkpoint-4.partial").mkdir()
-    (tmp_path / "checkpoint-4.partial" / "model.safetensors").write_text("half")
-    (tmp_path / "log.jsonl").write_text("")
-    clean_up(tmp_path, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "checkpoint-1",
-        "checkpoint-3",
-        "log.jsonl",
-    ]
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    clean_up(empty, keep=2)
 
 
 def test_a_linked_checkpoint_is_left_alone(tmp_path: Path) -> None:
@@ -197,6 +182,12 @@ def test_checkpoints_between_evaluations_do_not_push_the_best_out(
     run = with_losses({4: 4.0, 7: 7.0}, text, tmp_path, **options)
     assert steps(run) == [4, 6, 7]
     assert step_of(best_checkpoint(run)) == 4
+
+
+def test_only_the_checkpoint_of_an_evaluation_has_its_usage(text: Path, run: Path) -> None:
+    config = small_run(text, steps=4, eval_every=2, save_every=1, keep_checkpoints=4)
+    kept = checkpoints(trained(config, run))
+    assert [(path / USAGE).exists() for path in kept] == [False, True, False, True]
 
 
 def test_a_checkpoint_is_an_ordinary_hugging_face_model(finished: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from airmoe.errors import ConfigError
 from airmoe.metrics import dead_experts, routing_quality, usage_entropy
 from airmoe.routers import Router, track_optimizer
 from airmoe.training.evaluation import Evaluation, RoutingWatch, evaluate, num_batches
@@ -137,12 +136,6 @@ def test_batches_are_counted_and_announced() -> None:
     )
     assert len(seen) == num_batches(blocks(9), 4) == 3
     assert num_batches(blocks(8), 4) == 2
-
-
-@pytest.mark.parametrize("tokens", [0, -1, 1.5])
-def test_the_sample_must_have_tokens(tokens: Any) -> None:
-    with pytest.raises(ConfigError, match="quality_tokens"):
-        evaluate(build("air"), blocks(2), batch_size=2, quality_tokens=tokens)
 
 
 def test_perplexity_of_a_hopeless_loss_is_a_number() -> None:

@@ -65,10 +65,9 @@ def test_it_is_the_best_and_not_the_last(run: Path, tmp_path: Path) -> None:
     assert read_json(run / "test.json")["loss"] != before["loss"]
 
 
-def test_without_a_test_split_there_is_none(tmp_path: Path) -> None:
-    train_here(small_run(tmp_path, steps=2, eval_every=2), tmp_path / "run")
-    assert read_json(tmp_path / "run" / "result.json")["test"] is None
-    assert not (tmp_path / "run" / "test.json").exists()
+def test_without_a_test_split_there_is_none(finished: Path) -> None:
+    assert read_json(finished / "result.json")["test"] is None
+    assert not (finished / "test.json").exists()
 
 
 def test_one_too_short_for_a_block_is_left_alone(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from airmoe.training import RunConfig, display, loop, override
 from airmoe.training.display import not_installed
 from airmoe.training.run import build_model, flops_per_token
 from airmoe.training.run_folder import git_state
-from airmoe.training.run_log import STARTING_STEPS, Clock, LogWriter, read_log
+from airmoe.training.run_log import STARTING_STEPS, Clock, read_log
 from airmoe.training.trained import load_trained
 from tests.training import kills
 from tests.training.command import airmoe_train
@@ -184,14 +184,6 @@ def test_usage_of_the_best_checkpoint(config: RunConfig, tracked: Path) -> None:
     assert int(cells.sum()) == tokens * config.data.block_size
     assert airmoe.metrics.usage_entropy(experts).item() == pytest.approx(best["entropy"])
     assert airmoe.metrics.dead_experts(experts).item() == pytest.approx(best["dead_experts"])
-
-
-def test_the_log_of_a_killed_run_is_whole_lines(text: Path, tmp_path: Path) -> None:
-    run = killed(
-        small_run(text, log_every=1), tmp_path / "run", kills.after_call(LogWriter, "write", 6)
-    )
-    log = (run / "log.jsonl").read_text()
-    assert log.endswith("\n") and len([json.loads(line) for line in log.splitlines()]) == 6
 
 
 def test_run_json(config: RunConfig, tracked: Path) -> None:

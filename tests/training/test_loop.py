@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import Trainer, get_linear_schedule_with_warmup
 
-import airmoe
 from airmoe.model import METHODS, AirMoeForCausalLM
-from airmoe.training import capture, preset
-from airmoe.training.capture import CapturedSteps
+from airmoe.training import preset
 from airmoe.training.config import TrainingOptions
 from airmoe.training.loop import learning_rate, make_optimizer
-from tests.state.common import batch, build_layer
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -53,35 +49,3 @@ def test_the_schedule_is_that_of_transformers(last_step: int, warmup: float) -> 
         assert learning_rate(options, step, last_step) == schedule.get_last_lr()[0]
         optimizer.step()
         schedule.step()
-
-
-# -- CUDA graphs: what they compute is tested on a GPU (test_precision) --------------------------
-
-
-def test_an_evaluation_asks_for_no_new_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = build_layer("air")
-    optimizer = torch.optim.AdamW(layer.parameters())
-    airmoe.track_optimizer(layer, optimizer)
-
-    def step(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss = layer(inputs["hidden"]).sum()
-        loss.backward()
-        return loss.detach()
-
-    captures = []
-
-    def captured(self: Any) -> Any:  # a graph that runs once, while it is captured
-        captures.append(self._due())
-        loss, due = step(self._inputs), self._due()
-        return SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), loss=loss, due=due)
-
-    monkeypatch.setattr(CapturedSteps, "_capture", captured)
-    monkeypatch.setattr(capture, "PLAIN_STEPS", 0)
-    steps = CapturedSteps(layer, step)
-    for seed in range(4):
-        steps.run({"hidden": batch(seed)})
-        optimizer.step()
-        with torch.no_grad():
-            layer.eval()(batch(9))
-        layer.train()
-    assert captures == [("lists",)]

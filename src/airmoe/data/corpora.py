@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from airmoe.data.documents import ENDINGS, Document, LocalFiles, corpus_error, split_lines
-from airmoe.data.python_docs import PythonDocs
+from airmoe.data.documents import ENDINGS, Document, corpus_error, read_files, split_lines
+from airmoe.data.python_docs import python_version, read_python_docs
 from airmoe.errors import require
 from airmoe.files import file_sha256, json_sha256
 
+Source = Callable[[], Iterator[Document | None]]
+"""Reads text from its start, in the same order at every call; None is a row whose text is null."""
 
-class Source(Protocol):
-    """Something that can be read from its start, any number of times, always in the same order."""
-
-    def documents(self) -> Iterator[Document | None]:
-        """Documents, and None for every row whose text is null."""
-        ...
+# Name -> dataset, configuration, splits. "eng" is the English part of every crawl; without a name
+# the Hub gives all languages.
+_HUB_CORPORA = {
+    "wikitext103": ("Salesforce/wikitext", "wikitext-103-raw-v1", ("train", "validation", "test")),
+    "c5": ("BramVanroy/CommonCrawl-CreativeCommons", "eng", ("train",)),
+    "openwebtext2": ("Geralt-Targaryen/openwebtext2", None, ("train",)),
+}
 
 
 @dataclass(frozen=True)
@@ -31,65 +34,16 @@ class Corpus:
     splits: dict[str, Source]
 
 
-@dataclass(frozen=True)
-class HubSplit:
-    """One split of a dataset of the Hugging Face Hub, streamed."""
-
-    dataset: str
-    config: str | None
-    split: str
-    rows_are_lines: bool = False
-    """WikiText: rows are lines, with "" for a line of one space, and articles span rows."""
-
-    def documents(self) -> Iterator[Document | None]:
-        texts: Iterator[str | None] = self._texts()
-        if self.rows_are_lines:
-            lines = (text if text and text.strip() else " \n" for text in texts)
-            texts = split_lines(lines, self.dataset, at_empty_lines=False)
-        for text in texts:
-            if text is None:
-                yield None
-            elif text.strip():
-                yield Document(text)
-
-    def _texts(self) -> Iterator[str | None]:
-        load_dataset = require("datasets", f"to read {self.dataset}").load_dataset
-        try:
-            rows = load_dataset(self.dataset, self.config, split=self.split, streaming=True)
-            for row in rows:
-                yield row["text"]
-        except Exception as error:  # whatever a network can do
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            remedy = "Check the network and run again to go on, or give the path of a local copy."
-            if "gated" in str(error):
-                remedy = (
-                    "Its owner asks who reads it: accept the terms on https://huggingface.co/"
-                    f"datasets/{self.dataset}, run `hf auth login`, and run again."
-                )
-            rule = f"could not be read from the Hugging Face Hub ({reason})"
-            raise corpus_error(self.dataset, rule, remedy) from error
-
-
-# "eng": the English part of every crawl. Without a name the Hub gives all languages.
-_HUB_CORPORA = {
-    "wikitext103": {
-        split: HubSplit("Salesforce/wikitext", "wikitext-103-raw-v1", split, rows_are_lines=True)
-        for split in ("train", "validation", "test")
-    },
-    "c5": {"train": HubSplit("BramVanroy/CommonCrawl-CreativeCommons", "eng", "train")},
-    "openwebtext2": {"train": HubSplit("Geralt-Targaryen/openwebtext2", None, "train")},
-}
-
-
 def open_corpus(name: str, text_field: str) -> Corpus:
     """Find a corpus by name or path; files are only hashed yet."""
     if name in _HUB_CORPORA:
-        splits = _HUB_CORPORA[name]
-        addresses = {split: f"{s.dataset}/{s.config}" for split, s in splits.items()}
-        return Corpus(name, json_sha256(addresses), dict(splits))
+        dataset, config, splits = _HUB_CORPORA[name]
+        read = _read_lines_of_hub if name == "wikitext103" else _read_hub
+        addresses = dict.fromkeys(splits, f"{dataset}/{config}")
+        sources = {split: partial(read, dataset, config, split) for split in splits}
+        return Corpus(name, json_sha256(addresses), sources)
     if name == "python-docs":
-        docs = PythonDocs()
-        return Corpus(name, json_sha256(docs.version), {"train": docs})
+        return Corpus(name, json_sha256(python_version()), {"train": read_python_docs})
     path = Path(name)
     if not path.exists():
         known = ", ".join(("python-docs", *_HUB_CORPORA))
@@ -107,7 +61,7 @@ def open_corpus(name: str, text_field: str) -> Corpus:
     return Corpus(
         path.resolve().name,
         json_sha256([listing, contents]),
-        {split: LocalFiles(tuple(found), text_field) for split, found in members.items()},
+        {split: partial(read_files, found, text_field) for split, found in members.items()},
     )
 
 
@@ -138,3 +92,38 @@ def _official_splits(files: list[Path], folder: Path) -> dict[str, list[Path]] |
     if not folder.is_dir() or not (splits["train"] and splits["validation"]):
         return None
     return {split: members for split, members in splits.items() if members}
+
+
+def _read_hub(dataset: str, config: str | None, split: str) -> Iterator[Document | None]:
+    """One split of a dataset of the Hugging Face Hub, streamed: a document per row."""
+    for text in _rows(dataset, config, split):
+        if text is None:
+            yield None
+        elif text.strip():
+            yield Document(text)
+
+
+def _read_lines_of_hub(dataset: str, config: str | None, split: str) -> Iterator[Document]:
+    """As `_read_hub` for WikiText: rows are lines, "" is one of a space, articles span rows."""
+    rows = _rows(dataset, config, split)
+    lines = (text if text and text.strip() else " \n" for text in rows)
+    for text in split_lines(lines, dataset, at_empty_lines=False):
+        if text.strip():
+            yield Document(text)
+
+
+def _rows(dataset: str, config: str | None, split: str) -> Iterator[str | None]:
+    load_dataset = require("datasets", f"to read {dataset}").load_dataset
+    try:
+        for row in load_dataset(dataset, config, split=split, streaming=True):
+            yield row["text"]
+    except Exception as error:  # whatever a network can do
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        remedy = "Check the network and run again to go on, or give the path of a local copy."
+        if "gated" in str(error):
+            remedy = (
+                "Its owner asks who reads it: accept the terms on https://huggingface.co/"
+                f"datasets/{dataset}, run `hf auth login`, and run again."
+            )
+        rule = f"could not be read from the Hugging Face Hub ({reason})"
+        raise corpus_error(dataset, rule, remedy) from error

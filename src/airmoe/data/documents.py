@@ -104,24 +104,17 @@ class Document:
     """How much of the whole input has been read up to here; None if unknown."""
 
 
-@dataclass(frozen=True)
-class LocalFiles:
-    """The documents of some files, file after file."""
-
-    files: tuple[Path, ...]
-    text_field: str
-
-    def documents(self) -> Iterator[Document | None]:
-        """Every document that is more than white space; None for a row whose text is null."""
-        sizes = [file.stat().st_size for file in self.files]
-        total, before = max(sum(sizes), 1), 0
-        for file, size in zip(self.files, sizes, strict=True):
-            for text, fraction in _read(file, self.text_field):
-                if text is None:
-                    yield None
-                elif text.strip():
-                    yield Document(text, (before + fraction * size) / total)
-            before += size
+def read_files(files: list[Path], text_field: str) -> Iterator[Document | None]:
+    """File after file, what is more than white space; None for a row whose text is null."""
+    sizes = [file.stat().st_size for file in files]
+    total, before = max(sum(sizes), 1), 0
+    for file, size in zip(files, sizes, strict=True):
+        for text, fraction in _read(file, text_field):
+            if text is None:
+                yield None
+            elif text.strip():
+                yield Document(text, (before + fraction * size) / total)
+        before += size
 
 
 def corpus_error(place: object, rule: str, remedy: str) -> ConfigError:

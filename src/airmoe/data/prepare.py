@@ -255,7 +255,7 @@ class _Job:
         folder = self.folder / TOKENIZER_FOLDER
         if folder.exists():
             return load_tokenizer(folder)
-        texts = (each.text for each in self.corpus.splits["train"].documents() if each)
+        texts = (each.text for each in self.corpus.splits["train"]() if each)
         trained_on = (text for text in texts if not in_validation(text, self._fraction))
         tokenizer = self.fixed or make_tokenizer(self.config.tokenizer, trained_on)
         draft = self.folder / f"{TOKENIZER_FOLDER}.draft"
@@ -314,7 +314,7 @@ class _Job:
 
     def _documents(self, source: str) -> Iterator[Document]:
         """Those of a split, while counting the rows that have no text."""
-        for document in self.corpus.splits[source].documents():
+        for document in self.corpus.splits[source]():
             if document is None:
                 self._skipped += 1
             else:

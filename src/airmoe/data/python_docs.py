@@ -13,7 +13,6 @@ import re
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from airmoe.data.documents import Document
@@ -27,28 +26,24 @@ _ODD_CHARACTERS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]|[^\S \n]")
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-@dataclass(frozen=True)
-class PythonDocs:
-    """The documents of the running interpreter."""
+def python_version() -> str:
+    """What the content depends on."""
+    return f"{platform.python_implementation()} {platform.python_version()}"
 
-    @property
-    def version(self) -> str:
-        """What the content depends on."""
-        return f"{platform.python_implementation()} {platform.python_version()}"
 
-    def documents(self) -> Iterator[Document]:
-        """Topics first, then modules by path."""
-        for text in _topics():
-            yield Document(_clean(text))
-        root = Path(sysconfig.get_path("stdlib"))
-        # Sorted by their parts, which is the same on every file system.
-        inside = sorted((file.relative_to(root).parts, file) for file in root.rglob("*.py"))
-        files = [file for parts, file in inside if not _SKIPPED_FOLDERS.intersection(parts)]
-        for count, file in enumerate(files, 1):
-            names = file.relative_to(root).with_suffix("").parts
-            module = ".".join(names[:-1] if names[-1] == "__init__" else names)
-            for text in _docstrings(file, module):
-                yield Document(_clean(text), count / len(files))
+def read_python_docs() -> Iterator[Document]:
+    """The documents of the running interpreter: topics first, then modules by path."""
+    for text in _topics():
+        yield Document(_clean(text))
+    root = Path(sysconfig.get_path("stdlib"))
+    # Sorted by their parts, which is the same on every file system.
+    inside = sorted((file.relative_to(root).parts, file) for file in root.rglob("*.py"))
+    files = [file for parts, file in inside if not _SKIPPED_FOLDERS.intersection(parts)]
+    for count, file in enumerate(files, 1):
+        names = file.relative_to(root).with_suffix("").parts
+        module = ".".join(names[:-1] if names[-1] == "__init__" else names)
+        for text in _docstrings(file, module):
+            yield Document(_clean(text), count / len(files))
 
 
 def _topics() -> Iterator[str]:

@@ -86,26 +86,16 @@ def token_bytes(model: AirMoeConfig) -> int:
     return dense + 16 * candidates * len(model.moe_layers or ())
 
 
-@dataclass(frozen=True)
-class Execution:
-    """How the steps of one process run, and a line for each `auto`."""
-
-    compile: bool
-    cuda_graph: bool
-    lines: list[str]
-
-
-def execution(options: TrainingOptions, machine: Machine) -> Execution:
-    """Compiler and CUDA graphs where they are supported; explicit settings stay as they are."""
-    found, lines = {}, []
+def settle_speed(options: TrainingOptions, machine: Machine) -> tuple[TrainingOptions, list[str]]:
+    """The options with compiler and CUDA graphs on or off, and a line for each `auto`."""
+    lines = []
     for name, look in (("compile", against_compile), ("cuda_graph", against_cuda_graph)):
-        found[name] = wanted = getattr(options, name)
-        if wanted == "auto":
+        if getattr(options, name) == "auto":
             obstacle = look(options, machine)
-            found[name] = obstacle is None
+            options = replace(options, **{name: obstacle is None})
             text = "on" if obstacle is None else f"off, because {obstacle}"
             lines.append(f"training.{name}=auto: {text}")
-    return Execution(lines=lines, **found)
+    return options, lines
 
 
 def against_compile(_: TrainingOptions, machine: Machine) -> str | None:

@@ -30,7 +30,6 @@ from airmoe.model import AirMoeForCausalLM
 from airmoe.model.objective import ROUTER_LOSSES
 from airmoe.routers import Router, track_optimizer
 from airmoe.training import checkpoints
-from airmoe.training.automatic import Execution
 from airmoe.training.capture import CapturedSteps, uncompiled
 from airmoe.training.config import TrainingOptions
 from airmoe.training.devices import autocast_of, checkpoint_activations, placed
@@ -53,8 +52,9 @@ class TrainingLoop:
         train_blocks: Any,
         eval_blocks: Any,
         save_tokenizer: Callable[[Path], None],
-        how: Execution,
+        speed: TrainingOptions,
     ) -> None:
+        """`speed`: those of the run with compiler and CUDA graphs settled for this process."""
         self.run, self.model, self.accelerator = run, model, accelerator
         self.options = options = run.config.training
         self.batches = MicroBatches(train_blocks, options, accelerator.device)
@@ -62,7 +62,7 @@ class TrainingLoop:
         self.step, self.last_step = 0, options.total_steps(self.batches.steps_per_epoch)
         self.best_step: int | None = None
         self.best_loss = math.inf
-        slow_start = how.compile or how.cuda_graph
+        slow_start = speed.compile or speed.cuda_graph
         self.clock = Clock(starting_steps=STARTING_STEPS if slow_start else 0)
         if options.gradient_checkpointing:
             checkpoint_activations(model)
@@ -72,9 +72,9 @@ class TrainingLoop:
         if any(isinstance(module, Router) for module in model.modules()):
             track_optimizer(model, self.optimizer)
         self.watch = RoutingWatch(model, options.quality_tokens)
-        self._graphs = CapturedSteps(model, self._forward_backward) if how.cuda_graph else None
+        self._graphs = CapturedSteps(model, self._forward_backward) if speed.cuda_graph else None
         self._router_losses: dict[str, Tensor] = {}  # of the last watched micro-batch
-        self._usage: tuple[int, dict[str, Tensor]] = (0, {})  # step of an evaluation, its counts
+        self._usage: dict[str, Tensor] = {}  # of an evaluation, until the checkpoint after it
         self._last_logged = 0
         # On the device: reading them at every step would make the host wait for the GPU.
         self._running_loss = torch.zeros((), device=accelerator.device)  # since the last log line
@@ -197,7 +197,7 @@ class TrainingLoop:
             quality_tokens=self.options.quality_tokens,
             autocast=autocast_of(self.options.precision, self.accelerator.device),
         )
-        self._usage = self.step, result.usage
+        self._usage = result.usage
         if result.loss < self.best_loss:
             self.best_step, self.best_loss = self.step, result.loss
         if rank() == 0:
@@ -220,9 +220,8 @@ class TrainingLoop:
             checkpoints.save_tensors(moments, folder / checkpoints.OPTIMIZER)
             for place, tensors in enumerate(of_processes):
                 checkpoints.save_tensors(tensors, folder / f"random-{place}.safetensors")
-            evaluated, usage = self._usage
-            if usage and evaluated == self.step:
-                checkpoints.save_tensors(usage, folder / checkpoints.USAGE)
+            if self._usage:
+                checkpoints.save_tensors(self._usage, folder / checkpoints.USAGE)
             counters = checkpoints.Counters(
                 step=self.step,
                 best_step=self.best_step,
@@ -243,6 +242,7 @@ class TrainingLoop:
             checkpoints.remove_old(folder, keep, best)
 
         on_first_rank(write)  # a failure there is raised on all ranks
+        self._usage = {}
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, whatever number of processes wrote it."""

@@ -23,7 +23,7 @@ from airmoe.errors import ConfigError, say
 from airmoe.files import write_bytes
 from airmoe.flops import count_flops
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM, draw_weights, parameter_counts
-from airmoe.training.automatic import Machine, compile_layers, execution, settle
+from airmoe.training.automatic import Machine, compile_layers, settle, settle_speed
 from airmoe.training.checkpoints import (
     LOG,
     check_checkpoint,
@@ -150,14 +150,14 @@ def _run(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path 
     transformers_logging.disable_progress_bar()  # one bar, and it is ours
     set_seed(options.seed)
     model = build_model(config, prepared)
-    how = execution(options, Machine.this(PartialState().num_processes))
-    for line in how.lines:
+    speed, chosen = settle_speed(options, Machine.this(PartialState().num_processes))
+    for line in chosen:
         _say(console, line)
-    if how.compile:
+    if speed.compile:
         compile_layers(model, may_fail=options.compile == "auto")
     accelerator = _accelerator(run, console)
     save_tokenizer = prepared.tokenizer().save
-    loop = TrainingLoop(run, model, accelerator, train_blocks, eval_blocks, save_tokenizer, how)
+    loop = TrainingLoop(run, model, accelerator, train_blocks, eval_blocks, save_tokenizer, speed)
     if checkpoint is not None:
         loop.restore(checkpoint)
     counts = parameter_counts(model.config)

@@ -44,7 +44,7 @@ from airmoe.losses import BALANCE
 from airmoe.model import AirMoeConfig, parameter_counts
 from airmoe.training.checkpoints import FORMAT, LOG, USAGE, check_format
 from airmoe.training.config import RunConfig
-from airmoe.training.run_log import read_log
+from airmoe.training.run_log import Evaluated, read_log
 
 TRAINED = "is being trained"
 UNUSED = (LOCK, "run.json.draft")  # what a kill leaves before there is a run
@@ -62,26 +62,20 @@ class Started(TypedDict):
     machine: dict[str, Any]
 
 
-class Reached(TypedDict):
-    step: int
-
-
-class Scores(TypedDict):
-    loss: float
-    perplexity: float
-
-
-class Tested(Reached, Scores):
+class Tested(TypedDict):
     """What test.json holds."""
 
+    step: int
     tokens: int
+    loss: float
+    perplexity: float
 
 
 class Result(TypedDict):
     """What result.json holds, as far as we read it."""
 
-    best: Scores
-    last: Reached
+    best: Evaluated
+    last: Evaluated
     seconds: float
     tokens_per_second: float | None
 
