@@ -99,20 +99,12 @@ def bench(
     ] = None,
 ) -> None:
     """Time AIR and its alternatives on a GPU or a CPU, after checking their results."""
-    from airmoe.experiments.bench.run import Bench, Options
+    from airmoe.experiments.bench.run import Bench
 
-    options = Options(
-        cases=tuple(cases or ()),
-        step=step,
-        decode=decode,
-        scaling=scaling,
-        quick=quick,
-        only=tuple(only or ()),
-        repeats=repeats,
-        out=out,
-        data=data,
+    run = Bench(
+        wide_console(), cases or (), step, decode, scaling, quick, only or (), repeats, out, data
     )
-    if not Bench(options, wide_console()).run():
+    if not run.run():
         raise typer.Exit(1)
 
 
