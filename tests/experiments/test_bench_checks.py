@@ -15,7 +15,7 @@ from airmoe.experiments.bench.cases import CASES, Case, toy
 from airmoe.experiments.bench.checks import check
 from airmoe.experiments.bench.contenders import Air, Air16Times, Answer, BalancedAir, Contender
 from airmoe.experiments.bench.inputs import Dtype, Inputs, Shape, make_inputs
-from airmoe.experiments.bench.measure import Result, Setting, measure
+from airmoe.experiments.bench.measure import Result, measure
 from airmoe.experiments.bench.plain import Listing, PeerPackage
 from airmoe.experiments.bench.timing import Limits
 from airmoe.experiments.bench.work import Ceilings
@@ -28,7 +28,7 @@ CONTENDERS = dict.fromkeys(kind for case in CASES.values() for kind in case.cont
 
 def measured(kind: type[Contender], shape: Shape = SMALL) -> Result:
     ceilings = Ceilings("float32", 1e12, 1e12)
-    return measure(kind, Setting(Case("one", shape, ()), DEVICE, ceilings, Limits(repeats=1)))
+    return measure(kind, Case("one", shape, ()), DEVICE, ceilings, Limits(repeats=1))
 
 
 @pytest.mark.parametrize("dtype", get_args(Dtype))

@@ -13,12 +13,13 @@ import torch
 from airmoe.experiments.bench.cases import CASES, DECODE, SCALING, Case, toy
 from airmoe.experiments.bench.contenders import Air, Coarse, Contender, Exact, Hierarchical, Peer
 from airmoe.experiments.bench.inputs import Inputs, Shape, make_inputs, summarize_cells
-from airmoe.experiments.bench.measure import Setting, measure_alone
+from airmoe.experiments.bench.measure import measure_alone
 from airmoe.experiments.bench.plain import Listing
 from airmoe.experiments.bench.timing import Limits, Timer, in_graphs, peak_bytes, sample, step_of
 from airmoe.experiments.bench.work import Ceilings, Work, count_work
 
 CPU = torch.device("cpu")
+CEILINGS = Ceilings("float32", 1e12, 1e12)
 PAPER = CASES["paper"].shape
 
 
@@ -168,9 +169,7 @@ def test_memory_of_the_listing_holds_its_gathered_candidates() -> None:
     shape = replace(
         toy(CASES["cpu"]).shape, num_tokens=512, dim=64, shortlist_size=512, num_experts=1024
     )
-    limits = Limits(repeats=2, seconds=1e-9, least=2)
-    setting = Setting(Case("one", shape, ()), CPU, Ceilings("float32", 1e12, 1e12), limits)
-    listing = measure_alone(Listing, setting)
+    listing = measure_alone(Listing, Case("one", shape, ()), CPU, CEILINGS, Limits(repeats=2))
     assert listing.status == "timed", listing.reason
     assert listing.check is not None and listing.check.worst_share <= 1
     pairs = list(zip(listing.forward_ms, listing.total_ms, strict=True))
@@ -186,6 +185,5 @@ class Dying(Air):
 
 @pytest.mark.slow
 def test_a_process_that_dies_is_reported() -> None:
-    ceilings = Ceilings("float32", 1e12, 1e12)
-    result = measure_alone(Dying, Setting(toy(CASES["paper"]), CPU, ceilings, Limits()))
+    result = measure_alone(Dying, CASES["paper"], CPU, CEILINGS, Limits())
     assert result.status == "failed" and "terminated abruptly" in result.reason

@@ -99,7 +99,7 @@ class Contender(ABC):
     def parameters(self) -> Values:
         """By names that all layers share: `centroids`, `query`, `keys`, `gate`, `up`, `down`."""
         named = self.module.named_parameters()
-        return {NAMES.get(name, name.rpartition(".")[2]): value for name, value in named}
+        return {NAMES.get(name) or name.rpartition(".")[2]: value for name, value in named}
 
     @abstractmethod
     def answer(self, hidden: Tensor) -> Answer:

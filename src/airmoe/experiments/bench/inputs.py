@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,7 @@ class Shape:
         return getattr(torch, self.dtype)
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, Any]:
         """What all granular routers have in common."""
         return {"dim": self.dim, "num_experts": self.num_experts, "top_k": self.top_k}
 

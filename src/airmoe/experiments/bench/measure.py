@@ -79,32 +79,36 @@ class Result:
             self.status, self.reason = "failed", f"{type(error).__name__}: {first_line}"
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What the contenders of a case share."""
-
-    case: Case
-    device: torch.device
-    ceilings: Ceilings
-    limits: Limits
-
-
-def measure(kind: type[Contender], setting: Setting) -> Result:
-    """Build, check and time one contender."""
+def measure(
+    kind: type[Contender], case: Case, device: torch.device, ceilings: Ceilings, limits: Limits
+) -> Result:
+    """Build, check and time one contender; a wrong one gets no time."""
     result = Result(kind.key, kind.name, kind.role)
     with result.recorded():
-        contender = kind(make_inputs(setting.case.shape, setting.device))
-        _check(contender, setting, result)
+        contender = kind(make_inputs(case.shape, device))
+        inputs = contender.inputs
+        backend = backend_for(device, inputs.shape.torch_dtype)
+        result.backend = "plain PyTorch" if kind.plain else backend
+        result.parameter_bytes = sum(value.nbytes for value in contender.parameters().values())
+        trains = case.phase == "training"
+        result.check = check(contender, inputs.batches[0], inputs.cotangent, gradients=trains)
+        work = count_work(inputs.shape, contender.config, plain=kind.plain)
+        result.work = asdict(work) | {
+            "forward_floor_ms": work.floor_ms(ceilings, backward=False),
+            "total_floor_ms": work.floor_ms(ceilings, backward=True),
+        }
+        if result.check.problems:
+            raise WrongAnswerError("; ".join(result.check.problems))
         free_memory()
-        _time(contender, setting, result)
+        _time(contender, Timer(device), limits, trains, result)
     return result
 
 
-def measure_alone(kind: type[Contender], setting: Setting) -> Result:
+def measure_alone(kind: type[Contender], *given: Any) -> Result:
     """`measure` in a process of its own, so that heap and peak memory are the contender's alone."""
     result = Result(kind.key, kind.name, kind.role)
     with result.recorded(), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        result = pool.submit(measure, kind, setting).result()
+        result = pool.submit(measure, kind, *given).result()
     return result
 
 
@@ -125,23 +129,6 @@ def free_memory() -> None:
         with suppress(RuntimeError):  # after an error of the device the next contender will say so
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-
-
-def _check(contender: Contender, setting: Setting, result: Result) -> None:
-    """Raise if its answers are wrong."""
-    inputs, plain = contender.inputs, contender.plain
-    backend = backend_for(setting.device, inputs.shape.torch_dtype)
-    result.backend = "plain PyTorch" if plain else backend
-    result.parameter_bytes = sum(value.nbytes for value in contender.parameters().values())
-    gradients = setting.case.phase == "training"
-    result.check = check(contender, inputs.batches[0], inputs.cotangent, gradients=gradients)
-    work = count_work(inputs.shape, contender.config, plain=plain)
-    result.work = asdict(work) | {
-        "forward_floor_ms": work.floor_ms(setting.ceilings, backward=False),
-        "total_floor_ms": work.floor_ms(setting.ceilings, backward=True),
-    }
-    if result.check.problems:
-        raise WrongAnswerError("; ".join(result.check.problems))
 
 
 class MicroBatch:
@@ -166,9 +153,8 @@ class MicroBatch:
         self.contender.backward(self.output, self.inputs.cotangent)
 
 
-def _time(contender: Contender, setting: Setting, result: Result) -> None:
+def _time(contender: Contender, timer: Timer, limits: Limits, trains: bool, result: Result) -> None:
     """Time a micro-batch, its memory, and what training does beside it."""
-    timer, trains = Timer(setting.device), setting.case.phase == "training"
     contender.module.train(trains)
     batch = MicroBatch(contender)
     actions = [batch.forward, batch.backward] if trains else [batch.forward]
@@ -183,7 +169,7 @@ def _time(contender: Contender, setting: Setting, result: Result) -> None:
                 result.apart_ms["without CUDA graph"] = _totals(sample(timer, step, SHORT))
             replays = in_graphs(timer, *actions, before=lambda: batch.load(0))
             step = step_of(timer, *replays, before=batch.load)
-        laps = sample(timer, step, setting.limits)
+        laps = sample(timer, step, limits)
     result.forward_ms = [lap[0] for lap in laps]
     if not trains:
         return

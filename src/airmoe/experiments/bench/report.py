@@ -38,7 +38,7 @@ def fastest(content: Content, role: str) -> Content | None:
 
 
 def print_case(console: Console, content: Content) -> None:
-    """The table of a case, what was timed apart, why some have no time, and the ratio."""
+    """The table of a case, what was timed apart, and how AIR compares."""
     console.print(f"\n{content['case']}: {content['shape_text']}", style="bold", highlight=False)
     table = Table(box=SIMPLE)
     table.add_column("", no_wrap=True)
@@ -53,11 +53,6 @@ def print_case(console: Console, content: Content) -> None:
         parts = [f"{name} {ms:.3g} ms" for name, ms in result["apart_median_ms"].items()]
         if parts:
             say(console, f"{result['name']}: {', '.join(parts)}")
-    for result in content["results"]:
-        if result["reason"]:
-            style = "red" if result["status"] in ("wrong", "failed") else "yellow"
-            text = f"{result['name']}: {summary(result)}"
-            console.print(text, style=style, markup=False, highlight=False)
     ours, other = fastest(content, "air"), fastest(content, "baseline")
     if ours and other:
         say(

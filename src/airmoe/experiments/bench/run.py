@@ -21,7 +21,7 @@ from airmoe.errors import ConfigError, say
 from airmoe.experiments.bench import step as steps
 from airmoe.experiments.bench.cases import CASES, DECODE, SCALING, Case, toy
 from airmoe.experiments.bench.inputs import SEED, make_inputs, summarize_cells
-from airmoe.experiments.bench.measure import Result, Setting, free_memory, measure, measure_alone
+from airmoe.experiments.bench.measure import Result, free_memory, measure, measure_alone
 from airmoe.experiments.bench.report import print_case, summary
 from airmoe.experiments.bench.timing import Limits, Timer, best_device
 from airmoe.experiments.bench.work import measure_ceilings
@@ -117,8 +117,8 @@ class Bench:
         )
         content = _header(case.name, case.phase, shape, device)
         content |= {"cells": cells, "ceilings": asdict(ceilings)}
-        setting = Setting(case, device, ceilings, limits)
-        return self._measure(content, case.contenders, lambda kind: how(kind, setting))
+        given = (case, device, ceilings, limits)
+        return self._measure(content, case.contenders, lambda kind: how(kind, *given))
 
     def _step(self) -> dict[str, Any]:
         shape = steps.TOY if self.quick else steps.FULL
