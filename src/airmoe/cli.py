@@ -11,8 +11,17 @@ import typer
 from rich.console import Console
 
 from airmoe import __version__
-from airmoe.commands.models import evaluate, generate, prepare, train
-from airmoe.commands.studies import bench, doctor, flops, report, suite
+from airmoe.commands import (
+    bench,
+    doctor,
+    evaluate,
+    flops,
+    generate,
+    prepare,
+    report,
+    suite,
+    train,
+)
 from airmoe.config import can_be_written
 from airmoe.errors import ConfigError, RunError, say
 from airmoe.files import disk_is_full, keep_streams

@@ -103,7 +103,7 @@ def test_other_lists_are_complete() -> None:
     assert chunks in " ".join(TEXT.split())
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(f"`{method}`" in readme for method in METHODS)
-    commands = re.search(r"commands/ +airmoe (.*)", readme)
+    commands = re.search(r"commands.py +airmoe (.*)", readme)
     assert commands and commands[1].split(" | ") == list(group().commands)
 
 

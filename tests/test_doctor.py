@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,23 +13,28 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rich.console import Console
 
 from airmoe import ConfigError
-from airmoe.experiments import doctor
-from airmoe.experiments.doctor import OPTIONAL
+from airmoe.commands import OPTIONAL, doctor
 from airmoe.training import devices, override, preset
 from airmoe.training.devices import autocast_of, check_device
 from tests.training.command import table_rows
 
-
-def shown() -> str:
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    doctor.examine(console)
-    return console.export_text()
+Show = Callable[[], str]
 
 
-def test_versions_devices_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Show:
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def show() -> str:
+        doctor()
+        return capsys.readouterr().out
+
+    return show
+
+
+def test_versions_devices_and_kernels(shown: Show, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIRMOE_BACKEND", "reference")
     found = dict(table_rows(shown()))
     assert found["python"] == platform.python_version()
@@ -38,14 +44,14 @@ def test_versions_devices_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_packages_come_with_the_command_that_adds_them(
-    monkeypatch: pytest.MonkeyPatch,
+    shown: Show, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = importlib.util.find_spec
 
     def find_spec(name: str, *rest: Any) -> Any:
         return None if name in ("datasets", "tensorboard") else real(name, *rest)
 
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", find_spec)
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     text = shown()
     for package, extra in (("datasets", "data"), ("tensorboard", "track")):
         (line,) = [line for line in text.splitlines() if line.startswith(f"missing: {package},")]
@@ -54,15 +60,15 @@ def test_missing_packages_come_with_the_command_that_adds_them(
     assert "Nothing is missing" not in text
 
 
-def test_nothing_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
+def test_nothing_missing(shown: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     text = shown()
     assert "Nothing is missing." in text and "missing:" not in text
 
 
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_cpu_that_refuses_its_own_instructions(
-    killed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    killed: bool, shown: Show, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Some virtual machines do; the product is tried, in a process of its own.
 
@@ -96,7 +102,7 @@ def test_the_product_that_is_tried() -> None:
 def test_the_extras_named_exist() -> None:
     import tomllib
 
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     for package, (_, extra) in OPTIONAL.items():
         names = [entry.split(">")[0].replace("-", "_") for entry in extras[extra]]
