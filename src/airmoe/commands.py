@@ -13,14 +13,11 @@ from rich.console import Console
 
 from airmoe.errors import ConfigError, say
 
-# What needs which package, and the extra that brings it.
-OPTIONAL = {
-    "triton": ("the fast kernels of a CUDA device", "kernels"),
-    "datasets": ("wikitext103, c5, openwebtext2 and .parquet", "data"),
-    "llama_models": ("the Llama-3 tokenizer by name", "data"),
-    "matplotlib": ("figures", "plot"),
-    "tensorboard": ("TensorBoard logs", "track"),
-}
+app = typer.Typer(
+    help="Granular mixtures-of-experts: prepare text, train, evaluate, generate, measure.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
 WIDTH = 130  # columns of wide tables where there is no terminal
 
 
@@ -65,6 +62,7 @@ Method = Annotated[
 ]
 
 
+@app.command()
 def prepare(
     corpus: Annotated[
         str,
@@ -107,6 +105,7 @@ def prepare(
         say(console, f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens")
 
 
+@app.command()
 def train(
     preset: OptionalPreset = None,
     overrides: Overrides = None,
@@ -150,6 +149,7 @@ def train(
     say(console, f"Finished: {path / 'result.json'}")
 
 
+@app.command("eval")
 def evaluate(
     run: Annotated[Path, typer.Argument(help="folder of a run")],
     data: Annotated[
@@ -194,6 +194,7 @@ def evaluate(
     print(json.dumps(answer | result.numbers()))
 
 
+@app.command()
 def generate(
     run: Annotated[Path, typer.Argument(help="folder of a run")],
     prompt: Annotated[str, typer.Argument(help="text to continue; empty: a new document")] = "",
@@ -221,6 +222,7 @@ def generate(
     )
 
 
+@app.command()
 def suite(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="main, ablations, granularity, codebook")],
@@ -253,6 +255,7 @@ def suite(
         raise typer.Exit(code)
 
 
+@app.command()
 def report(
     runs: Annotated[
         list[Path],
@@ -278,6 +281,7 @@ def report(
         say(console, f"  {file}")
 
 
+@app.command()
 def bench(
     cases: Annotated[
         list[str] | None,
@@ -317,6 +321,7 @@ def bench(
         raise typer.Exit(1)
 
 
+@app.command()
 def flops(
     preset: Preset,
     overrides: Overrides = None,
@@ -347,6 +352,17 @@ def flops(
         count.show(wide_console())
 
 
+# What needs which package, and the extra that brings it.
+OPTIONAL = {
+    "triton": ("the fast kernels of a CUDA device", "kernels"),
+    "datasets": ("wikitext103, c5, openwebtext2 and .parquet", "data"),
+    "llama_models": ("the Llama-3 tokenizer by name", "data"),
+    "matplotlib": ("figures", "plot"),
+    "tensorboard": ("TensorBoard logs", "track"),
+}
+
+
+@app.command()
 def doctor() -> None:
     """Show versions, devices and kernels in use, and how to install what is missing."""
     import sys

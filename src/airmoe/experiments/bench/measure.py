@@ -136,8 +136,8 @@ class MicroBatch:
 
     def __init__(self, contender: Contender) -> None:
         self.contender, self.inputs = contender, contender.inputs
-        self.hidden = self.inputs.batches[0].clone().requires_grad_()  # [T, D]
-        self.output = self.hidden
+        hidden = self.inputs.batches[0].clone()  # [T, D]
+        self.hidden = self.output = hidden.requires_grad_(contender.module.training)
 
     def load(self, number: int) -> None:
         """The next batch. What the last one left goes, so that each pays for dense gradients."""
