@@ -7,9 +7,8 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +159,8 @@ class Bench:
 
 def _header(name: str, phase: str, shape: Any, device: torch.device) -> dict[str, Any]:
     """What the file of a case says before its results."""
-    others = {"triton": "not installed", "PEER-pytorch": "not installed"}
-    for package in others:
-        with suppress(PackageNotFoundError):
-            others[package] = version(package)
+    installed = {found.name: found.version for found in distributions()}
+    others = {name: installed.get(name, "not installed") for name in ("triton", "PEER-pytorch")}
     return {
         "format": FORMAT,
         "case": name,
