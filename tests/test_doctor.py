@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import platform
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,23 +19,17 @@ from airmoe.training import devices, override, preset
 from airmoe.training.devices import autocast_of, check_device
 from tests.training.command import table_rows
 
-Show = Callable[[], str]
+Printed = pytest.CaptureFixture[str]
 
 
-@pytest.fixture
-def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Show:
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def show() -> str:
-        doctor()
-        return capsys.readouterr().out
-
-    return show
+def shown(printed: Printed) -> str:
+    doctor()
+    return printed.readouterr().out
 
 
-def test_versions_devices_and_kernels(shown: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_devices_and_kernels(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIRMOE_BACKEND", "reference")
-    found = dict(table_rows(shown()))
+    found = dict(table_rows(shown(capsys)))
     assert found["python"] == platform.python_version()
     assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert found["transformers"] == transformers.__version__
@@ -44,7 +37,7 @@ def test_versions_devices_and_kernels(shown: Show, monkeypatch: pytest.MonkeyPat
 
 
 def test_missing_packages_come_with_the_command_that_adds_them(
-    shown: Show, monkeypatch: pytest.MonkeyPatch
+    capsys: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = importlib.util.find_spec
 
@@ -52,7 +45,7 @@ def test_missing_packages_come_with_the_command_that_adds_them(
         return None if name in ("datasets", "tensorboard") else real(name, *rest)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    text = shown()
+    text = shown(capsys)
     for package, extra in (("datasets", "data"), ("tensorboard", "track")):
         (line,) = [line for line in text.splitlines() if line.startswith(f"missing: {package},")]
         assert OPTIONAL[package][0] in line
@@ -60,15 +53,15 @@ def test_missing_packages_come_with_the_command_that_adds_them(
     assert "Nothing is missing" not in text
 
 
-def test_nothing_missing(shown: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_missing(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    text = shown()
+    text = shown(capsys)
     assert "Nothing is missing." in text and "missing:" not in text
 
 
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_cpu_that_refuses_its_own_instructions(
-    killed: bool, shown: Show, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    killed: bool, capsys: Printed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Some virtual machines do; the product is tried, in a process of its own.
 
@@ -82,9 +75,9 @@ def test_a_cpu_that_refuses_its_own_instructions(
     monkeypatch.setattr(devices, "PRODUCT", f"import os, signal; {end}")
     devices.product_kills.cache_clear()
     try:
-        assert ("Set the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16." in shown()) == (
-            killed
-        )
+        assert (
+            "Set the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16." in shown(capsys)
+        ) == (killed)
         with pytest.raises(ConfigError, match="names AMX") if killed else nullcontext():
             check_device(override(preset("tiny"), ["training.precision=bf16"]), 1)
         with pytest.raises(ConfigError, match="or use fp32") if killed else nullcontext():
