@@ -1,4 +1,4 @@
-"""The command `airmoe`: its subcommands, and how they end."""
+"""The command `airmoe`: how it begins, and how it ends."""
 
 from __future__ import annotations
 
@@ -11,17 +11,10 @@ import typer
 from rich.console import Console
 
 from airmoe import __version__
-from airmoe.commands.models import evaluate, generate, prepare, train
-from airmoe.commands.studies import bench, doctor, flops, report, suite
+from airmoe.commands import app
 from airmoe.config import can_be_written
 from airmoe.errors import ConfigError, RunError, say
 from airmoe.files import disk_is_full, keep_streams
-
-app = typer.Typer(
-    help="Granular mixtures-of-experts: prepare text, train, evaluate, generate, measure.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
 
 
 def _show_version(wanted: bool) -> None:
@@ -49,17 +42,6 @@ def before(
         from airmoe.routers import import_modules
 
         import_modules(context.obj)
-
-
-app.command()(prepare)
-app.command()(train)
-app.command(name="eval")(evaluate)
-app.command()(generate)
-app.command()(suite)
-app.command()(report)
-app.command()(bench)
-app.command()(flops)
-app.command()(doctor)
 
 
 def main() -> None:

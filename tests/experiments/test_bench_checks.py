@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -12,45 +11,46 @@ import torch
 from torch import Tensor
 
 from airmoe.experiments.bench import plain
-from airmoe.experiments.bench.cases import CASES, Dtype, Shape, make_inputs, toy
+from airmoe.experiments.bench.cases import CASES, Case, toy
 from airmoe.experiments.bench.checks import check
-from airmoe.experiments.bench.contenders import Air, Answer, BalancedAir, Contender
-from airmoe.experiments.bench.entries import ENTRIES
-from airmoe.experiments.bench.measure import Result, Setting, measure
-from airmoe.experiments.bench.plain import Listing
-from airmoe.experiments.bench.timing import Ceilings, Limits
+from airmoe.experiments.bench.contenders import Air, Air16Times, Answer, BalancedAir, Contender
+from airmoe.experiments.bench.inputs import Dtype, Inputs, Shape, make_inputs
+from airmoe.experiments.bench.measure import Result, measure
+from airmoe.experiments.bench.plain import Listing, PeerPackage
+from airmoe.experiments.bench.timing import Limits
+from airmoe.experiments.bench.work import Ceilings
 from airmoe.kernels.backend import use_backend
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = replace(toy(CASES["paper"]).shape, num_tokens=128, dim=32)
-CEILINGS = Ceilings("float32", 1e12, 1e12)
+CONTENDERS = dict.fromkeys(kind for case in CASES.values() for kind in case.contenders)
 
 
-def measured(kind: Callable[..., Contender], key: str = "listing", shape: Shape = SMALL) -> Result:
-    setting = Setting(shape, "training", DEVICE, CEILINGS, Limits(repeats=1))
-    return measure(replace(ENTRIES[key], kind=kind), setting)
+def measured(kind: type[Contender], shape: Shape = SMALL) -> Result:
+    ceilings = Ceilings("float32", 1e12, 1e12)
+    return measure(kind, Case("one", shape, ()), DEVICE, ceilings, Limits(repeats=1))
 
 
 @pytest.mark.parametrize("dtype", get_args(Dtype))
-@pytest.mark.parametrize("key", ENTRIES)
-def test_right_answers_pass_in_every_dtype(key: str, dtype: Dtype) -> None:
-    if key == "peer-pytorch":
+@pytest.mark.parametrize("kind", CONTENDERS)
+def test_right_answers_pass_in_every_dtype(kind: type[Contender], dtype: Dtype) -> None:
+    form = "swiglu"
+    if kind is PeerPackage:
+        form = "gelu"
         pytest.importorskip("PEER_pytorch")
         if dtype != "float32":
             pytest.skip("its own precision is not ours to judge")
-    entry = ENTRIES[key]
-    form = "gelu" if key == "peer-pytorch" else "swiglu"
     shape = replace(SMALL, dtype=dtype, cells="zipf", activation=form)
     inputs = make_inputs(shape, DEVICE, seed=1)
     with use_backend("reference"):
-        found = check(entry.build(inputs), inputs.batches[0], inputs.cotangent)
+        found = check(kind(inputs), inputs.batches[0], inputs.cotangent)
     assert not found.problems
     assert found.num_tokens == 32
     assert 0 < found.worst_share <= 1
-    assert found.experts_per_token == (1 if key == "coarse" else 32)
+    assert found.experts_per_token == (1 if kind.key == "coarse" else 32)
     names = [deviation["what"] for deviation in found.deviations]
     assert names[:2] == ["output", "gradient of hidden"]
-    assert (names[-1] == "output with jitter") != entry.plain
+    assert (names[-1] == "output with jitter") != kind.plain
     tables = [name for name in names if "gate" in name or "up" in name or "down" in name]
     assert len(tables) >= (3 if form == "swiglu" else 2)
 
@@ -58,20 +58,20 @@ def test_right_answers_pass_in_every_dtype(key: str, dtype: Dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("cells", ["even", "zipf"])
 def test_triton_passes(cells: Any) -> None:
-    result = measured(Air, "air", Shape(4096, 128, 4096, 64, 64, 256, cells=cells))
+    result = measured(Air, Shape(4096, 128, 4096, 64, 64, 256, cells=cells))
     assert (result.status, result.backend, result.captured) == ("timed", "triton", True)
     assert "without CUDA graph" in result.apart_ms
 
 
 def no_router_gradient(layer: Listing, hidden: Tensor, answer: Answer) -> Answer:
     """Right output, but weights cut off from the centroids."""
-    ids, weights = layer.module.route(hidden)
-    return replace(answer, output=layer.module.run_experts(hidden, ids, weights.detach()))
+    _, ids, weights = layer.route(hidden)
+    return replace(answer, output=layer.run_experts(hidden, ids, weights.detach()))
 
 
 def worse_expert(layer: Listing, hidden: Tensor, answer: Answer) -> Answer:
     """Takes the candidate after the K-th instead of the K-th."""
-    order = layer.scores(hidden, layer.values(), answer.cells).argsort(dim=-1, descending=True)
+    order = layer.scores(hidden, layer.parameters(), answer.cells).argsort(dim=-1, descending=True)
     ids = torch.cat([order[..., : SMALL.top_k - 1], order[..., [SMALL.top_k]]], dim=-1)
     return replace(answer, expert_ids=ids)
 
@@ -124,13 +124,12 @@ def test_a_wrong_contender_gets_no_time_but_its_error(
 
 
 def test_shortlists_of_other_centroids_are_wrong() -> None:
-    def stale(*arguments: Any) -> Listing:
-        built = Listing(*arguments)
-        with torch.no_grad():
-            built.module.centroids.copy_(built.module.centroids.roll(1, 0))
-        return built
+    class Stale(Listing):
+        def __init__(self, inputs: Inputs) -> None:
+            super().__init__(inputs)
+            self.shortlists = self.shortlists.roll(1, 0)
 
-    result = measured(stale)
+    result = measured(Stale)
     assert result.status == "wrong" and "shortlist: one is" in result.reason
 
 
@@ -140,12 +139,8 @@ def test_an_output_that_does_not_fit_the_jittered_weights_is_wrong() -> None:
             answer = super().answer(hidden)
             return replace(answer, output=answer.output * (1.0001 if self.module.training else 1))
 
-    result = measured(Wrong, "air")
+    result = measured(Wrong)
     assert result.status == "wrong" and "output with jitter: error" in result.reason
-
-
-def raising(error: Exception, *_: Any) -> Contender:
-    raise error
 
 
 @pytest.mark.parametrize(
@@ -158,23 +153,24 @@ def raising(error: Exception, *_: Any) -> Contender:
     ],
 )  # fmt: skip
 def test_what_goes_wrong_is_a_result(error: Exception, status: str, reason: str) -> None:
-    result = measured(partial(raising, error))
+    class Raising(Listing):
+        def answer(self, hidden: Tensor) -> Answer:
+            raise error
+
+    result = measured(Raising)
     assert (result.status, result.reason) == (status, reason)
 
 
 def test_who_cannot_be_built_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = ENTRIES["hierarchical"].kind
-    result = measured(kind, "hierarchical", replace(SMALL, num_codewords=2))
-    assert result.status == "skipped" and "do not add up" in result.reason
     monkeypatch.setattr(plain, "find_spec", lambda _name: None)
-    result = measured(plain.PeerPackage, "peer-pytorch")
+    result = measured(PeerPackage)
     assert result.status == "skipped" and "pip install" in result.reason
 
 
 def test_the_balance_loss_has_a_gradient_too() -> None:
     gradients, inputs = [], make_inputs(SMALL, DEVICE)
     for kind in (Air, BalancedAir):
-        contender = kind(inputs, SMALL.air())
+        contender = kind(inputs)
         output = contender.forward(inputs.batches[0])
         contender.backward(output, torch.zeros_like(output))
         grad = contender.router.centroids.grad
@@ -184,6 +180,6 @@ def test_the_balance_loss_has_a_gradient_too() -> None:
 
 def test_more_experts_for_the_same_tokens() -> None:
     given = make_inputs(SMALL, DEVICE)
-    built = ENTRIES["air-16-times"].build(given)
+    built = Air16Times(given)
     assert built.inputs.batches is given.batches
-    assert built.values()["experts.up"].shape == (16 * SMALL.num_experts, SMALL.dim)
+    assert built.parameters()["up"].shape == (16 * SMALL.num_experts, SMALL.dim)

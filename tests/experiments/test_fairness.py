@@ -83,17 +83,10 @@ ROUTER = "model.router_options"
         ),
         (
             "peer",
-            ["training.learning_rate=0.001"],
-            Rule.REST,
-            ["training.learning_rate 0.002 in air", "0.001 in peer", "Give all the same"],
-        ),
-        (
-            "peer",
             ["training.batch_size=8"],
             Rule.REST,
             ["training.batch_size 4 in air, hierarchical, exact, coarse; 8 in peer"],
         ),
-        ("exact", ["training.steps=361"], Rule.REST, ["training.steps 360 in", "361 in exact"]),
         ("air", ['data.corpus="c5"'], Rule.REST, ['data.corpus "c5" in air; "python-docs" in']),
         ("coarse", ["model.hidden_size=64"], Rule.REST, ["model.hidden_size 128 in", "64 in coa"]),
         ("air", ["model.moe_layers=[0]"], Rule.REST, ["model.moe_layers [0] in air; [1] in"]),

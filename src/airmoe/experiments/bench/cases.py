@@ -1,107 +1,37 @@
-"""The cases: shapes by name, and the tokens and codebook that every contender gets."""
+"""The cases: shapes by name, and the layers that are compared at each."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from airmoe.errors import ConfigError
-from airmoe.routers import AirRouter, Codebook, HierarchicalRouter, PeerRouter, TopKRouter
-
-SEED = 0
-NUM_BATCHES = 4  # steps cycle through them, so that no batch stays in a cache
-SPREAD = 0.6  # a token's distance from its codeword's direction: cosine 0.86
-CODEBOOK_UPDATES = 20  # of a codebook that learns, before it is used
-CellSizes = Literal["even", "zipf", "topics"]
-Dtype = Literal["float32", "float16", "bfloat16"]
-Form = Literal["swiglu", "gelu"]
-Phase = Literal["training", "decoding"]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of one comparison; the defaults are the paper's."""
-
-    num_tokens: int = 65_536
-    dim: int = 256
-    num_experts: int = 65_536
-    top_k: int = 512
-    num_codewords: int = 1024
-    shortlist_size: int = 2048
-    num_heads: int = 8  # of PEER
-    dtype: Dtype = "bfloat16"  # of parameters and tokens
-    activation: Form = "swiglu"
-    cells: CellSizes = "even"
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """What all granular routers have in common."""
-        return {"dim": self.dim, "num_experts": self.num_experts, "top_k": self.top_k}
-
-    def air(self) -> AirRouter.Config:
-        return AirRouter.Config(
-            **self.sizes,
-            num_codewords=self.num_codewords,
-            shortlist_size=self.shortlist_size,
-            dead_below=0.0,  # empty cells stay empty while they are measured
-        )
-
-    def listing(self) -> AirRouter.Config:
-        """AIR without what the paper's listing leaves out."""
-        return replace(self.air(), codebook="static", jitter_std=0.0, normalize_centroids=False)
-
-    def exact(self) -> TopKRouter.Config:
-        return TopKRouter.Config(**self.sizes)
-
-    def coarse(self) -> TopKRouter.Config:
-        """Experts of K neurons, one per token, with as many parameters as E single neurons."""
-        return TopKRouter.Config(
-            dim=self.dim, num_experts=math.ceil(self.num_experts / self.top_k), top_k=1
-        )
-
-    def hierarchical(self) -> HierarchicalRouter.Config:
-        """With as many candidates as a shortlist."""
-        selected, rest = divmod(self.shortlist_size * self.num_codewords, self.num_experts)
-        if rest or not selected:
-            rule = "clusters of E / G experts do not add up to M candidates"
-            raise ConfigError("bench.shape", str(self), rule, "Make E / G a divisor of M.")
-        return HierarchicalRouter.Config(
-            **self.sizes, num_clusters=self.num_codewords, num_selected_clusters=selected
-        )
-
-    def peer(self) -> PeerRouter.Config:
-        return PeerRouter.Config(**self.sizes, num_heads=self.num_heads)
-
-    def __str__(self) -> str:
-        return (
-            f"T = {self.num_tokens:,}, D = {self.dim:,}, E = {self.num_experts:,}, "
-            f"K = {self.top_k}, G = {self.num_codewords}, M = {self.shortlist_size}, "
-            f"{self.dtype}, {self.activation}, cells {self.cells}"
-        )
+from airmoe.experiments.bench.contenders import (
+    Air,
+    Air16Times,
+    BalancedAir,
+    Coarse,
+    Contender,
+    Exact,
+    Hierarchical,
+    Peer,
+)
+from airmoe.experiments.bench.inputs import Shape
+from airmoe.experiments.bench.plain import Listing, PeerPackage
 
 
 @dataclass(frozen=True)
 class Case:
-    """One table: a shape, a device, and its contenders (keys of `entries.ENTRIES`)."""
+    """One table: a shape, a device, and its contenders."""
 
     name: str
     shape: Shape
-    contenders: tuple[str, ...]
-    phase: Phase = "training"
+    contenders: tuple[type[Contender], ...]
+    phase: Literal["training", "decoding"] = "training"
     device: Literal["gpu", "cpu"] = "gpu"
 
 
-OURS = ("air", "coarse", "hierarchical", "exact", "peer")
-ON_CPU = ("air", "listing", "peer-pytorch", "air-balanced", "peer", "hierarchical", "exact")
+OURS = (Air, Coarse, Hierarchical, Exact, Peer)
+ON_CPU = (Air, Listing, PeerPackage, BalancedAir, Peer, Hierarchical, Exact)
 PAPER = Shape()
 CPU = Shape(
     num_tokens=4096,
@@ -115,14 +45,14 @@ CPU = Shape(
 CASES = {
     case.name: case
     for case in (
-        Case("paper", PAPER, (*OURS, "listing")),
+        Case("paper", PAPER, (*OURS, Listing)),
         Case("paper-16k", replace(PAPER, num_tokens=16_384), OURS),
         Case("paper-768", replace(PAPER, dim=768), OURS),
         Case("paper-g256", replace(PAPER, num_codewords=256), OURS),
         Case("paper-zipf", replace(PAPER, cells="zipf"), OURS),
         Case("cpu", CPU, ON_CPU, device="cpu"),
-        Case("cpu-swiglu", replace(CPU, activation="swiglu"), ("air", "listing"), device="cpu"),
-        Case("cpu-growth", CPU, ("air", "air-16-times"), device="cpu"),
+        Case("cpu-swiglu", replace(CPU, activation="swiglu"), (Air, Listing), device="cpu"),
+        Case("cpu-growth", CPU, (Air, Air16Times), device="cpu"),
     )
 }
 SCALING = tuple(
@@ -155,97 +85,3 @@ def toy(case: Case) -> Case:
         dtype="float32",
     )
     return replace(case, name=f"{case.name}-quick", shape=small)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Tokens on the device under test."""
-
-    shape: Shape
-    batches: list[Tensor]  # [T, D] each, in the dtype of the shape
-    cotangent: Tensor  # [T, D] gradient of a loss with respect to the output
-    codewords: Tensor  # [G, D] float32, unit norm
-
-    @property
-    def device(self) -> torch.device:
-        return self.cotangent.device
-
-    @property
-    def cell_sizes(self) -> Tensor:
-        """[G] tokens of the first batch in each cell."""
-        nearest = (self.batches[0].float() @ self.codewords.T).argmax(-1)
-        return torch.bincount(nearest, minlength=self.shape.num_codewords)
-
-    def codebook_state(self) -> dict[str, Tensor]:
-        """A codebook as in mid-training, with the cells of the first batch."""
-        sizes = self.cell_sizes.float()
-        return {
-            "codewords": self.codewords,
-            "counts": sizes,
-            "sums": self.codewords * sizes.unsqueeze(-1),
-            "initialized": torch.tensor(True),
-            "seed": torch.tensor(SEED),
-            "updates": torch.tensor(CODEBOOK_UPDATES),
-        }
-
-
-def make_inputs(shape: Shape, device: torch.device, seed: int = SEED) -> Inputs:
-    """Clustered tokens: the same ones for the same seed."""
-    generator = torch.Generator(device).manual_seed(seed)
-    cotangent = torch.randn(shape.num_tokens, shape.dim, generator=generator, device=device)
-    centres = _directions(shape.num_codewords, shape.dim, generator)
-    if shape.cells == "topics":  # in families of four, as many families as codewords: [4 G, D]
-        children = _directions(4 * shape.num_codewords, shape.dim, generator)
-        centres = F.normalize(centres.repeat_interleave(4, 0) + 0.4 * children, dim=-1)
-    shares = _popularity(shape.cells, len(centres)).to(device)
-    shares = shares[torch.randperm(len(centres), generator=generator, device=device)]
-
-    def draw() -> Tensor:
-        """[T, D] around the centres, of norm sqrt(D)."""
-        owners = torch.multinomial(shares, shape.num_tokens, replacement=True, generator=generator)
-        noise = _directions(shape.num_tokens, shape.dim, generator)
-        hidden = F.normalize(centres[owners] + SPREAD * noise, dim=-1) * shape.dim**0.5
-        return hidden.to(shape.torch_dtype)
-
-    batches, codewords = [draw() for _ in range(NUM_BATCHES)], centres
-    if shape.cells == "topics":
-        torch.manual_seed(seed)
-        with torch.device(device):
-            codebook = Codebook(shape.num_codewords, shape.dim)
-        for _ in range(CODEBOOK_UPDATES):
-            codebook.update(draw())
-        codewords = codebook.codewords.clone()
-    return Inputs(shape, batches, cotangent.to(shape.torch_dtype), codewords)
-
-
-def _directions(count: int, dim: int, generator: torch.Generator) -> Tensor:
-    drawn = torch.randn(count, dim, generator=generator, device=generator.device)
-    return F.normalize(drawn, dim=-1)
-
-
-def _popularity(cells: CellSizes, count: int) -> Tensor:
-    """The probability that a token belongs to each of `count` centres.
-
-    "zipf" is 1 / rank with the last sixteenth left empty: of 1,024 cells the largest holds 137
-    times the mean. "topics" are milder. A codebook that learns them has, like that of a trained
-    model, cells of unequal size and a cosine of about 0.7 between a token and its codeword.
-    """
-    shares = torch.ones(count)
-    if cells == "zipf":
-        shares /= torch.arange(1, count + 1)
-        shares[count - max(1, count // 16) :] = 0
-    if cells == "topics":
-        shares /= torch.arange(10, 10 + count).sqrt()
-    return shares / shares.sum()
-
-
-def summarize_cells(inputs: Inputs) -> dict[str, float]:
-    """How a batch falls into cells."""
-    sizes = inputs.cell_sizes
-    cosines = F.normalize(inputs.batches[0].float(), dim=-1) @ inputs.codewords.T  # [T, G]
-    return {
-        "mean_cosine": cosines.amax(-1).mean().item(),  # of a token to its codeword
-        "mean_size": sizes.float().mean().item(),
-        "largest": int(sizes.max()),
-        "empty": int((sizes == 0).sum()),
-    }

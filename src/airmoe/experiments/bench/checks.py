@@ -79,7 +79,7 @@ def check(
 ) -> Check:
     """Check some tokens of a batch [T, D]; without `gradients`, only the evaluation forward."""
     contender.module.eval()
-    result, named = Check(), dict(contender.module.named_parameters())
+    result, named = Check(), contender.parameters()
     fast = hidden.detach().clone().requires_grad_(gradients)
     with torch.set_grad_enabled(gradients):
         answer = contender.answer(fast)
@@ -91,11 +91,11 @@ def check(
         sparse = torch.zeros_like(cotangent).index_copy(0, chosen, cotangent[chosen])
         grads = _gradients(answer.output, {"hidden": fast} | named, sparse)
     answer, tokens = answer.rows(chosen), hidden[chosen]
-    _check_choices(result, contender, tokens, answer)
+    values = {"hidden": tokens} | {name: value.detach() for name, value in named.items()}
+    _check_choices(result, contender, values, answer)
     if result.problems:  # the definition may not exist for such choices
         return result
-    values, dtypes = {"hidden": tokens} | contender.values(), (torch.float64, tokens.dtype)
-    define = partial(_define, contender, answer)
+    define, dtypes = partial(_define, contender, answer), (torch.float64, tokens.dtype)
     with torch.no_grad():
         exact, plain = (define(values, dtype) for dtype in dtypes)
         result.compare("output", answer.output, exact, plain)
@@ -113,8 +113,8 @@ def check(
         with torch.no_grad():
             answer = contender.answer(hidden).rows(chosen)
         if answer.weights is not None:
-            found = answer.expert_ids, answer.weights, contender.tables(contender.values())
-            exact, plain = (_mixture(h, contender, *found) for h in (tokens.double(), tokens))
+            found = contender, answer.expert_ids, answer.weights, values
+            exact, plain = (_mixture(h, *found) for h in (tokens.double(), tokens))
             result.compare("output with jitter", answer.output, exact, plain)
     return result
 
@@ -136,17 +136,18 @@ def _define(contender: Contender, answer: Answer, values: Values, dtype: torch.d
         weights = logits.softmax(-1).gather(-1, ids)
     else:
         weights = logits.gather(-1, ids).softmax(-1)
-    return _mixture(tokens, contender, ids, weights, contender.tables(values))
+    return _mixture(tokens, contender, ids, weights, values)
 
 
 def _mixture(
-    hidden: Tensor, contender: Contender, ids: Tensor, weights: Tensor, tables: Values
+    hidden: Tensor, contender: Contender, ids: Tensor, weights: Tensor, values: Values
 ) -> Tensor:
     """sum over chosen e of weight_e act(<up_e, h>) down_e, gated where the experts are: [T, D]."""
     # [T, K * S] rows of the tables; an expert's weight is that of all its S neurons
     size, flat = contender.neurons_per_expert, ids.flatten(1).unsqueeze(-1)
     rows, dtype = (flat * size + torch.arange(size, device=ids.device)).flatten(1), hidden.dtype
-    found = {name: table[rows].to(dtype) for name, table in tables.items()}  # [T, K * S, D] each
+    tables = {name: values[name] for name in ("gate", "up", "down") if name in values}
+    found = {n: table.flatten(0, -2)[rows].to(dtype) for n, table in tables.items()}  # [T, K*S, D]
     active = torch.einsum("td,tkd->tk", hidden, found["up"])
     if "gate" in found:
         active = active * F.silu(torch.einsum("td,tkd->tk", hidden, found["gate"]))
@@ -171,22 +172,22 @@ def _gradients(output: Tensor, named: Values, cotangent: Tensor) -> Values:
 
 
 @torch.no_grad()
-def _check_choices(result: Check, contender: Contender, hidden: Tensor, answer: Answer) -> None:
+def _check_choices(result: Check, contender: Contender, values: Values, answer: Answer) -> None:
     """Cells, shortlists and experts are the best ones, up to ties."""
     found, wanted = answer.expert_ids[0].numel(), contender.config.top_k
-    result.num_tokens, result.experts_per_token = len(hidden), found
+    result.num_tokens, result.experts_per_token = len(values["hidden"]), found
     if found != wanted:
         result.problems.append(f"{found} experts per token, expected {wanted}")
         return
-    values, cells = contender.values(), answer.cells
-    both = hidden.double(), hidden.to(contender.score_dtype)  # exact, plain
+    cells, dtypes = answer.cells, (torch.float64, contender.score_dtype)
+    both = [values["hidden"].to(dtype) for dtype in dtypes]  # exact, plain
     if cells is not None:
         exact, plain = (contender.cell_scores(h, values) for h in both)
         result.compare_best("cells", cells, exact, plain)
     if cells is not None and isinstance(contender, Shortlisted):
         used = cells.unique()
         exact, plain = (contender.codeword_scores(used, values, h.dtype) for h in both)
-        result.compare_best("shortlist", contender.shortlists[used], exact, plain)
+        result.compare_best("shortlist", contender.index()[1][used], exact, plain)
     exact, plain = (contender.scores(h, values, cells) for h in both)
     result.compare_best("experts", answer.expert_ids, exact, plain)
 

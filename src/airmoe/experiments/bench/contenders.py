@@ -6,23 +6,40 @@ codebook update, jitter, and an optimizer that is never stepped, so that caches 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from airmoe.experiments.bench.cases import SEED, Inputs, Shape
+from airmoe.experiments.bench.inputs import SEED, Inputs, Shape
 from airmoe.losses import load_balance_loss
 from airmoe.moe import CoarseExperts, GranularExperts, MoELayer
-from airmoe.routers import AirRouter, CellRouting, PeerRouter, RouterConfig, track_optimizer
+from airmoe.routers import (
+    AirRouter,
+    CellRouting,
+    HierarchicalRouter,
+    PeerRouter,
+    RouterConfig,
+    TopKRouter,
+    track_optimizer,
+)
 from airmoe.routers.routing import by_token
 
 ROWS = 65_536  # of a table in float64 at once
-Values = dict[str, Tensor]  # the module's parameters by name, in any dtype
+Role = Literal["air", "baseline", "coarse"]  # a coarse layer is no granular baseline
+Values = dict[str, Tensor]  # parameters by name, in any dtype
+# Parameters are called by the last part of their names, except for these.
+NAMES = {
+    "router.query.weight": "query",
+    "to_queries.0.weight": "query",
+    "weight_down_embed.weight": "up",  # the package PEER-pytorch calls them the other way round
+    "weight_up_embed.weight": "down",
+}
 
 
 @dataclass(frozen=True)
@@ -43,16 +60,30 @@ class Answer:
 class Contender(ABC):
     """One layer, built once and stepped many times."""
 
+    key: ClassVar[str]  # on the command line and in files
+    name: ClassVar[str]  # in tables
+    role: ClassVar[Role] = "baseline"
+    plain: ClassVar[bool] = False  # PyTorch as other people write it, nothing of ours
+    experts_times: ClassVar[int] = 1  # as many experts as the case has, times so many
     module: Any  # a torch module, with the parameters that get gradients
-    neurons_per_expert = 1
 
-    def __init__(self, inputs: Inputs, config: RouterConfig) -> None:
-        self.inputs, self.config = inputs, config
-        self.num_heads = config.num_heads if isinstance(config, PeerRouter.Config) else 1
-        self.score_dtype = inputs.shape.torch_dtype  # in which its logits are meant to be computed
+    def __init__(self, inputs: Inputs) -> None:
+        count = self.experts_times * inputs.shape.num_experts
+        shape = replace(inputs.shape, num_experts=count)
+        self.inputs, self.config = replace(inputs, shape=shape), self.router_config(shape)
+        self.num_heads = getattr(self.config, "num_heads", 1)
+        self.neurons_per_expert = shape.top_k // self.config.top_k  # of a coarse expert K
+        # The precision in which logits are meant to be computed.
+        full = torch.promote_types(shape.torch_dtype, torch.float32)
+        self.score_dtype = shape.torch_dtype if self.plain else full
         torch.manual_seed(SEED)
         with torch.device(inputs.device):
-            self.module = self.make(inputs.shape).to(inputs.shape.torch_dtype)
+            self.module = self.make(shape).to(shape.torch_dtype)
+
+    @staticmethod
+    @abstractmethod
+    def router_config(shape: Shape) -> RouterConfig:
+        """The router, or the one whose FLOPs are its own."""
 
     @abstractmethod
     def make(self, shape: Shape) -> nn.Module:
@@ -60,13 +91,15 @@ class Contender(ABC):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, D] -> [T, D]: in training mode everything a micro-batch does before its backward."""
-        return self.module(hidden)
+        return self.module(hidden.unsqueeze(0)).squeeze(0)
 
     def backward(self, output: Tensor, cotangent: Tensor) -> None:
         output.backward(cotangent)
 
-    def values(self) -> Values:
-        return {name: value.detach() for name, value in self.module.named_parameters()}
+    def parameters(self) -> Values:
+        """By names that all layers share: `centroids`, `query`, `keys`, `gate`, `up`, `down`."""
+        named = self.module.named_parameters()
+        return {NAMES.get(name) or name.rpartition(".")[2]: value for name, value in named}
 
     @abstractmethod
     def answer(self, hidden: Tensor) -> Answer:
@@ -75,11 +108,6 @@ class Contender(ABC):
     @abstractmethod
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
         """Its logits by definition, in hidden's dtype: [T, heads, E], -inf = no candidate."""
-
-    def tables(self, values: Values) -> Values:
-        """Neurons, one row each [E, D]: `up`, `down`, and `gate` where experts are SwiGLU."""
-        parts = {name.removeprefix("experts."): value for name, value in values.items()}
-        return {n: parts[n].flatten(0, -2) for n in ("gate", "up", "down") if n in parts}
 
     def cell_scores(self, hidden: Tensor, values: Values) -> Tensor:
         """The scores that decide on a cell, if it has cells: [T, G]."""
@@ -93,36 +121,38 @@ class Contender(ABC):
 class Shortlisted(Contender):
     """Candidates come from an inverted index: codeword -> the M experts that score best with it."""
 
-    centroids = "centroids"  # name of the parameter
-    projects = False  # whether scores take w_e / |w_e|
+    config: AirRouter.Config
 
-    @property
-    @abstractmethod
-    def codewords(self) -> Tensor:
-        """[G, D]."""
+    @staticmethod
+    def router_config(shape: Shape) -> AirRouter.Config:
+        return AirRouter.Config(
+            **shape.sizes,
+            num_codewords=shape.num_codewords,
+            shortlist_size=shape.shortlist_size,
+            dead_below=0.0,  # empty cells stay empty while they are measured
+        )
 
-    @property
     @abstractmethod
-    def shortlists(self) -> Tensor:
-        """[G, M] expert ids."""
+    def index(self) -> tuple[Tensor, Tensor]:
+        """Codewords [G, D] and shortlists [G, M] of expert ids."""
 
     def directions(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of the centroids as they enter scores."""
-        return unit(rows, dtype) if self.projects else rows.to(dtype)
+        return unit(rows, dtype) if self.config.normalize_centroids else rows.to(dtype)
 
     def cell_scores(self, hidden: Tensor, values: Values) -> Tensor:
-        return hidden @ self.codewords.to(hidden.dtype).T
+        return hidden @ self.index()[0].to(hidden.dtype).T
 
     def codeword_scores(self, used: Tensor, values: Values, dtype: torch.dtype) -> Tensor:
         """<c_g, w_e> of some codewords with all experts, by which shortlists are made: [n, E]."""
-        codewords, parts = self.codewords[used].to(dtype), values[self.centroids].split(ROWS)
+        codewords, parts = self.index()[0][used].to(dtype), values["centroids"].split(ROWS)
         return torch.cat([codewords @ self.directions(rows, dtype).T for rows in parts], dim=-1)
 
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
         """<h, w_e> for e in the shortlist of the token's cell."""
         assert cells is not None
-        candidates = self.shortlists[cells.squeeze(-1)]  # [T, M]
-        rows = self.directions(values[self.centroids][candidates], hidden.dtype)  # [T, M, D]
+        candidates = self.index()[1][cells.squeeze(-1)]  # [T, M]
+        rows = self.directions(values["centroids"][candidates], hidden.dtype)  # [T, M, D]
         logits = (hidden.unsqueeze(1) @ rows.mT).squeeze(1)  # [T, M]
         everywhere = logits.new_full((len(hidden), self.config.num_experts), -torch.inf)
         return everywhere.scatter(1, candidates, logits).unsqueeze(1)
@@ -133,9 +163,8 @@ class OwnLayer(Contender):
 
     module: MoELayer
 
-    def __init__(self, inputs: Inputs, config: RouterConfig) -> None:
-        super().__init__(inputs, config)
-        self.score_dtype = torch.promote_types(inputs.shape.torch_dtype, torch.float32)
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__(inputs)
         self.router = self.module.router
         # Never stepped: with its hook the router knows that caches stay valid between steps.
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.0)
@@ -143,13 +172,12 @@ class OwnLayer(Contender):
         self.module.train()
 
     def make(self, shape: Shape) -> nn.Module:
-        return MoELayer(self.config.build(), self.make_experts(shape), post_norm="none")
-
-    def make_experts(self, shape: Shape) -> GranularExperts | CoarseExperts:
-        return GranularExperts(shape.num_experts, shape.dim, activation=shape.activation)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.module(hidden.unsqueeze(0)).squeeze(0)
+        dim, form, size = shape.dim, shape.activation, self.neurons_per_expert
+        if size == 1:
+            experts = GranularExperts(shape.num_experts, dim, activation=form)
+        else:
+            experts = CoarseExperts(self.config.num_experts, dim, size, activation=form)
+        return MoELayer(self.config.build(), experts, post_norm="none")
 
     def answer(self, hidden: Tensor) -> Answer:
         result = self.module.forward_with_routing(hidden.unsqueeze(0), learn=False)
@@ -165,21 +193,16 @@ class OwnLayer(Contender):
 class Air(OwnLayer, Shortlisted):
     """AIR, with the codebook of the inputs."""
 
+    key, name, role = "air", "AIR", "air"
     router: AirRouter
-    centroids, projects = "router.centroids", True
 
-    def __init__(self, inputs: Inputs, config: RouterConfig) -> None:
-        super().__init__(inputs, config)
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__(inputs)
         self.router.codebook.load_state_dict(inputs.codebook_state())
-        self.router.observe(inputs.batches[-1])  # which also builds the shortlists
+        self.router.observe(inputs.batches[-1])
 
-    @property
-    def codewords(self) -> Tensor:
-        return self.router.codebook.codewords
-
-    @property
-    def shortlists(self) -> Tensor:
-        return self.router.shortlists()
+    def index(self) -> tuple[Tensor, Tensor]:
+        return self.router.codebook.codewords, self.router.shortlists()
 
     def apart(self) -> dict[str, Callable[[], Any]]:
         """The codebook update is in every forward too; the others belong to an optimizer step."""
@@ -192,8 +215,16 @@ class Air(OwnLayer, Shortlisted):
         }
 
 
+class Air16Times(Air):
+    """With sixteen times as many experts."""
+
+    key, name, experts_times = "air-16-times", "AIR, 16 E", 16
+
+
 class BalancedAir(Air):
     """With the load balance loss."""
+
+    key, name = "air-balanced", "AIR + balance loss"
 
     def forward(self, hidden: Tensor) -> Tensor:
         result = self.module.forward_with_routing(hidden.unsqueeze(0))
@@ -205,31 +236,51 @@ class BalancedAir(Air):
 
 
 class Exact(OwnLayer):
+    """The K best of all experts."""
+
+    key, name = "exact", "exact"
+
+    @staticmethod
+    def router_config(shape: Shape) -> TopKRouter.Config:
+        return TopKRouter.Config(**shape.sizes)
+
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
-        return (hidden @ unit(values["router.centroids"], hidden.dtype).T).unsqueeze(1)
+        return (hidden @ unit(values["centroids"], hidden.dtype).T).unsqueeze(1)
 
 
 class Coarse(Exact):
-    """A few experts of K neurons, one per token: equal active parameters."""
+    """Experts of K neurons, one per token, with as many parameters as E single neurons."""
 
-    def make_experts(self, shape: Shape) -> CoarseExperts:
-        self.neurons_per_expert = shape.top_k
-        count, size = self.config.num_experts, shape.top_k
-        return CoarseExperts(count, shape.dim, size, activation=shape.activation)
+    key, name, role = "coarse", "coarse", "coarse"
+
+    @staticmethod
+    def router_config(shape: Shape) -> TopKRouter.Config:
+        count = math.ceil(shape.num_experts / shape.top_k)
+        return TopKRouter.Config(dim=shape.dim, num_experts=count, top_k=1)
 
 
 class Hierarchical(OwnLayer):
     """Learned clusters, as many candidates as AIR."""
 
+    key, name = "hierarchical", "hierarchical"
+
+    @staticmethod
+    def router_config(shape: Shape) -> HierarchicalRouter.Config:
+        clusters = shape.num_codewords  # of E / G experts, which make M candidates
+        selected = max(1, shape.shortlist_size * clusters // shape.num_experts)
+        return HierarchicalRouter.Config(
+            **shape.sizes, num_clusters=clusters, num_selected_clusters=selected
+        )
+
     def cell_scores(self, hidden: Tensor, values: Values) -> Tensor:
-        return hidden @ unit(values["router.cluster_centroids"], hidden.dtype).T
+        return hidden @ unit(values["cluster_centroids"], hidden.dtype).T
 
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
         """Expert's + cluster's score where the cluster is chosen."""
         assert cells is not None
         clusters = self.cell_scores(hidden, values)  # [T, G]
         kept = torch.full_like(clusters, -torch.inf).scatter(1, cells, clusters.gather(1, cells))
-        experts = hidden @ unit(values["router.centroids"], hidden.dtype).T  # [T, E]
+        experts = hidden @ unit(values["centroids"], hidden.dtype).T  # [T, E]
         per_cluster = experts.shape[1] // clusters.shape[1]
         return (experts + kept.repeat_interleave(per_cluster, dim=-1)).unsqueeze(1)
 
@@ -237,8 +288,14 @@ class Hierarchical(OwnLayer):
 class Peer(OwnLayer):
     """Product keys."""
 
+    key, name = "peer", "PEER"
+
+    @staticmethod
+    def router_config(shape: Shape) -> PeerRouter.Config:
+        return PeerRouter.Config(**shape.sizes, num_heads=shape.num_heads)
+
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
-        return product_key_scores(hidden, values["router.query.weight"], values["router.keys"])
+        return product_key_scores(hidden, values["query"], values["keys"])
 
 
 def product_key_scores(hidden: Tensor, query: Tensor, keys: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import gc
 import logging
 import multiprocessing
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -14,24 +14,14 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from airmoe.errors import ConfigError
-from airmoe.experiments.bench.cases import Phase, Shape, make_inputs
+from airmoe.experiments.bench.cases import Case
 from airmoe.experiments.bench.checks import Check, check
 from airmoe.experiments.bench.contenders import Contender
-from airmoe.experiments.bench.entries import Entry
-from airmoe.experiments.bench.timing import (
-    Ceilings,
-    Limits,
-    Step,
-    Timer,
-    action_in_graph,
-    peak_bytes,
-    sample,
-    step_in_graphs,
-    step_of,
-)
+from airmoe.experiments.bench.inputs import make_inputs
+from airmoe.experiments.bench.timing import Limits, Timer, in_graphs, peak_bytes, sample, step_of
+from airmoe.experiments.bench.work import Ceilings, count_work
 from airmoe.kernels.backend import backend_for
 
 Status = Literal["timed", "wrong", "skipped", "out of memory", "failed"]
@@ -89,39 +79,36 @@ class Result:
             self.status, self.reason = "failed", f"{type(error).__name__}: {first_line}"
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What the contenders of a case share."""
-
-    shape: Shape
-    phase: Phase
-    device: torch.device
-    ceilings: Ceilings
-    limits: Limits
-
-    @property
-    def timer(self) -> Timer:
-        return Timer(self.device)
-
-
-def measure(entry: Entry, setting: Setting) -> Result:
-    """Build, check and time one contender."""
-    result = Result(entry.key, entry.name, entry.role)
+def measure(
+    kind: type[Contender], case: Case, device: torch.device, ceilings: Ceilings, limits: Limits
+) -> Result:
+    """Build, check and time one contender; a wrong one gets no time."""
+    result = Result(kind.key, kind.name, kind.role)
     with result.recorded():
-        contender = _build_and_check(entry, setting, result)
+        contender = kind(make_inputs(case.shape, device))
+        inputs = contender.inputs
+        backend = backend_for(device, inputs.shape.torch_dtype)
+        result.backend = "plain PyTorch" if kind.plain else backend
+        result.parameter_bytes = sum(value.nbytes for value in contender.parameters().values())
+        trains = case.phase == "training"
+        result.check = check(contender, inputs.batches[0], inputs.cotangent, gradients=trains)
+        work = count_work(inputs.shape, contender.config, plain=kind.plain)
+        result.work = asdict(work) | {
+            "forward_floor_ms": work.floor_ms(ceilings, backward=False),
+            "total_floor_ms": work.floor_ms(ceilings, backward=True),
+        }
+        if result.check.problems:
+            raise WrongAnswerError("; ".join(result.check.problems))
         free_memory()
-        if setting.phase == "training":
-            _train(contender, setting, result)
-        else:
-            _decode(contender, setting, result)
+        _time(contender, Timer(device), limits, trains, result)
     return result
 
 
-def measure_alone(entry: Entry, setting: Setting) -> Result:
+def measure_alone(kind: type[Contender], *given: Any) -> Result:
     """`measure` in a process of its own, so that heap and peak memory are the contender's alone."""
-    result = Result(entry.key, entry.name, entry.role)
+    result = Result(kind.key, kind.name, kind.role)
     with result.recorded(), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        result = pool.submit(measure, entry, setting).result()
+        result = pool.submit(measure, kind, *given).result()
     return result
 
 
@@ -144,75 +131,53 @@ def free_memory() -> None:
             torch.cuda.reset_peak_memory_stats()
 
 
-def _build_and_check(entry: Entry, setting: Setting, result: Result) -> Contender:
-    """The contender, with answers that were found right."""
-    given = make_inputs(setting.shape, setting.device)
-    contender = entry.build(given)
-    result.backend = "plain PyTorch"
-    if not entry.plain:
-        result.backend = backend_for(setting.device, given.shape.torch_dtype)
-    result.parameter_bytes = sum(value.nbytes for value in contender.module.parameters())
-    gradients = setting.phase == "training"
-    result.check = check(contender, given.batches[0], given.cotangent, gradients=gradients)
-    work = entry.work(given.shape)
-    result.work = asdict(work) | {
-        "forward_floor_ms": work.floor_ms(setting.ceilings, backward=False),
-        "total_floor_ms": work.floor_ms(setting.ceilings, backward=True),
-    }
-    if result.check.problems:
-        raise WrongAnswerError("; ".join(result.check.problems))
-    return contender
+class MicroBatch:
+    """Batches in turn through a contender, each in the same place, as CUDA graphs need it."""
+
+    def __init__(self, contender: Contender) -> None:
+        self.contender, self.inputs = contender, contender.inputs
+        hidden = self.inputs.batches[0].clone()  # [T, D]
+        self.hidden = self.output = hidden.requires_grad_(contender.module.training)
+
+    def load(self, number: int) -> None:
+        """The next batch. What the last one left goes, so that each pays for dense gradients."""
+        self.contender.module.zero_grad(set_to_none=True)
+        self.hidden.grad, self.output = None, self.hidden
+        batches = self.inputs.batches
+        self.hidden.detach().copy_(batches[number % len(batches)])
+
+    def forward(self) -> None:
+        self.output = self.contender.forward(self.hidden)
+
+    def backward(self) -> None:
+        self.contender.backward(self.output, self.inputs.cotangent)
 
 
-def _train(contender: Contender, setting: Setting, result: Result) -> None:
-    """Time forward and backward, their memory, and what training does beside them."""
-    timer = setting.timer
-    step = _training_step(contender, timer)
-    step(0)
-    result.peak_bytes = peak_bytes(timer, lambda: step(0))
-    if timer.on_gpu and result.backend == "triton":  # the time of our kernels, without Python's
-        result.apart_ms["without CUDA graph"] = [sum(lap) for lap in sample(timer, step, SHORT)]
-        step, result.captured = step_in_graphs(timer, contender), True
-    laps = sample(timer, step, setting.limits)
-    result.forward_ms, result.total_ms = [lap[0] for lap in laps], [sum(lap) for lap in laps]
+def _time(contender: Contender, timer: Timer, limits: Limits, trains: bool, result: Result) -> None:
+    """Time a micro-batch, its memory, and what training does beside it."""
+    contender.module.train(trains)
+    batch = MicroBatch(contender)
+    actions = [batch.forward, batch.backward] if trains else [batch.forward]
+    with torch.set_grad_enabled(trains):
+        step = step_of(timer, *actions, before=batch.load)
+        step(0)  # builds what is kept, such as shortlists
+        batch.load(0)
+        result.peak_bytes = peak_bytes(timer, lambda: step(0))
+        result.captured = timer.on_gpu and result.backend == "triton"
+        if result.captured:  # the time of our kernels, without Python's
+            if trains:
+                result.apart_ms["without CUDA graph"] = _totals(sample(timer, step, SHORT))
+            replays = in_graphs(timer, *actions, before=lambda: batch.load(0))
+            step = step_of(timer, *replays, before=batch.load)
+        laps = sample(timer, step, limits)
+    result.forward_ms = [lap[0] for lap in laps]
+    if not trains:
+        return
+    result.total_ms = _totals(laps)
     for name, action in contender.apart().items():
-        if result.captured:
-            action = action_in_graph(timer, action)
-        laps = sample(timer, step_of(timer, action), SHORT)
-        result.apart_ms[name] = [sum(lap) for lap in laps]
+        actions = in_graphs(timer, action) if result.captured else [action]
+        result.apart_ms[name] = _totals(sample(timer, step_of(timer, *actions), SHORT))
 
 
-def _training_step(contender: Contender, timer: Timer) -> Step:
-    """Forward and backward of a micro-batch."""
-    inputs = contender.inputs
-
-    def step(number: int) -> Sequence[Any]:
-        hidden = inputs.batches[number % len(inputs.batches)]
-        marks = [timer.mark()]
-        output = contender.forward(hidden.detach().requires_grad_())
-        marks.append(timer.mark())
-        contender.backward(output, inputs.cotangent)
-        marks.append(timer.mark())
-        contender.module.zero_grad(set_to_none=True)  # the next step pays for dense gradients again
-        return marks
-
-    return step
-
-
-@torch.no_grad()
-def _decode(contender: Contender, setting: Setting, result: Result) -> None:
-    """Forwards without gradients, from a CUDA graph where there is a GPU."""
-    timer, batches = setting.timer, contender.inputs.batches
-    static = batches[0].clone()  # [T, D]
-    contender.module.eval()
-
-    def forward() -> Tensor:
-        return contender.forward(static)
-
-    forward()  # builds what is kept between forwards, such as shortlists
-    result.peak_bytes = peak_bytes(timer, forward)
-    action = forward
-    if timer.on_gpu and result.backend == "triton":
-        action, result.captured = action_in_graph(timer, forward), True
-    step = step_of(timer, action, before=lambda n: static.copy_(batches[n % len(batches)]))
-    result.forward_ms = [sum(lap) for lap in sample(timer, step, setting.limits)]
+def _totals(laps: list[list[float]]) -> list[float]:
+    return [sum(lap) for lap in laps]

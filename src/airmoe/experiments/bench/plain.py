@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -9,93 +10,75 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from airmoe.errors import ConfigError
-from airmoe.experiments.bench.cases import Inputs, Shape
 from airmoe.experiments.bench.contenders import (
     Answer,
     Contender,
+    Peer,
     Shortlisted,
     Values,
     product_key_scores,
 )
-from airmoe.routers import RouterConfig
+from airmoe.experiments.bench.inputs import Inputs, Shape
+from airmoe.routers import AirRouter, PeerRouter
 
 
-class ListingLayer(nn.Module):
+class Listing(Shortlisted):
     """The paper's listing (App. C): VQ, shortlist, gathered [T, M, D] candidates, top-K.
 
     It does less than AIR: no jitter, no projection of the centroids, no codebook update. Rows are
     fetched by `F.embedding`, which beats the listing's own indexing by a quarter on a CPU.
     """
 
-    codewords: Tensor  # [G, D], unit norm
-    shortlists: Tensor  # [G, M]
+    key, name, plain = "listing", "paper's listing", True
 
-    def __init__(self, shape: Shape, codewords: Tensor) -> None:
-        super().__init__()
+    @staticmethod
+    def router_config(shape: Shape) -> AirRouter.Config:
+        config = Shortlisted.router_config(shape)
+        return replace(config, codebook="static", jitter_std=0.0, normalize_centroids=False)
+
+    def __init__(self, inputs: Inputs) -> None:
+        """With step 2 of the listing, the shortlists: cached, as in the paper's full version."""
+        super().__init__(inputs)
+        self.codewords = inputs.codewords.to(inputs.shape.torch_dtype)
+        scores = self.codewords @ self.module["centroids"].detach().T  # [G, E]
+        self.shortlists = scores.topk(inputs.shape.shortlist_size, dim=-1).indices
+
+    def index(self) -> tuple[Tensor, Tensor]:
+        return self.codewords, self.shortlists
+
+    def make(self, shape: Shape) -> nn.Module:
         size, std = (shape.num_experts, shape.dim), shape.dim**-0.5
-        self.top_k = shape.top_k
-        gated = shape.activation == "swiglu"
-        self.gate = nn.Parameter(torch.randn(size) * std) if gated else None
-        self.up = nn.Parameter(torch.randn(size) * std)
-        self.down = nn.Parameter(torch.randn(size) * std)
-        self.centroids = nn.Parameter(F.normalize(torch.randn(size), dim=-1))
-        self.register_buffer("codewords", codewords.clone())
+        names = ("gate", "up", "down") if shape.activation == "swiglu" else ("up", "down")
+        tables = {name: torch.randn(size) * std for name in names}
+        return nn.ParameterDict(tables | {"centroids": F.normalize(torch.randn(size), dim=-1)})
 
-    @torch.no_grad()
-    def refresh(self, shortlist_size: int) -> None:
-        """Listing, step 2. Cached, as the paper's full version does."""
-        scores = self.codewords @ self.centroids.T  # [G, E]
-        self.shortlists = scores.topk(shortlist_size, dim=-1).indices
-
-    def assign(self, hidden: Tensor) -> Tensor:
-        """Listing, step 1: [T, D] -> [T]."""
-        return (hidden.detach() @ self.codewords.T).argmax(-1)
-
-    def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Listing, steps 1 and 3 to 5: expert ids and weights [T, K]."""
-        candidates = self.shortlists[self.assign(hidden)]  # [T, M]
-        features = F.embedding(candidates, self.centroids)  # [T, M, D]
-        best = torch.einsum("td,tmd->tm", hidden, features).topk(self.top_k, dim=-1)  # [T, K]
-        return candidates.gather(1, best.indices), best.values.softmax(-1)
+    def route(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Steps 1 and 3 to 5: cells [T], expert ids and weights [T, K]."""
+        cells = (hidden.detach() @ self.codewords.T).argmax(-1)
+        candidates = self.shortlists[cells]  # [T, M]
+        features = F.embedding(candidates, self.module["centroids"])  # [T, M, D]
+        scores = torch.einsum("td,tmd->tm", hidden, features)
+        best = scores.topk(self.config.top_k, dim=-1)  # [T, K]
+        return cells, candidates.gather(1, best.indices), best.values.softmax(-1)
 
     def run_experts(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """[T, D] -> [T, D]; each token gathers its K experts."""
-        active = torch.einsum("td,tkd->tk", hidden, F.embedding(ids, self.up))
-        if self.gate is None:
-            active = F.gelu(active)
-        else:
-            gate = torch.einsum("td,tkd->tk", hidden, F.embedding(ids, self.gate))
+        tables = self.module
+        active = torch.einsum("td,tkd->tk", hidden, F.embedding(ids, tables["up"]))
+        if "gate" in tables:
+            gate = torch.einsum("td,tkd->tk", hidden, F.embedding(ids, tables["gate"]))
             active = F.silu(gate) * active
-        return torch.einsum("tk,tkd->td", active * weights, F.embedding(ids, self.down))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.run_experts(hidden, *self.route(hidden))
-
-
-class Listing(Shortlisted):
-    """The paper's listing."""
-
-    module: ListingLayer
-
-    def make(self, shape: Shape) -> nn.Module:
-        return ListingLayer(shape, self.inputs.codewords)
-
-    def __init__(self, inputs: Inputs, config: RouterConfig) -> None:
-        super().__init__(inputs, config)
-        self.module.refresh(inputs.shape.shortlist_size)
-
-    @property
-    def codewords(self) -> Tensor:
-        return self.module.codewords
-
-    @property
-    def shortlists(self) -> Tensor:
-        return self.module.shortlists
+        else:
+            active = F.gelu(active)
+        return torch.einsum("tk,tkd->td", active * weights, F.embedding(ids, tables["down"]))
 
     def answer(self, hidden: Tensor) -> Answer:
-        ids, weights = self.module.route(hidden)
-        output, cells = self.module.run_experts(hidden, ids, weights), self.module.assign(hidden)
+        cells, ids, weights = self.route(hidden)
+        output = self.run_experts(hidden, ids, weights)
         return Answer(output, ids.unsqueeze(1), cells=cells.unsqueeze(-1))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.answer(hidden).output
 
 
 class PeerPackage(Contender):
@@ -103,6 +86,12 @@ class PeerPackage(Contender):
 
     `non_competing_scores=False` matters: the package's default takes one expert per head.
     """
+
+    key, name, plain = "peer-pytorch", "PEER-pytorch", True
+
+    @staticmethod
+    def router_config(shape: Shape) -> PeerRouter.Config:
+        return Peer.router_config(shape)
 
     def make(self, shape: Shape) -> nn.Module:
         if find_spec("PEER_pytorch") is None:
@@ -118,9 +107,6 @@ class PeerPackage(Contender):
             non_competing_scores=False,
         )
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.module(hidden.unsqueeze(0)).squeeze(0)
-
     def answer(self, hidden: Tensor) -> Answer:
         """With the expert ids as the package itself looks them up."""
         seen: list[Tensor] = []
@@ -133,10 +119,6 @@ class PeerPackage(Contender):
 
     def scores(self, hidden: Tensor, values: Values, cells: Tensor | None) -> Tensor:
         keys = values["keys"].permute(0, 2, 1, 3)  # [P, 2, sqrt(E), D / 2]
-        query = values["to_queries.0.weight"]  # [2 * P * D / 2, D]: halves come first
+        query = values["query"]  # [2 * P * D / 2, D]: halves come first
         query = query.unflatten(0, (2, len(keys), -1)).transpose(0, 1).flatten(0, 2)
         return product_key_scores(hidden, query, keys)
-
-    def tables(self, values: Values) -> Values:
-        """The package calls them the other way round."""
-        return {"up": values["weight_down_embed.weight"], "down": values["weight_up_embed.weight"]}

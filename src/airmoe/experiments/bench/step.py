@@ -20,16 +20,9 @@ from torch import Tensor
 
 from airmoe.data import BlockDataset, open_prepared
 from airmoe.errors import ConfigError
-from airmoe.experiments.bench.cases import NUM_BATCHES, SEED
+from airmoe.experiments.bench.inputs import NUM_BATCHES, SEED
 from airmoe.experiments.bench.measure import Result, WrongAnswerError
-from airmoe.experiments.bench.timing import (
-    Limits,
-    Step,
-    Timer,
-    action_in_graph,
-    peak_bytes,
-    sample,
-)
+from airmoe.experiments.bench.timing import Limits, Timer, in_graphs, peak_bytes, sample, step_of
 from airmoe.kernels.backend import backend_for
 from airmoe.metrics import usage_entropy
 from airmoe.model import AirMoeForCausalLM, model_size, with_method
@@ -54,6 +47,12 @@ class StepShape:
     @property
     def num_tokens(self) -> int:
         return self.num_sequences * self.block_size
+
+    def __str__(self) -> str:
+        return (
+            f"{self.size}, {self.num_sequences} x {self.block_size} tokens, "
+            f"{self.vocab_size:,} token ids, bfloat16 autocast"
+        )
 
 
 FULL = StepShape()
@@ -82,75 +81,62 @@ WAYS = {
         Way("compiled", "layers compiled", compiled=True),
         Way("graph", "one CUDA graph", captured=True),
         Way("compiled-graph", "compiled, one CUDA graph", compiled=True, captured=True),
-        *(
-            Way(method, name, compiled=True, captured=True, method=method)
-            for method, name in (
-                ("dense", "the same without experts"),
-                ("hierarchical", "hierarchical"),
-                ("peer", "PEER"),
-            )
-        ),
+        Way("dense", "the same without experts", compiled=True, captured=True, method="dense"),
+        Way("hierarchical", "hierarchical", compiled=True, captured=True, method="hierarchical"),
+        Way("peer", "PEER", compiled=True, captured=True, method="peer"),
     )
 }
 
 
 class TrainingStep:
-    """A model, its optimizer and some batches; call it with the number of the step."""
+    """A model, its optimizer and some batches, which all take the same place."""
 
     def __init__(
-        self, way: Way, shape: StepShape, timer: Timer, text: BlockDataset | None = None
+        self, way: Way, shape: StepShape, device: torch.device, text: BlockDataset | None = None
     ) -> None:
         recipe = preset(shape.size).training
         torch.manual_seed(SEED)
         config = model_size(shape.size)
         config.vocab_size = shape.vocab_size
         model = AirMoeForCausalLM(with_method(config, way.method)).train()
-        self.model = model.to(timer.device)  # pyright: ignore[reportArgumentType]
+        self.model = model.to(device)  # pyright: ignore[reportArgumentType]
         if way.compiled:
             compile_layers(self.model, may_fail=False)
-        self.timer, self.most = timer, recipe.max_grad_norm
+        self.max_grad_norm = recipe.max_grad_norm
         self.optimizer = make_optimizer(self.model, recipe)
         for group in self.optimizer.param_groups:
             group["capturable"] = way.captured
         if way.method != "dense":
             track_optimizer(self.model, self.optimizer)
-        self.batches = [batch.to(timer.device) for batch in _batches(shape, text)]
+        self.batches = [batch.to(device) for batch in _batches(shape, text)]
+        self.ids = self.batches[0].clone()
         self.losses: list[Tensor] = []
 
-    def capture(self) -> Step:
-        """The step as one graph. Parameters have changed since the lists were built, so that the
-        refresh is in the graph, as it must be."""
-        batches, ids = self.batches, self.batches[0].clone()
-        replay = action_in_graph(self.timer, lambda: self._run(ids))
-        loss = self.losses.pop()  # that of the graph
+    def load(self, number: int) -> None:
+        self.ids.copy_(self.batches[number % len(self.batches)])
 
-        def step(number: int) -> Sequence[Any]:
-            ids.copy_(batches[number % len(batches)])
-            marks = [self.timer.mark()]
-            replay()
-            marks.append(self.timer.mark())
-            self.losses.append(loss.clone())
-            return marks
+    def forward(self) -> None:
+        with torch.autocast(self.ids.device.type, dtype=torch.bfloat16):
+            self.loss = self.model(input_ids=self.ids, labels=self.ids).loss
 
-        return step
+    def backward(self) -> None:
+        self.loss.backward()
+        self.loss = self.loss.detach()
 
-    def __call__(self, number: int) -> Sequence[Any]:
-        """Marks before and after forward, backward, and clipping with the optimizer."""
-        return self._run(self.batches[number % len(self.batches)], self.timer.mark)
-
-    def _run(self, ids: Tensor, mark: Callable[[], Any] = lambda: None) -> Sequence[Any]:
-        marks = [mark()]
-        with torch.autocast(self.timer.device.type, dtype=torch.bfloat16):
-            loss = self.model(input_ids=ids, labels=ids).loss
-        marks.append(mark())
-        loss.backward()
-        marks.append(mark())
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.most)
+    def optimize(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        marks.append(mark())
-        self.losses.append(loss.detach())
-        return marks
+
+    def keep_loss(self) -> None:
+        """Not in a graph, which writes every loss to the same place."""
+        self.losses.append(self.loss.clone())
+
+    def run(self) -> None:
+        """A whole step. It refreshes the shortlists too: parameters have changed."""
+        self.forward()
+        self.backward()
+        self.optimize()
 
 
 def _batches(shape: StepShape, text: BlockDataset | None) -> Sequence[Tensor]:
@@ -187,32 +173,36 @@ def measure_step(
         if (way.compiled or way.captured) and not timer.on_gpu:
             rule = "is measured on a GPU only"
             raise ConfigError("bench.step", way.key, rule, "Use --only eager here.")
-        step = TrainingStep(way, shape, timer, text)
+        training = TrainingStep(way, shape, timer.device, text)
         result.backend = backend_for(timer.device, torch.bfloat16)
-        result.parameter_bytes = sum(parameter.nbytes for parameter in step.model.parameters())
+        result.parameter_bytes = sum(one.nbytes for one in training.model.parameters())
+        actions: list[Callable[[], Any]]
+        actions = [training.forward, training.backward, training.optimize]
+        step = step_of(timer, *actions, training.keep_loss, before=training.load)
         for number in range(WARMUP_STEPS):
             step(number)
         result.peak_bytes = peak_bytes(timer, lambda: step(0))
         result.captured = way.captured
-        timed = step.capture() if way.captured else step
-        laps = sample(timer, timed, limits, warmup=max(WARMUP_STEPS, len(step.batches)))
-        losses = torch.stack(step.losses).tolist()
+        if way.captured:
+            actions = in_graphs(timer, training.run)
+            step = step_of(timer, *actions, training.keep_loss, before=training.load)
+        laps = sample(timer, step, limits, warmup=max(WARMUP_STEPS, len(training.batches)))
+        losses = torch.stack(training.losses).tolist()
         first, last = losses[0], losses[-1]
-        if not (all(map(math.isfinite, losses)) and last < first):
+        if not (math.isfinite(sum(losses)) and last < first):
             found = f"the loss goes from {first:.2f} to {last:.2f}: nothing is learned"
             raise WrongAnswerError(found)
-        result.total_ms = [sum(lap) for lap in laps]
+        result.total_ms = [sum(lap[:-1]) for lap in laps]
         if not way.captured:
             result.forward_ms, backward, optimizer = ([lap[n] for lap in laps] for n in range(3))
             result.apart_ms = {"backward": backward, "clipping and optimizer": optimizer}
-        num_tokens = shape.num_tokens
         result.work = {
-            "num_tokens": num_tokens,
-            "tokens_per_second": [1e3 * num_tokens / ms for ms in result.total_ms],
+            "num_tokens": shape.num_tokens,
+            "tokens_per_second": [1e3 * shape.num_tokens / ms for ms in result.total_ms],
             "first_loss": first,
             "last_loss": last,
         }
-        for router in step.model.modules():
+        for router in training.model.modules():
             if isinstance(router, AirRouter):
                 entropy = usage_entropy(router.codebook.counts)
                 result.work["codeword_perplexity"] = entropy.exp().item()

@@ -1,4 +1,4 @@
-"""Clocks, memory, and the ceilings of a device.
+"""Clocks and memory of a device.
 
 On a GPU marks are CUDA events and steps are queued without waiting in between, so that a sample is
 what the device takes once the host runs ahead, and the host's time where it does not. On a CPU it
@@ -12,15 +12,12 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-
-from airmoe.experiments.bench.contenders import Contender
 
 WARMUP_STEPS = 2
 GRAPH_WARMUP_STEPS = 3
@@ -58,20 +55,15 @@ class Timer:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long to sample: `repeats` times, or until `seconds` are over but `least` times.
-
-    Steps so slow that `least` of them take more than `most_seconds` get fewer samples.
-    """
+    """How long to sample: `repeats` times, or until `seconds` are over but `least` times."""
 
     repeats: int = 20
     seconds: float = 3.0
-    least: int = 5
-    most_seconds: float = 12.0
+    least: int = 3
 
     def count(self, step_seconds: float) -> int:
-        step_seconds = max(step_seconds, 1e-9)
-        wanted = min(self.repeats, max(self.least, int(self.seconds / step_seconds)))
-        return max(1, min(wanted, int(self.most_seconds / step_seconds)))
+        wanted = int(self.seconds / max(step_seconds, 1e-9))
+        return min(self.repeats, max(self.least, wanted))
 
 
 Step = Callable[[int], Sequence[Any]]  # number of the step -> its marks
@@ -136,74 +128,29 @@ def step_of(
     return step
 
 
-def step_in_graphs(timer: Timer, contender: Contender) -> Step:
-    """A step that replays forward and backward from one CUDA graph each."""
-    batches, cotangent = contender.inputs.batches, contender.inputs.cotangent
-    static = batches[0].clone().requires_grad_()
-    _warm_up(timer, lambda: contender.backward(contender.forward(static), cotangent))
-    contender.module.zero_grad(set_to_none=True)  # gradients must get the graph's own memory
-    static.grad = None
-    forwards, backwards = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(forwards):
-        output = contender.forward(static)
-    with torch.cuda.graph(backwards, pool=forwards.pool()):
-        contender.backward(output, cotangent)
-
-    def copy(number: int) -> None:
-        static.detach().copy_(batches[number % len(batches)])
-
-    return step_of(timer, forwards.replay, backwards.replay, before=copy)
-
-
-def action_in_graph(timer: Timer, action: Callable[[], Any]) -> Callable[[], Any]:
-    """An action without input, replayed from a CUDA graph."""
-    _warm_up(timer, action)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = action()
-
-    def replay() -> Any:
-        graph.replay()
-        return output  # the graph writes to it: it must live
-
-    return replay
-
-
-def _warm_up(timer: Timer, action: Callable[[], Any]) -> None:
-    """Run it a few times on a stream of its own, as capture requires."""
-    stream = torch.cuda.Stream(timer.device)
+def in_graphs(
+    timer: Timer, *actions: Callable[[], Any], before: Callable[[], Any] = lambda: None
+) -> list[Callable[[], Any]]:
+    """Actions that follow each other, each replayed from a CUDA graph; `before` is not captured."""
+    stream = torch.cuda.Stream(timer.device)  # warm-up must be on a stream of its own
     stream.wait_stream(torch.cuda.current_stream(timer.device))
     with torch.cuda.stream(stream):
         for _ in range(GRAPH_WARMUP_STEPS):
-            action()
+            before()
+            for action in actions:
+                action()
     torch.cuda.current_stream(timer.device).wait_stream(stream)
+    before()
+    pool, replays = torch.cuda.graph_pool_handle(), []
+    for action in actions:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            output = action()
+        replays.append(partial(_replay, graph, output))
+    return replays
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """What the device reaches on a matrix product and on a copy."""
-
-    dtype: str
-    flops: float  # per second, of one large square product
-    bytes: float  # per second, read and written, of one large copy
-
-
-@cache
-def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """8192 x 8192 x 8192 and a copy of 2 GiB; toy sizes on a CPU."""
-    timer = Timer(device)
-    size, length = (8192, 2**31) if timer.on_gpu else (256, 2**24)
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    product = torch.empty(size, size, device=device, dtype=dtype)
-    source = torch.zeros(length, device=device, dtype=torch.int8)
-    target = torch.empty_like(source)
-    limits = Limits(seconds=0.5)
-
-    def seconds(action: Callable[[], Any]) -> float:
-        return median(lap for (lap,) in sample(timer, step_of(timer, action), limits)) / 1e3
-
-    return Ceilings(
-        dtype=str(dtype).removeprefix("torch."),
-        flops=2 * size**3 / seconds(lambda: torch.mm(left, right, out=product)),
-        bytes=2 * length / seconds(lambda: target.copy_(source)),
-    )
+def _replay(graph: torch.cuda.CUDAGraph, output: Any) -> Any:
+    """The output lives as long as this can be called, because the graph writes to it."""
+    graph.replay()
+    return output

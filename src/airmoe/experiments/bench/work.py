@@ -1,4 +1,4 @@
-"""All contenders by their names on the command line, and what each computes and moves.
+"""The work of a contender, and the least time a device can need for it.
 
 FLOPs are products of the ledger (`airmoe.flops`) for one micro-batch, in both columns. The refresh
 of the shortlists, once per optimizer step, is not in them: it is timed apart. A layer in plain
@@ -19,25 +19,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+from typing import Any
 
-from airmoe.experiments.bench.cases import Inputs, Shape
-from airmoe.experiments.bench.contenders import (
-    Air,
-    BalancedAir,
-    Coarse,
-    Contender,
-    Exact,
-    Hierarchical,
-    Peer,
-)
-from airmoe.experiments.bench.plain import Listing, PeerPackage
-from airmoe.experiments.bench.timing import Ceilings
+import torch
+
+from airmoe.experiments.bench.inputs import Shape
+from airmoe.experiments.bench.timing import Limits, Timer, sample, step_of
 from airmoe.flops import Column, Cost, Workload, count_layer
 from airmoe.routers import AirRouter, HierarchicalRouter, PeerRouter, RouterConfig
 
-Role = Literal["air", "baseline", "coarse"]  # a coarse layer is no granular baseline
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device reaches on a matrix product and on a copy."""
+
+    dtype: str
+    flops: float  # per second, of one large square product
+    bytes: float  # per second, read and written, of one large copy
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,13 @@ class Work:
             cost.total if backward else cost.forward for cost in (self.executed, self.moved)
         )
         return 1e3 * max(flops / ceilings.flops, moved / ceilings.bytes)
+
+
+def count_work(shape: Shape, config: RouterConfig, *, plain: bool = False) -> Work:
+    """Of a layer with such a router; `plain` is one in PyTorch, without our kernels."""
+    algorithmic = _flops(shape, config, "algorithmic")
+    executed = algorithmic if plain else _flops(shape, config, "executed")
+    return Work(algorithmic, executed, _moved(shape, config))
 
 
 def _flops(shape: Shape, config: RouterConfig, column: Column) -> Cost:
@@ -89,44 +97,22 @@ def _router_rows(config: RouterConfig, num_tokens: int) -> tuple[int, int]:
     return rows, rows
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A contender: how to build it, and what it costs."""
+@cache
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """8192 x 8192 x 8192 and a copy of 2 GiB; toy sizes on a CPU."""
+    timer = Timer(device)
+    size, length = (8192, 2**31) if timer.on_gpu else (256, 2**24)
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    product = torch.empty(size, size, device=device, dtype=dtype)
+    source = torch.zeros(length, device=device, dtype=torch.int8)
+    target = torch.empty_like(source)
+    limits = Limits(seconds=0.5)
 
-    key: str
-    name: str
-    role: Role
-    kind: Callable[[Inputs, RouterConfig], Contender]
-    config: Callable[[Shape], RouterConfig]  # whose FLOPs are its own
-    plain: bool = False  # PyTorch as other people write it, nothing of ours
-    experts_times: int = 1  # as many experts as the case has, times so many
+    def seconds(action: Callable[[], Any]) -> float:
+        return median(lap for (lap,) in sample(timer, step_of(timer, action), limits)) / 1e3
 
-    def shape(self, given: Shape) -> Shape:
-        return replace(given, num_experts=self.experts_times * given.num_experts)
-
-    def build(self, given: Inputs) -> Contender:
-        shape = self.shape(given.shape)
-        return self.kind(replace(given, shape=shape), self.config(shape))
-
-    def work(self, given: Shape) -> Work:
-        shape = self.shape(given)
-        config = self.config(shape)
-        algorithmic = _flops(shape, config, "algorithmic")
-        executed = algorithmic if self.plain else _flops(shape, config, "executed")
-        return Work(algorithmic, executed, _moved(shape, config))
-
-
-ENTRIES = {
-    entry.key: entry
-    for entry in (
-        Entry("air", "AIR", "air", Air, Shape.air),
-        Entry("air-balanced", "AIR + balance loss", "air", BalancedAir, Shape.air),
-        Entry("air-16-times", "AIR, 16 E", "air", Air, Shape.air, experts_times=16),
-        Entry("coarse", "coarse", "coarse", Coarse, Shape.coarse),
-        Entry("hierarchical", "hierarchical", "baseline", Hierarchical, Shape.hierarchical),
-        Entry("exact", "exact", "baseline", Exact, Shape.exact),
-        Entry("peer", "PEER", "baseline", Peer, Shape.peer),
-        Entry("listing", "paper's listing", "baseline", Listing, Shape.listing, plain=True),
-        Entry("peer-pytorch", "PEER-pytorch", "baseline", PeerPackage, Shape.peer, plain=True),
+    return Ceilings(
+        dtype=str(dtype).removeprefix("torch."),
+        flops=2 * size**3 / seconds(lambda: torch.mm(left, right, out=product)),
+        bytes=2 * length / seconds(lambda: target.copy_(source)),
     )
-}

@@ -12,25 +12,24 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rich.console import Console
 
 from airmoe import ConfigError
-from airmoe.experiments import doctor
-from airmoe.experiments.doctor import OPTIONAL
+from airmoe.commands import OPTIONAL, doctor
 from airmoe.training import devices, override, preset
 from airmoe.training.devices import autocast_of, check_device
 from tests.training.command import table_rows
 
-
-def shown() -> str:
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    doctor.examine(console)
-    return console.export_text()
+Printed = pytest.CaptureFixture[str]
 
 
-def test_versions_devices_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def shown(printed: Printed) -> str:
+    doctor()
+    return printed.readouterr().out
+
+
+def test_versions_devices_and_kernels(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIRMOE_BACKEND", "reference")
-    found = dict(table_rows(shown()))
+    found = dict(table_rows(shown(capsys)))
     assert found["python"] == platform.python_version()
     assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert found["transformers"] == transformers.__version__
@@ -38,15 +37,15 @@ def test_versions_devices_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_packages_come_with_the_command_that_adds_them(
-    monkeypatch: pytest.MonkeyPatch,
+    capsys: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = importlib.util.find_spec
 
     def find_spec(name: str, *rest: Any) -> Any:
         return None if name in ("datasets", "tensorboard") else real(name, *rest)
 
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", find_spec)
-    text = shown()
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    text = shown(capsys)
     for package, extra in (("datasets", "data"), ("tensorboard", "track")):
         (line,) = [line for line in text.splitlines() if line.startswith(f"missing: {package},")]
         assert OPTIONAL[package][0] in line
@@ -54,15 +53,15 @@ def test_missing_packages_come_with_the_command_that_adds_them(
     assert "Nothing is missing" not in text
 
 
-def test_nothing_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
-    text = shown()
+def test_nothing_missing(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    text = shown(capsys)
     assert "Nothing is missing." in text and "missing:" not in text
 
 
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_cpu_that_refuses_its_own_instructions(
-    killed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    killed: bool, capsys: Printed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Some virtual machines do; the product is tried, in a process of its own.
 
@@ -76,9 +75,9 @@ def test_a_cpu_that_refuses_its_own_instructions(
     monkeypatch.setattr(devices, "PRODUCT", f"import os, signal; {end}")
     devices.product_kills.cache_clear()
     try:
-        assert ("Set the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16." in shown()) == (
-            killed
-        )
+        assert (
+            "Set the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16." in shown(capsys)
+        ) == (killed)
         with pytest.raises(ConfigError, match="names AMX") if killed else nullcontext():
             check_device(override(preset("tiny"), ["training.precision=bf16"]), 1)
         with pytest.raises(ConfigError, match="or use fp32") if killed else nullcontext():
@@ -96,7 +95,7 @@ def test_the_product_that_is_tried() -> None:
 def test_the_extras_named_exist() -> None:
     import tomllib
 
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     for package, (_, extra) in OPTIONAL.items():
         names = [entry.split(">")[0].replace("-", "_") for entry in extras[extra]]
