@@ -122,10 +122,8 @@ class Chunks:
             log_z, grad_mean, self.buffer, self.tile_sums, self.tile_peaks,
             num_tokens, self.num_experts, self.dim, rows.stride(0), experts.table.stride(0),
             self.columns, noise_std,
-            PROBS=log_z is not None, DIM=self.dim,
-            HIDDEN_PARTS=tokens.count, EXPERT_PARTS=experts.count,
+            DIM=self.dim, HIDDEN_PARTS=tokens.count, EXPERT_PARTS=experts.count,
             HIDDEN_CUT=tokens.cut, EXPERT_CUT=experts.cut,
-            HAS_SCALES=self.scales is not None, HAS_NOISE=row_keys is not None,
             BLOCK_R=self.block_rows, PART=part_dtype(), **self.config,
         )  # fmt: skip
 
@@ -180,8 +178,7 @@ class Chunks:
             steps_per_split * config["BLOCK_K"],
             DIM=self.dim, PARTS=experts.count, CUT=experts.cut,
             REACH=3 if grad_hidden.dtype == torch.float32 else 2,
-            HAS_SCALES=self.scales is not None, BLOCK_R=self.block_rows, PART=part_dtype(),
-            **config,
+            BLOCK_R=self.block_rows, PART=part_dtype(), **config,
         )  # fmt: skip
         grad_hidden.copy_(partial.sum(0))
 
