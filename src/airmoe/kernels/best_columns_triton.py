@@ -28,6 +28,7 @@ from airmoe.kernels.device_triton import (
     INFINITY,
     as_stored,
     bfloat16_parts,
+    block_size,
     finite_from_above,
     inverse_root,
     largest,
@@ -46,7 +47,7 @@ def _product_config(rows: int, dim: int, products: int, float32: bool) -> dict[s
     """For `products` of parts per tile. Two programs share an SM: one multiplies, one jitters."""
     few_rows = rows <= 32  # then reading the columns is all that counts
     deep = not float32 and (few_rows or products == 1)
-    depth = min(64 if deep else 32, max(16, triton.next_power_of_2(dim)))
+    depth = block_size(dim, 64 if deep else 32)
     block_rows = max(16, triton.next_power_of_2(rows)) if few_rows else 64 if rows <= 64 else 128
     stages = 4 if few_rows else 3 if rows <= 64 or products <= 3 else 2
     return {

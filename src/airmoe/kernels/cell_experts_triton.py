@@ -24,6 +24,7 @@ from airmoe.kernels.device_triton import (
     ACTIVATION_CODES,
     activate,
     activation_grads,
+    block_size,
     dot_precision,
     load_rows,
     operands_of_tile,
@@ -130,14 +131,14 @@ def _form(
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Of both kernels: the grid, and what of the layout and of the experts they take."""
     tiles, neurons, dtype = layout.tiles, layout.pool_width, tables.up.dtype
-    block_p = max(16, min(triton.next_power_of_2(neurons), 64))
+    block_p = block_size(neurons, 64)
     most = 32 if dtype == torch.float32 else 64
     cells = (tiles.cells, tiles.first_rows, layout.offsets, layout.token_ids, layout.pools)
     sizes = {
         "NEURONS": neurons, "DIM": dim, "EXPERT_SIZE": tables.size,
         "ACTIVATION": ACTIVATION_CODES[tables.activation],
         "PRECISION": dot_precision(dtype), "BLOCK_T": tiles.block, "BLOCK_P": block_p,
-        "BLOCK_D": max(16, min(triton.next_power_of_2(dim), most)), "num_stages": 3,
+        "BLOCK_D": block_size(dim, most), "num_stages": 3,
     }  # fmt: skip
     grid = (triton.cdiv(neurons, block_p), tiles.count)
     return grid, (*cells, gates.stride(0), gates.stride(1)), sizes

@@ -35,7 +35,13 @@ from airmoe.kernels.cell_scores_triton import (
 )
 from airmoe.kernels.cells import SMALL_MEAN_ROWS
 from airmoe.kernels.cells_triton import used_entries
-from airmoe.kernels.device_triton import dot_precision, load_rows, part_of_pool, store_rows
+from airmoe.kernels.device_triton import (
+    block_size,
+    dot_precision,
+    load_rows,
+    part_of_pool,
+    store_rows,
+)
 from airmoe.kernels.expert_choice_triton import gates_of_experts_choice
 from airmoe.kernels.top_k_triton import gates_from_scores
 
@@ -224,8 +230,8 @@ def probs_per_entry(*operands: Any) -> Tensor:
     dim, pool = scored.hidden.shape[1], layout.pool_width
     out = torch.empty(layout.pools.shape, dtype=torch.float32, device=log_z.device)
     wide = scored.hidden.dtype == torch.float32
-    block_p = max(16, min(triton.next_power_of_2(pool), 64 if wide else 128))
-    block_d = max(16, min(triton.next_power_of_2(dim), 32 if wide else 64))
+    block_p = block_size(pool, 64 if wide else 128)
+    block_d = block_size(dim, 32 if wide else 64)
     _probs_kernel[(triton.cdiv(pool, block_p), layout.pools.shape[0])](
         scored.hidden, scored.centroids, scored.inverse_norms, scored.row_keys, scored.noise_std,
         scores if keeps_scores(scored.hidden) else None,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from airmoe.kernels.cells import CellLayout, ReverseIndex
 from airmoe.kernels.device_triton import (
+    block_size,
     count_below,
     dot,
     load_rows,
@@ -120,8 +121,8 @@ def pool_products(
 def _pool_config(dtype: torch.dtype, dim: int, pool: int, pairs: int) -> dict[str, int]:
     wide = dtype == torch.float32
     return {
-        "BLOCK_D": max(16, min(triton.next_power_of_2(dim), 64 if wide else 128)),
-        "BLOCK_P": max(16, min(triton.next_power_of_2(pool), 32 if wide or pairs == 2 else 64)),
+        "BLOCK_D": block_size(dim, 64 if wide else 128),
+        "BLOCK_P": block_size(pool, 32 if wide or pairs == 2 else 64),
         "num_warps": 4,
         "num_stages": 1 if wide else 3,  # parts of float32 are made in registers
     }
@@ -338,8 +339,8 @@ def _partial_config(x: Tensor, dim: int, pool: int, num_cells: int, parts: int) 
     return {
         "SPLITS": min(8, triton.cdiv(pool, block_p * parts) + 1),  # programs for a large cell
         "BLOCK_R": rows,
-        "BLOCK_P": max(16, min(triton.next_power_of_2(pool), block_p)),
-        "BLOCK_D": max(16, min(triton.next_power_of_2(dim), 128)),
+        "BLOCK_P": block_size(pool, block_p),
+        "BLOCK_D": block_size(dim, 128),
         "num_warps": 4 if whole or wide else 8,
         "num_stages": stages,
     }

@@ -15,6 +15,7 @@ from airmoe.kernels.cell_products_triton import make_parts, pool_products, row_p
 from airmoe.kernels.cell_scores import ScoreInputs
 from airmoe.kernels.cells import CellLayout, RowTiles
 from airmoe.kernels.device_triton import (
+    block_size,
     dot_precision,
     load_rows,
     operands_of_tile,
@@ -130,8 +131,8 @@ def _config(dtype: torch.dtype, dim: int, pool: int, tiles: RowTiles) -> dict[st
     if tiles.count <= FEW_TILES:
         most = 32  # decoding: more programs, so that enough rows are on their way at once
     return {
-        "BLOCK_P": max(16, min(triton.next_power_of_2(pool), most)),
-        "BLOCK_D": max(16, min(triton.next_power_of_2(dim), 32 if wide else 64)),
+        "BLOCK_P": block_size(pool, most),
+        "BLOCK_D": block_size(dim, 32 if wide else 64),
         "num_warps": 4,
         "num_stages": 3,
     }
@@ -183,7 +184,7 @@ def _scale_by_norms(
         return grad_scores
     tiles, pool = layout.tiles, layout.pool_width
     out = torch.empty_like(grad_scores)
-    block_p = max(16, min(triton.next_power_of_2(pool), 128))
+    block_p = block_size(pool, 128)
     _scale_kernel[(triton.cdiv(pool, block_p), tiles.count)](
         grad_scores, inverse_norms, tiles.rows, tiles.cells, layout.pools, out,
         POOL=pool, BLOCK_T=tiles.block, BLOCK_P=block_p, num_warps=4,

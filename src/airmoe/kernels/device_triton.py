@@ -23,6 +23,11 @@ INFINITY = tl.constexpr(float("inf"))
 SPLIT_BLOCK = 1024
 
 
+def block_size(size: int, most: int) -> int:
+    """A power of two for one direction of a tile: `size` at once where that is not too large."""
+    return max(16, min(triton.next_power_of_2(size), most))
+
+
 # Products
 
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.device_triton import inverse_root, load_rows
+from airmoe.kernels.device_triton import block_size, inverse_root, load_rows
 from airmoe.kernels.norms_triton import inverse_norms
 
 TILE_ELEMENTS = 4096  # [ids, columns] of one fetch: with 4 warps 32 values per thread and table
@@ -44,7 +44,7 @@ def tile_shape(num_ids: int, dim: int) -> tuple[int, int]:
     # that LLVM's SLP vectorizer aborts the process (in Triton 3.6: two weights of `_sums_kernel` in
     # bfloat16 or float16). With 128 columns warps share the ids, and add through shared memory.
     most_columns = MOST_COLUMNS_IN_PAIRS if dim % 4 == 2 else MOST_COLUMNS
-    columns = min(max(triton.next_power_of_2(dim), 16), most_columns)
+    columns = block_size(dim, most_columns)
     ids = min(TILE_ELEMENTS // columns, triton.next_power_of_2(max(num_ids, 2)), MOST_IDS)
     return ids, columns
 

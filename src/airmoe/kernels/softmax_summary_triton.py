@@ -27,7 +27,7 @@ from torch import Tensor
 
 from airmoe.kernels.backend import chunks
 from airmoe.kernels.best_experts_triton import exact_tables
-from airmoe.kernels.device_triton import as_stored, part_dtype
+from airmoe.kernels.device_triton import as_stored, block_size, part_dtype
 from airmoe.kernels.norms_triton import inverse_norms
 from airmoe.kernels.softmax_kernels_triton import (
     expert_grads_kernel,
@@ -88,7 +88,7 @@ class Chunks:
         """Tokens per chunk and per tile."""
         most = max(1, CHUNK_ELEMENTS // self.columns)
         step = min(self.num_tokens, most // 128 * 128 if most > 128 else most)
-        return step, min(128, max(16, triton.next_power_of_2(step)))
+        return step, block_size(step, 128)
 
     def slices(self) -> Iterator[slice]:
         return chunks(self.num_tokens, self.step)
@@ -105,7 +105,7 @@ class Chunks:
         """Three programs share a multiprocessor: one multiplies while others jitter."""
         tokens, experts = self._operands(together=True)
         single = tokens.count * experts.count == 1
-        depth = min(64 if single else 32, max(16, triton.next_power_of_2(self.dim)))
+        depth = block_size(self.dim, 64 if single else 32)
         return {
             "BLOCK_C": 64, "BLOCK_D": depth,
             "num_warps": 4, "num_stages": 2 if tokens.count * experts.count > 3 else 3,
@@ -197,7 +197,7 @@ class Chunks:
         )  # fmt: skip
 
     def _grads_config(self) -> dict[str, int]:
-        depth = min(128, max(16, triton.next_power_of_2(self.dim)))
+        depth = block_size(self.dim, 128)
         return {"BLOCK_K": 64, "BLOCK_D": depth, "num_warps": 8, "num_stages": 2}
 
     def project(self, sums: Tensor) -> Tensor:

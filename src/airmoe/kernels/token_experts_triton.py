@@ -17,7 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.device_triton import ACTIVATION_CODES, activate, activation_grads, load_rows
+from airmoe.kernels.device_triton import (
+    ACTIVATION_CODES,
+    activate,
+    activation_grads,
+    block_size,
+    load_rows,
+)
 from airmoe.kernels.rows_triton import (
     add_products,
     pair,
@@ -169,7 +175,7 @@ def small_tile_shape(num_tokens: int, num_neurons: int, dim: int) -> tuple[int, 
     """(rows, columns) of one program's tile: powers of two."""
     wanted = num_tokens * num_neurons // ENOUGH_PROGRAMS
     rows = min(max(1 << max(wanted, 1).bit_length() - 1, FEWEST_ROWS), MOST_ROWS)
-    columns = min(max(triton.next_power_of_2(dim), 16), TILE_ELEMENTS // rows)
+    columns = block_size(dim, TILE_ELEMENTS // rows)
     return rows, columns
 
 
@@ -249,7 +255,7 @@ def _forward_of_few(
         ACTIVATION=ACTIVATION_CODES[tables.activation], num_warps=NUM_WARPS,
     )  # fmt: skip
     output = torch.empty_like(hidden)
-    columns = min(max(triton.next_power_of_2(dim), 16), ADD_COLUMNS)
+    columns = block_size(dim, ADD_COLUMNS)
     _add_partial_kernel[(num_tokens, triton.cdiv(dim, columns))](
         partial, output, num_parts,
         DIM=dim, BLOCK_P=ADD_PARTS, BLOCK_D=columns, num_warps=NUM_WARPS,
