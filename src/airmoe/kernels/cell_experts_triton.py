@@ -113,10 +113,9 @@ def _activation_grads_kernel(
         )
         grad = tl.where(weight == 0.0, 0.0, grad)  # `up` and `gate` are 0 there already
         up = load_rows(pre_up, rows, row_mask, places, NEURONS).to(tl.float32)
+        gate = up
         if pre_gate is not None:
             gate = load_rows(pre_gate, rows, row_mask, places, NEURONS).to(tl.float32)
-        else:
-            gate = up
         exact: tl.constexpr = active.dtype.element_ty == tl.float32
         value, value_up, value_gate = activation_grads(up, gate, grad * weight, ACTIVATION, exact)
         store_rows(active, rows, row_mask, places, value * weight, NEURONS)

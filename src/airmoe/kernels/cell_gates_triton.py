@@ -110,10 +110,7 @@ def _score_grads_kernel(
         mask = used[:, None] & column_mask[None, :]
         grad = tl.zeros((ROWS, WIDTH), tl.float32)
         if scores is not None:
-            if KEPT:
-                score = load_rows(scores, row, used, columns, POOL)
-            else:
-                score = load_rows(scores, places, used, columns, POOL)
+            score = load_rows(scores, row if KEPT else places, used, columns, POOL)
             row_log_z = tl.load(log_z + row, mask=used, other=0.0)
             probs = tl.where(mask, tl.exp(score - row_log_z[:, None]), 0.0)
         if grad_gates is not None:

@@ -83,10 +83,8 @@ def _scores_kernel(
             tokens, row_mask, ids, place_mask,
             DIM, BLOCK_T, BLOCK_P, BLOCK_D, PRECISION,
         )  # fmt: skip
-        if TILED:  # a buffer of whole tiles instead of the rows themselves
-            target = place_in_buffer * BLOCK_T + tl.arange(0, BLOCK_T)
-        else:
-            target = rows
+        # In a buffer of whole tiles, or in the rows themselves.
+        target = place_in_buffer * BLOCK_T + tl.arange(0, BLOCK_T) if TILED else rows
         store_rows(scores, target, row_mask, places, found, POOL)
 
 

@@ -89,9 +89,7 @@ def bfloat16_parts(values: Tensor) -> Tensor:
 
 @triton.jit
 def _turned(values, TURN: tl.constexpr):
-    if TURN:
-        values = tl.trans(values)
-    return values
+    return tl.trans(values) if TURN else values
 
 
 @triton.jit
@@ -374,11 +372,7 @@ def _exp(values, EXACT: tl.constexpr):
 
 @triton.jit
 def _over(above, below, EXACT: tl.constexpr):
-    if EXACT:
-        result = tl.div_rn(above, below)
-    else:
-        result = above / below
-    return result
+    return tl.div_rn(above, below) if EXACT else above / below
 
 
 @triton.jit

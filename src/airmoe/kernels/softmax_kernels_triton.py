@@ -18,24 +18,20 @@ from airmoe.kernels.noise_triton import normal
 
 @triton.jit
 def _load_parts(
-    at, stride, mask, PARTS: tl.constexpr, CUT: tl.constexpr, MASKED: tl.constexpr,
-    PART: tl.constexpr,
+    at, stride, mask, PARTS: tl.constexpr, CUT: tl.constexpr, PART: tl.constexpr
 ):  # fmt: skip
-    """The three parts of a tile: as they are stored, or cut out of it. Absent ones repeat one."""
-    if MASKED:
-        first = tl.load(at, mask=mask, other=0.0)
-    else:
-        first = tl.load(at)
+    """The three parts of a tile: as they are stored, or cut out of it. Absent ones repeat one.
+
+    The mask is None where all of the tile is there.
+    """
+    other: tl.constexpr = None if mask is None else 0.0
+    first = tl.load(at, mask=mask, other=other)
     second, third = first, first
     if CUT:
         first, second, third = cut(first.to(tl.float32), PART)
     elif PARTS == 3:
-        if MASKED:
-            second = tl.load(at + stride, mask=mask, other=0.0)
-            third = tl.load(at + 2 * stride, mask=mask, other=0.0)
-        else:
-            second = tl.load(at + stride)
-            third = tl.load(at + 2 * stride)
+        second = tl.load(at + stride, mask=mask, other=other)
+        third = tl.load(at + 2 * stride, mask=mask, other=other)
     return first, second, third
 
 
@@ -81,14 +77,14 @@ def _scores(
     scores = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for start in range(0, dim, BLOCK_D):  # not DIM: unrolled it would not fit into registers
         inside = depth < DIM - start
+        left_mask = None if DIM % BLOCK_D == 0 else inside[None, :]
+        right_mask = None if DIM % BLOCK_D == 0 else inside[:, None]
         left_1, left_2, left_3 = _load_parts(
-            rows_at + start, hidden_stride, inside[None, :],
-            HIDDEN_PARTS, HIDDEN_CUT, DIM % BLOCK_D != 0, PART,
-        )  # fmt: skip
+            rows_at + start, hidden_stride, left_mask, HIDDEN_PARTS, HIDDEN_CUT, PART
+        )
         right_1, right_2, right_3 = _load_parts(
-            columns_at + start, expert_stride, inside[:, None],
-            EXPERT_PARTS, EXPERT_CUT, DIM % BLOCK_D != 0, PART,
-        )  # fmt: skip
+            columns_at + start, expert_stride, right_mask, EXPERT_PARTS, EXPERT_CUT, PART
+        )
         scores += _product(
             left_1, left_2, left_3, right_1, right_2, right_3, HIDDEN_PARTS, EXPERT_PARTS, 3
         )
@@ -208,7 +204,7 @@ def hidden_grads_kernel(
         table_row = tl.minimum(column, num_experts - 1).to(tl.int64)
         right_1, right_2, right_3 = _load_parts(
             experts + table_row[:, None] * DIM + depth[None, :], expert_stride,
-            (depth < DIM)[None, :], PARTS, CUT, DIM % BLOCK_D != 0, PART,
+            None if DIM % BLOCK_D == 0 else (depth < DIM)[None, :], PARTS, CUT, PART,
         )  # fmt: skip
         total += _product(left_1, left_2, left_3, right_1, right_2, right_3, 3, PARTS, REACH)
     store_rows(partial, tl.program_id(2) * num_tokens + row, row < num_tokens, depth, total, DIM)
@@ -239,7 +235,7 @@ def expert_grads_kernel(
         token = tl.minimum(row, num_tokens - 1).to(tl.int64)
         right_1, right_2, right_3 = _load_parts(
             hidden + token[:, None] * DIM + depth[None, :], hidden_stride,
-            (depth < DIM)[None, :], PARTS, CUT, DIM % BLOCK_D != 0, PART,
+            None if DIM % BLOCK_D == 0 else (depth < DIM)[None, :], PARTS, CUT, PART,
         )  # fmt: skip
         total += _product(
             tl.trans(left_1), tl.trans(left_2), tl.trans(left_3), right_1, right_2, right_3,

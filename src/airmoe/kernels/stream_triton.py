@@ -115,9 +115,7 @@ def _thin_lists(
     tl.store(keys_ptr + row.to(tl.int64)[:, None] * CAPACITY + slot, keys, mask=chosen)
     kept = tl.sum(taken, axis=1)
     tl.store(held_ptr + row, kept)
-    floor = low
-    if row_keys_ptr is not None:
-        floor = low - JITTER_BOUND * noise_std
+    floor = low if row_keys_ptr is None else low - JITTER_BOUND * noise_std
     # A list that never overflowed may be shorter than `count`: everything still passes.
     floor = tl.where(kept >= count, floor, float("nan"))
     tl.store(floors_ptr + row, floor)
@@ -175,10 +173,8 @@ def _stream_kernel(
             real_column = (column < num_columns)[None, :]
             columns_at = columns_ptr + column.to(tl.int64)[None, :] * dim + depth[:, None]
             if RESIDENT:
-                if EVEN:
-                    right = tl.load(columns_at)
-                else:
-                    right = tl.load(columns_at, mask=real_column & inside[:, None], other=0.0)
+                mask = None if EVEN else real_column & inside[:, None]
+                right = tl.load(columns_at, mask=mask, other=None if EVEN else 0.0)
                 scores = tl.dot(left, right)
             else:
                 scores = product(
@@ -187,10 +183,9 @@ def _stream_kernel(
                     ROW_PARTS, COLUMN_PARTS, FLOAT32, BLOCK_R, BLOCK_C, BLOCK_D,
                 )  # fmt: skip
             if scales_ptr is not None:
-                if EVEN:
-                    scores *= tl.load(scales_ptr + column)[None, :]
-                else:
-                    scores *= tl.load(scales_ptr + column, mask=column < last, other=0.0)[None, :]
+                mask = None if EVEN else column < last
+                scale = tl.load(scales_ptr + column, mask=mask, other=None if EVEN else 0.0)
+                scores *= scale[None, :]
             bar = tl.broadcast_to(floor[:, None], (BLOCK_R, BLOCK_C))
             if not EVEN:  # columns that are none must not pass, whatever the row is
                 scores = tl.where(real_column, scores, -INFINITY)
@@ -233,9 +228,7 @@ def _unpack_kernel(
     ids = (keys & 0x7FFFFFFF).to(ids_ptr.dtype.element_ty)
     tl.store(ids_ptr + row * count + slot, ids, mask=mask)
     if scores_ptr is not None:
-        row_key = None
-        if row_keys_ptr is not None:
-            row_key = tl.load(row_keys_ptr + row)
+        row_key = None if row_keys_ptr is None else tl.load(row_keys_ptr + row)
         scores = _selection_scores(keys, row_key, noise_std)
         tl.store(scores_ptr + row * count + slot, scores, mask=mask)
 

@@ -200,9 +200,7 @@ def _small_batch_kernel(
             hidden + token * DIM, up, gate, rows, mask, columns, up_total, gate_total, DIM
         )
     up_dots = tl.sum(up_total, axis=1)
-    gate_dots = up_dots
-    if gate is not None:
-        gate_dots = tl.sum(gate_total, axis=1)
+    gate_dots = up_dots if gate is None else tl.sum(gate_total, axis=1)
     if pre_up is not None:
         kept = token * num_neurons + places
         tl.store(pre_up + kept, up_dots.to(pre_up.dtype.element_ty), mask=mask)

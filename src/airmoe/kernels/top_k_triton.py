@@ -57,9 +57,7 @@ def _gates_kernel(
     FULL_SOFTMAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
-    row = place
-    if row_ids_ptr is not None:
-        row = tl.load(row_ids_ptr + place).to(tl.int64)
+    row = place if row_ids_ptr is None else tl.load(row_ids_ptr + place).to(tl.int64)
     if row >= 0:
         if tl.load(valid_ptr + row):
             _write_gates(
