@@ -119,8 +119,9 @@ def test_any_pre_activation_gives_what_the_formula_does(
     gates = gate if is_gated(activation) else up
     own_gate = gate if is_gated(activation) else None
     tables = ExpertTables(own_gate, up, up, activation)
-    fast = [_weigh(up, own_gate, weights, tables)]
-    fast += _weigh_grads(torch.ones_like(up, dtype=torch.float32), up, own_gate, weights, tables)
+    activations = up, own_gate, weights, tables
+    ones = torch.ones_like(up, dtype=torch.float32)
+    fast = [_weigh(*activations), *_weigh_grads(ones, *activations)]
 
     def by_formula(dtype: torch.dtype) -> list[Tensor]:
         inputs = [value.to(dtype).requires_grad_() for value in (up, gate, weights)]

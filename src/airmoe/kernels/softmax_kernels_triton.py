@@ -24,7 +24,7 @@ def _load_parts(
 
     The mask is None where all of the tile is there.
     """
-    other: tl.constexpr = None if mask is None else 0.0
+    other = None if mask is None else 0.0
     first = tl.load(at, mask=mask, other=other)
     second, third = first, first
     if CUT:
