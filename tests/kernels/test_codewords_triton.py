@@ -49,7 +49,19 @@ def check(hidden: Tensor, codewords: Tensor, euclidean: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("euclidean", [False, True])
 @pytest.mark.parametrize(
-    ("tokens", "codewords", "dim"), [(1, 1, 1), (7, 5, 20), (150, 130, 33), (40, 300, 64)]
+    ("tokens", "codewords", "dim"),
+    [
+        (1, 1, 1),
+        (7, 5, 20),
+        (150, 130, 33),
+        (40, 300, 64),
+        (1, 300, 257),
+        (2, 9, 1),
+        (8, 77, 1000),
+        (16, 2200, 20),
+        (17, 130, 31),
+        (64, 63, 515),
+    ],
 )
 @pytest.mark.usefixtures("_both_sizes")
 def test_the_nearest(
@@ -57,19 +69,6 @@ def test_the_nearest(
 ) -> None:
     hidden = torch.randn(tokens, dim, device=DEVICE, dtype=dtype)
     check(hidden, unit_rows(codewords, dim) * (1.5 if euclidean else 1), euclidean)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("euclidean", [False, True])
-@pytest.mark.parametrize(
-    ("tokens", "codewords", "dim"),
-    [(1, 300, 257), (2, 9, 1), (8, 77, 1000), (16, 2200, 20), (17, 130, 31), (64, 63, 515)],
-)
-def test_the_nearest_of_a_decoding_step(
-    dtype: torch.dtype, euclidean: bool, tokens: int, codewords: int, dim: int
-) -> None:
-    hidden = torch.randn(tokens, dim, device=DEVICE, dtype=dtype)
-    check(hidden, torch.randn(codewords, dim, device=DEVICE), euclidean)
 
 
 @hypothesis.given(

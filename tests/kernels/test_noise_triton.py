@@ -22,14 +22,6 @@ COLUMNS = 128
 
 
 @triton.jit
-def _normal_kernel(row_keys, columns, out, COLUMNS: tl.constexpr):
-    row = tl.program_id(0)
-    column = tl.arange(0, COLUMNS)
-    key = tl.load(row_keys + row)
-    tl.store(out + row * COLUMNS + column, noise_kernels.normal(key, tl.load(columns + column)))
-
-
-@triton.jit
 def _mix_kernel(bits, out, COLUMNS: tl.constexpr):
     column = tl.arange(0, COLUMNS)
     tl.store(out + column, noise_kernels.mix32(tl.load(bits + column)))
@@ -40,12 +32,6 @@ def _parts_kernel(logs, cosines, SIZE: tl.constexpr):
     number = tl.arange(0, SIZE)
     tl.store(logs + number, noise_kernels.log_of_share(number))
     tl.store(cosines + number, noise_kernels.cosine_of_turn(number))
-
-
-def kernel_normal(row_keys: Tensor, columns: Tensor) -> Tensor:
-    out = torch.empty(row_keys.shape[0], COLUMNS, device=DEVICE)
-    _normal_kernel[(row_keys.shape[0],)](row_keys, columns, out, COLUMNS=COLUMNS)
-    return out
 
 
 def any_int32(*shape: int) -> Tensor:
@@ -76,7 +62,7 @@ def test_normal_is_within_roundings_of_the_reference(rows: int) -> None:
     columns = torch.randint(0, 1 << 20, (COLUMNS,), device=DEVICE)
     columns[:3] = torch.tensor([0, 1, 2**31 - 1], device=DEVICE)
     expected = normal(row_keys.unsqueeze(-1), columns)
-    actual = kernel_normal(row_keys, columns.to(torch.int32))
+    actual = noise_kernels.noise_rows(row_keys, columns, 1.0)
     # A radius of at most 4.9 times a cosine whose reference angle, up to 2 pi, is rounded.
     bound = 4.9 * (2 * math.pi + 1) * torch.finfo(torch.float32).eps
     assert (actual - expected).abs().max() <= bound

@@ -9,11 +9,11 @@ from torch import Tensor
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.product_keys import best_pairs, num_rank_pairs, rank_pairs
 from airmoe.kernels.top_k import top_positions
+from tests.kernels.comparison import DEVICE
 
 pytest.importorskip("triton")
 from airmoe.kernels import product_keys_triton as kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = float("inf")
 
 

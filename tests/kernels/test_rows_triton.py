@@ -45,6 +45,9 @@ CASES = {
     "one id each": Case(queries=6, list_size=1, dim=16, rows=4),
     "unused rows": Case(queries=2, list_size=3, dim=20, rows=15),
     "several column blocks": Case(queries=3, list_size=18, dim=300, rows=7),
+    "as many entries as a part holds": Case(queries=2, list_size=8, dim=20, rows=3, popular=8),
+    "one entry more": Case(queries=17, list_size=1, dim=20, rows=3, popular=1),
+    "two full parts": Case(queries=4, list_size=8, dim=20, rows=3, popular=8),
     "popular": Case(queries=9, list_size=12, dim=24, rows=6, popular=7),
     "all the same": Case(queries=9, list_size=8, dim=24, rows=3, popular=8),
     "aligned": Case(queries=30, list_size=4, dim=33, rows=6, aligned=30),
@@ -199,17 +202,3 @@ def test_a_zero_row_has_no_gradient() -> None:
     (grad,) = torch.autograd.grad(logits.sum(), experts)
     assert (given["ids"] == 8).any() and (grad[8] == 0).all()
     assert (grad[:8] != 0).any()
-
-
-@pytest.mark.parametrize("sizes", [[0, 17, 16, 33, 0, 1], [200], [0], [17] * 9, [16] * 4, [15, 50]])
-@pytest.mark.usefixtures("_short_parts")
-def test_parts_cover_the_entries_of_popular_rows(sizes: list[int]) -> None:
-    ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    shuffled = ids[torch.randperm(ids.numel())].unsqueeze(-1).to(DEVICE)
-    entries = rows_triton.sort_entries(shuffled, len(sizes))
-    wanted = [row for row, size in enumerate(sizes) if size > 16 for _ in range(-(-size // 16))]
-    part_ids = entries.part_ids.tolist()
-    assert part_ids[: len(wanted)] == wanted
-    assert all(row == len(sizes) for row in part_ids[len(wanted) :])
-    assert shuffled.flatten()[entries.order].tolist() == ids.tolist()
-    assert entries.starts.diff().tolist() == sizes

@@ -99,12 +99,6 @@ def _in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{SUMMARY}.CHUNK_ELEMENTS", 16 * 256)
 
 
-@pytest.fixture
-def _in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables that are cut into parts once, as those of many tokens are."""
-    monkeypatch.setattr(tables, "SPLIT_TOKENS", 1)
-
-
 @named
 def test_values_and_gradients_equal_the_reference(case: Case) -> None:
     assert_as_good(case.function(), case.inputs())
@@ -119,23 +113,20 @@ def test_chunks(case: Case) -> None:
     assert_as_good(case.function(), inputs)
 
 
-def check_dtypes(hidden_dtype: torch.dtype, experts_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("in_registers", [False, True])
+@pytest.mark.parametrize(("hidden_dtype", "experts_dtype"), DTYPE_PAIRS, ids=str)
+def test_operands_of_several_dtypes(
+    hidden_dtype: torch.dtype,
+    experts_dtype: torch.dtype,
+    in_registers: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tables of many tokens are cut into parts once; those of few, or too large ones, where they
+    are multiplied."""
+    if not in_registers:
+        monkeypatch.setattr(tables, "SPLIT_TOKENS", 1)
     case = Case(tokens=13, experts=100, dim=40, noise=0.05)
     assert_as_good(case.function(), case.inputs(hidden_dtype, experts_dtype))
-
-
-@pytest.mark.usefixtures("_in_parts")
-@pytest.mark.parametrize(("hidden_dtype", "experts_dtype"), DTYPE_PAIRS, ids=str)
-def test_operands_of_several_dtypes(hidden_dtype: torch.dtype, experts_dtype: torch.dtype) -> None:
-    check_dtypes(hidden_dtype, experts_dtype)
-
-
-@pytest.mark.parametrize(("hidden_dtype", "experts_dtype"), DTYPE_PAIRS[:3], ids=str)
-def test_parts_that_are_cut_in_registers(
-    hidden_dtype: torch.dtype, experts_dtype: torch.dtype
-) -> None:
-    """Of few tokens, or of tables too large to copy."""
-    check_dtypes(hidden_dtype, experts_dtype)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])

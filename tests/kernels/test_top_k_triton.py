@@ -8,13 +8,12 @@ from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.top_k import top_k_gates
-from tests.kernels.comparison import chosen_mask
+from tests.kernels.comparison import DEVICE, chosen_mask
 from tests.tolerance import assert_close
 
 pytest.importorskip("triton")
 from airmoe.kernels.top_k_triton import gates_from_scores, smallest_gate
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = float("inf")
 
 

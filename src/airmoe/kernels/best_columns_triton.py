@@ -14,8 +14,8 @@ tokens as rows.
 # pyright: reportGeneralTypeIssues=none
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from airmoe.kernels.device_triton import (
     INFINITY,
     as_stored,
     bfloat16_parts,
+    block_size,
     finite_from_above,
     inverse_root,
     largest,
@@ -46,7 +47,7 @@ def _product_config(rows: int, dim: int, products: int, float32: bool) -> dict[s
     """For `products` of parts per tile. Two programs share an SM: one multiplies, one jitters."""
     few_rows = rows <= 32  # then reading the columns is all that counts
     deep = not float32 and (few_rows or products == 1)
-    depth = min(64 if deep else 32, max(16, triton.next_power_of_2(dim)))
+    depth = block_size(dim, 64 if deep else 32)
     block_rows = max(16, triton.next_power_of_2(rows)) if few_rows else 64 if rows <= 64 else 128
     stages = 4 if few_rows else 3 if rows <= 64 or products <= 3 else 2
     return {
@@ -100,7 +101,7 @@ def product(
 def _scores_kernel(
     rows_ptr, columns_ptr, scales_ptr, row_keys_ptr, out_ptr, num_rows, num_columns, dim,
     row_stride, column_stride, out_stride, first_column, noise_std,
-    NORMALIZE: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_NOISE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     ROW_PARTS: tl.constexpr, COLUMN_PARTS: tl.constexpr, FLOAT32: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -117,9 +118,9 @@ def _scores_kernel(
         rows_at, columns_at, row_stride, column_stride, real_row[:, None], real_column[None, :],
         depth, dim, NORMALIZE, ROW_PARTS, COLUMN_PARTS, FLOAT32, BLOCK_R, BLOCK_C, BLOCK_D,
     )  # fmt: skip
-    if HAS_SCALES:
+    if scales_ptr is not None:
         scores *= tl.load(scales_ptr + column, mask=real_column, other=0.0)[None, :]
-    if HAS_NOISE:
+    if row_keys_ptr is not None:
         keys = tl.load(row_keys_ptr + row, mask=real_row, other=0)
         scores += normal(keys[:, None], (first_column + column)[None, :]) * noise_std
     tl.store(
@@ -140,8 +141,7 @@ def _border(scores_ptr, length, count, BLOCK: tl.constexpr):
 @triton.jit
 def _segment_kernel(
     scores_ptr, ids_ptr, best_scores_ptr, best_ids_ptr, num_columns, width, score_stride,
-    best_stride, first_id, count,
-    HAS_IDS: tl.constexpr, KEEP_SCORES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    best_stride, first_id, count, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * width
@@ -158,10 +158,10 @@ def _segment_kernel(
         taken = chosen.to(tl.int32)
         slot = next_slot - 1 + tl.cumsum(taken, axis=0)
         ids = first_id + first + position
-        if HAS_IDS:
+        if ids_ptr is not None:
             ids = tl.load(ids_ptr + row * score_stride + first + position, mask=chosen, other=0)
         tl.store(best_ids_ptr + slot, ids.to(best_ids_ptr.dtype.element_ty), mask=chosen)
-        if KEEP_SCORES:
+        if best_scores_ptr is not None:
             tl.store(best_scores_ptr + slot, scores + 0.0, mask=chosen)  # -0 and 0 are a tie
         next_slot += tl.sum(taken, axis=0)
 
@@ -205,6 +205,9 @@ class Tables:
     float32: bool  # multiply as float32, or as what the parts are
     normalize: bool = False  # columns of norm 1, measured during the product; one part each
 
+    def keys_of(self, rows: slice) -> Tensor | None:
+        return None if self.row_keys is None else self.row_keys[rows]
+
     def score(self, rows: slice, columns: slice, out: Tensor) -> None:
         """out [rows, >= columns] = scaled products + jitter."""
         left, right = self.rows[:, rows], self.columns[:, columns]
@@ -215,12 +218,11 @@ class Tables:
         _scores_kernel[(grid,)](
             left, right,
             None if self.scales is None else self.scales[columns],
-            None if self.row_keys is None else self.row_keys[rows],
+            self.keys_of(rows),
             out, num_rows, num_columns, dim, left.stride(0), right.stride(0), out.stride(0),
             columns.start, self.noise_std,
-            NORMALIZE=self.normalize, HAS_SCALES=self.scales is not None,
-            HAS_NOISE=self.row_keys is not None, ROW_PARTS=row_parts,
-            COLUMN_PARTS=column_parts, FLOAT32=self.float32, **config,
+            NORMALIZE=self.normalize, ROW_PARTS=row_parts, COLUMN_PARTS=column_parts,
+            FLOAT32=self.float32, **config,
         )  # fmt: skip
 
 
@@ -229,54 +231,43 @@ def whole(table: Tensor) -> Tensor:
     return as_stored(table).unsqueeze(0)
 
 
-def exact_as_bfloat16(table: Tensor) -> bool:
-    """True where the tensor cores take the table as it is; other dtypes become float32."""
-    return table.dtype == torch.bfloat16
+def best_columns(tables: Tables, ids: Tensor, scores: Tensor | None = None) -> None:
+    """Write the best columns of every row: ids [N, count] ascending, and scores.
 
-
-class BestColumns:
-    """The `count` best columns of rows, some rows at a time, in buffers that are used again."""
-
-    def __init__(self, tables: Tables, count: int, cuts: list[Cut]) -> None:
-        self.tables, self.count, self.cuts = tables, count, cuts
-        first = cuts[0]
-        candidates = max(CANDIDATE_ELEMENTS, 16 * first.columns) // (first.segments * count)
-        wanted = min(tables.rows.shape[1], max(ROWS, SCORE_ELEMENTS // first.columns))
-        self.rows_at_once = max(1, min(wanted, candidates if first.segments > 1 else wanted))
-        segments = SCORE_ELEMENTS // (self.rows_at_once * first.width)
-        self.segments_at_once = max(1, min(segments, first.segments))
-        self.scores = self._buffer(self.segments_at_once * first.width, torch.float32)
-        self.candidates = [
-            (
-                self._buffer(cut.segments * count, torch.float32),
-                self._buffer(cut.segments * count, torch.int32),
-            )
-            for cut in cuts[:-1]
-        ]
-
-    def _buffer(self, columns: int, dtype: torch.dtype) -> Tensor:
-        device = self.tables.rows.device
-        return torch.empty(self.rows_at_once, columns, dtype=dtype, device=device)
-
-    def chunks(self) -> Iterator[slice]:
-        return chunks(self.tables.rows.shape[1], self.rows_at_once)
-
-    def find(self, rows: slice, ids: Tensor, scores: Tensor | None = None) -> None:
-        """Write the best columns of one of `chunks`: ids [rows, count] ascending, and scores."""
-        levels = [*self.candidates, (scores, ids)]
-        num_rows, first = rows.stop - rows.start, self.cuts[0]
-        for segment in range(0, first.segments, self.segments_at_once):
-            stop = min((segment + self.segments_at_once) * first.width, first.columns)
+    Some rows at a time, in buffers that are used again.
+    """
+    (num_rows, count), device = ids.shape, ids.device
+    cuts = plan_cuts(tables.columns.shape[1], count)
+    assert cuts is not None, "the caller checks that lists are short enough"
+    first = cuts[0]
+    step, segments = _sizes(num_rows, count, first)
+    buffer = torch.empty(step, segments * first.width, dtype=torch.float32, device=device)
+    candidates = [
+        tuple(
+            torch.empty(step, cut.segments * count, dtype=dtype, device=device)
+            for dtype in (torch.float32, torch.int32)
+        )
+        for cut in cuts[:-1]
+    ]
+    for rows in chunks(num_rows, step):
+        size = rows.stop - rows.start
+        levels = [*candidates, (None if scores is None else scores[rows], ids[rows])]
+        for segment in range(0, first.segments, segments):
+            stop = min((segment + segments) * first.width, first.columns)
             columns = slice(segment * first.width, stop)
-            self.tables.score(rows, columns, self.scores)
-            found = tuple(
-                each if each is None else each[:, segment * self.count :] for each in levels[0]
-            )
-            _thin(self.scores, None, num_rows, columns, first.width, self.count, *found)
-        for level, cut in enumerate(self.cuts[1:]):
-            source, found = self.candidates[level], levels[level + 1]
-            columns = slice(0, cut.columns)
-            _thin(*source, num_rows, columns, cut.width, self.count, *found)
+            tables.score(rows, columns, buffer)
+            found = (each if each is None else each[:, segment * count :] for each in levels[0])
+            _thin(buffer, None, size, columns, first.width, count, *found)
+        for (source, found), cut in zip(pairwise(levels), cuts[1:], strict=True):
+            _thin(*source, size, slice(0, cut.columns), cut.width, count, *found)
+
+
+def _sizes(num_rows: int, count: int, first: Cut) -> tuple[int, int]:
+    """Rows, and segments of them, whose scores exist at once."""
+    candidates = max(CANDIDATE_ELEMENTS, 16 * first.columns) // (first.segments * count)
+    wanted = min(num_rows, max(ROWS, SCORE_ELEMENTS // first.columns))
+    rows = max(1, min(wanted, candidates if first.segments > 1 else wanted))
+    return rows, max(1, min(SCORE_ELEMENTS // (rows * first.width), first.segments))
 
 
 def _thin(
@@ -295,8 +286,7 @@ def _thin(
     _segment_kernel[(num_rows, triton.cdiv(num_columns, width))](
         scores, ids, best_scores, best_ids, num_columns, width,
         scores.stride(0), best_ids.stride(0), columns.start, count,
-        HAS_IDS=ids is not None, KEEP_SCORES=best_scores is not None, BLOCK=block,
-        TILE=max(16, block // 4), num_warps=row_warps(block), maxnreg=MAX_REGISTERS,
+        BLOCK=block, TILE=max(16, block // 4), num_warps=row_warps(block), maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 
@@ -312,14 +302,10 @@ def top_m(
     ids = torch.empty(codewords.shape[0], size, dtype=torch.int64, device=codewords.device)
     if codewords.shape[0] == 0:
         return ids
-    cuts = plan_cuts(centroids.shape[0], size)
-    assert cuts is not None, "the caller checks that lists are short enough"
-    in_parts = exact_as_bfloat16(centroids)
+    in_parts = centroids.dtype == torch.bfloat16
     rows = bfloat16_parts(codewords) if in_parts else whole(codewords)
     tables = Tables(
         rows, whole(centroids), inverse_norms, row_keys, noise_std, float32=not in_parts
     )
-    best = BestColumns(tables, size, cuts)
-    for chunk in best.chunks():
-        best.find(chunk, ids[chunk])
+    best_columns(tables, ids)
     return ids

@@ -13,16 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.backend import chunks
-from airmoe.kernels.best_columns_triton import (
-    BestColumns,
-    Tables,
-    exact_as_bfloat16,
-    plan_cuts,
-    whole,
-)
+from airmoe.kernels.best_columns_triton import Tables, best_columns, whole
 from airmoe.kernels.device_triton import bfloat16_parts
 from airmoe.kernels.norms_triton import inverse_norms
-from airmoe.kernels.stream_triton import StreamedColumns, can_stream
+from airmoe.kernels.stream_triton import can_stream, stream_columns
 
 SPLIT_TOKENS = 256  # from so many tokens on a copy of the experts in parts pays
 SPLIT_ELEMENTS = 1 << 27  # the largest table of experts that is copied so: 768 MiB
@@ -30,10 +24,6 @@ NORM_TOKENS = 129  # from so many on norms are measured once, not in every block
 SORT_ELEMENTS = 1 << 22  # scores sorted at a time
 LARGEST_RANKED = 1024  # longer lists are sorted: counting grows with the square
 RANK_TILE = 16  # scores that all others are compared with in one step
-
-
-def _parts(table: Tensor) -> Tensor:
-    return whole(table) if exact_as_bfloat16(table) else bfloat16_parts(table)
 
 
 def exact_tables(
@@ -48,12 +38,15 @@ def exact_tables(
     scales = inverse_norms(experts) if normalize and many else None
     inside = normalize and not many
     halves = hidden.dtype == experts.dtype == torch.float16
+    exact, exact_experts = (table.dtype == torch.bfloat16 for table in (hidden, experts))
     form = scales, row_keys, noise_std
     copies = hidden.shape[0] >= SPLIT_TOKENS and experts.numel() <= SPLIT_ELEMENTS
-    if halves or (exact_as_bfloat16(hidden) and exact_as_bfloat16(experts)):
+    if halves or (exact and exact_experts):
         return Tables(whole(hidden), whole(experts), *form, False, inside)
-    if (exact_as_bfloat16(experts) and not inside) or copies:
-        return Tables(_parts(hidden), _parts(experts), *form, False)
+    if (exact_experts and not inside) or copies:
+        rows = whole(hidden) if exact else bfloat16_parts(hidden)
+        columns = whole(experts) if exact_experts else bfloat16_parts(experts)
+        return Tables(rows, columns, *form, False)
     return Tables(whole(hidden), whole(experts), *form, True, inside)
 
 
@@ -114,17 +107,8 @@ def best_experts(
     if ids.numel() == 0:
         return ids.long()
     tables = exact_tables(hidden, experts, row_keys, noise_std, normalize)
-    best = _finder(tables, count)
+    streamed = can_stream(num_tokens, experts.shape[0], count)
+    find = stream_columns if streamed else best_columns
     scores = torch.empty(num_tokens, count, dtype=torch.float32, device=device)
-    for rows in best.chunks():
-        best.find(rows, ids[rows], scores[rows])
+    find(tables, ids, scores)
     return _best_first(ids, scores)
-
-
-def _finder(tables: Tables, count: int) -> BestColumns | StreamedColumns:
-    num_tokens, num_experts = tables.rows.shape[1], tables.columns.shape[1]
-    if can_stream(num_tokens, num_experts, count):
-        return StreamedColumns(tables, count)
-    cuts = plan_cuts(num_experts, count)
-    assert cuts is not None, "the caller checks that lists are short enough"
-    return BestColumns(tables, count, cuts)

@@ -24,6 +24,7 @@ from airmoe.kernels.device_triton import (
     ACTIVATION_CODES,
     activate,
     activation_grads,
+    block_size,
     dot_precision,
     load_rows,
     operands_of_tile,
@@ -49,11 +50,10 @@ def _gates_tile(
 @triton.jit
 def _activations_kernel(
     hidden, gate_table, up_table, gates, pre_gate, pre_up, active,
-    tile_cells, tile_first, offsets, token_ids, neurons,
-    gates_row, gates_column,
+    tile_cells, tile_first, offsets, token_ids, neurons, gates_row, gates_column,
     NEURONS: tl.constexpr, DIM: tl.constexpr, EXPERT_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     cell = tl.load(tile_cells + tile)
@@ -68,7 +68,7 @@ def _activations_kernel(
             states = load_rows(hidden, tokens, row_mask, columns, DIM)
             up_rows = load_rows(up_table, ids, place_mask, columns, DIM)
             up = tl.dot(up_rows, tl.trans(states), up, input_precision=PRECISION)
-            if GATED:
+            if gate_table is not None:
                 gate_rows = load_rows(gate_table, ids, place_mask, columns, DIM)
                 gate = tl.dot(gate_rows, tl.trans(states), gate, input_precision=PRECISION)
         up = tl.trans(up)
@@ -79,9 +79,9 @@ def _activations_kernel(
         # Experts that were not chosen add nothing, even if they overflow: act(0) is 0.
         up = tl.where(weight == 0.0, 0.0, up)
         gate = tl.where(weight == 0.0, 0.0, gate)
-        if KEEP:
+        if pre_up is not None:
             store_rows(pre_up, rows, row_mask, places, up, NEURONS)
-            if GATED:
+            if gate_table is not None:
                 store_rows(pre_gate, rows, row_mask, places, gate, NEURONS)
         exact: tl.constexpr = active.dtype.element_ty == tl.float32
         value = activate(up, gate, ACTIVATION, exact) * weight
@@ -92,11 +92,10 @@ def _activations_kernel(
 def _activation_grads_kernel(
     grad_output, down_table, gates, pre_gate, pre_up,
     active, grad_gates, grad_gate, grad_up,
-    tile_cells, tile_first, offsets, token_ids, neurons,
-    gates_row, gates_column,
+    tile_cells, tile_first, offsets, token_ids, neurons, gates_row, gates_column,
     NEURONS: tl.constexpr, DIM: tl.constexpr, EXPERT_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     cell = tl.load(tile_cells + tile)
@@ -114,16 +113,15 @@ def _activation_grads_kernel(
         )
         grad = tl.where(weight == 0.0, 0.0, grad)  # `up` and `gate` are 0 there already
         up = load_rows(pre_up, rows, row_mask, places, NEURONS).to(tl.float32)
-        if GATED:
+        gate = up
+        if pre_gate is not None:
             gate = load_rows(pre_gate, rows, row_mask, places, NEURONS).to(tl.float32)
-        else:
-            gate = up
         exact: tl.constexpr = active.dtype.element_ty == tl.float32
         value, value_up, value_gate = activation_grads(up, gate, grad * weight, ACTIVATION, exact)
         store_rows(active, rows, row_mask, places, value * weight, NEURONS)
         store_rows(grad_gates, rows, row_mask, places, value * grad, NEURONS)
         store_rows(grad_up, rows, row_mask, places, value_up, NEURONS)
-        if GATED:
+        if grad_gate is not None:
             store_rows(grad_gate, rows, row_mask, places, value_gate, NEURONS)
 
 
@@ -132,14 +130,14 @@ def _form(
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Of both kernels: the grid, and what of the layout and of the experts they take."""
     tiles, neurons, dtype = layout.tiles, layout.pool_width, tables.up.dtype
-    block_p = max(16, min(triton.next_power_of_2(neurons), 64))
+    block_p = block_size(neurons, 64)
     most = 32 if dtype == torch.float32 else 64
     cells = (tiles.cells, tiles.first_rows, layout.offsets, layout.token_ids, layout.pools)
     sizes = {
         "NEURONS": neurons, "DIM": dim, "EXPERT_SIZE": tables.size,
-        "ACTIVATION": ACTIVATION_CODES[tables.activation], "GATED": tables.gate is not None,
+        "ACTIVATION": ACTIVATION_CODES[tables.activation],
         "PRECISION": dot_precision(dtype), "BLOCK_T": tiles.block, "BLOCK_P": block_p,
-        "BLOCK_D": max(16, min(triton.next_power_of_2(dim), most)), "num_stages": 3,
+        "BLOCK_D": block_size(dim, most), "num_stages": 3,
     }  # fmt: skip
     grid = (triton.cdiv(neurons, block_p), tiles.count)
     return grid, (*cells, gates.stride(0), gates.stride(1)), sizes
@@ -165,8 +163,8 @@ def cell_experts(
     if cells.tiles.count:
         grid, operands, sizes = _form(hidden.shape[1], tables, gates, cells)
         _activations_kernel[grid](
-            hidden, up if gate is None else gate, up, gates, pre_gate, pre_up, active,
-            *operands, KEEP=keep, num_warps=4, **sizes,
+            hidden, gate, up, gates, pre_gate if keep else None, pre_up if keep else None, active,
+            *operands, num_warps=4, **sizes,
         )  # fmt: skip
     return pool_products([(active, down)], cells, hidden.shape[0]), pre_up, pre_gate
 
@@ -190,8 +188,8 @@ def _activation_backward(call: Any, tables: ExpertTables, layout: CellLayout) ->
     if layout.tiles.count:
         grid, operands, sizes = _form(call.hidden.shape[1], tables, call.gates, layout)
         _activation_grads_kernel[grid](
-            call.grad_output, tables.down, call.gates, call.pre_gate if gated else pre_up, pre_up,
-            active, grad_gates, grad_up if grad_gate is None else grad_gate, grad_up,
+            call.grad_output, tables.down, call.gates, call.pre_gate if gated else None, pre_up,
+            active, grad_gates, grad_gate, grad_up,
             *operands, num_warps=8, **sizes,
         )  # fmt: skip
     return _ActivationGrads(active, grad_gates, grad_gate, grad_up)

@@ -12,7 +12,6 @@ are no wider than the gates.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from airmoe.kernels.backend import chunks
 from airmoe.kernels.cell_products_triton import (
     make_parts,
     partial_dtype,
@@ -35,41 +35,31 @@ from airmoe.kernels.cell_scores_triton import (
 )
 from airmoe.kernels.cells import SMALL_MEAN_ROWS
 from airmoe.kernels.cells_triton import used_entries
-from airmoe.kernels.device_triton import dot_precision, load_rows, part_of_pool, store_rows
+from airmoe.kernels.device_triton import (
+    block_size,
+    dot_precision,
+    load_rows,
+    part_of_pool,
+    store_rows,
+)
 from airmoe.kernels.expert_choice_triton import gates_of_experts_choice
 from airmoe.kernels.top_k_triton import gates_from_scores
 
 BUFFER_ELEMENTS = 1 << 25  # scores that exist at once
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """Runs of tiles whose scores fit into a buffer that is used again."""
+def score_pieces(scored: ScoreInputs) -> Iterator[tuple[slice, Tensor]]:
+    """Runs of tiles, and the scores [rows, M] of each in a buffer that is used again.
 
-    scored: ScoreInputs
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """(first tile, number of tiles)."""
-        tiles = self.scored.layout.tiles
-        step = max(1, BUFFER_ELEMENTS // (tiles.block * self.scored.layout.pool_width))
-        for first in range(0, tiles.count, step):
-            yield first, min(step, tiles.count - first)
-
-    def buffer(self) -> Tensor:
-        """[rows of a piece, M] float32."""
-        layout = self.scored.layout
-        largest = max((count for _, count in self), default=0)
-        shape = (largest * layout.tiles.block, layout.pool_width)
-        return torch.empty(shape, dtype=torch.float32, device=self.scored.hidden.device)
-
-    def score(self, buffer: Tensor, piece: tuple[int, int]) -> Tensor:
-        """Scores of one piece [rows, M]; rows that belong to no token are not written."""
-        write_scores(self.scored, buffer, piece)
-        return buffer[: piece[1] * self.scored.layout.tiles.block]
-
-    def rows(self, piece: tuple[int, int]) -> Tensor:
-        """[rows of a piece] row numbers, -1 = none."""
-        return self.scored.layout.tiles.rows[piece[0] : piece[0] + piece[1]].flatten()
+    Rows that belong to no token are not written.
+    """
+    tiles, pool = scored.layout.tiles, scored.layout.pool_width
+    step = max(1, min(BUFFER_ELEMENTS // (tiles.block * pool), tiles.count))
+    shape = (step * tiles.block, pool)
+    buffer = torch.empty(shape, dtype=torch.float32, device=scored.hidden.device)
+    for part in chunks(tiles.count, step):
+        write_scores(scored, buffer, part)
+        yield part, buffer[: (part.stop - part.start) * tiles.block]
 
 
 def cell_gates(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -97,11 +87,9 @@ def _gates_of_tokens_choice(
         scores = all_scores(scored)
         gates_from_scores(scores, None, row_valid, top_k, gates, log_z)
         return gates, log_z, scores
-    pieces = Pieces(scored)
-    buffer = pieces.buffer()
-    for piece in pieces:
-        scores = pieces.score(buffer, piece)
-        gates_from_scores(scores, pieces.rows(piece), row_valid, top_k, gates, log_z)
+    for part, scores in score_pieces(scored):
+        rows = layout.tiles.rows[part].flatten()  # -1 = none
+        gates_from_scores(scores, rows, row_valid, top_k, gates, log_z)
     return gates, log_z, None
 
 
@@ -110,8 +98,7 @@ def _score_grads_kernel(
     gates, grad_gates, scores, rows, tile_cells, token_ids, pools, inverse_norms,
     log_z, grad_log_z, valid, grad_probs, grad_scores, first_tile,
     POOL: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr,
-    GATES: tl.constexpr, LOG_Z: tl.constexpr, PROBS: tl.constexpr,
-    OVER_ALL: tl.constexpr, NORMS: tl.constexpr, KEPT: tl.constexpr,
+    OVER_ALL: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # a few rows of one tile
     row = tl.load(rows + first_tile * BLOCK_T + places)
@@ -122,14 +109,11 @@ def _score_grads_kernel(
         used = row >= 0
         mask = used[:, None] & column_mask[None, :]
         grad = tl.zeros((ROWS, WIDTH), tl.float32)
-        if OVER_ALL or LOG_Z or PROBS:
-            if KEPT:
-                score = load_rows(scores, row, used, columns, POOL)
-            else:
-                score = load_rows(scores, places, used, columns, POOL)
+        if scores is not None:
+            score = load_rows(scores, row if KEPT else places, used, columns, POOL)
             row_log_z = tl.load(log_z + row, mask=used, other=0.0)
             probs = tl.where(mask, tl.exp(score - row_log_z[:, None]), 0.0)
-        if GATES:
+        if grad_gates is not None:
             gate = load_rows(gates, row, used, columns, POOL).to(tl.float32)
             weighted = gate * load_rows(grad_gates, row, used, columns, POOL).to(tl.float32)
             total = tl.sum(weighted, axis=1)[:, None]
@@ -140,16 +124,17 @@ def _score_grads_kernel(
                 # gradient is a small difference that this would drown.
                 sums = tl.sum(gate, axis=1)[:, None]
                 grad = weighted - gate * (total / tl.where(sums > 0, sums, 1.0))
-        if LOG_Z:
+        if grad_log_z is not None:
             grad += probs * tl.load(grad_log_z + row, mask=used, other=0.0)[:, None]
-        if PROBS or NORMS:
+        if grad_probs is not None or inverse_norms is not None:
             ids = tl.load(pools + cell * POOL + columns, mask=column_mask, other=0)
-        if PROBS:
+        if grad_probs is not None:
             tokens = tl.load(token_ids + row, mask=used, other=0)
             counts = tl.load(valid + tokens, mask=used, other=0).to(tl.float32)[:, None]
             wanted = tl.load(grad_probs + ids, mask=column_mask, other=0.0)[None, :]
             grad += counts * probs * (wanted - tl.sum(probs * wanted, axis=1)[:, None])
-        if NORMS:  # of the row's own centroid: what comes next multiplies by w, not by w / |w|
+        # Of the row's own centroid: what comes next multiplies by w, not by w / |w|.
+        if inverse_norms is not None:
             grad *= tl.load(inverse_norms + ids, mask=column_mask, other=0.0)[None, :]
         store_rows(grad_scores, row, used, columns, grad, POOL)
 
@@ -157,30 +142,23 @@ def _score_grads_kernel(
 def _score_grads(scored: ScoreInputs, call: Any) -> Tensor:
     """Gradient of the scores times 1/|w|: [N, M] in hidden's dtype."""
     layout, tiles, pool = scored.layout, scored.layout.tiles, scored.layout.pool_width
-    gates, log_z, norms = call.gates, call.log_z, scored.inverse_norms
     grad_gates, grad_log_z, grad_probs = call.grad_gates, call.grad_log_z, call.grad_probs
-    grads = torch.empty_like(gates)
+    grads = torch.empty_like(call.gates)
     # Where experts choose, and for K = 1, gates are probabilities among all M candidates.
     over_all = call.top_k in (1, None) and grad_gates is not None
     needed = over_all or grad_log_z is not None or grad_probs is not None
-    kept = keeps_scores(scored.hidden)
-    again = needed and not kept
-    pieces = Pieces(scored)
-    buffer = pieces.buffer() if again else call.scores if kept else grads
+    again = needed and not keeps_scores(scored.hidden)
+    whole = slice(0, tiles.count), call.scores if needed else None
     width = triton.next_power_of_2(pool)
     # A few rows share their pool; not too many where scores fill the registers as well.
     rows = max(1, min(tiles.block, (4096 if needed else 8192) // width))
-    for piece in pieces if again else [(0, tiles.count)]:
-        scores = pieces.score(buffer, piece) if again else buffer
-        _score_grads_kernel[(piece[1] * tiles.block // rows,)](
-            gates, grads if grad_gates is None else grad_gates, scores,
-            tiles.rows, tiles.cells, layout.token_ids, layout.pools,
-            log_z if norms is None else norms, log_z, log_z if grad_log_z is None else grad_log_z,
-            call.valid, log_z if grad_probs is None else grad_probs, grads, piece[0],
+    for part, scores in score_pieces(scored) if again else [whole]:
+        _score_grads_kernel[((part.stop - part.start) * tiles.block // rows,)](
+            call.gates, grad_gates, scores, tiles.rows, tiles.cells, layout.token_ids,
+            layout.pools, scored.inverse_norms, call.log_z, grad_log_z, call.valid, grad_probs,
+            grads, part.start,
             POOL=pool, WIDTH=width, BLOCK_T=tiles.block, ROWS=rows,
-            GATES=grad_gates is not None, LOG_Z=grad_log_z is not None,
-            PROBS=grad_probs is not None, OVER_ALL=over_all, NORMS=norms is not None,
-            KEPT=not again, num_warps=8 if width * rows >= 4096 else 4,
+            OVER_ALL=over_all, KEPT=not again, num_warps=8 if width * rows >= 4096 else 4,
         )  # fmt: skip
     return grads
 
@@ -198,9 +176,7 @@ def cell_gates_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
         dtype = partial_dtype(hidden.dtype, projected=norms is not None)
         parts = make_parts(layout, reverse, hidden.shape[1] * dtype.itemsize)
         counts = None
-        if (
-            layout.num_rows <= SMALL_MEAN_ROWS * layout.pools.shape[0]
-        ):  # some cells may have no rows
+        if layout.num_rows <= SMALL_MEAN_ROWS * layout.pools.shape[0]:  # some may have no rows
             sizes = layout.offsets.diff().int().unsqueeze(-1)
             counts = sizes.expand(layout.pools.shape).contiguous()
             reverse = used_entries(reverse, counts)
@@ -214,9 +190,8 @@ def cell_gates_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
 def _probs_kernel(
     hidden, centroids, inverse_norms, row_keys, noise_std, kept,
     offsets, token_ids, pools, log_z, valid, out,
-    POOL: tl.constexpr, DIM: tl.constexpr,
+    POOL: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
-    NORMS: tl.constexpr, NOISE: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     cell = tl.program_id(1)
     part = tl.program_id(0) * BLOCK_P
@@ -228,13 +203,13 @@ def _probs_kernel(
         rows = start + tl.arange(0, BLOCK_T)
         row_mask = rows < last
         tokens = tl.load(token_ids + rows, mask=row_mask, other=0)
-        if KEPT:
+        if kept is not None:
             scores = load_rows(kept, rows, row_mask, places, POOL)
         else:
             scores = score_tile(
                 hidden, centroids, inverse_norms, row_keys, noise_std,
                 tokens, row_mask, ids, place_mask,
-                DIM, BLOCK_T, BLOCK_P, BLOCK_D, NORMS, NOISE, PRECISION,
+                DIM, BLOCK_T, BLOCK_P, BLOCK_D, PRECISION,
             )  # fmt: skip
         counts = tl.load(valid + tokens, mask=row_mask, other=0) != 0
         probs = tl.exp(scores - tl.load(log_z + rows, mask=row_mask, other=0.0)[:, None])
@@ -248,21 +223,17 @@ def probs_per_entry(*operands: Any) -> Tensor:
     The scores are empty where they were not kept.
     """
     scored, (scores, log_z, valid) = ScoreInputs.of(*operands), operands[-3:]
-    kept = keeps_scores(scored.hidden)
     layout = scored.layout
     dim, pool = scored.hidden.shape[1], layout.pool_width
     out = torch.empty(layout.pools.shape, dtype=torch.float32, device=log_z.device)
     wide = scored.hidden.dtype == torch.float32
-    block_p = max(16, min(triton.next_power_of_2(pool), 64 if wide else 128))
-    block_d = max(16, min(triton.next_power_of_2(dim), 32 if wide else 64))
+    block_p = block_size(pool, 64 if wide else 128)
+    block_d = block_size(dim, 32 if wide else 64)
     _probs_kernel[(triton.cdiv(pool, block_p), layout.pools.shape[0])](
-        scored.hidden, scored.centroids,
-        log_z if scored.inverse_norms is None else scored.inverse_norms,
-        layout.token_ids if scored.row_keys is None else scored.row_keys, scored.noise_std,
-        scores if kept else log_z, layout.offsets, layout.token_ids, layout.pools,
-        log_z, valid, out,
+        scored.hidden, scored.centroids, scored.inverse_norms, scored.row_keys, scored.noise_std,
+        scores if keeps_scores(scored.hidden) else None,
+        layout.offsets, layout.token_ids, layout.pools, log_z, valid, out,
         POOL=pool, DIM=dim, BLOCK_T=layout.tiles.block, BLOCK_P=block_p, BLOCK_D=block_d,
-        NORMS=scored.inverse_norms is not None, NOISE=scored.row_keys is not None, KEPT=kept,
         PRECISION=dot_precision(scored.hidden.dtype), num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from airmoe.kernels.cells import CellLayout, ReverseIndex
 from airmoe.kernels.device_triton import (
+    block_size,
     count_below,
     dot,
     load_rows,
@@ -58,9 +59,8 @@ def _add_product(
 def _pool_products_kernel(
     x_1, table_1, x_2, table_2, out,
     tile_cells, tile_first, offsets, token_ids, pools,
-    POOL: tl.constexpr, DIM: tl.constexpr,
+    POOL: tl.constexpr, DIM: tl.constexpr, BY_TOKEN: tl.constexpr, PART: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
-    TWO: tl.constexpr, BY_TOKEN: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     cell = tl.load(tile_cells + tile)
@@ -78,7 +78,7 @@ def _pool_products_kernel(
                 x_1, table_1, rows, row_mask, places, place_mask, ids, columns, total,
                 POOL, DIM, tokens_first, PART,
             )  # fmt: skip
-            if TWO:
+            if x_2 is not None:
                 total = _add_product(
                     x_2, table_2, rows, row_mask, places, place_mask, ids, columns, total,
                     POOL, DIM, tokens_first, PART,
@@ -97,33 +97,32 @@ def pool_products(
 
     A token with several rows gets their sum, taken in float32.
     """
-    x_1, table_1 = pairs[0]
-    x_2, table_2 = pairs[-1]
-    tiles, dim = layout.tiles, table_1.shape[1]
+    table = pairs[0][1]
+    second = pairs[1] if len(pairs) == 2 else (None, None)
+    tiles, dim = layout.tiles, table.shape[1]
     by_token = layout.num_rows == num_tokens  # one row each: rows are a permutation of tokens
-    dtype = table_1.dtype if by_token else torch.float32
-    out = torch.empty(layout.num_rows, dim, dtype=dtype, device=table_1.device)
+    dtype = table.dtype if by_token else torch.float32
+    out = torch.empty(layout.num_rows, dim, dtype=dtype, device=table.device)
     if out.numel() == 0:
-        return out if by_token else out.new_zeros(num_tokens, dim).to(table_1.dtype)
-    config = _pool_config(table_1.dtype, dim, layout.pool_width, len(pairs))
+        return out if by_token else out.new_zeros(num_tokens, dim).to(table.dtype)
+    config = _pool_config(table.dtype, dim, layout.pool_width, len(pairs))
     _pool_products_kernel[(triton.cdiv(dim, config["BLOCK_D"]), tiles.count)](
-        x_1, table_1, x_2, table_2, out,
+        *pairs[0], *second, out,
         tiles.cells, tiles.first_rows, layout.offsets, layout.token_ids, layout.pools,
-        POOL=layout.pool_width, DIM=dim, BLOCK_T=tiles.block, TWO=len(pairs) == 2,
-        BY_TOKEN=by_token,
+        POOL=layout.pool_width, DIM=dim, BLOCK_T=tiles.block, BY_TOKEN=by_token,
         PART=part_dtype(), **config,
     )  # fmt: skip
     if by_token:
         return out
     rows = layout.token_ids.argsort(stable=True)  # token by token; every token has equally many
-    return out.index_select(0, rows).view(num_tokens, -1, dim).sum(1).to(table_1.dtype)
+    return out.index_select(0, rows).view(num_tokens, -1, dim).sum(1).to(table.dtype)
 
 
 def _pool_config(dtype: torch.dtype, dim: int, pool: int, pairs: int) -> dict[str, int]:
     wide = dtype == torch.float32
     return {
-        "BLOCK_D": max(16, min(triton.next_power_of_2(dim), 64 if wide else 128)),
-        "BLOCK_P": max(16, min(triton.next_power_of_2(pool), 32 if wide or pairs == 2 else 64)),
+        "BLOCK_D": block_size(dim, 64 if wide else 128),
+        "BLOCK_P": block_size(pool, 32 if wide or pairs == 2 else 64),
         "num_warps": 4,
         "num_stages": 1 if wide else 3,  # parts of float32 are made in registers
     }
@@ -196,10 +195,10 @@ def make_parts(layout: CellLayout, reverse: ReverseIndex, row_bytes: int) -> Par
 @triton.jit
 def _store_partial(
     partial, total, cell, places, low, high, shift, counts, columns,
-    POOL: tl.constexpr, DIM: tl.constexpr, USED: tl.constexpr,
+    POOL: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     mine = (places >= low) & (places < high)
-    if USED:
+    if counts is not None:
         count = tl.load(counts + cell.to(tl.int64) * POOL + places, mask=mine, other=0)
         mine &= count > 0
     store_rows(partial, places + shift, mine, columns, total, DIM)
@@ -209,7 +208,6 @@ def _store_partial(
 def _partial_kernel(
     x, values, partial, offsets, token_ids, positions, shifts, counts, part,
     POOL: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
-    USED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     cell = tl.program_id(2)
@@ -222,7 +220,7 @@ def _partial_kernel(
     last = tl.load(offsets + cell + 1)
     small = last - first <= BLOCK_R  # the usual cell: one program takes it, the others leave
     mine = (split == 0) | (last - first > BLOCK_R)
-    if USED:
+    if counts is not None:
         mine &= last > first
     if (begin + split < high) & mine:
         shift = tl.load(shifts + cell * PARTS + part)
@@ -238,9 +236,8 @@ def _partial_kernel(
                 total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
                 total = dot(block, value, total, True, False, PART)
                 _store_partial(
-                    partial, total, cell, places, low, high, shift, counts, columns,
-                    POOL, DIM, USED,
-                )  # fmt: skip
+                    partial, total, cell, places, low, high, shift, counts, columns, POOL, DIM
+                )
         else:
             for start in range(begin + split, high, SPLITS * BLOCK_P):
                 places = tl.multiple_of(start, 16) + tl.arange(0, BLOCK_P)
@@ -253,16 +250,15 @@ def _partial_kernel(
                     block = load_rows(x, rows, row_mask, places, POOL)
                     total = dot(block, value, total, True, False, PART)
                 _store_partial(
-                    partial, total, cell, places, low, high, shift, counts, columns,
-                    POOL, DIM, USED,
-                )  # fmt: skip
+                    partial, total, cell, places, low, high, shift, counts, columns, POOL, DIM
+                )
 
 
 @triton.jit
 def _reduce_kernel(
     partial, out, entries, starts, shifts, part_experts, part, table, inverse_norms,
     POOL: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_S: tl.constexpr, STAGES: tl.constexpr, PROJECT: tl.constexpr,
+    BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first = tl.load(part_experts + part)
     last = tl.load(part_experts + part + 1)
@@ -281,7 +277,7 @@ def _reduce_kernel(
             total += load_rows(partial, row, mask, columns, DIM).to(tl.float32)
         grad = tl.sum(total, axis=0)
         place = (tl.zeros((WIDTH,), tl.int64) + expert) * DIM + columns
-        if PROJECT:  # the gradient came through w / |w|: drop its radial part
+        if inverse_norms is not None:  # the gradient came through w / |w|: drop its radial part
             unit = tl.load(table + place, mask=column_mask, other=0.0).to(tl.float32)
             unit *= tl.load(inverse_norms + expert)
             grad -= unit * tl.sum(grad * unit, axis=0)
@@ -320,21 +316,14 @@ def row_products(
     for part in range(parts.count):
         _partial_kernel[grid](
             x, values, partial, layout.offsets, layout.token_ids, parts.positions, parts.shifts,
-            layout.offsets if counts is None else counts, part,
-            POOL=pool, DIM=dim, PARTS=parts.count, USED=counts is not None, PART=part_dtype(),
-            **config,
+            counts, part, POOL=pool, DIM=dim, PARTS=parts.count, PART=part_dtype(), **config,
         )  # fmt: skip
         _reduce_kernel[(min(REDUCE_PROGRAMS, table.shape[0]),)](
             partial, grad, reverse.entries, reverse.starts, parts.shifts, parts.experts, part,
-            table, grad if inverse_norms is None else inverse_norms,
-            POOL=pool, PARTS=parts.count, DIM=dim, WIDTH=width,
-            PROJECT=inverse_norms is not None, **_reduce_config(width),
+            table, inverse_norms, POOL=pool, PARTS=parts.count, DIM=dim, WIDTH=width,
+            BLOCK_S=4, STAGES=3, num_warps=max(1, width // 256),
         )  # fmt: skip
     return grad
-
-
-def _reduce_config(width: int) -> dict[str, int]:
-    return {"BLOCK_S": 4, "STAGES": 3, "num_warps": max(1, width // 256)}
 
 
 def _partial_config(x: Tensor, dim: int, pool: int, num_cells: int, parts: int) -> dict[str, int]:
@@ -350,8 +339,8 @@ def _partial_config(x: Tensor, dim: int, pool: int, num_cells: int, parts: int) 
     return {
         "SPLITS": min(8, triton.cdiv(pool, block_p * parts) + 1),  # programs for a large cell
         "BLOCK_R": rows,
-        "BLOCK_P": max(16, min(triton.next_power_of_2(pool), block_p)),
-        "BLOCK_D": max(16, min(triton.next_power_of_2(dim), 128)),
+        "BLOCK_P": block_size(pool, block_p),
+        "BLOCK_D": block_size(dim, 128),
         "num_warps": 4 if whole or wide else 8,
         "num_stages": stages,
     }

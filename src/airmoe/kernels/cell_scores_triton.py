@@ -15,6 +15,7 @@ from airmoe.kernels.cell_products_triton import make_parts, pool_products, row_p
 from airmoe.kernels.cell_scores import ScoreInputs
 from airmoe.kernels.cells import CellLayout, RowTiles
 from airmoe.kernels.device_triton import (
+    block_size,
     dot_precision,
     load_rows,
     operands_of_tile,
@@ -47,7 +48,7 @@ def score_tile(
     hidden, centroids, inverse_norms, row_keys, noise_std,
     tokens, row_mask, ids, place_mask,
     DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
-    NORMS: tl.constexpr, NOISE: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores of some tokens of a cell against part of its pool: [BLOCK_T, BLOCK_P] float32."""
     scores = products_tile(
@@ -55,9 +56,9 @@ def score_tile(
         DIM, BLOCK_T, BLOCK_P, BLOCK_D, PRECISION,
     )  # fmt: skip
     scores = tl.trans(scores)
-    if NORMS:
+    if inverse_norms is not None:
         scores *= tl.load(inverse_norms + ids, mask=place_mask, other=0.0)[None, :]
-    if NOISE:
+    if row_keys is not None:
         keys = tl.load(row_keys + tokens, mask=row_mask, other=0)
         scores += normal(keys[:, None], ids.to(tl.int32)[None, :]) * noise_std
     return scores
@@ -67,9 +68,8 @@ def score_tile(
 def _scores_kernel(
     hidden, centroids, inverse_norms, row_keys, noise_std,
     tile_cells, tile_first, offsets, token_ids, pools, scores, first_tile,
-    POOL: tl.constexpr, DIM: tl.constexpr,
+    POOL: tl.constexpr, DIM: tl.constexpr, TILED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
-    NORMS: tl.constexpr, NOISE: tl.constexpr, TILED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     place_in_buffer = tl.program_id(1)
     cell = tl.load(tile_cells + first_tile + place_in_buffer)
@@ -81,12 +81,10 @@ def _scores_kernel(
         found = score_tile(
             hidden, centroids, inverse_norms, row_keys, noise_std,
             tokens, row_mask, ids, place_mask,
-            DIM, BLOCK_T, BLOCK_P, BLOCK_D, NORMS, NOISE, PRECISION,
+            DIM, BLOCK_T, BLOCK_P, BLOCK_D, PRECISION,
         )  # fmt: skip
-        if TILED:  # a buffer of whole tiles instead of the rows themselves
-            target = place_in_buffer * BLOCK_T + tl.arange(0, BLOCK_T)
-        else:
-            target = rows
+        # In a buffer of whole tiles, or in the rows themselves.
+        target = place_in_buffer * BLOCK_T + tl.arange(0, BLOCK_T) if TILED else rows
         store_rows(scores, target, row_mask, places, found, POOL)
 
 
@@ -108,22 +106,19 @@ def all_scores(scored: ScoreInputs) -> Tensor:
     return scores
 
 
-def write_scores(scored: ScoreInputs, scores: Tensor, part: tuple[int, int] | None = None) -> None:
-    """Write scores [N, M]; with `part` = (first tile, tiles) a buffer [tiles * block, M]."""
+def write_scores(scored: ScoreInputs, scores: Tensor, part: slice | None = None) -> None:
+    """Write scores [N, M], or those of a part of the tiles to a buffer [tiles * block, M]."""
     layout, tiles = scored.layout, scored.layout.tiles
     dim, pool = scored.hidden.shape[1], layout.pool_width
-    first, count = (0, tiles.count) if part is None else part
-    if count == 0:
+    first, last = (0, tiles.count) if part is None else (part.start, part.stop)
+    if last == first:
         return
     config = _config(scored.hidden.dtype, dim, pool, tiles)
-    _scores_kernel[(triton.cdiv(pool, config["BLOCK_P"]), count)](
-        scored.hidden, scored.centroids,
-        scores if scored.inverse_norms is None else scored.inverse_norms,
-        layout.token_ids if scored.row_keys is None else scored.row_keys, scored.noise_std,
+    _scores_kernel[(triton.cdiv(pool, config["BLOCK_P"]), last - first)](
+        scored.hidden, scored.centroids, scored.inverse_norms, scored.row_keys, scored.noise_std,
         tiles.cells, tiles.first_rows, layout.offsets, layout.token_ids, layout.pools,
         scores, first,
-        POOL=pool, DIM=dim, BLOCK_T=tiles.block, NORMS=scored.inverse_norms is not None,
-        NOISE=scored.row_keys is not None, TILED=part is not None,
+        POOL=pool, DIM=dim, BLOCK_T=tiles.block, TILED=part is not None,
         PRECISION=dot_precision(scored.hidden.dtype), **config,
     )  # fmt: skip
 
@@ -134,8 +129,8 @@ def _config(dtype: torch.dtype, dim: int, pool: int, tiles: RowTiles) -> dict[st
     if tiles.count <= FEW_TILES:
         most = 32  # decoding: more programs, so that enough rows are on their way at once
     return {
-        "BLOCK_P": max(16, min(triton.next_power_of_2(pool), most)),
-        "BLOCK_D": max(16, min(triton.next_power_of_2(dim), 32 if wide else 64)),
+        "BLOCK_P": block_size(pool, most),
+        "BLOCK_D": block_size(dim, 32 if wide else 64),
         "num_warps": 4,
         "num_stages": 3,
     }
@@ -187,7 +182,7 @@ def _scale_by_norms(
         return grad_scores
     tiles, pool = layout.tiles, layout.pool_width
     out = torch.empty_like(grad_scores)
-    block_p = max(16, min(triton.next_power_of_2(pool), 128))
+    block_p = block_size(pool, 128)
     _scale_kernel[(triton.cdiv(pool, block_p), tiles.count)](
         grad_scores, inverse_norms, tiles.rows, tiles.cells, layout.pools, out,
         POOL=pool, BLOCK_T=tiles.block, BLOCK_P=block_p, num_warps=4,

@@ -23,7 +23,7 @@ from torch import Tensor
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import operator
 from airmoe.kernels.cells import ReverseIndex, RowTiles
-from airmoe.kernels.device_triton import count_below, load_rows
+from airmoe.kernels.device_triton import block_size, count_below, load_rows
 
 MOST_PROGRAMS = 65_535  # of a grid's second and third direction
 SMALLEST, LARGEST = 32, 64  # smaller tiles read the pools too often, larger ones spill registers
@@ -218,7 +218,7 @@ def counts_per_entry(gates: Tensor, offsets: Tensor, pools: Tensor) -> Tensor:
     """How many rows of each cell chose each of its experts: [G, M] int32."""
     pool = pools.shape[1]
     out = torch.empty(pools.shape, dtype=torch.int32, device=pools.device)
-    block_p = max(16, min(triton.next_power_of_2(pool), 256))
+    block_p = block_size(pool, 256)
     _counts_kernel[(triton.cdiv(pool, block_p), pools.shape[0])](
         gates.contiguous(), offsets, out, POOL=pool, BLOCK_T=16, BLOCK_P=block_p, num_warps=4
     )

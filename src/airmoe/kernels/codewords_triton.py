@@ -26,7 +26,14 @@ from torch import Tensor
 
 from airmoe.kernels.cells import sort_by_cell
 from airmoe.kernels.cells_triton import row_tiles
-from airmoe.kernels.device_triton import INFINITY, as_stored, bfloat16_parts, load_rows, upper_half
+from airmoe.kernels.device_triton import (
+    INFINITY,
+    as_stored,
+    bfloat16_parts,
+    block_size,
+    load_rows,
+    upper_half,
+)
 from airmoe.kernels.token_experts import SMALL_BATCH
 
 ENOUGH_PROGRAMS = 132
@@ -67,7 +74,7 @@ def _similarity(
 @triton.jit
 def _nearest_kernel(
     hidden_ptr, codewords_ptr, offsets_ptr, out_ptr, num_tokens, num_codewords, dim, part_stride,
-    EUCLIDEAN: tl.constexpr, PARTS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -80,7 +87,7 @@ def _nearest_kernel(
             dim, PARTS, BLOCK_T, BLOCK_G, BLOCK_D,
         )  # fmt: skip
         real = codeword < num_codewords
-        if EUCLIDEAN:
+        if offsets_ptr is not None:
             similarity -= tl.load(offsets_ptr + codeword, mask=real, other=0.0)[None, :]
         similarity = tl.where(real[None, :], similarity, -INFINITY)
         value, position = tl.max(similarity, axis=1, return_indices=True)  # ties: the lowest
@@ -101,8 +108,8 @@ def _nearest_of_many(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tens
     words = bfloat16_parts(codewords) if parts > 1 else codewords.contiguous()
     config = {
         "BLOCK_T": 128,
-        "BLOCK_G": min(128, max(16, triton.next_power_of_2(num_codewords))),
-        "BLOCK_D": min(32, max(16, triton.next_power_of_2(dim))),
+        "BLOCK_G": block_size(num_codewords, 128),
+        "BLOCK_D": block_size(dim, 32),
         "num_warps": 8,
         "num_stages": 3,
         # Two programs share an SM, one multiplying, one comparing.
@@ -110,8 +117,7 @@ def _nearest_of_many(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tens
     }
     _nearest_kernel[(triton.cdiv(num_tokens, config["BLOCK_T"]),)](
         as_stored(hidden), words, offsets, nearest,
-        num_tokens, num_codewords, dim, codewords.numel(),
-        EUCLIDEAN=euclidean, PARTS=parts, **config,
+        num_tokens, num_codewords, dim, codewords.numel(), PARTS=parts, **config,
     )  # fmt: skip
     return nearest
 

@@ -23,6 +23,11 @@ INFINITY = tl.constexpr(float("inf"))
 SPLIT_BLOCK = 1024
 
 
+def block_size(size: int, most: int) -> int:
+    """A power of two for one direction of a tile: `size` at once where that is not too large."""
+    return max(16, min(triton.next_power_of_2(size), most))
+
+
 # Products
 
 
@@ -84,9 +89,7 @@ def bfloat16_parts(values: Tensor) -> Tensor:
 
 @triton.jit
 def _turned(values, TURN: tl.constexpr):
-    if TURN:
-        values = tl.trans(values)
-    return values
+    return tl.trans(values) if TURN else values
 
 
 @triton.jit
@@ -369,11 +372,7 @@ def _exp(values, EXACT: tl.constexpr):
 
 @triton.jit
 def _over(above, below, EXACT: tl.constexpr):
-    if EXACT:
-        result = tl.div_rn(above, below)
-    else:
-        result = above / below
-    return result
+    return tl.div_rn(above, below) if EXACT else above / below
 
 
 @triton.jit

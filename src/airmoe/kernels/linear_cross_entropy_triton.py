@@ -46,10 +46,7 @@ LOWEST = tl.constexpr(-1.0e30)  # below any logit, yet finite: -inf minus -inf i
 @triton.jit
 def _power(values, peak, HALF: tl.constexpr):
     """exp(values - peak). Of 16-bit logits in one instruction less, the peak's part rounded."""
-    if HALF:
-        shifted = tl.fma(values, LOG2_E, -(peak * LOG2_E))
-    else:
-        shifted = (values - peak) * LOG2_E
+    shifted = tl.fma(values, LOG2_E, -(peak * LOG2_E)) if HALF else (values - peak) * LOG2_E
     return tl.exp2(shifted)
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.device_triton import as_stored, inverse_root, load_rows
+from airmoe.kernels.device_triton import as_stored, block_size, inverse_root, load_rows
 
 TILE_ELEMENTS = 8192  # [rows, D] of one fetch
 WIDEST = 256  # columns of it
@@ -33,7 +33,7 @@ def inverse_norms(rows: Tensor) -> Tensor:
     num_rows, dim = rows.shape
     inverse = torch.empty(num_rows, dtype=torch.float32, device=rows.device)
     if num_rows:
-        block_d = min(max(triton.next_power_of_2(dim), 16), WIDEST)
+        block_d = block_size(dim, WIDEST)
         block_r = TILE_ELEMENTS // block_d
         _norms_kernel[(triton.cdiv(num_rows, block_r),)](
             as_stored(rows), inverse, num_rows,

@@ -14,15 +14,16 @@ Every sum is taken in float32 and in an order that depends on the lists only: no
 # pyright: reportReturnType=none
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.device_triton import inverse_root, load_rows
+from airmoe.kernels.device_triton import block_size, inverse_root, load_rows
 from airmoe.kernels.norms_triton import inverse_norms
 
 TILE_ELEMENTS = 4096  # [ids, columns] of one fetch: with 4 warps 32 values per thread and table
@@ -33,6 +34,7 @@ NUM_WARPS = 4
 ENOUGH_PROGRAMS = 4 * 132  # below it, the list of a query is shared by several programs
 PART_ENTRIES = 1024  # of one id, summed by one program
 SCALE_BLOCK = 1024
+T = TypeVar("T")
 
 
 def tile_shape(num_ids: int, dim: int) -> tuple[int, int]:
@@ -42,21 +44,25 @@ def tile_shape(num_ids: int, dim: int) -> tuple[int, int]:
     # that LLVM's SLP vectorizer aborts the process (in Triton 3.6: two weights of `_sums_kernel` in
     # bfloat16 or float16). With 128 columns warps share the ids, and add through shared memory.
     most_columns = MOST_COLUMNS_IN_PAIRS if dim % 4 == 2 else MOST_COLUMNS
-    columns = min(max(triton.next_power_of_2(dim), 16), most_columns)
+    columns = block_size(dim, most_columns)
     ids = min(TILE_ELEMENTS // columns, triton.next_power_of_2(max(num_ids, 2)), MOST_IDS)
     return ids, columns
 
 
+def pair(values: Sequence[T]) -> tuple[T, T | None]:
+    """One or two operands, as kernels take them."""
+    return values[0], values[1] if len(values) == 2 else None
+
+
 @triton.jit
 def add_products(
-    query, table_1, table_2, rows, mask, columns, total_1, total_2,
-    DIM: tl.constexpr, TWO: tl.constexpr,
+    query, table_1, table_2, rows, mask, columns, total_1, total_2, DIM: tl.constexpr
 ):  # fmt: skip
     """(rows of table_1, totals of each table): a query times rows, elementwise, added up."""
     query_values = tl.load(query + columns, mask=columns < DIM, other=0.0)
     query_values = query_values.to(tl.float32)[None, :]
     values_1 = load_rows(table_1, rows, mask, columns, DIM)
-    if TWO:
+    if table_2 is not None:
         values_2 = load_rows(table_2, rows, mask, columns, DIM)
         total_2 += values_2.to(tl.float32) * query_values
     values_1 = values_1.to(tl.float32)
@@ -67,8 +73,7 @@ def add_products(
 def _dots_kernel(
     queries, table_1, table_2, ids, dots_1, dots_2,
     num_ids, tiles_per_program,
-    DIM: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, TWO: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     query = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * tiles_per_program * BLOCK_J
@@ -88,16 +93,15 @@ def _dots_kernel(
         for column in range(0, DIM, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
             values_1, total_1, total_2 = add_products(
-                queries + query * DIM, table_1, table_2, rows, mask, columns, total_1, total_2,
-                DIM, TWO,
-            )  # fmt: skip
+                queries + query * DIM, table_1, table_2, rows, mask, columns, total_1, total_2, DIM
+            )
             if NORMALIZE:
                 squares += values_1 * values_1
         sum_1 = tl.sum(total_1, axis=1)
         if NORMALIZE:
             sum_1 *= inverse_root(tl.sum(squares, axis=1))
         tl.store(dots_1 + own + places, sum_1.to(dots_1.dtype.element_ty), mask=mask)
-        if TWO:
+        if table_2 is not None:
             sum_2 = tl.sum(total_2, axis=1)
             tl.store(dots_2 + own + places, sum_2.to(dots_2.dtype.element_ty), mask=mask)
 
@@ -123,10 +127,8 @@ def row_dots(
     tiles = triton.cdiv(num_ids, block_j)
     tiles_per_program = min(max(num_queries * tiles // ENOUGH_PROGRAMS, 1), tiles)
     _dots_kernel[(num_queries, triton.cdiv(tiles, tiles_per_program))](
-        queries, tables[0], tables[-1], ids, dots[0], dots[-1],
-        num_ids, tiles_per_program,
-        DIM=dim, BLOCK_J=block_j, BLOCK_D=block_d, TWO=len(tables) == 2, NORMALIZE=normalize,
-        num_warps=NUM_WARPS,
+        queries, *pair(tables), ids, *pair(dots), num_ids, tiles_per_program,
+        DIM=dim, BLOCK_J=block_j, BLOCK_D=block_d, NORMALIZE=normalize, num_warps=NUM_WARPS,
     )  # fmt: skip
     return dots
 
@@ -134,7 +136,7 @@ def row_dots(
 @triton.jit
 def _totals_kernel(
     weights_1, table_1, weights_2, table_2, ids, totals, num_ids,
-    DIM: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, TWO: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     query = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -150,7 +152,7 @@ def _totals_kernel(
         next_ids = tl.load(ids + own + places + BLOCK_J, mask=places + BLOCK_J < num_ids, other=0)
         weights = tl.load(weights_1 + own + places, mask=mask, other=0.0).to(tl.float32)
         values = load_rows(table_1, rows, mask, columns, DIM)
-        if TWO:
+        if table_2 is not None:
             other = tl.load(weights_2 + own + places, mask=mask, other=0.0).to(tl.float32)
             other_values = load_rows(table_2, rows, mask, columns, DIM)
             total += other[:, None] * other_values.to(tl.float32)
@@ -166,9 +168,8 @@ def row_totals(pairs: list[tuple[Tensor, Tensor]], ids: Tensor, dtype: torch.dty
     block_j, block_d = tile_shape(num_ids, dim)
     # Queries run fastest: one block of columns of the whole table is in use at a time.
     _totals_kernel[(num_queries, triton.cdiv(dim, block_d))](
-        *pairs[0], *pairs[-1], ids, totals, num_ids,
-        DIM=dim, BLOCK_J=block_j, BLOCK_D=block_d, TWO=len(pairs) == 2,
-        num_warps=NUM_WARPS,
+        *pairs[0], *(pair(pairs)[1] or (None, None)), ids, totals, num_ids,
+        DIM=dim, BLOCK_J=block_j, BLOCK_D=block_d, num_warps=NUM_WARPS,
     )  # fmt: skip
     return totals
 
@@ -213,7 +214,7 @@ def _sums_kernel(
     weights_1, weights_2, rows, table, sums_1, sums_2, partial_1, partial_2,
     order, starts, part_ends, part_ids, num_parts, num_rows,
     LIST: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TWO: tl.constexpr, PROJECT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)  # the parts come first, then every id once
     is_part = program < num_parts
@@ -228,7 +229,7 @@ def _sums_kernel(
             begin = tl.where(is_part, begin + (program - first_part) * PART, begin)
             end = tl.minimum(end, begin + PART)
             columns = tl.arange(0, BLOCK_D)
-            if not PROJECT:  # which takes whole rows
+            if table is None:  # else whole rows are needed
                 columns += tl.program_id(1) * BLOCK_D
             inside = columns < DIM
             lanes = tl.arange(0, BLOCK_N)
@@ -244,7 +245,7 @@ def _sums_kernel(
                 )
                 factors = tl.load(weights_1 + entries, mask=mask, other=0.0).to(tl.float32)
                 values = load_rows(rows, entries // LIST, mask, columns, DIM).to(tl.float32)
-                if TWO:
+                if weights_2 is not None:
                     others = tl.load(weights_2 + entries, mask=mask, other=0.0).to(tl.float32)
                     total_2 += others[:, None] * values
                 total_1 += factors[:, None] * values
@@ -253,20 +254,20 @@ def _sums_kernel(
             target = tl.where(is_part, program.to(tl.int64), row) * DIM + columns
             if is_part:
                 tl.store(partial_1 + target, sum_1, mask=inside)
-                if TWO:
+                if weights_2 is not None:
                     tl.store(partial_2 + target, sum_2, mask=inside)
             else:
-                if PROJECT:
+                if table is not None:
                     sum_1 = _across(sum_1, table, row, columns, inside, DIM)
                 tl.store(sums_1 + target, sum_1.to(sums_1.dtype.element_ty), mask=inside)
-                if TWO:
+                if weights_2 is not None:
                     tl.store(sums_2 + target, sum_2.to(sums_2.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _add_parts_kernel(
     partial, table, sums, part_ends, part_ids, num_rows,
-    DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PROJECT: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     row = tl.load(part_ids + part)
@@ -275,7 +276,7 @@ def _add_parts_kernel(
         if part == first:  # one program per id, all its parts
             last = tl.load(part_ends + row)
             columns = tl.arange(0, BLOCK_D)
-            if not PROJECT:
+            if table is None:
                 columns += tl.program_id(1) * BLOCK_D
             inside = columns < DIM
             total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -283,7 +284,7 @@ def _add_parts_kernel(
                 parts = start + tl.arange(0, BLOCK_N)
                 total += load_rows(partial, parts, parts < last, columns, DIM)
             summed = tl.sum(total, axis=0)
-            if PROJECT:
+            if table is not None:
                 summed = _across(summed, table, row, columns, inside, DIM)
             tl.store(sums + row * DIM + columns, summed.to(sums.dtype.element_ty), mask=inside)
 
@@ -292,12 +293,9 @@ def row_sums(
     weights: list[Tensor], rows: Tensor, entries: Entries, dtype: torch.dtype
 ) -> list[Tensor]:
     """[R, D] per weights (one or two, [Q, J]): sum over an id's entries of weight * rows[q]."""
-    num_rows, dim = entries.starts.shape[0] - 1, rows.shape[1]
-    sums = [torch.empty(num_rows, dim, dtype=dtype, device=rows.device) for _ in weights]
-    block_n, block_d = tile_shape(PART_ENTRIES, dim)
-    sizes = {"BLOCK_N": block_n, "BLOCK_D": block_d, "PROJECT": False, "num_warps": NUM_WARPS}
-    _launch_sums(weights, rows, rows, entries, sums, sizes)
-    return sums
+    block_n, block_d = tile_shape(PART_ENTRIES, rows.shape[1])
+    sizes = {"BLOCK_N": block_n, "BLOCK_D": block_d, "num_warps": NUM_WARPS}
+    return _sums(weights, rows, None, entries, dtype, sizes)
 
 
 def table_grads(
@@ -307,42 +305,41 @@ def table_grads(
 
     With `project` the logits were those of normalized rows.
     """
-    out = torch.empty(table.shape, dtype=table.dtype, device=table.device)
     width = max(triton.next_power_of_2(table.shape[1]), 16)
     sizes = {
-        "BLOCK_N": max(TILE_ELEMENTS // width, 2), "BLOCK_D": width, "PROJECT": project,
+        "BLOCK_N": max(TILE_ELEMENTS // width, 2), "BLOCK_D": width,
         "num_warps": max(NUM_WARPS, width // 512),
     }  # fmt: skip
-    _launch_sums([grads], hidden, table, entries, [out], sizes)
-    return out
+    return _sums([grads], hidden, table if project else None, entries, table.dtype, sizes)[0]
 
 
-def _launch_sums(
+def _sums(
     weights: list[Tensor],
     rows: Tensor,
-    table: Tensor,
+    table: Tensor | None,
     entries: Entries,
-    sums: list[Tensor],
+    dtype: torch.dtype,
     sizes: dict[str, int],
-) -> None:
-    """Write the sums [R, D] of each of the weights."""
-    (num_rows, dim), num_parts = sums[0].shape, entries.part_ids.shape[0]
+) -> list[Tensor]:
+    """[R, D] for each of the weights; with a table what is across its rows."""
+    num_rows, num_parts, dim = entries.starts.shape[0] - 1, len(entries.part_ids), rows.shape[1]
+    sums = [torch.empty(num_rows, dim, dtype=dtype, device=rows.device) for _ in weights]
     if sums[0].numel() == 0:
-        return
+        return sums
     partial = torch.empty(len(weights), num_parts, dim, dtype=torch.float32, device=rows.device)
     column_blocks = triton.cdiv(dim, sizes["BLOCK_D"])
     _sums_kernel[(num_parts + num_rows, column_blocks)](
-        weights[0], weights[-1], rows, table, sums[0], sums[-1], partial[0], partial[-1],
+        *pair(weights), rows, table, *pair(sums), *pair(partial),
         entries.order, entries.starts, entries.part_ends, entries.part_ids, num_parts, num_rows,
-        LIST=max(entries.list_size, 1), DIM=dim, PART=PART_ENTRIES, TWO=len(weights) == 2, **sizes,
+        LIST=max(entries.list_size, 1), DIM=dim, PART=PART_ENTRIES, **sizes,
     )  # fmt: skip
-    if num_parts == 0:
-        return
     for part_sums, total in zip(partial, sums, strict=True):
-        _add_parts_kernel[(num_parts, column_blocks)](
-            part_sums, table, total, entries.part_ends, entries.part_ids, num_rows,
-            DIM=dim, **sizes,
-        )  # fmt: skip
+        if num_parts:
+            _add_parts_kernel[(num_parts, column_blocks)](
+                part_sums, table, total, entries.part_ends, entries.part_ids, num_rows,
+                DIM=dim, **sizes,
+            )  # fmt: skip
+    return sums
 
 
 @triton.jit

@@ -18,24 +18,20 @@ from airmoe.kernels.noise_triton import normal
 
 @triton.jit
 def _load_parts(
-    at, stride, mask, PARTS: tl.constexpr, CUT: tl.constexpr, MASKED: tl.constexpr,
-    PART: tl.constexpr,
+    at, stride, mask, PARTS: tl.constexpr, CUT: tl.constexpr, PART: tl.constexpr
 ):  # fmt: skip
-    """The three parts of a tile: as they are stored, or cut out of it. Absent ones repeat one."""
-    if MASKED:
-        first = tl.load(at, mask=mask, other=0.0)
-    else:
-        first = tl.load(at)
+    """The three parts of a tile: as they are stored, or cut out of it. Absent ones repeat one.
+
+    The mask is None where all of the tile is there.
+    """
+    other = None if mask is None else 0.0
+    first = tl.load(at, mask=mask, other=other)
     second, third = first, first
     if CUT:
         first, second, third = cut(first.to(tl.float32), PART)
     elif PARTS == 3:
-        if MASKED:
-            second = tl.load(at + stride, mask=mask, other=0.0)
-            third = tl.load(at + 2 * stride, mask=mask, other=0.0)
-        else:
-            second = tl.load(at + stride)
-            third = tl.load(at + 2 * stride)
+        second = tl.load(at + stride, mask=mask, other=other)
+        third = tl.load(at + 2 * stride, mask=mask, other=other)
     return first, second, third
 
 
@@ -69,7 +65,6 @@ def _scores(
     hidden_stride, expert_stride, noise_std,
     DIM: tl.constexpr, HIDDEN_PARTS: tl.constexpr, EXPERT_PARTS: tl.constexpr,
     HIDDEN_CUT: tl.constexpr, EXPERT_CUT: tl.constexpr,
-    HAS_SCALES: tl.constexpr, HAS_NOISE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_R, BLOCK_C] scores. Rows and columns that are none repeat the last one."""
@@ -82,20 +77,20 @@ def _scores(
     scores = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for start in range(0, dim, BLOCK_D):  # not DIM: unrolled it would not fit into registers
         inside = depth < DIM - start
+        left_mask = None if DIM % BLOCK_D == 0 else inside[None, :]
+        right_mask = None if DIM % BLOCK_D == 0 else inside[:, None]
         left_1, left_2, left_3 = _load_parts(
-            rows_at + start, hidden_stride, inside[None, :],
-            HIDDEN_PARTS, HIDDEN_CUT, DIM % BLOCK_D != 0, PART,
-        )  # fmt: skip
+            rows_at + start, hidden_stride, left_mask, HIDDEN_PARTS, HIDDEN_CUT, PART
+        )
         right_1, right_2, right_3 = _load_parts(
-            columns_at + start, expert_stride, inside[:, None],
-            EXPERT_PARTS, EXPERT_CUT, DIM % BLOCK_D != 0, PART,
-        )  # fmt: skip
+            columns_at + start, expert_stride, right_mask, EXPERT_PARTS, EXPERT_CUT, PART
+        )
         scores += _product(
             left_1, left_2, left_3, right_1, right_2, right_3, HIDDEN_PARTS, EXPERT_PARTS, 3
         )
-    if HAS_SCALES:
+    if scales is not None:
         scores *= tl.load(scales + column)[None, :]
-    if HAS_NOISE:
+    if row_keys is not None:
         keys = tl.load(row_keys + row)
         scores += normal(keys[:, None], column[None, :]) * noise_std
     return scores
@@ -105,10 +100,8 @@ def _scores(
 def tile_kernel(
     hidden, experts, scales, row_keys, log_z, grad_mean, chunk, tile_sums, tile_peaks,
     num_tokens, num_experts, dim, hidden_stride, expert_stride, chunk_stride, noise_std,
-    PROBS: tl.constexpr, DIM: tl.constexpr,
-    HIDDEN_PARTS: tl.constexpr, EXPERT_PARTS: tl.constexpr,
+    DIM: tl.constexpr, HIDDEN_PARTS: tl.constexpr, EXPERT_PARTS: tl.constexpr,
     HIDDEN_CUT: tl.constexpr, EXPERT_CUT: tl.constexpr,
-    HAS_SCALES: tl.constexpr, HAS_NOISE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     row_blocks = tl.cdiv(num_tokens, BLOCK_R)
@@ -119,13 +112,13 @@ def tile_kernel(
     scores = _scores(
         hidden, experts, scales, row_keys, row, column, num_tokens, num_experts, dim,
         hidden_stride, expert_stride, noise_std,
-        DIM, HIDDEN_PARTS, EXPERT_PARTS, HIDDEN_CUT, EXPERT_CUT, HAS_SCALES, HAS_NOISE,
+        DIM, HIDDEN_PARTS, EXPERT_PARTS, HIDDEN_CUT, EXPERT_CUT,
         BLOCK_R, BLOCK_C, BLOCK_D, PART,
     )  # fmt: skip
     scores = tl.where((column < num_experts)[None, :], scores, -INFINITY)
     at = chunk + row.to(tl.int64)[:, None] * chunk_stride + column[None, :]
     tile = row * (chunk_stride // BLOCK_C) + block
-    if PROBS:
+    if log_z is not None:
         shift = tl.load(log_z + row, mask=row < num_tokens, other=INFINITY)  # no row: 0
         probs = tl.exp(scores - shift[:, None])
         grads = tl.load(grad_mean + column, mask=column < num_experts, other=0.0)
@@ -189,8 +182,7 @@ def hidden_grads_kernel(
     chunk, experts, scales, bases, weights, grad_mean, partial,
     num_tokens, num_experts, expert_stride, chunk_stride, experts_per_split,
     DIM: tl.constexpr, PARTS: tl.constexpr, CUT: tl.constexpr, REACH: tl.constexpr,
-    HAS_SCALES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr, PART: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     depth = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -206,13 +198,13 @@ def hidden_grads_kernel(
         real = column < num_experts  # the padding has probability 0
         towards = tl.load(grad_mean + column, mask=real, other=0.0)[None, :]
         grads = tl.load(rows_at + column[None, :]) * (base + weight * towards)
-        if HAS_SCALES:
+        if scales is not None:
             grads *= tl.load(scales + column, mask=real, other=0.0)[None, :]
         left_1, left_2, left_3 = cut(grads, PART)
         table_row = tl.minimum(column, num_experts - 1).to(tl.int64)
         right_1, right_2, right_3 = _load_parts(
             experts + table_row[:, None] * DIM + depth[None, :], expert_stride,
-            (depth < DIM)[None, :], PARTS, CUT, DIM % BLOCK_D != 0, PART,
+            None if DIM % BLOCK_D == 0 else (depth < DIM)[None, :], PARTS, CUT, PART,
         )  # fmt: skip
         total += _product(left_1, left_2, left_3, right_1, right_2, right_3, 3, PARTS, REACH)
     store_rows(partial, tl.program_id(2) * num_tokens + row, row < num_tokens, depth, total, DIM)
@@ -243,7 +235,7 @@ def expert_grads_kernel(
         token = tl.minimum(row, num_tokens - 1).to(tl.int64)
         right_1, right_2, right_3 = _load_parts(
             hidden + token[:, None] * DIM + depth[None, :], hidden_stride,
-            (depth < DIM)[None, :], PARTS, CUT, DIM % BLOCK_D != 0, PART,
+            None if DIM % BLOCK_D == 0 else (depth < DIM)[None, :], PARTS, CUT, PART,
         )  # fmt: skip
         total += _product(
             tl.trans(left_1), tl.trans(left_2), tl.trans(left_3), right_1, right_2, right_3,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from airmoe.kernels.backend import chunks
 from airmoe.kernels.best_experts_triton import exact_tables
-from airmoe.kernels.device_triton import as_stored, part_dtype
+from airmoe.kernels.device_triton import as_stored, block_size, part_dtype
 from airmoe.kernels.norms_triton import inverse_norms
 from airmoe.kernels.softmax_kernels_triton import (
     expert_grads_kernel,
@@ -88,7 +88,7 @@ class Chunks:
         """Tokens per chunk and per tile."""
         most = max(1, CHUNK_ELEMENTS // self.columns)
         step = min(self.num_tokens, most // 128 * 128 if most > 128 else most)
-        return step, min(128, max(16, triton.next_power_of_2(step)))
+        return step, block_size(step, 128)
 
     def slices(self) -> Iterator[slice]:
         return chunks(self.num_tokens, self.step)
@@ -105,7 +105,7 @@ class Chunks:
         """Three programs share a multiprocessor: one multiplies while others jitter."""
         tokens, experts = self._operands(together=True)
         single = tokens.count * experts.count == 1
-        depth = min(64 if single else 32, max(16, triton.next_power_of_2(self.dim)))
+        depth = block_size(self.dim, 64 if single else 32)
         return {
             "BLOCK_C": 64, "BLOCK_D": depth,
             "num_warps": 4, "num_stages": 2 if tokens.count * experts.count > 3 else 3,
@@ -122,10 +122,8 @@ class Chunks:
             log_z, grad_mean, self.buffer, self.tile_sums, self.tile_peaks,
             num_tokens, self.num_experts, self.dim, rows.stride(0), experts.table.stride(0),
             self.columns, noise_std,
-            PROBS=log_z is not None, DIM=self.dim,
-            HIDDEN_PARTS=tokens.count, EXPERT_PARTS=experts.count,
+            DIM=self.dim, HIDDEN_PARTS=tokens.count, EXPERT_PARTS=experts.count,
             HIDDEN_CUT=tokens.cut, EXPERT_CUT=experts.cut,
-            HAS_SCALES=self.scales is not None, HAS_NOISE=row_keys is not None,
             BLOCK_R=self.block_rows, PART=part_dtype(), **self.config,
         )  # fmt: skip
 
@@ -180,8 +178,7 @@ class Chunks:
             steps_per_split * config["BLOCK_K"],
             DIM=self.dim, PARTS=experts.count, CUT=experts.cut,
             REACH=3 if grad_hidden.dtype == torch.float32 else 2,
-            HAS_SCALES=self.scales is not None, BLOCK_R=self.block_rows, PART=part_dtype(),
-            **config,
+            BLOCK_R=self.block_rows, PART=part_dtype(), **config,
         )  # fmt: skip
         grad_hidden.copy_(partial.sum(0))
 
@@ -200,7 +197,7 @@ class Chunks:
         )  # fmt: skip
 
     def _grads_config(self) -> dict[str, int]:
-        depth = min(128, max(16, triton.next_power_of_2(self.dim)))
+        depth = block_size(self.dim, 128)
         return {"BLOCK_K": 64, "BLOCK_D": depth, "num_warps": 8, "num_stages": 2}
 
     def project(self, sums: Tensor) -> Tensor:

@@ -14,8 +14,6 @@ below the least jittered score kept, and only what passes is ever jittered.
 # pyright: reportGeneralTypeIssues=none, reportReturnType=none
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -54,10 +52,10 @@ def _config(rows: int, dim: int, products: int, float32: bool) -> dict[str, int]
 
 
 @triton.jit
-def _selection_scores(keys, row_keys, noise_std, HAS_NOISE: tl.constexpr):
+def _selection_scores(keys, row_keys, noise_std):
     """Finite float32 scores, jittered, of packed (score, column) entries."""
     scores = (keys >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    if HAS_NOISE:
+    if row_keys is not None:
         scores += normal(row_keys, keys.to(tl.int32)) * noise_std
     scores = tl.where(scores == scores, scores, FLOAT32_MAX)  # NaN counts as the largest number
     return tl.minimum(tl.maximum(scores, -FLOAT32_MAX), FLOAT32_MAX) + 0.0  # -0 and 0 are a tie
@@ -71,7 +69,7 @@ def _count(chosen):
 @triton.jit
 def _thin_lists(
     keys_ptr, held_ptr, floors_ptr, row_keys_ptr, row, num_rows, noise_std, count, most,
-    HAS_NOISE: tl.constexpr, CAPACITY: tl.constexpr,
+    CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """Keep `count` to `most` best of each list; of equal ones at the border those that come first.
 
@@ -83,10 +81,10 @@ def _thin_lists(
     places = keys_ptr + row.to(tl.int64)[:, None] * CAPACITY + position
     real = position < length[:, None]
     keys = tl.load(places, mask=real, other=0)
-    row_keys = tl.zeros_like(row)
-    if HAS_NOISE:
-        row_keys = tl.load(row_keys_ptr + row, mask=row < num_rows, other=0)
-    scores = _selection_scores(keys, row_keys[:, None], noise_std, HAS_NOISE)
+    row_keys = None
+    if row_keys_ptr is not None:
+        row_keys = tl.load(row_keys_ptr + row, mask=row < num_rows, other=0)[:, None]
+    scores = _selection_scores(keys, row_keys, noise_std)
     scores = tl.where(real, scores, -INFINITY)
     low = tl.min(tl.where(real, scores, FLOAT32_MAX), axis=1)
     high = tl.max(scores, axis=1)
@@ -117,9 +115,7 @@ def _thin_lists(
     tl.store(keys_ptr + row.to(tl.int64)[:, None] * CAPACITY + slot, keys, mask=chosen)
     kept = tl.sum(taken, axis=1)
     tl.store(held_ptr + row, kept)
-    floor = low
-    if HAS_NOISE:
-        floor = low - JITTER_BOUND * noise_std
+    floor = low if row_keys_ptr is None else low - JITTER_BOUND * noise_std
     # A list that never overflowed may be shorter than `count`: everything still passes.
     floor = tl.where(kept >= count, floor, float("nan"))
     tl.store(floors_ptr + row, floor)
@@ -151,9 +147,9 @@ def _append(places, scores, floor, column, DIRECT: tl.constexpr):
 def _stream_kernel(
     rows_ptr, columns_ptr, scales_ptr, row_keys_ptr, keys_ptr, held_ptr, floors_ptr,
     num_rows, num_columns, dim, row_stride, column_stride, noise_std, count, slack,
-    HAS_SCALES: tl.constexpr, HAS_NOISE: tl.constexpr, ROW_PARTS: tl.constexpr,
-    COLUMN_PARTS: tl.constexpr, FLOAT32: tl.constexpr, RESIDENT: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROW_PARTS: tl.constexpr, COLUMN_PARTS: tl.constexpr, FLOAT32: tl.constexpr,
+    RESIDENT: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
     SPAN: tl.constexpr, CAPACITY: tl.constexpr, GROUP: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -177,10 +173,8 @@ def _stream_kernel(
             real_column = (column < num_columns)[None, :]
             columns_at = columns_ptr + column.to(tl.int64)[None, :] * dim + depth[:, None]
             if RESIDENT:
-                if EVEN:
-                    right = tl.load(columns_at)
-                else:
-                    right = tl.load(columns_at, mask=real_column & inside[:, None], other=0.0)
+                mask = None if EVEN else real_column & inside[:, None]
+                right = tl.load(columns_at, mask=mask, other=None if EVEN else 0.0)
                 scores = tl.dot(left, right)
             else:
                 scores = product(
@@ -188,11 +182,10 @@ def _stream_kernel(
                     real_column, depth, dim, False,
                     ROW_PARTS, COLUMN_PARTS, FLOAT32, BLOCK_R, BLOCK_C, BLOCK_D,
                 )  # fmt: skip
-            if HAS_SCALES:
-                if EVEN:
-                    scores *= tl.load(scales_ptr + column)[None, :]
-                else:
-                    scores *= tl.load(scales_ptr + column, mask=column < last, other=0.0)[None, :]
+            if scales_ptr is not None:
+                mask = None if EVEN else column < last
+                scale = tl.load(scales_ptr + column, mask=mask, other=None if EVEN else 0.0)
+                scores *= scale[None, :]
             bar = tl.broadcast_to(floor[:, None], (BLOCK_R, BLOCK_C))
             if not EVEN:  # columns that are none must not pass, whatever the row is
                 scores = tl.where(real_column, scores, -INFINITY)
@@ -217,7 +210,7 @@ def _stream_kernel(
                 if tl.max(tl.load(held_ptr + some), axis=0) > full:
                     _thin_lists(
                         keys_ptr, held_ptr, floors_ptr, row_keys_ptr, some, num_rows, noise_std,
-                        count, most, HAS_NOISE, CAPACITY,
+                        count, most, CAPACITY,
                     )  # fmt: skip
             tl.debug_barrier()
             held = tl.load(held_ptr + row).to(tl.float32) + TWO_23
@@ -226,8 +219,7 @@ def _stream_kernel(
 
 @triton.jit
 def _unpack_kernel(
-    keys_ptr, row_keys_ptr, ids_ptr, scores_ptr, count, capacity, noise_std,
-    HAS_NOISE: tl.constexpr, KEEP_SCORES: tl.constexpr, BLOCK: tl.constexpr,
+    keys_ptr, row_keys_ptr, ids_ptr, scores_ptr, count, capacity, noise_std, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -235,11 +227,9 @@ def _unpack_kernel(
     keys = tl.load(keys_ptr + row * capacity + slot, mask=mask, other=0)
     ids = (keys & 0x7FFFFFFF).to(ids_ptr.dtype.element_ty)
     tl.store(ids_ptr + row * count + slot, ids, mask=mask)
-    if KEEP_SCORES:
-        row_key = 0
-        if HAS_NOISE:
-            row_key = tl.load(row_keys_ptr + row)
-        scores = _selection_scores(keys, row_key, noise_std, HAS_NOISE)
+    if scores_ptr is not None:
+        row_key = None if row_keys_ptr is None else tl.load(row_keys_ptr + row)
+        scores = _selection_scores(keys, row_key, noise_std)
         tl.store(scores_ptr + row * count + slot, scores, mask=mask)
 
 
@@ -253,49 +243,36 @@ def _capacity(count: int) -> int:
     return triton.next_power_of_2(2 * count + SPAN)
 
 
-class StreamedColumns:
-    """The `count` best columns of rows, some rows at a time, in lists that are used again."""
+def stream_columns(tables: Tables, ids: Tensor, scores: Tensor | None = None) -> None:
+    """Write the best columns of every row: ids [N, count] ascending, and scores.
 
-    def __init__(self, tables: Tables, count: int) -> None:
-        assert not tables.normalize, "norms come as scales: they would be measured in every block"
-        self.tables, self.count, self.capacity = tables, count, _capacity(count)
-        (row_parts, self.num_rows, dim), column_parts = tables.rows.shape, tables.columns.shape[0]
-        self.config = _config(self.num_rows, dim, row_parts * column_parts, tables.float32)
-        blocks = min(ROW_BLOCKS, triton.cdiv(self.num_rows, self.config["BLOCK_R"]))
-        self.rows_at_once = blocks * self.config["BLOCK_R"]
-        device = tables.rows.device
-        shape = (self.rows_at_once, self.capacity)
-        self.keys = torch.empty(shape, dtype=torch.int64, device=device)
-        self.held = torch.empty(self.rows_at_once, dtype=torch.int32, device=device)
-        self.floors = torch.empty(self.rows_at_once, dtype=torch.float32, device=device)
-
-    def chunks(self) -> Iterator[slice]:
-        return chunks(self.num_rows, self.rows_at_once)
-
-    def _group(self) -> int:
-        elements = THIN_ELEMENTS * self.config["num_warps"]
-        return max(1, min(elements // self.capacity, self.config["BLOCK_R"]))
-
-    def find(self, rows: slice, ids: Tensor, scores: Tensor | None = None) -> None:
-        """Write the best columns of one of `chunks`: ids [rows, count] ascending, and scores."""
-        tables, config = self.tables, self.config
-        left, right = tables.rows[:, rows], tables.columns
-        (row_parts, num_rows, dim), (column_parts, num_columns, _) = left.shape, right.shape
-        row_keys = None if tables.row_keys is None else tables.row_keys[rows]
-        noisy, noise_std = row_keys is not None, tables.noise_std
-        _stream_kernel[(triton.cdiv(num_rows, config["BLOCK_R"]),)](
-            left, right, tables.scales, row_keys, self.keys, self.held, self.floors,
-            num_rows, num_columns, dim, left.stride(0), right.stride(0), noise_std,
-            self.count, self.count // 8,
-            HAS_SCALES=tables.scales is not None, HAS_NOISE=noisy,
+    Some rows at a time, in lists that are used again.
+    """
+    assert not tables.normalize, "norms come as scales: they would be measured in every block"
+    (num_rows, count), device = ids.shape, ids.device
+    capacity, noise_std = _capacity(count), tables.noise_std
+    row_parts, (column_parts, num_columns, dim) = tables.rows.shape[0], tables.columns.shape
+    config = _config(num_rows, dim, row_parts * column_parts, tables.float32)
+    block_rows = config["BLOCK_R"]
+    step = min(ROW_BLOCKS, triton.cdiv(num_rows, block_rows)) * block_rows
+    keys = torch.empty(step, capacity, dtype=torch.int64, device=device)
+    held = torch.empty(step, dtype=torch.int32, device=device)
+    floors = torch.empty(step, dtype=torch.float32, device=device)
+    group = max(1, min(THIN_ELEMENTS * config["num_warps"] // capacity, block_rows))
+    block = min(UNPACK_BLOCK, triton.next_power_of_2(count))
+    for rows in chunks(num_rows, step):
+        left, row_keys = tables.rows[:, rows], tables.keys_of(rows)
+        size = left.shape[1]
+        _stream_kernel[(triton.cdiv(size, block_rows),)](
+            left, tables.columns, tables.scales, row_keys, keys, held, floors,
+            size, num_columns, dim, left.stride(0), tables.columns.stride(0), noise_std,
+            count, count // 8,
             ROW_PARTS=row_parts, COLUMN_PARTS=column_parts, FLOAT32=tables.float32,
             EVEN=num_columns % config["BLOCK_C"] == 0 and dim % config["BLOCK_D"] == 0,
-            SPAN=SPAN, CAPACITY=self.capacity, GROUP=self._group(),
+            SPAN=SPAN, CAPACITY=capacity, GROUP=group,
             DIRECT=DIRECT_STORES and not interpreted(), **config,
         )  # fmt: skip
-        block = min(UNPACK_BLOCK, triton.next_power_of_2(self.count))
-        _unpack_kernel[(num_rows, triton.cdiv(self.count, block))](
-            self.keys, row_keys, ids, scores, self.count, self.capacity, noise_std,
-            HAS_NOISE=noisy, KEEP_SCORES=scores is not None, BLOCK=block,
-            num_warps=max(1, block // 256),
+        _unpack_kernel[(size, triton.cdiv(count, block))](
+            keys, row_keys, ids[rows], None if scores is None else scores[rows],
+            count, capacity, noise_std, BLOCK=block, num_warps=max(1, block // 256),
         )  # fmt: skip

@@ -17,8 +17,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.device_triton import ACTIVATION_CODES, activate, activation_grads, load_rows
-from airmoe.kernels.rows_triton import add_products, row_dots, row_sums, row_totals, sort_entries
+from airmoe.kernels.device_triton import (
+    ACTIVATION_CODES,
+    activate,
+    activation_grads,
+    block_size,
+    load_rows,
+)
+from airmoe.kernels.rows_triton import (
+    add_products,
+    pair,
+    row_dots,
+    row_sums,
+    row_totals,
+    sort_entries,
+)
 from airmoe.kernels.token_experts import SMALL_BATCH, ExpertTables, empty_pre
 
 ELEMENTS_BLOCK = 1024  # of the elementwise kernels
@@ -47,14 +60,15 @@ def token_experts(
     num_tokens, top_k = expert_ids.shape
     pre = empty_pre(hidden, gate, (num_tokens, top_k * expert_size), keep)
     if 0 < num_tokens <= SMALL_BATCH and top_k > 0:
-        return _forward_of_few(hidden, tables, weights, expert_ids, pre), *pre
+        kept = pre if keep else (None, None)
+        return _forward_of_few(hidden, tables, weights, expert_ids, kept), *pre
     neurons = tables.neurons(expert_ids)
     both = [tables.up] if tables.gate is None else [tables.up, tables.gate]
-    dots = row_dots(hidden, both, neurons, hidden.dtype)
-    weighted = _weigh(dots[0], dots[-1], weights, tables)
+    pre_up, pre_gate = pair(row_dots(hidden, both, neurons, hidden.dtype))
+    weighted = _weigh(pre_up, pre_gate, weights, tables)
     output = row_totals([(weighted, tables.down)], neurons, hidden.dtype)
     if keep:
-        pre = dots[0], pre[1] if tables.gate is None else dots[1]
+        pre = pre_up, pre[1] if pre_gate is None else pre_gate
     return output, *pre
 
 
@@ -62,11 +76,11 @@ def token_experts_backward(call: Any, want: set[str]) -> dict[str, Tensor]:
     """Gradients of those of hidden, gate, up, down and weights that are wanted."""
     tables = ExpertTables(call.gate, call.up, call.down, call.activation, call.expert_size)
     tables, hidden, grad_output = tables.contiguous(), call.hidden.contiguous(), call.grad_output
-    pre, weights = (call.pre_up, call.pre_gate), call.weights.contiguous()
-    expert_ids = call.expert_ids.contiguous()
+    pre_gate = None if tables.gate is None else call.pre_gate
+    weights, expert_ids = call.weights.contiguous(), call.expert_ids.contiguous()
     grads: dict[str, Tensor] = {}
     neurons = tables.neurons(expert_ids)
-    activations = (pre[0], pre[0] if tables.gate is None else pre[1], weights, tables)
+    activations = (call.pre_up, pre_gate, weights, tables)
     entries = sort_entries(neurons, tables.up.shape[0]) if want & {"gate", "up", "down"} else None
     if entries is not None and "down" in want:
         factors = [_weigh(*activations)]
@@ -76,7 +90,7 @@ def token_experts_backward(call: Any, want: set[str]) -> dict[str, Tensor]:
         grad_up, grad_gate, grads["weights"] = _weigh_grads(grad_weighted, *activations)
         del grad_weighted
         through = {"up": (grad_up, tables.up)}
-        if tables.gate is not None:
+        if tables.gate is not None and grad_gate is not None:
             through["gate"] = (grad_gate, tables.gate)
         if "hidden" in want:
             grads["hidden"] = row_totals(list(through.values()), neurons, hidden.dtype)
@@ -93,7 +107,9 @@ def _operands(up, gate, weights, size, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = places < size
     up_values = tl.load(up + places, mask=mask, other=0.0).to(tl.float32)
-    gate_values = tl.load(gate + places, mask=mask, other=0.0).to(tl.float32)
+    gate_values = up_values
+    if gate is not None:
+        gate_values = tl.load(gate + places, mask=mask, other=0.0).to(tl.float32)
     factors = tl.load(weights + places // SIZE, mask=mask, other=0.0).to(tl.float32)
     return places, mask, up_values, gate_values, factors
 
@@ -109,11 +125,8 @@ def _weigh_kernel(
     tl.store(weighted + places, values.to(weighted.dtype.element_ty), mask=mask)
 
 
-def _weigh(up: Tensor, gate: Tensor, weights: Tensor, tables: ExpertTables) -> Tensor:
-    """Activated values times their expert's weight: [T, K * S] in the dtype of `up`.
-
-    Pass `up` again as `gate` where there is none.
-    """
+def _weigh(up: Tensor, gate: Tensor | None, weights: Tensor, tables: ExpertTables) -> Tensor:
+    """Activated values times their expert's weight: [T, K * S] in the dtype of `up`."""
     weighted = torch.empty_like(up)
     _weigh_kernel[(triton.cdiv(up.numel(), ELEMENTS_BLOCK),)](
         up, gate, weights, weighted, up.numel(),
@@ -126,7 +139,7 @@ def _weigh(up: Tensor, gate: Tensor, weights: Tensor, tables: ExpertTables) -> T
 @triton.jit
 def _weigh_grads_kernel(
     grad_weighted, up, gate, weights, grad_up, grad_gate, grad_weights, size,
-    SIZE: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     places, mask, up_values, gate_values, factors = _operands(up, gate, weights, size, SIZE, BLOCK)
     grad = tl.load(grad_weighted + places, mask=mask, other=0.0)
@@ -135,27 +148,23 @@ def _weigh_grads_kernel(
         up_values, gate_values, grad * factors, ACTIVATION, exact
     )
     tl.store(grad_up + places, grad_up_values.to(grad_up.dtype.element_ty), mask=mask)
-    if GATED:
+    if grad_gate is not None:
         tl.store(grad_gate + places, grad_gate_values.to(grad_gate.dtype.element_ty), mask=mask)
     tl.store(grad_weights + places, (grad * active).to(grad_weights.dtype.element_ty), mask=mask)
 
 
 def _weigh_grads(
-    grad: Tensor, up: Tensor, gate: Tensor, weights: Tensor, tables: ExpertTables
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the pre-activations (up, gate) [T, K * S] and of the weights [T, K].
-
-    That of gate is meaningless where there is none.
-    """
-    gated, size = tables.gate is not None, tables.size
-    grad_up = torch.empty_like(up)
-    grad_gate = torch.empty_like(up) if gated else grad_up
+    grad: Tensor, up: Tensor, gate: Tensor | None, weights: Tensor, tables: ExpertTables
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients of the pre-activations (up, gate) [T, K * S] and of the weights [T, K]."""
+    size = tables.size
+    grad_up, grad_gate = torch.empty_like(up), None if gate is None else torch.empty_like(gate)
     wide = torch.float32 if size > 1 else weights.dtype
     products = torch.empty(up.shape, dtype=wide, device=up.device)
     _weigh_grads_kernel[(triton.cdiv(up.numel(), ELEMENTS_BLOCK),)](
         grad, up, gate, weights, grad_up, grad_gate, products, up.numel(),
-        SIZE=size, ACTIVATION=ACTIVATION_CODES[tables.activation], GATED=gated,
-        BLOCK=ELEMENTS_BLOCK, num_warps=NUM_WARPS,
+        SIZE=size, ACTIVATION=ACTIVATION_CODES[tables.activation], BLOCK=ELEMENTS_BLOCK,
+        num_warps=NUM_WARPS,
     )  # fmt: skip
     if size > 1:
         products = products.view(*weights.shape, size).sum(-1).to(weights.dtype)
@@ -166,7 +175,7 @@ def small_tile_shape(num_tokens: int, num_neurons: int, dim: int) -> tuple[int, 
     """(rows, columns) of one program's tile: powers of two."""
     wanted = num_tokens * num_neurons // ENOUGH_PROGRAMS
     rows = min(max(1 << max(wanted, 1).bit_length() - 1, FEWEST_ROWS), MOST_ROWS)
-    columns = min(max(triton.next_power_of_2(dim), 16), TILE_ELEMENTS // rows)
+    columns = block_size(dim, TILE_ELEMENTS // rows)
     return rows, columns
 
 
@@ -174,7 +183,7 @@ def small_tile_shape(num_tokens: int, num_neurons: int, dim: int) -> tuple[int, 
 def _small_batch_kernel(
     hidden, gate, up, down, weights, expert_ids, pre_up, pre_gate, partial, num_neurons,
     SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
@@ -188,16 +197,14 @@ def _small_batch_kernel(
     for column in range(0, DIM, BLOCK_D):
         columns = column + tl.arange(0, BLOCK_D)
         _, up_total, gate_total = add_products(
-            hidden + token * DIM, up, gate, rows, mask, columns, up_total, gate_total, DIM, GATED
+            hidden + token * DIM, up, gate, rows, mask, columns, up_total, gate_total, DIM
         )
     up_dots = tl.sum(up_total, axis=1)
-    gate_dots = up_dots
-    if GATED:
-        gate_dots = tl.sum(gate_total, axis=1)
-    if KEEP:
+    gate_dots = up_dots if gate is None else tl.sum(gate_total, axis=1)
+    if pre_up is not None:
         kept = token * num_neurons + places
         tl.store(pre_up + kept, up_dots.to(pre_up.dtype.element_ty), mask=mask)
-        if GATED:
+        if gate is not None:
             tl.store(pre_gate + kept, gate_dots.to(pre_gate.dtype.element_ty), mask=mask)
     exact: tl.constexpr = hidden.dtype.element_ty == tl.float32
     weighted = activate(up_dots, gate_dots, ACTIVATION, exact) * factors
@@ -232,23 +239,21 @@ def _forward_of_few(
     tables: ExpertTables,
     weights: Tensor,
     expert_ids: Tensor,
-    pre: tuple[Tensor, Tensor],
+    pre: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """[T, D]; the pre-activations (up, gate) are written to `pre` [T, K * S] unless it is empty."""
+    """[T, D]; the pre-activations are written to those of `pre` (up, gate) [T, K * S] there are."""
     num_tokens, dim = hidden.shape
     num_neurons = expert_ids.shape[1] * tables.size
     block_j, block_d = small_tile_shape(num_tokens, num_neurons, dim)
     num_parts = triton.cdiv(num_neurons, block_j)
     partial = torch.empty(num_tokens, num_parts, dim, dtype=torch.float32, device=hidden.device)
     _small_batch_kernel[(num_tokens, num_parts)](
-        hidden, tables.up if tables.gate is None else tables.gate, tables.up, tables.down,
-        weights, expert_ids, *pre, partial, num_neurons,
-        SIZE=tables.size, DIM=dim, BLOCK_J=block_j, BLOCK_D=block_d,
-        ACTIVATION=ACTIVATION_CODES[tables.activation], GATED=tables.gate is not None,
-        KEEP=pre[0].numel() > 0, num_warps=NUM_WARPS,
+        hidden, tables.gate, tables.up, tables.down, weights, expert_ids, *pre, partial,
+        num_neurons, SIZE=tables.size, DIM=dim, BLOCK_J=block_j, BLOCK_D=block_d,
+        ACTIVATION=ACTIVATION_CODES[tables.activation], num_warps=NUM_WARPS,
     )  # fmt: skip
     output = torch.empty_like(hidden)
-    columns = min(max(triton.next_power_of_2(dim), 16), ADD_COLUMNS)
+    columns = block_size(dim, ADD_COLUMNS)
     _add_partial_kernel[(num_tokens, triton.cdiv(dim, columns))](
         partial, output, num_parts,
         DIM=dim, BLOCK_P=ADD_PARTS, BLOCK_D=columns, num_warps=NUM_WARPS,

@@ -54,12 +54,10 @@ def _write_gates(
 @triton.jit
 def _gates_kernel(
     scores_ptr, row_ids_ptr, valid_ptr, gates_ptr, log_z_ptr, columns, count, least,
-    HAS_ROW_IDS: tl.constexpr, FULL_SOFTMAX: tl.constexpr, BLOCK: tl.constexpr,
+    FULL_SOFTMAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
-    row = place
-    if HAS_ROW_IDS:
-        row = tl.load(row_ids_ptr + place).to(tl.int64)
+    row = place if row_ids_ptr is None else tl.load(row_ids_ptr + place).to(tl.int64)
     if row >= 0:
         if tl.load(valid_ptr + row):
             _write_gates(
@@ -75,8 +73,7 @@ def _gates_kernel(
 
 @triton.jit
 def _grads_kernel(
-    grad_gates_ptr, gates_ptr, scores_ptr, grad_scores_ptr, columns,
-    FULL_SOFTMAX: tl.constexpr, BLOCK: tl.constexpr,
+    grad_gates_ptr, gates_ptr, scores_ptr, grad_scores_ptr, columns, BLOCK: tl.constexpr
 ):  # fmt: skip
     position = tl.arange(0, BLOCK)
     inside = position < columns
@@ -88,7 +85,7 @@ def _grads_kernel(
     # small difference that this would drown.
     sums = tl.sum(gates, axis=0)
     probs = gates / tl.where(sums > 0, sums, 1.0)
-    if FULL_SOFTMAX:
+    if scores_ptr is not None:
         scores = tl.load(scores_ptr + at, mask=inside, other=-INFINITY).to(tl.float32)
         peak = tl.max(scores, axis=0)
         powers = tl.exp(scores - tl.where(peak > -INFINITY, peak, 0.0))
@@ -131,8 +128,7 @@ def gates_from_scores(
     block = triton.next_power_of_2(columns)
     _gates_kernel[(rows,)](
         scores, row_ids, valid, gates, log_z, columns, count, smallest_gate(gates.dtype),
-        HAS_ROW_IDS=row_ids is not None, FULL_SOFTMAX=count == 1, BLOCK=block,
-        num_warps=row_warps(block), maxnreg=MAX_REGISTERS,
+        FULL_SOFTMAX=count == 1, BLOCK=block, num_warps=row_warps(block), maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 
@@ -145,6 +141,6 @@ def top_k_gates_backward(grad_gates: Tensor, gates: Tensor, scores: Tensor | Non
     block = triton.next_power_of_2(columns)
     _grads_kernel[(rows,)](
         grad_gates.contiguous(), gates, scores, grad_scores, columns,
-        FULL_SOFTMAX=scores is not None, BLOCK=block, num_warps=max(1, min(16, block // 1024)),
+        BLOCK=block, num_warps=max(1, min(16, block // 1024)),
     )  # fmt: skip
     return grad_scores
