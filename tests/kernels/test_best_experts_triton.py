@@ -17,7 +17,7 @@ from tests.tolerance import score_slack
 pytest.importorskip("triton")
 from airmoe.kernels.best_columns_triton import Cut, plan_cuts
 from airmoe.kernels.best_experts_triton import exact_tables
-from airmoe.kernels.stream_triton import StreamedColumns, can_stream
+from airmoe.kernels.stream_triton import can_stream, stream_columns
 
 COLUMNS = "airmoe.kernels.best_columns_triton"
 LISTS = "airmoe.kernels.stream_triton"
@@ -372,9 +372,7 @@ def test_streams_hold_little_memory() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     ids = torch.empty(65_536, 512, dtype=torch.int64, device=DEVICE)
-    stream = StreamedColumns(exact_tables(hidden, table, normalize=True), 512)
-    for rows in stream.chunks():
-        stream.find(rows, ids[rows])
+    stream_columns(exact_tables(hidden, table, normalize=True), ids)
     # The ids are 256 MiB, the lists of 132 blocks of 128 rows 264 MiB.
     assert torch.cuda.max_memory_allocated() - before <= 540 << 20
 
