@@ -119,7 +119,7 @@ def test_gates_and_gradients(case: Case, dtype: torch.dtype) -> None:
         routing = scored.routing(scored.probs(log_z) * taken, None, lambda: log_z)
         return {
             "gates": routing.gates.to(leaves["hidden"].dtype),
-            "log_z": log_z[cells.token_ids],
+            "log_z": torch.where(valid, log_z, 0.0)[cells.token_ids],
             "probs": routing.expert_probs,
         }
 
