@@ -191,6 +191,12 @@ def _register(schema: str, launch: Callable[..., Any], fake: Callable[..., Any])
     return op
 
 
+@functools.cache
+def gpu_bytes(device: torch.device) -> int:
+    """The memory of a GPU, 0 of anything else."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
 def chunks(total: int, step: int) -> Iterator[slice]:
     """Cut `total` rows into runs of at most `step`."""
     for start in range(0, total, step):

@@ -298,14 +298,15 @@ def top_m(
     row_keys: Tensor | None,
     noise_std: float,
 ) -> Tensor:
-    """Codewords [G, D] float32, centroids [E, D] of any dtype -> [G, size] ids ascending."""
+    """Codewords [G, D] float32 or in the centroids' dtype, centroids [E, D] -> [G, size] ids."""
     ids = torch.empty(codewords.shape[0], size, dtype=torch.int64, device=codewords.device)
     if codewords.shape[0] == 0:
         return ids
-    in_parts = centroids.dtype == torch.bfloat16
+    narrow = codewords.dtype.itemsize == 2
+    in_parts = not narrow and centroids.dtype == torch.bfloat16
     rows = bfloat16_parts(codewords) if in_parts else whole(codewords)
     tables = Tables(
-        rows, whole(centroids), inverse_norms, row_keys, noise_std, float32=not in_parts
+        rows, whole(centroids), inverse_norms, row_keys, noise_std, float32=not (in_parts or narrow)
     )
     best_columns(tables, ids)
     return ids

@@ -30,10 +30,11 @@ def top_m(
 ) -> Tensor:
     """Shortlists (Alg. 1, lines 4-7): the `size` experts with the largest <c_g, w_e> + jitter.
 
-    codewords [G, D], centroids [E, D] -> [G, size] ascending ids, ties to the lowest. Memory is
-    bounded whatever E and G.
+    codewords [G, D], centroids [E, D] -> [G, size] ascending ids, ties to the lowest. Products are
+    as exact as float32 unless both have 16 bits. Memory is bounded whatever E and G.
     """
-    if codewords.dtype == torch.float32 and use_triton(codewords, centroids, inverse_norms):
+    fits = codewords.dtype in (torch.float32, centroids.dtype)
+    if fits and use_triton(codewords, centroids, inverse_norms):
         from airmoe.kernels.best_columns_triton import plan_cuts
 
         if plan_cuts(centroids.shape[0], size) is not None:

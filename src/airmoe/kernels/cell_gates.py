@@ -1,8 +1,8 @@
 """Gates of cells in one go: fine scores, the K best, their softmax (Alg. 1, line 10; Eq. 2).
 
 The definition is `cell_scores` followed by `top_k_gates`, or by the routers' `expert_choice_gates`;
-here scores are kept only if the products are float32, where computing them again is slow. For one
-row per token, on Triton only: on a CPU the two steps are faster.
+here scores are kept only where `ScoreInputs.kept` says so. For one row per token, on Triton only:
+on a CPU the two steps are faster.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _empty_gates(*operands: Any) -> tuple[Tensor, ...]:
         hidden.new_empty(shape),
         hidden.new_empty(shape[0], dtype=torch.float32),
         hidden.new_empty(scored.centroids.shape[0] if carry_probs else 0, dtype=torch.float32),
-        hidden.new_empty(shape if hidden.dtype == torch.float32 else 0, dtype=torch.float32),
+        hidden.new_empty(shape if scored.kept else 0, dtype=torch.float32),
     )
 
 

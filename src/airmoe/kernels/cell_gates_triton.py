@@ -3,8 +3,8 @@
 Scores are float32. Of products in lower precision they exist for a few tiles of rows at a time (for
 all rows where experts choose, see `expert_choice_triton`); what is kept are the gates and the
 softmax denominators, from which the backward goes on (it scores again where a statistic needs it).
-Scores of float32 products are kept: making them again costs far more than reading them, and they
-are no wider than the gates.
+Where making the scores again costs far more than reading them (float32 products), or where there
+are few, they are kept.
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
@@ -29,7 +29,6 @@ from airmoe.kernels.cell_products_triton import (
 from airmoe.kernels.cell_scores import ScoreInputs
 from airmoe.kernels.cell_scores_triton import (
     all_scores,
-    keeps_scores,
     score_tile,
     write_scores,
 )
@@ -83,7 +82,7 @@ def _gates_of_tokens_choice(
     gates = torch.empty(shape, dtype=scored.hidden.dtype, device=valid.device)
     log_z = torch.empty(shape[0], dtype=torch.float32, device=valid.device)
     row_valid = valid[layout.token_ids]
-    if keeps_scores(scored.hidden):
+    if scored.kept:
         scores = all_scores(scored)
         gates_from_scores(scores, None, row_valid, top_k, gates, log_z)
         return gates, log_z, scores
@@ -147,7 +146,7 @@ def _score_grads(scored: ScoreInputs, call: Any) -> Tensor:
     # Where experts choose, and for K = 1, gates are probabilities among all M candidates.
     over_all = call.top_k in (1, None) and grad_gates is not None
     needed = over_all or grad_log_z is not None or grad_probs is not None
-    again = needed and not keeps_scores(scored.hidden)
+    again = needed and not scored.kept
     whole = slice(0, tiles.count), call.scores if needed else None
     width = triton.next_power_of_2(pool)
     # A few rows share their pool; not too many where scores fill the registers as well.
@@ -231,7 +230,7 @@ def probs_per_entry(*operands: Any) -> Tensor:
     block_d = block_size(dim, 32 if wide else 64)
     _probs_kernel[(triton.cdiv(pool, block_p), layout.pools.shape[0])](
         scored.hidden, scored.centroids, scored.inverse_norms, scored.row_keys, scored.noise_std,
-        scores if keeps_scores(scored.hidden) else None,
+        scores if scored.kept else None,
         layout.offsets, layout.token_ids, layout.pools, log_z, valid, out,
         POOL=pool, DIM=dim, BLOCK_T=layout.tiles.block, BLOCK_P=block_p, BLOCK_D=block_d,
         PRECISION=dot_precision(scored.hidden.dtype), num_warps=4, num_stages=3,

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.cells import CellLayout, ReverseIndex
+from airmoe.kernels.backend import gpu_bytes
+from airmoe.kernels.cells import MANY_ROWS, CellLayout, ReverseIndex
 from airmoe.kernels.device_triton import (
     block_size,
     count_below,
@@ -33,10 +34,10 @@ from airmoe.kernels.device_triton import (
 )
 
 REDUCE_PROGRAMS = 132 * 128
-# Memory for the partial sums of one part. Where there are many rows, several matrices [N, M] are
-# there at the same time, larger than these.
+# Memory for the partial sums of one part: so much, or a share of the GPU's if that is more. Where
+# there are many rows, several matrices [N, M] are there at the same time.
 PART_BYTES, PART_BYTES_OF_MANY_ROWS = 512 * 2**20, 256 * 2**20
-MANY_ROWS = 32_768
+PART_SHARE = 128
 SEARCH_BLOCK, SUM_BLOCK = 32, 1024
 
 
@@ -176,6 +177,7 @@ def make_parts(layout: CellLayout, reverse: ReverseIndex, row_bytes: int) -> Par
     pools, pool, num_cells = layout.pools, layout.pool_width, layout.pools.shape[0]
     num_experts, total = reverse.starts.shape[0] - 1, pools.numel()
     most = PART_BYTES if layout.num_rows < MANY_ROWS else PART_BYTES_OF_MANY_ROWS
+    most = max(most, gpu_bytes(pools.device) // PART_SHARE)
     count = max(1, triton.cdiv(total * row_bytes, most))
     share = triton.cdiv(total, count)
     experts, positions, shifts = (

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from airmoe.kernels.backend import Gradient, chunks, operator, own_precision, use_triton
-from airmoe.kernels.cells import CellLayout, Cells, RowAdder, read_rows
+from airmoe.kernels.cells import MANY_ROWS, CellLayout, Cells, RowAdder, read_rows
 from airmoe.kernels.noise import Noise, noise_operands
 
 ROW_CHUNK = 1024  # rows projected at once: temporaries stay in the cache
@@ -131,6 +131,12 @@ class ScoreInputs:
         "Tensor hidden, Tensor centroids, Tensor? inverse_norms, Tensor? row_keys, "
         "float noise_std, Tensor[] layout"
     )
+
+    @property
+    def kept(self) -> bool:
+        """Whether scores are kept for the backward: where making them again is slow (float32
+        products), or where there are so few that they take little memory."""
+        return self.hidden.dtype == torch.float32 or self.layout.num_rows < MANY_ROWS
 
     def operands(self) -> tuple[Any, ...]:
         """The arguments of `SCHEMA`."""

@@ -93,11 +93,6 @@ def cell_scores(*operands: Any) -> Tensor:
     return all_scores(ScoreInputs.of(*operands))
 
 
-def keeps_scores(hidden: Tensor) -> bool:
-    """Whether scores are kept for the backward: where the products are float32."""
-    return hidden.dtype == torch.float32
-
-
 def all_scores(scored: ScoreInputs) -> Tensor:
     """[N, M] float32."""
     shape = (scored.layout.num_rows, scored.layout.pool_width)

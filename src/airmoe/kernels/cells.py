@@ -11,6 +11,7 @@ from airmoe.errors import ConfigError
 from airmoe.kernels.backend import operator, use_triton
 
 SMALL_MEAN_ROWS = 32  # rows of the mean cell: with so few, some experts of a pool are not chosen
+MANY_ROWS = 32_768  # from so many on, matrices [N, M] take much memory
 MANY_KEYS = 2048  # fewer are sorted by one program
 
 

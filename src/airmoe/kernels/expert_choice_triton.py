@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.cell_scores import ScoreInputs
-from airmoe.kernels.cell_scores_triton import all_scores, keeps_scores
+from airmoe.kernels.cell_scores_triton import all_scores
 from airmoe.kernels.cells import CellLayout
 from airmoe.kernels.device_triton import INFINITY
 from airmoe.kernels.top_k_triton import smallest_gate
@@ -134,7 +134,7 @@ def gates_of_experts_choice(
     layout, tiles, pool = scored.layout, scored.layout.tiles, scored.layout.pool_width
     num_tokens = valid.shape[0]
     scores = all_scores(scored)
-    kept = scores if keeps_scores(scored.hidden) else None
+    kept = scores if scored.kept else None
     probs = scores if kept is None else torch.empty_like(scores)
     gates = torch.empty(scores.shape, dtype=scored.hidden.dtype, device=scores.device)
     log_z = torch.empty(scores.shape[0], dtype=torch.float32, device=scores.device)

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from airmoe.errors import ConfigError
-from airmoe.kernels.backend import chunks, operator, own_precision, use_triton
+from airmoe.kernels.backend import chunks, gpu_bytes, operator, own_precision, use_triton
 
 IGNORE_INDEX = -100  # Hugging Face's and PyTorch's label of a position without a target
 CPU_CHUNK_BYTES = 256 * 2**20
 CUDA_CHUNK_BYTES = 2**30  # products must be large to fill a GPU
+CUDA_CHUNK_SHARE = 32  # of the GPU's memory, where that is more
 BYTES_PER_LOGIT = 10
 
 
@@ -145,7 +146,9 @@ def token_chunks(hidden: Tensor, num_words: int) -> Iterator[slice]:
 
 def chunk_bytes(device: torch.device) -> int:
     """How much memory the logits of a chunk may take."""
-    return CPU_CHUNK_BYTES if device.type == "cpu" else CUDA_CHUNK_BYTES
+    if device.type == "cpu":
+        return CPU_CHUNK_BYTES
+    return max(CUDA_CHUNK_BYTES, gpu_bytes(device) // CUDA_CHUNK_SHARE)
 
 
 def _softmax_minus_one_hot(

@@ -28,7 +28,7 @@ from airmoe.kernels.linear_cross_entropy import (
 )
 
 # One program per multiprocessor, so that its row of 256 KB stays in the caches for the second pass.
-ROW_WARPS = 16
+ROW_WARPS = 32
 ROW_VECTORS = 4  # 16-byte loads per thread and block, with the next block's already under way
 ROWS_MULTIPLE = 128  # tokens of a chunk: whole tiles of the products
 WORDS_MULTIPLE = 256  # columns of a chunk: aligned rows, and slices of at least 8 aligned words
@@ -115,7 +115,13 @@ def _rows_kernel(
             grads = _power(values, peak, HALF) * factor
             if PADDED:
                 grads = tl.where(words < num_words, grads, 0.0)
-            tl.store(logits + words, grads.to(logits.dtype.element_ty), mask=words < row_stride)
+            # Nobody reads them soon: they should not push other rows out of the caches.
+            tl.store(
+                logits + words,
+                grads.to(logits.dtype.element_ty),
+                mask=words < row_stride,
+                cache_modifier=".cs",
+            )
         # The target's entry once more, by one thread, after the one that wrote it with its lane.
         tl.debug_barrier()
         target = _power(target_logit, peak, HALF) * factor - SCALE

@@ -17,7 +17,7 @@ from airmoe.moe.replay import PlanLog, inside_backward, unseen_by_checkpointing
 from airmoe.routers.base import Plan, Router, run_eagerly
 from airmoe.routers.codebook import Codebook
 from airmoe.routers.planning import draw_ticket, new_handle, traced_plan
-from airmoe.routers.routing import Routing, Tokens
+from airmoe.routers.routing import Routing, Tokens, for_products
 from airmoe.routers.settings import RouterConfig
 
 PostNorm = Literal["layernorm", "none"]
@@ -106,7 +106,7 @@ class MoELayer(nn.Module):
         if x.ndim < 2:
             rule = "must have shape [batch, length, dim]"
             raise ConfigError("MoELayer.x", tuple(x.shape), rule, "Add a batch.")
-        hidden = x.reshape(-1, x.shape[-1])  # [T, D]
+        hidden = for_products(x.reshape(-1, x.shape[-1]))  # [T, D]
         mask = None if mask is None else _flat_mask(mask, x.shape[:-1])
         # A forward of training may be recomputed, and the router learns from its tokens.
         training = self.training and router.training

@@ -13,18 +13,24 @@ from airmoe.config import check_choice, check_count, check_number, config
 from airmoe.distributed import full_tensor
 from airmoe.flops import RouterCount, RouterLosses, Workload
 from airmoe.kernels.backend import use_triton
-from airmoe.kernels.best_experts import top_m
 from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import ReverseIndex, make_cells, make_reverse
 from airmoe.kernels.noise import Stage, combine, make_noise
-from airmoe.kernels.norms import inverse_norms, unit_rows
+from airmoe.kernels.norms import unit_rows
 from airmoe.kernels.top_k import LONGEST_ROW
 from airmoe.routers.base import CentroidRouter, Plan
 from airmoe.routers.codebook import Codebook, CodebookKind
 from airmoe.routers.costs import count_air
 from airmoe.routers.expert_choice import capacity_of, expert_choice_gates
-from airmoe.routers.lists import Due, Key, ListCache, Lists, TensorIdentity
+from airmoe.routers.lists import (
+    Due,
+    Key,
+    ListCache,
+    Lists,
+    TensorIdentity,
+    build_lists,
+)
 from airmoe.routers.routing import CellRouting, Lazy, ScoredCells, Tokens, token_choice
 from airmoe.routers.settings import Amount, CentroidConfig, Fairness
 from airmoe.routers.tracking import how_to_track
@@ -184,6 +190,7 @@ class AirRouter(CentroidRouter):
     def route(self, tokens: Tokens, plan: AirPlan) -> CellRouting:
         """The fine stage: exact scores of every token's shortlist and gates of the best K."""
         config, lists, device = self.config, plan.lists, tokens.hidden.device
+        centroids = self.operand(tokens.hidden)
         cells = make_cells(plan.codeword_ids.unsqueeze(-1), lists.experts, lists.reverse)
         noise = self.noise(plan, Stage.TOKEN, tokens.hidden.shape[0])
         operands: dict[str, Any] = {"inverse_norms": lists.inverse_norms, "noise": noise}
@@ -199,8 +206,8 @@ class AirRouter(CentroidRouter):
             return tokens.weights.to(states.dtype) @ cosines.softmax(-1)
 
         too_long = capacity is None and config.shortlist_size > LONGEST_ROW
-        if too_long or not use_triton(tokens.hidden, self.centroids):
-            scores = cell_scores(tokens.hidden, self.centroids, cells, **operands)
+        if too_long or not use_triton(tokens.hidden, centroids):
+            scores = cell_scores(tokens.hidden, centroids, cells, **operands)
             scored = ScoredCells(tokens, cells, scores, config.num_experts)
             if capacity is None:
                 gates = token_choice(scored, config.top_k)
@@ -210,7 +217,7 @@ class AirRouter(CentroidRouter):
         # The same in one kernel, which does not keep the scores.
         found = cell_gates(
             tokens.hidden,
-            self.centroids,
+            centroids,
             cells,
             tokens.valid,
             max_per_token,
@@ -266,26 +273,19 @@ class AirRouter(CentroidRouter):
                 cache.store(self._build_lists(due), due, key, self.micro_batches)
         return cache.view()
 
-    @torch.no_grad()
     def _build_lists(self, due: Due, micro_batch: Tensor | None = None) -> Lists:
-        """Alg. 1, lines 1 and 4-7: what is due, with the jitter of this micro-batch or another."""
+        """What is due, with the jitter of this micro-batch or another."""
         config, centroids = self.config, full_tensor(self.centroids.detach())
-        norms = inverse_norms(centroids) if config.normalize_centroids else None
         if due == "norms":  # scores are exact under any shortlists
-            lists = self.training_lists.view()
-            experts, reverse = lists.experts, lists.reverse
-        else:
-            noise, reverse = None, None
-            if self.training and config.jitter_std > 0:
-                # The codebook's seed is equal on all ranks.
-                micro_batch = self.micro_batches if micro_batch is None else micro_batch
-                key = combine(self.codebook.seed, micro_batch)
-                noise = make_noise(key, Stage.SHORTLIST, config.num_codewords, config.jitter_std)
-            codewords, size = self.codebook.codewords, config.shortlist_size
-            experts = top_m(codewords, centroids, size, inverse_norms=norms, noise=noise)
-        if reverse is None and use_triton(experts):
-            reverse = make_reverse(experts, config.num_experts)
-        return Lists(experts, norms, reverse)
+            return self.training_lists.view().renewed(centroids)
+        noise = None
+        if self.training and config.jitter_std > 0:
+            # The codebook's seed is equal on all ranks.
+            micro_batch = self.micro_batches if micro_batch is None else micro_batch
+            key = combine(self.codebook.seed, micro_batch)
+            noise = make_noise(key, Stage.SHORTLIST, config.num_codewords, config.jitter_std)
+        size, normalize = config.shortlist_size, config.normalize_centroids
+        return build_lists(self.codebook.codewords, centroids, noise, size, normalize=normalize)
 
     def _key(self) -> Key:
         """What lists depend on.

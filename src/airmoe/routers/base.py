@@ -16,7 +16,7 @@ from airmoe.kernels.backend import own_precision, use_triton
 from airmoe.kernels.noise import Noise, Stage, combine, make_noise
 from airmoe.kernels.norms import unit_rows
 from airmoe.routers.planning import new_handle, traced_plan
-from airmoe.routers.routing import Routing, Tokens, read_tokens
+from airmoe.routers.routing import Routing, Tokens, for_products, read_tokens
 from airmoe.routers.settings import CentroidConfig, CentroidInit, RouterConfig
 
 # Under torch.compile the reference kernels run eagerly, as a break in the graph: they loop over
@@ -87,8 +87,9 @@ class Router(nn.Module, ABC):
 
         With the plan of an earlier forward this gives the routing of that forward. `tokens` are
         hidden and mask as `read` returned them, if they were read before. Autocast is off inside:
-        selection is on float32 scores.
+        selection is on float32 scores. On a GPU their products take operands in autocast's dtype.
         """
+        hidden = for_products(hidden)
         if torch.compiler.is_compiling():
             if not self.compiles(hidden):
                 return self._forward_eagerly(hidden, mask, plan, tokens)
@@ -232,6 +233,11 @@ class CentroidRouter(Router):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         init_centroids(self.centroids, self.config.centroid_init)
+
+    def operand(self, hidden: Tensor) -> Tensor:
+        """The centroids as products with these hidden states take them."""
+        narrow = hidden.is_cuda and hidden.dtype.itemsize == 2
+        return self.centroids.to(hidden.dtype) if narrow else self.centroids
 
     def full_logits(self, hidden: Tensor) -> Tensor:
         """Exact jitter-free logits over all experts: [T, D] -> [T, E]."""

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from airmoe.kernels.cells import ReverseIndex
+from airmoe.kernels.backend import use_triton
+from airmoe.kernels.best_experts import top_m
+from airmoe.kernels.cells import ReverseIndex, make_reverse
+from airmoe.kernels.noise import Noise
+from airmoe.kernels.norms import inverse_norms
 from airmoe.routers.codebook import Codebook, Float32State
 
 # What must be rebuilt.
@@ -30,6 +34,31 @@ class Lists:
     experts: Tensor  # [G, M] ascending ids
     inverse_norms: Tensor | None  # [E] 1/|w_e| where centroids are projected
     reverse: ReverseIndex | None  # expert -> its shortlists: for Triton's sums by expert
+
+    def renewed(self, centroids: Tensor) -> Lists:
+        """The same shortlists under centroids that have moved: scores are exact all the same."""
+        norms = None if self.inverse_norms is None else inverse_norms(centroids)
+        reverse = self.reverse
+        if reverse is None and use_triton(self.experts):
+            reverse = make_reverse(self.experts, centroids.shape[0])
+        return Lists(self.experts, norms, reverse)
+
+
+@torch.no_grad()
+def build_lists(
+    codewords: Tensor, centroids: Tensor, noise: Noise | None, size: int, *, normalize: bool
+) -> Lists:
+    """Alg. 1, lines 1 and 4-7: the `size` best experts of every codeword.
+
+    On a GPU products with jitter have bfloat16 operands: rounding moves a score a hundredth as far.
+    """
+    norms = inverse_norms(centroids) if normalize else None  # [E]
+    operands = codewords, centroids
+    if noise is not None and centroids.is_cuda:
+        operands = codewords.bfloat16(), centroids.bfloat16()
+    experts = top_m(*operands, size, inverse_norms=norms, noise=noise)  # [G, M]
+    reverse = make_reverse(experts, centroids.shape[0]) if use_triton(experts) else None
+    return Lists(experts, norms, reverse)
 
 
 class TensorIdentity(tuple[int, int, Any]):

@@ -52,6 +52,18 @@ class Tokens:
         return valid / valid.sum().clamp_min(1)
 
 
+def for_products(hidden: Tensor) -> Tensor:
+    """Hidden states as products take them: under autocast on a GPU in its dtype.
+
+    Sums, scores and selection are float32 all the same.
+    """
+    device = hidden.device.type
+    if device != "cuda" or not torch.is_autocast_enabled(device):
+        return hidden
+    narrow = hidden.dtype == torch.float32
+    return hidden.to(torch.get_autocast_dtype(device)) if narrow else hidden
+
+
 def read_tokens(label: str, dim: int, hidden: Tensor | Tokens, mask: Tensor | None) -> Tokens:
     """Check hidden [T, dim] and mask [T], and find the tokens that count.
 

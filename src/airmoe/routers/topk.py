@@ -53,16 +53,17 @@ class TopKRouter(CentroidRouter):
     def route(self, tokens: Tokens, plan: Plan) -> TokenRouting:
         top_k, normalize = self.config.top_k, self.config.normalize_centroids
         hidden, num_tokens = tokens.hidden, tokens.hidden.shape[0]
+        centroids = self.operand(hidden)
         noise = self.noise(plan, Stage.TOKEN, num_tokens)
-        expert_ids = best_experts(hidden, self.centroids, top_k, noise, normalize=normalize)
+        expert_ids = best_experts(hidden, centroids, top_k, noise, normalize=normalize)
 
-        logits = chosen_logits(hidden, self.centroids, expert_ids, normalize=normalize)  # [T, K]
+        logits = chosen_logits(hidden, centroids, expert_ids, normalize=normalize)  # [T, K]
         if noise is not None:
             rows = torch.arange(num_tokens, device=hidden.device).unsqueeze(-1)
             logits = logits + noise.pairs(rows, expert_ids)
 
         def summarize() -> Summary:
-            operands = hidden, self.centroids, tokens.weights, noise
+            operands = hidden, centroids, tokens.weights, noise
             return softmax_summary(*operands, normalize=normalize)
 
         summary = Lazy(hidden.device, summarize)
