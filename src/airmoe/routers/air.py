@@ -164,7 +164,8 @@ class AirRouter(CentroidRouter):
         key = self._key()
         due = self.training_lists.due(key)
         if due in ("lists", "norms"):
-            self.training_lists.store(self._build_lists(due), due, key, self.micro_batches)
+            lists = self._build_lists(due, tokens.hidden.dtype)
+            self.training_lists.store(lists, due, key, self.micro_batches)
 
     def _warn_untracked(self) -> None:
         if not self._warned_untracked:
@@ -178,7 +179,8 @@ class AirRouter(CentroidRouter):
     def plan(self, tokens: Tokens) -> AirPlan:
         """The coarse stage: nearest codewords and the shortlists as they are now."""
         codeword_ids = self.codebook.nearest(tokens.hidden)
-        codewords, lists, own_bytes = self.codebook.codewords, self._lists(), 0
+        codewords, lists = self.codebook.codewords, self._lists(tokens.hidden.dtype)
+        own_bytes = 0
         if self.training:  # the next micro-batch moves them, maybe before this plan is used
             codewords = codewords.clone()
             own_bytes = codewords.nbytes
@@ -246,17 +248,19 @@ class AirRouter(CentroidRouter):
 
     def rebuild_shortlists(self) -> Tensor:
         """[G, M]: what a rebuild would give now, with the jitter of the cached lists."""
-        return self._build_lists("lists", self.built_at).experts
+        return self._build_lists("lists", self.training_lists.dtype, self.built_at).experts
 
-    def _lists(self) -> Lists:
-        """The cached lists, or new ones that are not kept.
+    def _lists(self, dtype: torch.dtype = torch.float32) -> Lists:
+        """The cached lists, or new ones that are not kept: in training for tokens of this dtype.
 
         Only `learn` fills the cache of training, from the codebook it has just moved (Alg. 3). A
         forward that nobody observed leaves it alone: earlier ones may want it for their backward.
         """
         if self.training:
             due = self.training_lists.due(self._key()) if self.tracked else "lists"
-            return self.training_lists.view() if due == "nothing" else self._build_lists(due)
+            if due == "nothing":
+                return self.training_lists.view()
+            return self._build_lists(due, dtype)
         cache, gradients = self.evaluation_lists, torch.is_grad_enabled()
         # The model may be trained in evaluation mode, and is if there was a backward.
         unsure = gradients and self.centroids.requires_grad and not self.tracked
@@ -273,7 +277,9 @@ class AirRouter(CentroidRouter):
                 cache.store(self._build_lists(due), due, key, self.micro_batches)
         return cache.view()
 
-    def _build_lists(self, due: Due, micro_batch: Tensor | None = None) -> Lists:
+    def _build_lists(
+        self, due: Due, dtype: torch.dtype = torch.float32, micro_batch: Tensor | None = None
+    ) -> Lists:
         """What is due, with the jitter of this micro-batch or another."""
         config, centroids = self.config, full_tensor(self.centroids.detach())
         if due == "norms":  # scores are exact under any shortlists
@@ -285,7 +291,8 @@ class AirRouter(CentroidRouter):
             key = combine(self.codebook.seed, micro_batch)
             noise = make_noise(key, Stage.SHORTLIST, config.num_codewords, config.jitter_std)
         size, normalize = config.shortlist_size, config.normalize_centroids
-        return build_lists(self.codebook.codewords, centroids, noise, size, normalize=normalize)
+        codewords = self.codebook.codewords
+        return build_lists(codewords, centroids, noise, size, normalize=normalize, dtype=dtype)
 
     def _key(self) -> Key:
         """What lists depend on.

@@ -34,6 +34,7 @@ class Lists:
     experts: Tensor  # [G, M] ascending ids
     inverse_norms: Tensor | None  # [E] 1/|w_e| where centroids are projected
     reverse: ReverseIndex | None  # expert -> its shortlists: for Triton's sums by expert
+    dtype: torch.dtype = torch.float32  # of the operands of the products
 
     def renewed(self, centroids: Tensor) -> Lists:
         """The same shortlists under centroids that have moved: scores are exact all the same."""
@@ -41,24 +42,30 @@ class Lists:
         reverse = self.reverse
         if reverse is None and use_triton(self.experts):
             reverse = make_reverse(self.experts, centroids.shape[0])
-        return Lists(self.experts, norms, reverse)
+        return replace(self, inverse_norms=norms, reverse=reverse)
 
 
 @torch.no_grad()
 def build_lists(
-    codewords: Tensor, centroids: Tensor, noise: Noise | None, size: int, *, normalize: bool
+    codewords: Tensor,
+    centroids: Tensor,
+    noise: Noise | None,
+    size: int,
+    *,
+    normalize: bool,
+    dtype: torch.dtype = torch.float32,
 ) -> Lists:
     """Alg. 1, lines 1 and 4-7: the `size` best experts of every codeword.
 
-    On a GPU products with jitter have bfloat16 operands: rounding moves a score a hundredth as far.
+    On a GPU the operands of the products are rounded to a 16-bit `dtype`, which moves a score a
+    hundredth as far as jitter does.
     """
     norms = inverse_norms(centroids) if normalize else None  # [E]
-    operands = codewords, centroids
-    if noise is not None and centroids.is_cuda:
-        operands = codewords.bfloat16(), centroids.bfloat16()
-    experts = top_m(*operands, size, inverse_norms=norms, noise=noise)  # [G, M]
+    if centroids.is_cuda and dtype.itemsize == 2:
+        codewords, centroids = codewords.to(dtype), centroids.to(dtype)
+    experts = top_m(codewords, centroids, size, inverse_norms=norms, noise=noise)  # [G, M]
     reverse = make_reverse(experts, centroids.shape[0]) if use_triton(experts) else None
-    return Lists(experts, norms, reverse)
+    return Lists(experts, norms, reverse, dtype)
 
 
 class TensorIdentity(tuple[int, int, Any]):
@@ -134,7 +141,7 @@ class ListCache(Float32State):
     def reset_parameters(self) -> None:
         for buffer in self.buffers():
             buffer.zero_()
-        self._has_reverse = False
+        self._has_reverse, self.dtype = False, torch.float32
         self.expire()
 
     def expire(self, *_: object) -> None:
@@ -163,7 +170,7 @@ class ListCache(Float32State):
         """The cached lists themselves, not a copy."""
         norms = self.inverse_norms if self.normalize else None
         reverse = ReverseIndex(self.entries, self.starts) if self._has_reverse else None
-        return Lists(self.experts, norms, reverse)
+        return Lists(self.experts, norms, reverse, self.dtype)
 
     @torch.no_grad()
     def store(self, lists: Lists | None, due: Due, now: Key, micro_batch: Tensor) -> None:
@@ -174,7 +181,7 @@ class ListCache(Float32State):
             return
         if lists.inverse_norms is not None:
             self.inverse_norms.copy_(lists.inverse_norms)
-        self._has_reverse = lists.reverse is not None
+        self._has_reverse, self.dtype = lists.reverse is not None, lists.dtype
         if lists.reverse is not None:
             self.entries.copy_(lists.reverse.entries)
             self.starts.copy_(lists.reverse.starts)
