@@ -59,3 +59,29 @@ def test_bfloat16_model_keeps_its_codebook() -> None:
     assert isinstance(codebook, airmoe.Codebook)
     assert codebook.codewords.dtype == torch.float32 and codebook.codewords.is_cuda
     assert bool(codebook.codewords.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_rounds_what_scores_are_made_of(dtype: torch.dtype) -> None:
+    """As if tokens and centroids were rounded; scores, sums and evaluation lists stay float32."""
+    layer = build("air").cuda()
+    router, x = layer.router, torch.randn(2, 100, DIM, device="cuda")
+    assert isinstance(router, airmoe.AirRouter)
+    airmoe.track_optimizer(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    with torch.autocast("cuda", dtype=dtype):
+        found = layer.forward_with_routing(x).routing
+    assert isinstance(found, airmoe.CellRouting)
+    assert found.gates.dtype == router.training_lists.dtype == dtype
+    assert ((found.gates > 0).sum(-1) == TOP_K).all()
+    assert found.log_z.dtype == found.expert_probs.dtype == torch.float32
+    assert router.codebook.codewords.dtype == torch.float32
+    same = copy.deepcopy(router)
+    with torch.no_grad():
+        same.centroids.copy_(same.centroids.to(dtype))
+    lists = router.eval().shortlists()
+    assert torch.equal(lists, copy.deepcopy(router).cpu().shortlists().cuda())
+    with torch.autocast("cuda", dtype=dtype), torch.no_grad():
+        rounded = router(x.view(-1, DIM))
+    wanted = same.eval()(x.view(-1, DIM).to(dtype).float())
+    mean = (rounded.expert_probs - wanted.expert_probs).abs().sum()
+    assert mean < 0.02, "differs by the norms of the rounded centroids and single ties"

@@ -77,7 +77,7 @@ def check_shortlists(
     assert (out.diff(dim=-1) > 0).all() and out.min() >= 0 and out.max() < centroids.shape[0]
     unit = noise is not None
     exact = logits_of(codewords.double(), centroids.double(), noise, unit)
-    plain = logits_of(codewords, centroids.float(), noise, unit)
+    plain = logits_of(codewords.float(), centroids.float(), noise, unit)
     best = exact.topk(size, dim=-1).values
     found = exact.gather(-1, out).sort(-1, descending=True).values
     assert ((found - best).abs() <= score_slack(exact, plain)).all()
@@ -257,6 +257,13 @@ def test_a_codeword_that_is_not_finite_leaves_the_others_alone(row: int) -> None
         others = torch.arange(6, device=DEVICE) != row
         assert torch.equal(out[others], expected[others])
         assert out.min() >= 0 and out.max() < 150  # nobody may be led outside the tables
+
+
+@pytest.mark.usefixtures("small_segments")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_codewords_of_16_bits(dtype: torch.dtype) -> None:
+    centroids = torch.randn(200, 24, device=DEVICE).to(dtype)
+    check_shortlists(unit_rows(6, 24).to(dtype), centroids, 30)
 
 
 @pytest.mark.usefixtures("small_segments")

@@ -316,6 +316,13 @@ def test_gates(case: Case, dtype: torch.dtype) -> None:
     assert_no_worse(fast, plain, exact)
 
 
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gates_whose_scores_are_made_again(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in large batches, where all scores would take much memory."""
+    monkeypatch.setattr("airmoe.kernels.cell_scores.MANY_ROWS", 0)
+    test_gates(case, torch.float16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_a_softmax_add_up_to_nothing(dtype: torch.dtype) -> None:
     """Also where one expert has nearly all: stored gates are rounded and do not add up to 1, and a

@@ -129,6 +129,13 @@ def test_gates_and_gradients(case: Case, dtype: torch.dtype) -> None:
     assert_no_worse(fast, same, exact)
 
 
+@pytest.mark.usefixtures("small_blocks")
+def test_gates_whose_scores_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in large batches, where all scores would take much memory."""
+    monkeypatch.setattr("airmoe.kernels.cell_scores.MANY_ROWS", 0)
+    test_gates_and_gradients(CASES["ragged"], torch.float16)
+
+
 def assert_best_are_taken(
     taken: Tensor, inputs: Found, cells: Cells, valid: Tensor, case: Case
 ) -> None:
