@@ -263,7 +263,8 @@ def test_a_codeword_that_is_not_finite_leaves_the_others_alone(row: int) -> None
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_codewords_of_16_bits(dtype: torch.dtype) -> None:
     centroids = torch.randn(200, 24, device=DEVICE).to(dtype)
-    check_shortlists(unit_rows(6, 24).to(dtype), centroids, 30)
+    for size in (20, 30):  # by the kernels, and too long for them
+        check_shortlists(unit_rows(6, 24).to(dtype), centroids, size)
 
 
 @pytest.mark.usefixtures("small_segments")

@@ -40,6 +40,7 @@ def top_m(
         if plan_cuts(centroids.shape[0], size) is not None:
             pieces = noise_operands(noise)
             return top_m_op(codewords, centroids, size, inverse_norms, *pieces)
+    codewords = codewords.to(torch.promote_types(codewords.dtype, torch.float32))
     rows = min(CODEWORDS_PER_TILE, codewords.shape[0])
     # At least a few times the shortlist, or the merging would cost more than the scoring.
     tile = rows, max(CHUNK_ELEMENTS // rows, 4 * size)
