@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis
 import pytest
 import torch
@@ -9,7 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.codewords import assign, codeword_sums, directions
+from airmoe.kernels.codewords import (
+    CodebookState,
+    assign,
+    codeword_sums,
+    directions,
+    moved,
+    rows_of_numbers,
+)
 from tests.kernels.comparison import DEVICE, DTYPES, unit_rows
 from tests.tolerance import score_slack
 
@@ -195,6 +204,53 @@ def test_directions_of_tiny_and_huge_tokens() -> None:
         found = codeword_sums(hidden, valid, torch.arange(3, device=DEVICE), 3, spherical=True)
     wanted = torch.tensor([[0.6, 0.8, 1], [0.6, 0.8, 1], [0, 0, 1]], device=DEVICE)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spherical", [True, False])
+@pytest.mark.parametrize(("tokens", "dim"), [(60, 24), (1, 300)])
+def test_tokens_by_their_number(dtype: torch.dtype, spherical: bool, tokens: int, dim: int) -> None:
+    hidden = torch.randn(tokens, dim, device=DEVICE).to(dtype)
+    valid = torch.rand(tokens, device=DEVICE) > 0.3
+    hidden = hidden.masked_fill(~valid.unsqueeze(-1), 0)
+    first = torch.tensor(4, device=DEVICE)  # other ranks have tokens before and after
+    numbers = torch.cat([torch.arange(tokens + 8), torch.tensor([5, 5])]).to(DEVICE)
+    with use_backend("triton"):
+        found = rows_of_numbers(hidden, valid, numbers, first, spherical=spherical)
+    wanted = torch.zeros(numbers.shape[0], dim, dtype=torch.float64, device=DEVICE)
+    own = hidden[valid].double()
+    for row, number in enumerate(numbers.tolist()):
+        if 4 <= number < 4 + own.shape[0]:
+            wanted[row] = own[number - 4]
+    wanted = directions(wanted) if spherical else wanted
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("euclidean", [True, False])
+@pytest.mark.parametrize("num_tokens", [0, 7])
+def test_codewords_move(euclidean: bool, num_tokens: int) -> None:
+    """Living, dead and empty codewords, and no tokens at all."""
+    codes, dim = 9, 40
+    counts, sums = torch.rand(codes, device=DEVICE) * 4, torch.randn(codes, dim, device=DEVICE)
+    totals = torch.randn(codes, 2 * dim + 1, device=DEVICE)
+    totals[:, dim] = torch.tensor([0.0, 0.5, 1, 2, 3, 4, 5, 6, 7])
+    counts[0], sums[3], totals[3, :dim] = 0, 0, 0
+    counts[5], totals[5, dim:] = 0, 0  # replaced by a token that is 0
+    before = [unit_rows(codes, dim), counts, sums]
+    size = torch.tensor(num_tokens, device=DEVICE)
+
+    def after(dtype: torch.dtype) -> list[Tensor]:
+        state = CodebookState(*(part.to(dtype) for part in before))
+        options: dict[str, Any] = {"decay": 0.75, "dead_below": 1.0, "euclidean": euclidean}
+        state = moved(state, totals.to(dtype), size, **options)
+        return [state.codewords, state.counts, state.sums]
+
+    with use_backend("triton"):
+        found = after(torch.float32)
+    exact = after(torch.float64)
+    assert all(map(torch.equal, found, before)) == (num_tokens == 0)
+    for one, other in zip(found, exact, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.gpu

@@ -150,6 +150,13 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "codeword_sums": lambda: Example(
         codewords.codeword_sums_op, (floats(40, 16), true(40), ids(7, 40), 7, True)
     ),
+    "rows_of_numbers": lambda: Example(
+        codewords.rows_of_numbers_op, (floats(40, 16), true(40), ids(40, 7), ids(3), True)
+    ),
+    "move_codewords": lambda: Example(
+        codewords.move_codewords_op,
+        (floats(6, 16), floats(6), floats(6, 16), floats(6, 33), ids(9), 0.95, 1.0, False),
+    ),
     "inverse_norms": lambda: Example(norms.inverse_norms_op, (floats(20, 30),)),
     "finite_rows": lambda: Example(norms.finite_rows_op, (floats(20, 30),)),
     "noise_rows": lambda: Example(noise.noise_rows, (int32(99, 4), ids(99, 5), 0.1)),

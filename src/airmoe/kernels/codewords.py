@@ -1,6 +1,9 @@
-"""What a codebook computes: the codeword of each token, and the sums that codewords learn from."""
+"""What a codebook computes: the codeword of each token, the sums that codewords learn from, and how
+they move (Alg. 2)."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -70,5 +73,95 @@ codeword_sums_op = operator(
     "codewords_triton",
     fake=lambda hidden, valid, ids, count, _: hidden.new_empty(
         count, hidden.shape[1] + 1, dtype=torch.float32
+    ),
+)
+
+
+@torch.no_grad()
+def rows_of_numbers(
+    hidden: Tensor, valid: Tensor, numbers: Tensor, first: Tensor, *, spherical: bool
+) -> Tensor:
+    """Tokens by their number among the valid ones of all ranks: [n, D] float32.
+
+    `first` is the number of this rank's first valid token; other ranks' tokens are 0 here. Tokens
+    count by direction where `spherical`.
+    """
+    if hidden.shape[0] == 0:
+        return hidden.new_zeros(numbers.shape[0], hidden.shape[1], dtype=torch.float32)
+    if use_triton(hidden):
+        return rows_of_numbers_op(hidden.detach(), valid, numbers, first, spherical)
+    seen = valid.cumsum(0)  # [T]
+    local = numbers - first
+    mine = (local >= 0) & (local < seen[-1])
+    place = torch.searchsorted(seen, local + 1).clamp_max_(hidden.shape[0] - 1)
+    states = hidden[place].float()
+    states = directions(states) if spherical else states
+    return states.masked_fill(~mine.unsqueeze(-1), 0)
+
+
+rows_of_numbers_op = operator(
+    "rows_of_numbers(Tensor hidden, Tensor valid, Tensor numbers, Tensor first, bool spherical) "
+    "-> Tensor",
+    "codewords_triton",
+    fake=lambda hidden, _valid, numbers, *_: hidden.new_empty(
+        numbers.shape[0], hidden.shape[1], dtype=torch.float32
+    ),
+)
+
+
+@dataclass(frozen=True)
+class CodebookState:
+    """Codewords with the running counts and sums of their tokens."""
+
+    codewords: Tensor  # [G, D]
+    counts: Tensor  # [G]
+    sums: Tensor  # [G, D]
+
+
+@torch.no_grad()
+def moved(
+    state: CodebookState,
+    totals: Tensor,
+    num_tokens: Tensor,
+    *,
+    decay: float,
+    dead_below: float,
+    euclidean: bool,
+) -> CodebookState:
+    """Alg. 2, lines 6-13: running counts and sums, replacements of dead codewords, projection.
+
+    totals [G, 2 D + 1]: of each codeword the sum of its tokens, their number, and the token that
+    replaces it if it is dead. Without tokens (`num_tokens`, 0-dim) nothing moves.
+    """
+    old = state.codewords, state.counts, state.sums
+    if use_triton(state.codewords):
+        form = decay, dead_below, euclidean
+        return CodebookState(*move_codewords_op(*old, totals, num_tokens, *form))
+    dim = state.codewords.shape[1]
+    batch_sums, batch_counts, spare = totals.split([dim, 1, dim], dim=-1)
+    counts = state.counts * decay + batch_counts.squeeze(-1) * (1 - decay)
+    sums = state.sums * decay + batch_sums * (1 - decay)
+    dead = counts < dead_below
+    counts = counts.masked_fill(dead, 1.0)
+    sums = torch.where(dead.unsqueeze(-1), spare, sums)
+    new = projected(sums, counts, state.codewords, euclidean=euclidean), counts, sums
+    some = num_tokens > 0
+    return CodebookState(*(torch.where(some, *pair) for pair in zip(new, old, strict=True)))
+
+
+def projected(sums: Tensor, counts: Tensor, old: Tensor, *, euclidean: bool) -> Tensor:
+    """Directions of the sums, or their means if Euclidean; the old ones where there is none."""
+    if euclidean:
+        empty = (counts == 0).unsqueeze(-1)
+        return torch.where(empty, old, sums / counts.unsqueeze(-1))
+    return torch.where((sums == 0).all(-1, keepdim=True), old, directions(sums))
+
+
+move_codewords_op = operator(
+    "move_codewords(Tensor codewords, Tensor counts, Tensor sums, Tensor totals, "
+    "Tensor num_tokens, float decay, float dead_below, bool euclidean) -> (Tensor, Tensor, Tensor)",
+    "codewords_triton",
+    fake=lambda codewords, counts, sums, *_: tuple(
+        map(torch.empty_like, (codewords, counts, sums))
     ),
 )

@@ -31,6 +31,7 @@ from airmoe.kernels.device_triton import (
     as_stored,
     bfloat16_parts,
     block_size,
+    count_below,
     load_rows,
     upper_half,
 )
@@ -291,3 +292,92 @@ def codeword_sums(
         DIM=dim, WIDTH=width, ROWS=max(1, min(4, 4096 // width)), num_warps=4,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _direction(states):
+    """A row on the unit sphere, in two steps, so that no square overflows or vanishes."""
+    largest = tl.max(tl.abs(states), axis=0)
+    states = states / tl.where(largest > 0, largest, 1.0)
+    norm = tl.sqrt_rn(tl.sum(states * states, axis=0))
+    return states / tl.where(norm > 0, norm, 1.0)
+
+
+@triton.jit
+def _numbers_kernel(
+    hidden, seen, numbers, first, out, num_tokens, steps,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, SPHERICAL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
+    column_mask = columns < DIM
+    number = tl.load(numbers + row) - tl.load(first)
+    place = tl.max(
+        count_below(seen, num_tokens, number + 1 + tl.zeros((1,), tl.int64), steps), axis=0
+    )
+    mine = (number >= 0) & (place < num_tokens)
+    at = hidden + place.to(tl.int64) * DIM + columns
+    states = tl.load(at, mask=column_mask & mine, other=0.0).to(tl.float32)
+    if SPHERICAL:
+        states = _direction(states)
+    tl.store(out + row * DIM + columns, states, mask=column_mask)
+
+
+def rows_of_numbers(
+    hidden: Tensor, valid: Tensor, numbers: Tensor, first: Tensor, spherical: bool
+) -> Tensor:
+    """Tokens by their number among the valid ones of all ranks: [n, D] float32."""
+    (num_tokens, dim), num_rows = hidden.shape, numbers.shape[0]
+    out = torch.empty(num_rows, dim, dtype=torch.float32, device=hidden.device)
+    width = triton.next_power_of_2(dim)
+    _numbers_kernel[(num_rows,)](
+        hidden.contiguous(), valid.cumsum(0), numbers.contiguous(), first, out, num_tokens,
+        num_tokens.bit_length(),
+        DIM=dim, WIDTH=width, SPHERICAL=spherical, num_warps=max(1, min(8, width // 256)),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _move_kernel(
+    codewords, counts, sums, totals, num_tokens, new_codewords, new_counts, new_sums,
+    decay, rest, dead_below,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, EUCLIDEAN: tl.constexpr,
+):  # fmt: skip
+    cell = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
+    mask = columns < DIM
+    place = cell * DIM + columns
+    count = tl.load(counts + cell)
+    total = tl.load(sums + place, mask=mask, other=0.0)
+    moved = tl.load(codewords + place, mask=mask, other=0.0)
+    if tl.load(num_tokens) > 0:
+        row = totals + cell * (2 * DIM + 1)
+        count = count * decay + tl.load(row + DIM) * rest
+        total = total * decay + tl.load(row + columns, mask=mask, other=0.0) * rest
+        if count < dead_below:
+            count = 1.0
+            total = tl.load(row + DIM + 1 + columns, mask=mask, other=0.0)
+        if EUCLIDEAN:
+            if count != 0:
+                moved = tl.div_rn(total, count + tl.zeros_like(total))
+        elif tl.max(tl.abs(total), axis=0) > 0:
+            moved = _direction(total)
+    tl.store(new_counts + cell, count)
+    tl.store(new_sums + place, total, mask=mask)
+    tl.store(new_codewords + place, moved, mask=mask)
+
+
+def move_codewords(
+    codewords: Tensor, counts: Tensor, sums: Tensor, totals: Tensor, num_tokens: Tensor, *form: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """New codewords, counts and sums."""
+    (num_codewords, dim), (decay, dead_below, euclidean) = codewords.shape, form
+    new = torch.empty_like(codewords), torch.empty_like(counts), torch.empty_like(sums)
+    width = triton.next_power_of_2(dim)
+    _move_kernel[(num_codewords,)](
+        codewords.contiguous(), counts.contiguous(), sums.contiguous(), totals.contiguous(),
+        num_tokens, *new, decay, 1 - decay, dead_below,
+        DIM=dim, WIDTH=width, EUCLIDEAN=euclidean, num_warps=max(1, min(8, width // 256)),
+    )  # fmt: skip
+    return new

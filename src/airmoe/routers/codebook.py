@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from airmoe.config import check_choice, check_count, check_number
 from airmoe.distributed import all_gather_rows, all_reduce_sum, is_distributed, rank, world_size
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.codewords import assign, codeword_sums, directions
+from airmoe.kernels.codewords import (
+    CodebookState,
+    assign,
+    codeword_sums,
+    directions,
+    moved,
+    projected,
+    rows_of_numbers,
+)
 from airmoe.kernels.noise import Stage, combine, normal, uniform_index
 from airmoe.routers.routing import Tokens, read_tokens
 
@@ -63,16 +71,8 @@ class GlobalBatch:
 
     def rows(self, numbers: Tensor) -> Tensor:
         """This rank's share of the tokens with these global numbers, else 0: [n, D] float32."""
-        if self.hidden.shape[0] == 0:
-            shape = numbers.shape[0], self.hidden.shape[1]
-            return self.hidden.new_zeros(shape, dtype=torch.float32)
-        seen = self.valid.cumsum(0)  # [T]
-        local = numbers - self.first
-        mine = (local >= 0) & (local < seen[-1])
-        place = torch.searchsorted(seen, local + 1).clamp_max_(self.hidden.shape[0] - 1)
-        states = self.hidden[place].float()
-        states = directions(states) if self.spherical else states
-        return states.masked_fill(~mine.unsqueeze(-1), 0)
+        operands = self.hidden, self.valid, numbers, self.first
+        return rows_of_numbers(*operands, spherical=self.spherical)
 
 
 class Codebook(Float32State):
@@ -179,9 +179,9 @@ class Codebook(Float32State):
         drawn = all_reduce_sum(batch.rows(low + uniform_index(keys, high - low)))
         first = (batch.total > 0) & ~self.initialized  # the host may not know
         share = batch.total.float() / self.num_codewords
-        self.codewords.copy_(
-            torch.where(first, self._project(drawn, torch.ones_like(self.counts)), self.codewords)
-        )
+        ones, old = torch.ones_like(self.counts), self.codewords
+        codewords = projected(drawn, ones, old, euclidean=self.euclidean)
+        self.codewords.copy_(torch.where(first, codewords, old))
         self.counts.copy_(torch.where(first, share, self.counts))
         self.sums.copy_(torch.where(first, drawn * share, self.sums))
         self.initialized |= first
@@ -196,24 +196,12 @@ class Codebook(Float32State):
             batch.hidden, batch.valid, codeword_ids, self.num_codewords, spherical=batch.spherical
         )
         totals = all_reduce_sum(torch.cat([batch_sums, batch.rows(spare)], dim=-1))  # [G, 2 D + 1]
-        batch_sums, batch_counts, spare_states = totals.split([self.dim, 1, self.dim], dim=-1)
-        counts = self.counts * self.decay + batch_counts.squeeze(-1) * (1 - self.decay)
-        sums = self.sums * self.decay + batch_sums * (1 - self.decay)
-        dead = counts < self.dead_below
-        counts = counts.masked_fill(dead, 1.0)
-        sums = torch.where(dead.unsqueeze(-1), spare_states, sums)
-        any_token = batch.total > 0
-        self.codewords.copy_(torch.where(any_token, self._project(sums, counts), self.codewords))
-        self.counts.copy_(torch.where(any_token, counts, self.counts))
-        self.sums.copy_(torch.where(any_token, sums, self.sums))
-
-    def _project(self, sums: Tensor, counts: Tensor) -> Tensor:
-        """Directions of the sums, or their means if Euclidean; the old ones where there is none."""
-        if self.euclidean:
-            empty = (counts == 0).unsqueeze(-1)
-            return torch.where(empty, self.codewords, sums / counts.unsqueeze(-1))
-        empty = (sums == 0).all(-1, keepdim=True)
-        return torch.where(empty, self.codewords, directions(sums))
+        form: dict[str, Any] = {"decay": self.decay, "dead_below": self.dead_below}
+        state = CodebookState(self.codewords, self.counts, self.sums)
+        state = moved(state, totals, batch.total, euclidean=self.euclidean, **form)
+        self.codewords.copy_(state.codewords)
+        self.counts.copy_(state.counts)
+        self.sums.copy_(state.sums)
 
     @property
     def learning(self) -> bool:
