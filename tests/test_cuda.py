@@ -67,7 +67,8 @@ def test_autocast_rounds_what_scores_are_made_of(dtype: torch.dtype) -> None:
     layer = build("air").cuda()
     router, x = layer.router, torch.randn(2, 100, DIM, device="cuda")
     assert isinstance(router, airmoe.AirRouter)
-    airmoe.track_optimizer(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    airmoe.track_optimizer(layer, optimizer)
     with torch.autocast("cuda", dtype=dtype):
         found = layer.forward_with_routing(x).routing
     assert isinstance(found, airmoe.CellRouting)

@@ -97,4 +97,4 @@ def test_jitter_as_a_tensor() -> None:
         with use_backend("triton"):
             found = draw()
         with use_backend("reference"):
-            torch.testing.assert_close(found, draw(), rtol=0, atol=1e-6)
+            torch.testing.assert_close(found, draw(), rtol=0, atol=0.3 * 1e-4)  # as above

@@ -172,8 +172,9 @@ def cell_gates_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
         found["hidden"] = pool_products([(grads, centroids)], layout, hidden.shape[0])
     if "centroids" in wanted:
         norms, reverse = scored.inverse_norms, layout.reverse_index(centroids.shape[0])
-        dtype = partial_dtype(hidden.dtype, projected=norms is not None)
-        parts = make_parts(layout, reverse, hidden.shape[1] * dtype.itemsize)
+        dim = hidden.shape[1]
+        dtype = partial_dtype(hidden.dtype, dim, projected=norms is not None)
+        parts = make_parts(layout, reverse, dim * dtype.itemsize)
         counts = None
         if layout.num_rows <= SMALL_MEAN_ROWS * layout.pools.shape[0]:  # some may have no rows
             sizes = layout.offsets.diff().int().unsqueeze(-1)

@@ -38,6 +38,9 @@ REDUCE_PROGRAMS = 132 * 128
 # there are many rows, several matrices [N, M] are there at the same time.
 PART_BYTES, PART_BYTES_OF_MANY_ROWS = 512 * 2**20, 256 * 2**20
 PART_SHARE = 128
+SCALED = (torch.bfloat16,)  # dtypes of X whose projected sums are held in float16 with scales
+WIDEST_SCALED = 256  # columns of a row that a program holds whole
+SMALLEST_SCALE = tl.constexpr(1e-30)
 SEARCH_BLOCK, SUM_BLOCK = 32, 1024
 
 
@@ -196,19 +199,23 @@ def make_parts(layout: CellLayout, reverse: ReverseIndex, row_bytes: int) -> Par
 
 @triton.jit
 def _store_partial(
-    partial, total, cell, places, low, high, shift, counts, columns,
+    partial, scales, total, cell, places, low, high, shift, counts, columns,
     POOL: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     mine = (places >= low) & (places < high)
     if counts is not None:
         count = tl.load(counts + cell.to(tl.int64) * POOL + places, mask=mine, other=0)
         mine &= count > 0
+    if scales is not None:
+        scale = tl.maximum(tl.max(tl.abs(total), axis=1), SMALLEST_SCALE)
+        tl.store(scales + places + shift, scale, mask=mine)
+        total *= (1.0 / scale)[:, None]
     store_rows(partial, places + shift, mine, columns, total, DIM)
 
 
 @triton.jit
 def _partial_kernel(
-    x, values, partial, offsets, token_ids, positions, shifts, counts, part,
+    x, values, partial, scales, offsets, token_ids, positions, shifts, counts, part,
     POOL: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
@@ -238,8 +245,9 @@ def _partial_kernel(
                 total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
                 total = dot(block, value, total, True, False, PART)
                 _store_partial(
-                    partial, total, cell, places, low, high, shift, counts, columns, POOL, DIM
-                )
+                    partial, scales, total, cell, places, low, high, shift, counts, columns,
+                    POOL, DIM,
+                )  # fmt: skip
         else:
             for start in range(begin + split, high, SPLITS * BLOCK_P):
                 places = tl.multiple_of(start, 16) + tl.arange(0, BLOCK_P)
@@ -252,13 +260,14 @@ def _partial_kernel(
                     block = load_rows(x, rows, row_mask, places, POOL)
                     total = dot(block, value, total, True, False, PART)
                 _store_partial(
-                    partial, total, cell, places, low, high, shift, counts, columns, POOL, DIM
-                )
+                    partial, scales, total, cell, places, low, high, shift, counts, columns,
+                    POOL, DIM,
+                )  # fmt: skip
 
 
 @triton.jit
 def _reduce_kernel(
-    partial, out, entries, starts, shifts, part_experts, part, table, inverse_norms,
+    partial, scales, out, entries, starts, shifts, part_experts, part, table, inverse_norms,
     POOL: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -276,7 +285,10 @@ def _reduce_kernel(
             mask = places < end
             entry = tl.load(entries + places, mask=mask, other=0)
             row = entry % POOL + tl.load(shifts + entry // POOL * PARTS + part, mask=mask, other=0)
-            total += load_rows(partial, row, mask, columns, DIM).to(tl.float32)
+            sums = load_rows(partial, row, mask, columns, DIM).to(tl.float32)
+            if scales is not None:
+                sums *= tl.load(scales + row, mask=mask, other=0.0)[:, None]
+            total += sums
         grad = tl.sum(total, axis=0)
         place = (tl.zeros((WIDTH,), tl.int64) + expert) * DIM + columns
         if inverse_norms is not None:  # the gradient came through w / |w|: drop its radial part
@@ -286,9 +298,14 @@ def _reduce_kernel(
         tl.store(out + place, grad.to(out.dtype.element_ty), mask=column_mask)
 
 
-def partial_dtype(dtype: torch.dtype, *, projected: bool) -> torch.dtype:
-    """Of the partial sums of a gradient: that of the products, unless most of it cancels."""
-    return torch.float32 if projected else dtype
+def partial_dtype(dtype: torch.dtype, dim: int, *, projected: bool) -> torch.dtype:
+    """Of the partial sums of a gradient: that of the products, unless most of it cancels.
+
+    Then float32, or float16 with a scale for each row, whose error is an eighth of bfloat16's.
+    """
+    if not projected:
+        return dtype
+    return torch.float16 if dtype in SCALED and dim <= WIDEST_SCALED else torch.float32
 
 
 def row_products(
@@ -305,30 +322,35 @@ def row_products(
     """Gradient of `table` [E, D] from X [N, M] and values [T, D], in a fixed order of summation.
 
     With `inverse_norms` X is scaled by them already, and the part along each row is taken out. That
-    part may be nearly all, so partial sums must be float32 then (`partial_dtype`). With `counts`
+    part may be nearly all, so partial sums are more exact then (`partial_dtype`). With `counts`
     [G, M], X is 0 where they are, and `reverse` is without those entries (`used_entries`).
     """
     dim, pool, num_cells = values.shape[1], layout.pool_width, layout.pools.shape[0]
-    dtype = partial_dtype(x.dtype, projected=inverse_norms is not None)
+    dtype = partial_dtype(x.dtype, dim, projected=inverse_norms is not None)
     partial = torch.empty(parts.rows, dim, dtype=dtype, device=x.device)
+    scaled = inverse_norms is not None and dtype == torch.float16
+    scales = torch.empty(parts.rows, dtype=torch.float32, device=x.device) if scaled else None
     grad = torch.empty(table.shape, dtype=table.dtype, device=table.device)
-    config = _partial_config(x, dim, pool, num_cells, parts.count)
+    config = _partial_config(x, dim, pool, num_cells, parts.count, whole_rows=scaled)
     grid = (triton.cdiv(dim, config["BLOCK_D"]), config["SPLITS"], num_cells)
     width = triton.next_power_of_2(dim)
     for part in range(parts.count):
         _partial_kernel[grid](
-            x, values, partial, layout.offsets, layout.token_ids, parts.positions, parts.shifts,
-            counts, part, POOL=pool, DIM=dim, PARTS=parts.count, PART=part_dtype(), **config,
+            x, values, partial, scales, layout.offsets, layout.token_ids, parts.positions,
+            parts.shifts, counts, part,
+            POOL=pool, DIM=dim, PARTS=parts.count, PART=part_dtype(), **config,
         )  # fmt: skip
         _reduce_kernel[(min(REDUCE_PROGRAMS, table.shape[0]),)](
-            partial, grad, reverse.entries, reverse.starts, parts.shifts, parts.experts, part,
-            table, inverse_norms, POOL=pool, PARTS=parts.count, DIM=dim, WIDTH=width,
+            partial, scales, grad, reverse.entries, reverse.starts, parts.shifts, parts.experts,
+            part, table, inverse_norms, POOL=pool, PARTS=parts.count, DIM=dim, WIDTH=width,
             BLOCK_S=4, STAGES=3, num_warps=max(1, width // 256),
         )  # fmt: skip
     return grad
 
 
-def _partial_config(x: Tensor, dim: int, pool: int, num_cells: int, parts: int) -> dict[str, int]:
+def _partial_config(
+    x: Tensor, dim: int, pool: int, num_cells: int, parts: int, *, whole_rows: bool
+) -> dict[str, int]:
     """Blocks for the partial sums: a whole cell at once where cells are small."""
     mean = triton.next_power_of_2(max(1, x.shape[0] // num_cells))
     whole = mean <= 64
@@ -342,7 +364,7 @@ def _partial_config(x: Tensor, dim: int, pool: int, num_cells: int, parts: int) 
         "SPLITS": min(8, triton.cdiv(pool, block_p * parts) + 1),  # programs for a large cell
         "BLOCK_R": rows,
         "BLOCK_P": block_size(pool, block_p),
-        "BLOCK_D": block_size(dim, 128),
+        "BLOCK_D": block_size(dim, WIDEST_SCALED if whole_rows else 128),
         "num_warps": 4 if whole or wide else 8,
         "num_stages": stages,
     }
