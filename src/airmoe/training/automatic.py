@@ -17,8 +17,10 @@ from airmoe.model import AirMoeConfig, AirMoeForCausalLM, parameter_counts
 from airmoe.training.config import RunConfig, TrainingOptions
 
 GIB = 2**30
-USED_SHARE = 0.8  # of a GPU's memory; the rest is for fragments and other programs
-FIXED_BYTES = 3 * GIB  # a chunk of logits, partial sums of weight gradients, libraries
+# Of a GPU's memory. The rest is for logits and partial sums, which take a share of it (4 %),
+# fragments and other programs.
+USED_SHARE = 0.76
+FIXED_BYTES = 3 * GIB  # the least of both, and libraries
 USUAL_VOCABULARY = 2**17  # the text and its tokenizer are not there yet
 STATE_BYTES = 16  # a parameter, its gradient and two moments in float32
 
