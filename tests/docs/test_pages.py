@@ -136,7 +136,7 @@ def test_numbers_on_the_first_screen() -> None:
     seconds, theirs = (result["median"]["total_ms"] / 1e3 for result in (air, peer))
     assert f"**{seconds:.2f} s** for {stored('cpu')['shape']['num_tokens']:,} tokens" in text
     assert f"{theirs / seconds:.1f} times faster than PEER-pytorch" in text
-    assert round(peer["peak_bytes"] / air["peak_bytes"]) == 16 and "a sixteenth of" in text
+    assert f"1/{peer['peak_bytes'] / air['peak_bytes']:.0f} of the memory" in text
     (step,) = (r for r in stored("step-text")["results"] if r["key"] == "compiled-graph")
     speed = sorted(step["work"]["tokens_per_second"])[len(step["work"]["tokens_per_second"]) // 2]
     assert f"{round(speed, -3):,.0f} tokens per second" in text
