@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from airmoe.experiments.bench.report import GIB, Content, fastest, timed, typical
+from airmoe.experiments.bench.results import GIB, Content, fastest, timed, typical
 from airmoe.experiments.report.rendering import environment, with_part
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from airmoe.experiments.bench.measure import Result
+from airmoe.experiments.bench.results import Result
 from tests.docs.common import load_script
 
 draw_speed = load_script("docs/draw_speed.py")

@@ -11,24 +11,25 @@ import torch
 from torch import Tensor
 
 from airmoe.experiments.bench import plain
-from airmoe.experiments.bench.cases import CASES, Case, toy
+from airmoe.experiments.bench.cases import CASES, PAPER
 from airmoe.experiments.bench.checks import check
 from airmoe.experiments.bench.contenders import Air, Air16Times, Answer, BalancedAir, Contender
 from airmoe.experiments.bench.inputs import Dtype, Inputs, Shape, make_inputs
-from airmoe.experiments.bench.measure import Result, measure
+from airmoe.experiments.bench.measure import measure
 from airmoe.experiments.bench.plain import Listing, PeerPackage
+from airmoe.experiments.bench.results import Result
 from airmoe.experiments.bench.timing import Limits
 from airmoe.experiments.bench.work import Ceilings
 from airmoe.kernels.backend import use_backend
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL = replace(toy(CASES["paper"]).shape, num_tokens=128, dim=32)
+SMALL = replace(PAPER.toy(), num_tokens=128, dim=32)
 CONTENDERS = dict.fromkeys(kind for case in CASES.values() for kind in case.contenders)
 
 
 def measured(kind: type[Contender], shape: Shape = SMALL) -> Result:
     ceilings = Ceilings("float32", 1e12, 1e12)
-    return measure(kind, Case("one", shape, ()), DEVICE, ceilings, Limits(repeats=1))
+    return measure(kind, shape, "training", DEVICE, ceilings, Limits(repeats=1))
 
 
 @pytest.mark.parametrize("dtype", get_args(Dtype))

@@ -2,50 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from airmoe.experiments.bench.cases import CASES, DECODE, SCALING, Case, toy
+from airmoe.experiments.bench import timing
+from airmoe.experiments.bench.cases import CASES, CPU, DECODE, PAPER, SCALING, STEP, Case
 from airmoe.experiments.bench.contenders import Air, Coarse, Contender, Exact, Hierarchical, Peer
 from airmoe.experiments.bench.inputs import Inputs, Shape, make_inputs, summarize_cells
 from airmoe.experiments.bench.measure import measure_alone
 from airmoe.experiments.bench.plain import Listing
-from airmoe.experiments.bench.timing import Limits, Timer, in_graphs, peak_bytes, sample, step_of
+from airmoe.experiments.bench.timing import Limits, Step
 from airmoe.experiments.bench.work import Ceilings, Work, count_work
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cpu")
 CEILINGS = Ceilings("float32", 1e12, 1e12)
-PAPER = CASES["paper"].shape
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+LAYERS = (*CASES.values(), *SCALING, *DECODE)
 
 
-def test_cases_have_the_promised_sizes() -> None:
-    assert Shape(65_536, 256, 65_536, 512, 1024, 2048, 8, "bfloat16", "swiglu", "even") == PAPER
-    cpu = CASES["cpu"].shape
-    assert Shape(4096, 256, 65_536, 512, 256, 1024, 8, "float32", "gelu", "topics") == cpu
-    for name, base, change in (
-        ("paper-16k", PAPER, {"num_tokens": 16_384}),
-        ("paper-768", PAPER, {"dim": 768}),
-        ("paper-g256", PAPER, {"num_codewords": 256}),
-        ("cpu-swiglu", cpu, {"activation": "swiglu"}),
-    ):
-        assert CASES[name].shape == replace(base, **change)
-    assert [case.shape.num_experts for case in SCALING] == [4**n for n in range(6, 11)]
-    for case, tokens in zip(DECODE, (1, 8, 64), strict=True):
-        wanted = replace(PAPER, num_tokens=tokens, dim=1024, num_experts=1_048_576)
-        assert (case.shape, case.phase) == (wanted, "decoding")
-    for case in (*CASES.values(), *SCALING, *DECODE):
-        assert toy(case).name == f"{case.name}-quick"
-        assert (case.device == "cpu") == case.name.startswith("cpu")
+@pytest.mark.parametrize("case", [*LAYERS, replace(STEP, name="step-text")], ids=lambda c: c.name)
+def test_the_stored_results_are_of_these_cases(case: Case) -> None:
+    stored = json.loads((RESULTS / f"{case.name}.json").read_text(encoding="utf-8"))
+    assert (asdict(case.shape), case.phase) == (stored["shape"], stored["phase"])
+    assert {one["key"] for one in stored["results"]} <= {one.key for one in case.contenders}
+    assert ("threads" in stored["device"]) == (case.device == "cpu")
 
 
 def test_equal_budgets() -> None:
     assert Coarse.router_config(PAPER).num_experts == 128
-    for case in (*CASES.values(), *SCALING, *DECODE):
+    for case in LAYERS:
+        assert isinstance(case.shape, Shape)
         clusters = Hierarchical.router_config(case.shape)
         size = case.shape.num_experts // clusters.num_clusters
         assert clusters.num_selected_clusters * size == case.shape.shortlist_size, case.name
@@ -54,8 +47,8 @@ def test_equal_budgets() -> None:
 @pytest.mark.parametrize("cells", ["even", "zipf", "topics"])
 def test_tokens_fall_into_the_cells_that_were_asked_for(cells: Any) -> None:
     topics = cells == "topics"  # a codebook learned them: cells of unequal size
-    shape = replace(CASES["cpu" if topics else "paper"].shape, dim=64, dtype="float32", cells=cells)
-    inputs = make_inputs(shape, CPU, seed=0)
+    shape = replace(CPU if topics else PAPER, dim=64, dtype="float32", cells=cells)
+    inputs = make_inputs(shape, DEVICE, seed=0)
     found = summarize_cells(inputs)
     assert found["mean_size"] == shape.num_tokens / shape.num_codewords
     low, high = {"even": (1, 2), "zipf": (20, 1000), "topics": (2.5, 1000)}[cells]
@@ -71,15 +64,16 @@ def test_tokens_fall_into_the_cells_that_were_asked_for(cells: Any) -> None:
 
 
 def test_inputs_are_the_same_for_the_same_seed() -> None:
-    shape = toy(CASES["paper"]).shape
-    first, second, other = (make_inputs(shape, CPU, seed) for seed in (1, 1, 2))
+    first, second, other = (make_inputs(PAPER.toy(), DEVICE, seed) for seed in (1, 1, 2))
     assert torch.equal(first.batches[2], second.batches[2])
     assert torch.equal(first.cotangent, second.cotangent)
     assert not torch.equal(first.batches[2], other.batches[2])
 
 
-def work(kind: type[Contender], shape: Shape = PAPER) -> Work:
-    return count_work(shape, kind.router_config(shape), plain=kind.plain)
+def work(kind: type[Contender], shape: Shape = PAPER, router_rows: int = 65_536) -> Work:
+    rows = router_rows + (2 if shape.activation == "gelu" else 3) * shape.num_experts
+    size = rows * shape.dim * shape.torch_dtype.itemsize
+    return count_work(shape, kind.router_config(shape), size, plain=kind.plain)
 
 
 def test_flops_of_the_papers_shape() -> None:
@@ -113,14 +107,15 @@ def test_bytes_of_other_routers() -> None:
     width, tables = 256 * 2, 2 * 65_536 + 3 * 65_536  # tokens twice, three tables
     rows = {Exact: 65_536, Hierarchical: 65_536 + 1024, Peer: 8 * (256 + 256), Coarse: 128}
     for kind, router in rows.items():
-        moved = work(kind).moved
+        moved = work(kind, router_rows=router).moved
         assert moved.forward == width * (tables + router), kind
         assert moved.backward == width * (tables + 65_536 + 2 * router + 3 * 65_536), kind
 
 
 def test_few_tokens_touch_few_rows() -> None:
     """Why decoding with AIR can be fast: its floor does not grow with the experts."""
-    air, exact = (work(kind, DECODE[1].shape) for kind in (Air, Exact))
+    shape = replace(PAPER, num_tokens=8, dim=1024, num_experts=1_048_576)
+    air, exact = (work(kind, shape, shape.num_experts) for kind in (Air, Exact))
     assert air.moved.forward < 50_000 * 1024 * 2
     assert exact.moved.forward > 1_048_576 * 1024 * 2
 
@@ -132,44 +127,42 @@ def test_slow_steps_get_fewer_samples() -> None:
     assert Limits(repeats=2).count(0.1) == 2
 
 
-def test_every_sample_is_kept_and_warm_up_is_not() -> None:
-    timer, seen = Timer(CPU), []
+def test_every_sample_is_kept_and_warm_up_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, loaded = [0.0], []
 
-    def step(number: int) -> list[Any]:
-        seen.append(number)
-        return [0.0, 0.001 * number, 0.003 * number]
+    def work() -> None:
+        clock[0] += 0.001 * loaded[-1]
 
-    laps = sample(timer, step, Limits(repeats=4), warmup=2)
-    assert seen == [0, 1, 2, 3, 4, 5]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    laps = Step(DEVICE, [work, lambda: (work(), work())], loaded.append).sample(Limits(4), warmup=2)
+    assert loaded == [0, 1, 2, 3, 4, 5]
     assert [[round(ms, 6) for ms in lap] for lap in laps] == [[n, 2 * n] for n in (2, 3, 4, 5)]
 
 
 @pytest.mark.gpu
-def test_peak_memory_is_that_of_the_action() -> None:
-    timer = Timer(torch.device("cuda"))
+def test_peak_memory_is_that_of_the_step() -> None:
     kept = torch.zeros(2**20, device="cuda")
-    found = peak_bytes(timer, lambda: torch.zeros(2**22, device="cuda").sum())
+    step = Step(torch.device("cuda"), [lambda: torch.zeros(2**22, device="cuda").sum()])
+    found = step.peak_bytes()
     assert found is not None and 2**24 <= found < 2**24 + 2**20
     del kept
 
 
 @pytest.mark.gpu
 def test_a_graph_reads_the_batch_of_its_step() -> None:
-    timer, batch = Timer(torch.device("cuda")), torch.zeros(4, device="cuda")
-    (replay,), outputs = in_graphs(timer, lambda: batch * 2), []
-    step = step_of(timer, lambda: outputs.append(replay()), before=batch.fill_)
+    device, batch, outputs = torch.device("cuda"), torch.zeros(4, device="cuda"), []
+    (replay,) = Step(device, [lambda: batch * 2], batch.fill_).captured().actions
+    step = Step(device, [lambda: outputs.append(replay())], batch.fill_)
     for number in (1, 2):
-        assert len(step(number)) == 2
-        timer.wait()
+        assert len(step.take(number)) == 2
+        torch.cuda.synchronize()
         assert outputs[-1].tolist() == [2.0 * number] * 4
 
 
 @pytest.mark.slow
 def test_memory_of_the_listing_holds_its_gathered_candidates() -> None:
-    shape = replace(
-        toy(CASES["cpu"]).shape, num_tokens=512, dim=64, shortlist_size=512, num_experts=1024
-    )
-    listing = measure_alone(Listing, Case("one", shape, ()), CPU, CEILINGS, Limits(repeats=2))
+    shape = replace(CPU.toy(), num_tokens=512, dim=64, shortlist_size=512, num_experts=1024)
+    listing = measure_alone(Listing, shape, "training", DEVICE, CEILINGS, Limits(repeats=2))
     assert listing.status == "timed", listing.reason
     assert listing.check is not None and listing.check.worst_share <= 1
     pairs = list(zip(listing.forward_ms, listing.total_ms, strict=True))
@@ -185,5 +178,5 @@ class Dying(Air):
 
 @pytest.mark.slow
 def test_a_process_that_dies_is_reported() -> None:
-    result = measure_alone(Dying, CASES["paper"], CPU, CEILINGS, Limits())
+    result = measure_alone(Dying, PAPER, "training", DEVICE, CEILINGS, Limits())
     assert result.status == "failed" and "terminated abruptly" in result.reason

@@ -17,14 +17,15 @@ from rich.console import Console
 from airmoe import MoELayer
 from airmoe.experiments.bench import run as bench
 from airmoe.experiments.bench import step
-from airmoe.experiments.bench.cases import CASES, Case
+from airmoe.experiments.bench.cases import CASES, CPU
 from airmoe.experiments.bench.contenders import Contender
-from airmoe.experiments.bench.measure import Result
-from airmoe.experiments.bench.report import fastest, print_case
-from airmoe.experiments.bench.timing import Limits, Timer, best_device
+from airmoe.experiments.bench.inputs import Shape
+from airmoe.experiments.bench.results import Result, fastest, print_case
+from airmoe.experiments.bench.timing import Limits, best_device
 from tests.training.command import airmoe, assert_one_line, succeeds
 
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+TOY = step.StepShape().toy()
 
 
 def bench_quickly(*arguments: object, out: Path) -> str:
@@ -86,15 +87,14 @@ def test_full_sizes_on_a_cpu_get_a_process_each_and_a_wrong_one_fails_the_comman
 ) -> None:
     asked = []
 
-    def alone(kind: type[Contender], case: Case, *given: Any) -> Result:
-        asked.append((kind.key, case.shape, given[-1].repeats))
+    def alone(kind: type[Contender], shape: Shape, *given: Any) -> Result:
+        asked.append((kind.key, shape, given[-1].repeats))
         return Result(kind.key, kind.name, "air", status, "no memory")
 
     monkeypatch.setattr(bench, "measure_alone", alone)
     console = Console(record=True, width=120)
     assert not bench.Bench(console, cases=("cpu-growth",), repeats=7, out=tmp_path).run()
-    shape = CASES["cpu-growth"].shape
-    assert asked == [("air", shape, 7), ("air-16-times", shape, 7)]
+    assert asked == [("air", CPU, 7), ("air-16-times", CPU, 7)]
     assert load(tmp_path / "cpu-growth.json")["complete"]
     assert f"AIR, 16 E: {status}: no memory" in console.export_text()
 
@@ -137,7 +137,7 @@ def test_a_captured_step_has_no_parts_to_show(
 ) -> None:
     result = Result("graph", "one CUDA graph", "air", total_ms=[20.0, 21.0, 25.0], captured=True)
     result.work = {"tokens_per_second": [1000.0]}
-    monkeypatch.setattr(step, "measure_step", lambda *_: result)
+    monkeypatch.setattr(bench, "measure_step", lambda *_: result)
     console = Console(record=True, width=120)
     assert bench.Bench(console, step=True, quick=True, only=("graph",), out=tmp_path).run()
     shown = console.export_text()
@@ -149,7 +149,7 @@ def test_a_captured_step_has_no_parts_to_show(
 )
 def test_a_step_learns(key: str, role: str) -> None:
     way = replace(step.WAYS[key], compiled=False, captured=False)
-    training = step.TrainingStep(way, step.TOY, best_device())
+    training = step.TrainingStep(way, TOY, best_device())
     has_experts = any(isinstance(part, MoELayer) for part in training.model.modules())
     assert (way.role, has_experts) == (role, key != "dense")
     for number in range(12):
@@ -164,8 +164,7 @@ def test_a_step_that_does_not_learn_gets_no_time(monkeypatch: pytest.MonkeyPatch
         self.losses.append(torch.tensor(math.nan if len(self.losses) == 3 else 5.0))
 
     monkeypatch.setattr(step.TrainingStep, "keep_loss", keep_loss)
-    timer = Timer(best_device())
-    result = step.measure_step(step.WAYS["eager"], step.TOY, timer, Limits(repeats=1))
+    result = step.measure_step(step.WAYS["eager"], TOY, best_device(), Limits(repeats=1), None)
     assert result.status == "wrong" and "nothing is learned" in result.reason
     assert not result.total_ms
 

@@ -1,22 +1,23 @@
-"""The cases: shapes by name, and the layers that are compared at each."""
+"""The cases: shapes by name, and what is compared at each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from airmoe.experiments.bench.contenders import (
     Air,
     Air16Times,
     BalancedAir,
     Coarse,
-    Contender,
     Exact,
     Hierarchical,
     Peer,
 )
 from airmoe.experiments.bench.inputs import Shape
+from airmoe.experiments.bench.measure import Phase
 from airmoe.experiments.bench.plain import Listing, PeerPackage
+from airmoe.experiments.bench.step import WAYS, StepShape
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,14 @@ class Case:
     """One table: a shape, a device, and its contenders."""
 
     name: str
-    shape: Shape
-    contenders: tuple[type[Contender], ...]
-    phase: Literal["training", "decoding"] = "training"
+    shape: Shape | StepShape
+    contenders: tuple[Any, ...]  # subclasses of `Contender`; of whole steps, each a `Way`
+    phase: Phase = "training"
     device: Literal["gpu", "cpu"] = "gpu"
+
+    def toy(self) -> Case:
+        """The case scaled down so that a CPU runs it in a second; its times mean nothing."""
+        return replace(self, name=f"{self.name}-quick", shape=self.shape.toy())
 
 
 OURS = (Air, Coarse, Hierarchical, Exact, Peer)
@@ -68,20 +73,4 @@ DECODE = tuple(
     )
     for tokens in (1, 8, 64)
 )
-
-
-def toy(case: Case) -> Case:
-    """The case scaled down so that a CPU runs it in a second; its times mean nothing."""
-    shape = case.shape
-    small = replace(
-        shape,
-        num_tokens=min(shape.num_tokens, max(64, shape.num_tokens // 256)),
-        dim=shape.dim // 4,
-        num_experts=max(256, shape.num_experts // 64),
-        top_k=32,
-        num_codewords=max(16, shape.num_codewords // 64),
-        shortlist_size=128,
-        num_heads=4,
-        dtype="float32",
-    )
-    return replace(case, name=f"{case.name}-quick", shape=small)
+STEP = Case("step", StepShape(), tuple(WAYS.values()), phase="step")

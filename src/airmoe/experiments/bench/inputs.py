@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -43,6 +43,19 @@ class Shape:
     def sizes(self) -> dict[str, Any]:
         """What all granular routers have in common."""
         return {"dim": self.dim, "num_experts": self.num_experts, "top_k": self.top_k}
+
+    def toy(self) -> Shape:
+        return replace(
+            self,
+            num_tokens=min(self.num_tokens, max(64, self.num_tokens // 256)),
+            dim=self.dim // 4,
+            num_experts=max(256, self.num_experts // 64),
+            top_k=32,
+            num_codewords=max(16, self.num_codewords // 64),
+            shortlist_size=128,
+            num_heads=4,
+            dtype="float32",
+        )
 
     def __str__(self) -> str:
         return (

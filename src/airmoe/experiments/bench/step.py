@@ -10,10 +10,9 @@ timed after enough training that the codebook has spread, as it is for nearly al
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +20,8 @@ from torch import Tensor
 from airmoe.data import BlockDataset, open_prepared
 from airmoe.errors import ConfigError
 from airmoe.experiments.bench.inputs import NUM_BATCHES, SEED
-from airmoe.experiments.bench.measure import Result, WrongAnswerError
-from airmoe.experiments.bench.timing import Limits, Timer, in_graphs, peak_bytes, sample, step_of
+from airmoe.experiments.bench.results import Result
+from airmoe.experiments.bench.timing import Limits, Step
 from airmoe.kernels.backend import backend_for
 from airmoe.metrics import usage_entropy
 from airmoe.model import AirMoeForCausalLM, model_size, with_method
@@ -48,15 +47,14 @@ class StepShape:
     def num_tokens(self) -> int:
         return self.num_sequences * self.block_size
 
+    def toy(self) -> StepShape:
+        return StepShape(size="tiny", vocab_size=512, num_sequences=4, block_size=64)
+
     def __str__(self) -> str:
         return (
             f"{self.size}, {self.num_sequences} x {self.block_size} tokens, "
             f"{self.vocab_size:,} token ids, bfloat16 autocast"
         )
-
-
-FULL = StepShape()
-TOY = StepShape(size="tiny", vocab_size=512, num_sequences=4, block_size=64)
 
 
 @dataclass(frozen=True)
@@ -165,33 +163,33 @@ def open_text(folder: Path, shape: StepShape) -> BlockDataset:
 
 
 def measure_step(
-    way: Way, shape: StepShape, timer: Timer, limits: Limits, text: BlockDataset | None = None
+    way: Way, shape: StepShape, device: torch.device, limits: Limits, text: BlockDataset | None
 ) -> Result:
     """Tokens per second of one way; a step that learns nothing gets no time."""
     result = Result(way.key, way.name, way.role)
     with result.recorded():
-        if (way.compiled or way.captured) and not timer.on_gpu:
+        if (way.compiled or way.captured) and device.type != "cuda":
             rule = "is measured on a GPU only"
             raise ConfigError("bench.step", way.key, rule, "Use --only eager here.")
-        training = TrainingStep(way, shape, timer.device, text)
-        result.backend = backend_for(timer.device, torch.bfloat16)
+        training = TrainingStep(way, shape, device, text)
+        result.backend = backend_for(device, torch.bfloat16)
         result.parameter_bytes = sum(one.nbytes for one in training.model.parameters())
-        actions: list[Callable[[], Any]]
-        actions = [training.forward, training.backward, training.optimize]
-        step = step_of(timer, *actions, training.keep_loss, before=training.load)
+        parts = [training.forward, training.backward, training.optimize]
+        step = Step(device, [*parts, training.keep_loss], training.load)
         for number in range(WARMUP_STEPS):
-            step(number)
-        result.peak_bytes = peak_bytes(timer, lambda: step(0))
+            step.take(number)
+        result.peak_bytes = step.peak_bytes()
         result.captured = way.captured
         if way.captured:
-            actions = in_graphs(timer, training.run)
-            step = step_of(timer, *actions, training.keep_loss, before=training.load)
-        laps = sample(timer, step, limits, warmup=max(WARMUP_STEPS, len(training.batches)))
+            (replay,) = Step(device, [training.run], training.load).captured().actions
+            step = Step(device, [replay, training.keep_loss], training.load)
+        laps = step.sample(limits, warmup=max(WARMUP_STEPS, len(training.batches)))
         losses = torch.stack(training.losses).tolist()
         first, last = losses[0], losses[-1]
         if not (math.isfinite(sum(losses)) and last < first):
-            found = f"the loss goes from {first:.2f} to {last:.2f}: nothing is learned"
-            raise WrongAnswerError(found)
+            result.status = "wrong"
+            result.reason = f"the loss goes from {first:.2f} to {last:.2f}: nothing is learned"
+            return result
         result.total_ms = [sum(lap[:-1]) for lap in laps]
         if not way.captured:
             result.forward_ms, backward, optimizer = ([lap[n] for lap in laps] for n in range(3))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -28,31 +28,6 @@ def best_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-class Timer:
-    """The clock of a device: marks, and the time between them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.on_gpu = device.type == "cuda"
-
-    def mark(self) -> Any:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def wait(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)
-
-    def laps(self, marks: Sequence[Any]) -> list[float]:
-        """Milliseconds from each mark to the next, after `wait`."""
-        if self.on_gpu:
-            return [first.elapsed_time(last) for first, last in pairwise(marks)]
-        return [1e3 * (last - first) for first, last in pairwise(marks)]
-
-
 @dataclass(frozen=True)
 class Limits:
     """How long to sample: `repeats` times, or until `seconds` are over but `least` times."""
@@ -66,88 +41,106 @@ class Limits:
         return min(self.repeats, max(self.least, wanted))
 
 
-Step = Callable[[int], Sequence[Any]]  # number of the step -> its marks
+@dataclass(frozen=True)
+class Step:
+    """Actions that follow each other, each timed; `load(number)`, which comes first, is not."""
 
+    device: torch.device
+    actions: list[Callable[[], Any]]
+    load: Callable[[int], Any] = lambda _: None
 
-def sample(timer: Timer, step: Step, limits: Limits, warmup: int = WARMUP_STEPS) -> list[list[Any]]:
-    """The laps of every step after warm-up, in milliseconds. The last warm-up step is a pilot."""
-    started = time.perf_counter()
-    for number in range(warmup):
-        timer.wait()
-        started = time.perf_counter()
-        step(number)
-    timer.wait()
-    count = limits.count(time.perf_counter() - started)
-    steps = [step(warmup + number) for number in range(count)]
-    timer.wait()
-    return [timer.laps(marks) for marks in steps]
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
 
-
-def peak_bytes(timer: Timer, action: Callable[[], Any]) -> int | None:
-    """Memory an action needs beyond what was allocated before it.
-
-    On a CPU it is the high-water mark of resident memory less what was resident before the action.
-    Only Linux has one; elsewhere it is None.
-    """
-    if not timer.on_gpu:
-        if not STATUS.exists():
+    def take(self, number: int) -> list[Any]:
+        """Take the step; -> marks before the first action and after each."""
+        self.load(number)
+        marks = [self._mark()]
+        for action in self.actions:
             action()
-            return None
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # else the action could use freed heap unnoticed
-        before = _status_bytes("VmRSS")
-        (STATUS.parent / "clear_refs").write_text("5")  # resets the high-water mark
-        action()
-        return _status_bytes("VmHWM") - before
-    timer.wait()
-    before = torch.cuda.memory_allocated(timer.device)
-    torch.cuda.reset_peak_memory_stats(timer.device)
-    action()
-    timer.wait()
-    return torch.cuda.max_memory_allocated(timer.device) - before
+            marks.append(self._mark())
+        return marks
+
+    def sample(self, limits: Limits, warmup: int = WARMUP_STEPS) -> list[list[float]]:
+        """Milliseconds of every action in every step after warm-up, whose last step is a pilot."""
+        started = time.perf_counter()
+        for number in range(warmup):
+            self._wait()
+            started = time.perf_counter()
+            self.take(number)
+        self._wait()
+        count = limits.count(time.perf_counter() - started)
+        steps = [self.take(warmup + number) for number in range(count)]
+        self._wait()
+        return [[self._between(*pair) for pair in pairwise(marks)] for marks in steps]
+
+    def totals(self, limits: Limits) -> list[float]:
+        """Milliseconds of every step."""
+        return [sum(laps) for laps in self.sample(limits)]
+
+    def peak_bytes(self) -> int | None:
+        """Memory the step needs beyond what was allocated before it.
+
+        On a CPU it is the high-water mark of resident memory less what was resident before. Only
+        Linux has one; elsewhere it is None.
+        """
+        self.load(0)  # what the last step left is gone
+        if not self.on_gpu:
+            if not STATUS.exists():
+                self.take(0)
+                return None
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)  # else the step could use freed heap unnoticed
+            before = _status_bytes("VmRSS")
+            (STATUS.parent / "clear_refs").write_text("5")  # resets the high-water mark
+            self.take(0)
+            return _status_bytes("VmHWM") - before
+        self._wait()
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.take(0)
+        self._wait()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def captured(self) -> Step:
+        """The same with each action replayed from a CUDA graph."""
+        stream = torch.cuda.Stream(self.device)  # warm-up must be on a stream of its own
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(GRAPH_WARMUP_STEPS):
+                self.load(0)
+                for action in self.actions:
+                    action()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        self.load(0)
+        pool, replays = torch.cuda.graph_pool_handle(), []
+        for action in self.actions:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                output = action()
+            replays.append(partial(_replay, graph, output))
+        return Step(self.device, replays, self.load)
+
+    def _mark(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def _between(self, first: Any, last: Any) -> float:
+        """Milliseconds from a mark to the next, after `_wait`."""
+        return first.elapsed_time(last) if self.on_gpu else 1e3 * (last - first)
 
 
 def _status_bytes(key: str) -> int:
     (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith(f"{key}:"))
     return int(line.split()[1]) * 1024
-
-
-def step_of(
-    timer: Timer, *actions: Callable[[], Any], before: Callable[[int], Any] = lambda _: None
-) -> Step:
-    """A step of some actions, each between two marks; `before(number)` is not timed."""
-
-    def step(number: int) -> Sequence[Any]:
-        before(number)
-        marks = [timer.mark()]
-        for action in actions:
-            action()
-            marks.append(timer.mark())
-        return marks
-
-    return step
-
-
-def in_graphs(
-    timer: Timer, *actions: Callable[[], Any], before: Callable[[], Any] = lambda: None
-) -> list[Callable[[], Any]]:
-    """Actions that follow each other, each replayed from a CUDA graph; `before` is not captured."""
-    stream = torch.cuda.Stream(timer.device)  # warm-up must be on a stream of its own
-    stream.wait_stream(torch.cuda.current_stream(timer.device))
-    with torch.cuda.stream(stream):
-        for _ in range(GRAPH_WARMUP_STEPS):
-            before()
-            for action in actions:
-                action()
-    torch.cuda.current_stream(timer.device).wait_stream(stream)
-    before()
-    pool, replays = torch.cuda.graph_pool_handle(), []
-    for action in actions:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            output = action()
-        replays.append(partial(_replay, graph, output))
-    return replays
 
 
 def _replay(graph: torch.cuda.CUDAGraph, output: Any) -> Any:

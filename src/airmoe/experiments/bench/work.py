@@ -17,7 +17,6 @@ with 2 or 4 bytes for a number; intermediate results could stay on the chip and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -27,9 +26,9 @@ from typing import Any
 import torch
 
 from airmoe.experiments.bench.inputs import Shape
-from airmoe.experiments.bench.timing import Limits, Timer, sample, step_of
+from airmoe.experiments.bench.timing import Limits, Step
 from airmoe.flops import Column, Cost, Workload, count_layer
-from airmoe.routers import AirRouter, HierarchicalRouter, PeerRouter, RouterConfig
+from airmoe.routers import AirRouter, RouterConfig
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,13 @@ class Work:
         return 1e3 * max(flops / ceilings.flops, moved / ceilings.bytes)
 
 
-def count_work(shape: Shape, config: RouterConfig, *, plain: bool = False) -> Work:
+def count_work(
+    shape: Shape, config: RouterConfig, parameter_bytes: int, *, plain: bool = False
+) -> Work:
     """Of a layer with such a router; `plain` is one in PyTorch, without our kernels."""
     algorithmic = _flops(shape, config, "algorithmic")
     executed = algorithmic if plain else _flops(shape, config, "executed")
-    return Work(algorithmic, executed, _moved(shape, config))
+    return Work(algorithmic, executed, _moved(shape, config, parameter_bytes))
 
 
 def _flops(shape: Shape, config: RouterConfig, column: Column) -> Cost:
@@ -75,41 +76,29 @@ def _flops(shape: Shape, config: RouterConfig, column: Column) -> Cost:
     return Cost(tokens * (each.forward - once.forward), tokens * each.backward)
 
 
-def _moved(shape: Shape, config: RouterConfig) -> Cost:
-    tokens, width = shape.num_tokens, shape.dim * shape.torch_dtype.itemsize
+def _moved(shape: Shape, config: RouterConfig, parameter_bytes: int) -> Cost:
+    tokens, row = shape.num_tokens, shape.dim * shape.torch_dtype.itemsize
     matrices = 3 if shape.activation == "swiglu" else 2
-    router_rows, read = _router_rows(config, tokens)
-    read += matrices * min(shape.num_experts, tokens * shape.top_k)
-    written = router_rows + matrices * shape.num_experts
-    return Cost(width * (2 * tokens + read), width * (3 * tokens + read + written))
-
-
-def _router_rows(config: RouterConfig, num_tokens: int) -> tuple[int, int]:
-    """Rows of D numbers of the router's parameters, and how many of its tables are read."""
-    rows = config.num_experts
-    if isinstance(config, AirRouter.Config):
-        cells = min(num_tokens, config.num_codewords)
-        return rows, min(rows, cells * config.shortlist_size) + config.num_codewords
-    if isinstance(config, PeerRouter.Config):  # queries, and two halves of every key
-        rows = config.num_heads * (config.dim + math.isqrt(config.num_experts))
-    elif isinstance(config, HierarchicalRouter.Config):
-        rows += config.num_clusters
-    return rows, rows
+    rows = parameter_bytes // row - matrices * shape.num_experts  # of the router: it reads all
+    if isinstance(config, AirRouter.Config):  # but codewords, and the lists of those in use
+        listed = min(tokens, config.num_codewords) * config.shortlist_size
+        rows = config.num_codewords + min(rows, listed)
+    rows += matrices * min(shape.num_experts, tokens * shape.top_k)
+    read = row * (tokens + rows)
+    return Cost(read + row * tokens, read + row * 2 * tokens + parameter_bytes)
 
 
 @cache
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """8192 x 8192 x 8192 and a copy of 2 GiB; toy sizes on a CPU."""
-    timer = Timer(device)
-    size, length = (8192, 2**31) if timer.on_gpu else (256, 2**24)
+    size, length = (8192, 2**31) if device.type == "cuda" else (256, 2**24)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     product = torch.empty(size, size, device=device, dtype=dtype)
     source = torch.zeros(length, device=device, dtype=torch.int8)
     target = torch.empty_like(source)
-    limits = Limits(seconds=0.5)
 
     def seconds(action: Callable[[], Any]) -> float:
-        return median(lap for (lap,) in sample(timer, step_of(timer, action), limits)) / 1e3
+        return median(Step(device, [action]).totals(Limits(seconds=0.5))) / 1e3
 
     return Ceilings(
         dtype=str(dtype).removeprefix("torch."),

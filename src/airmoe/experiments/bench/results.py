@@ -1,23 +1,85 @@
-"""Tables and closing lines, from results in the layout of the JSON files."""
+"""What was measured of a contender, and the tables of a case in the layout of its JSON file."""
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from airmoe.errors import say
+from airmoe.errors import ConfigError, say
+from airmoe.experiments.bench.checks import Check
 
+Status = Literal["timed", "wrong", "skipped", "out of memory", "failed"]
 GIB = 2**30
+LOG = logging.getLogger("airmoe")
+ASKED = re.compile(r"Tried to allocate ([\d.]+) (MiB|GiB)")
 HEADINGS = ("forward ms", "total ms", "min-max", "tokens/s", "peak GiB", "of floor", "error", "n")
 LEGEND = (
     "ms are medians of n; total is forward + backward; of floor is the least possible time over "
     "the measured; error is a share of the allowed one"
 )
 Content = dict[str, Any]  # of one JSON file, or one result in it
+
+
+@dataclass
+class Result:
+    """Everything measured of one contender; times in milliseconds."""
+
+    key: str
+    name: str
+    role: str
+    status: Status = "timed"
+    reason: str = ""
+    backend: str = ""
+    check: Check | None = None
+    captured: bool = False  # in a CUDA graph
+    peak_bytes: int | None = None
+    parameter_bytes: int = 0
+    forward_ms: list[float] = field(default_factory=list)
+    total_ms: list[float] = field(default_factory=list)  # forward + backward
+    apart_ms: dict[str, list[float]] = field(default_factory=dict)
+    work: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> Content:
+        content = vars(self) | {"check": self.check and self.check.as_json()}
+        if self.status == "timed":
+            measured = {"forward_ms": self.forward_ms, "total_ms": self.total_ms}
+            content["median"] = {name: median(laps) for name, laps in measured.items() if laps}
+            content["apart_median_ms"] = {n: median(laps) for n, laps in self.apart_ms.items()}
+        return content
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Keep an error in the block as the result, so that the other contenders go on."""
+        try:
+            yield
+        except ConfigError as error:  # a shape or a machine that this layer does not support
+            self.status, self.reason = "skipped", str(error)
+        except torch.OutOfMemoryError as error:
+            self.status, self.reason = "out of memory", _needs(str(error))
+        except Exception as error:  # a kernel that does not compile must not end the others' run
+            LOG.exception("%s failed", self.name)
+            first_line = str(error).strip().partition("\n")[0]
+            self.status, self.reason = "failed", f"{type(error).__name__}: {first_line}"
+
+
+def _needs(message: str) -> str:
+    """The memory it needs: what it had, and what it asked for in vain."""
+    asked = ASKED.search(message)
+    if asked is None:
+        return "out of memory"
+    allocated = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    wanted = allocated / GIB + float(asked[1]) / (1 if asked[2] == "GiB" else 1024)
+    return f"out of memory, needs about {wanted:.0f} GiB"
 
 
 def timed(content: Content) -> list[Content]:
@@ -69,8 +131,8 @@ def summary(result: Content) -> str:
         return result["reason"]
     if result["status"] != "timed":
         return f"{result['status']}: {result['reason']}"
-    samples = {"forward": result["forward_ms"], "in all": result["total_ms"]}
-    parts = [f"{what} {median(laps):.3g} ms" for what, laps in samples.items() if laps]
+    words = {"forward_ms": "forward", "total_ms": "in all"}
+    parts = [f"{words[name]} {ms:.3g} ms" for name, ms in result["median"].items()]
     return ", ".join([*parts, f"{_peak(result)} GiB"])
 
 
@@ -83,7 +145,7 @@ def _cells(result: Content) -> list[str]:
         f"{min(samples):.3g}-{max(samples):.3g}",
         f"{median(work['tokens_per_second']):,.0f}" if "tokens_per_second" in work else "-",
         _peak(result),
-        f"{floor / median(samples):.1%}" if floor else "-",
+        f"{floor / typical(result):.1%}" if floor else "-",
         f"{checked['worst_share']:.2f}" if checked else "-",
         str(len(samples)),
     ]
