@@ -27,23 +27,25 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=WIDTH)
 
 
-def _presets(incomplete: str) -> list[str]:
+# What a shell completes; typer takes those that begin with what is typed.
+
+
+def _presets() -> list[str]:
     from airmoe.training import PRESETS
 
-    return [name for name in PRESETS if name.startswith(incomplete)]
+    return list(PRESETS)
 
 
-def _methods(incomplete: str) -> list[str]:
+def _methods() -> list[str]:
     from airmoe.model import METHODS
 
-    return [name for name in METHODS if name.startswith(incomplete)]
+    return list(METHODS)
 
 
-def _keys(incomplete: str) -> list[str]:
+def _keys() -> list[str]:
     from airmoe.training.config import SECTIONS
 
-    keys = [f"{section}.{name}=" for section, names in SECTIONS.items() for name in names]
-    return [key for key in keys if key.startswith(incomplete)]
+    return [f"{section}.{name}=" for section, names in SECTIONS.items() for name in names]
 
 
 PRESET_HELP = "tiny, small, medium, small-c5, ..."

@@ -8,7 +8,7 @@ import pytest
 
 from airmoe.flops import COLUMNS, Workload, count_flops
 from airmoe.model import METHODS, model_size, with_method
-from tests.training.command import airmoe, assert_one_line
+from tests.training.command import airmoe, assert_one_line, table_rows
 
 
 def test_one_method_as_a_table() -> None:
@@ -29,12 +29,6 @@ def test_one_method_as_a_table() -> None:
     assert outcome.out.splitlines()[-1] == (
         "Blocks of 256 tokens; steps of 16,384 on 4 device(s), micro-batches of 4,096."
     )
-
-
-def table_rows(text: str) -> list[list[str]]:
-    """Cells of every row but the heading."""
-    lines = [line for line in text.splitlines() if line.startswith("│")]
-    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
 def test_all_methods_side_by_side() -> None:

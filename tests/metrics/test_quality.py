@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from airmoe import AirRouter, PeerRouter, Router, RouterConfig, TokenRouting
-from airmoe.config import config
+from airmoe import AirRouter, PeerRouter
 from airmoe.metrics import (
     RoutingMeter,
     mass_recall,
@@ -124,52 +123,21 @@ def test_tokens_are_compared_as_they_were_routed_among_all(
 # -- ties and unused slots ------------------------------------------------------------------
 
 
-class FixedRouter(Router):
-    """Gives the same list and the same exact logits to every token."""
-
-    @config
-    class Config(RouterConfig):
-        pass
-
-    def __init__(self, logits: list[float], expert_ids: list[int], weights: list[float]) -> None:
-        super().__init__(self.Config(dim=DIM, num_experts=len(logits), top_k=2))
-        self.logits, self.ids, self.weights = (
-            torch.tensor(values) for values in (logits, expert_ids, weights)
-        )
-
-    def reset_parameters(self) -> None: ...
-
-    def route(self, tokens: Any, plan: Any) -> TokenRouting:
-        num_tokens = tokens.hidden.shape[0]
-        return TokenRouting(
-            num_tokens=num_tokens,
-            num_experts=self.config.num_experts,
-            valid=tokens.valid,
-            expert_ids=self.ids.expand(num_tokens, -1),
-            weights=self.weights.expand(num_tokens, -1),
-            lazy_expert_probs=lambda: torch.zeros(self.config.num_experts),
-            lazy_log_z=lambda: torch.zeros(num_tokens),
-        )
-
-    def full_logits(self, hidden: Tensor) -> Tensor:
-        return self.logits.expand(hidden.shape[0], -1)
-
-
 @pytest.mark.parametrize(
-    ("expert_ids", "weights", "expected"),
+    ("picked", "expected"),
     [
-        ([0, 3], [0.9, 0.1], 1.0),  # of three tied for the second place any will do
-        ([1, 2], [0.5, 0.5], 0.5),  # but they cannot stand in for the first
-        ([3, 4], [0.5, 0.5], 0.5),
-        ([0, 4], [0.5, 0.5], 0.5),
-        ([0, 3], [0.9, 0.0], 0.5),  # an unused slot chooses nothing
-        ([3, 4], [0.0, 1.0], 0.0),
-        ([1, 2, 3, 0], [0.1, 0.1, 0.1, 0.1], 1.0),  # more choices than K cannot exceed 1
+        ([0, 3], 1.0),  # of three tied for the second place any will do
+        ([1, 2], 0.5),  # but they cannot stand in for the first
+        ([3, 4], 0.5),
+        ([0, 4], 0.5),
+        ([0, -1], 0.5),  # an unused slot chooses nothing
+        ([-1, 4], 0.0),
+        ([1, 2, 3, 0], 1.0),  # more choices than K cannot exceed 1
     ],
 )
-def test_overlap_with_ties(expert_ids: list[int], weights: list[float], expected: float) -> None:
-    router = FixedRouter([5.0, 3.0, 3.0, 3.0, 1.0], expert_ids, weights)
-    assert overlap(router, torch.randn(3, DIM)).tolist() == [expected] * 3
+def test_overlap_with_ties(picked: list[int], expected: float) -> None:
+    logits = torch.tensor([[5.0, 3.0, 3.0, 3.0, 1.0]])
+    assert quality._overlap_with_exact(logits, torch.tensor([picked]), 2).tolist() == [expected]
 
 
 # -- the bound of Prop. 1 -------------------------------------------------------------------
