@@ -16,7 +16,7 @@ reports.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from airmoe.experiments.bench.contenders import Answer, Contender, Shortlisted, 
 MOST_TOKENS = 256
 MOST_SCORES = {"cuda": 2**28, "cpu": 2**24}  # float64 numbers: 2 GiB, 128 MiB
 ROWS = 65_536  # compared at once
-Define = Callable[[Values, torch.dtype], Tensor]
+Define = Callable[[torch.dtype], Tensor]  # what something should be, computed in a precision
 
 
 @dataclass
@@ -50,8 +50,9 @@ class Check:
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"worst_share": self.worst_share}
 
-    def compare(self, what: str, fast: Tensor, exact: Tensor, plain: Tensor) -> None:
-        """Compare `fast` with `exact` (float64); the error of `plain` sets the allowed one."""
+    def compare(self, what: str, fast: Tensor, define: Define) -> None:
+        """Compare `fast` with float64; the error of its own dtype sets the allowed one."""
+        exact, plain = define(torch.float64), define(fast.dtype)
         low, high = exact.detach().aminmax()
         size = max(-low.item(), high.item())
         error, allowed = _distance(fast, exact), 2 * _distance(plain, exact)
@@ -60,18 +61,67 @@ class Check:
         if not error <= allowed:  # nor is NaN
             self.problems.append(f"{what}: error {error:.2e}, allowed {allowed:.2e}")
 
-    def compare_best(self, what: str, chosen: Tensor, exact: Tensor, plain: Tensor) -> None:
-        """`chosen` [..., K] are distinct and the K largest of `exact` [..., E] up to ties."""
+    def compare_best(self, what: str, chosen: Tensor, define: Define, dtype: torch.dtype) -> None:
+        """`chosen` [..., K] are distinct and have the K largest scores [..., E] up to ties."""
         if (chosen.sort(-1).values.diff(dim=-1) == 0).any():
             self.problems.append(f"{what}: chosen twice")
             return
+        exact, plain = define(torch.float64), define(dtype)
         count, finite = chosen.shape[-1], exact.isfinite()
         rounding = (plain.double() - exact)[finite].abs().max().item()
-        slack = 4 * rounding + 2 * _floor(plain.dtype) * exact[finite].abs().max().item()
+        slack = 4 * rounding + 2 * _floor(dtype) * exact[finite].abs().max().item()
         last = exact.topk(count, dim=-1).values[..., -1:]
         worst = (last - exact.gather(-1, chosen)).max().item()
         if not worst <= slack:
             self.problems.append(f"{what}: one is {worst:.2e} below the last of the best {count}")
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What a contender should compute for some rows of a batch, given its choices there."""
+
+    contender: Contender
+    values: Values  # parameters, and the batch as "hidden" [T, D]
+    rows: Tensor  # [n]
+    answer: Answer  # of these rows
+
+    def tokens(self, dtype: torch.dtype) -> Tensor:
+        return self.values["hidden"][self.rows].to(dtype)
+
+    def cell_scores(self, dtype: torch.dtype) -> Tensor:
+        return self.contender.cell_scores(self.tokens(dtype), self.values)
+
+    def scores(self, dtype: torch.dtype) -> Tensor:
+        return self.contender.scores(self.tokens(dtype), self.values, self.answer.cells)
+
+    def output(self, dtype: torch.dtype) -> Tensor:
+        """[n, D]"""
+        logits = self.scores(torch.promote_types(self.contender.score_dtype, dtype))
+        ids = self.answer.expert_ids
+        if ids.shape[-1] == 1:  # a single one keeps its probability among all (Switch)
+            return self.mixture(logits.softmax(-1).gather(-1, ids), dtype)
+        return self.mixture(logits.gather(-1, ids).softmax(-1), dtype)
+
+    def mixture(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """sum over chosen e of weight_e act(<up_e, h>) down_e, gated where the experts are."""
+        # [n, K * S] rows of the tables; an expert's weight is that of all its S neurons
+        size, ids = self.contender.neurons_per_expert, self.answer.expert_ids.flatten(1)
+        rows = (ids.unsqueeze(-1) * size + torch.arange(size, device=ids.device)).flatten(1)
+        tables = {name: self.values[name] for name in ("gate", "up", "down") if name in self.values}
+        found = {name: table.flatten(0, -2)[rows].to(dtype) for name, table in tables.items()}
+        hidden = self.tokens(dtype)
+        active = torch.einsum("td,tkd->tk", hidden, found["up"])
+        if "gate" in found:
+            active = active * F.silu(torch.einsum("td,tkd->tk", hidden, found["gate"]))
+        else:
+            active = F.gelu(active)
+        return torch.einsum("tk,tkd->td", active * weights.flatten(1).to(dtype), found["down"])
+
+    def gradient(self, name: str, cotangent: Tensor, dtype: torch.dtype) -> Tensor:
+        """With respect to a parameter or "hidden"; cotangent [n, D]."""
+        leaf = self.values[name].to(dtype, copy=True).requires_grad_()
+        output = replace(self, values=self.values | {name: leaf}).output(dtype)
+        return _gradients(output, {name: leaf}, cotangent)[name]
 
 
 def check(
@@ -85,37 +135,27 @@ def check(
         answer = contender.answer(fast)
     if not answer.output.isfinite().all():
         result.problems.append("output: not finite")
-    chosen = _spread(hidden, contender)
-    grads: Values = {}
+    rows, grads = _spread(hidden, contender), {}
     if gradients:
-        sparse = torch.zeros_like(cotangent).index_copy(0, chosen, cotangent[chosen])
+        sparse = torch.zeros_like(cotangent).index_copy(0, rows, cotangent[rows])
         grads = _gradients(answer.output, {"hidden": fast} | named, sparse)
-    answer, tokens = answer.rows(chosen), hidden[chosen]
-    values = {"hidden": tokens} | {name: value.detach() for name, value in named.items()}
-    _check_choices(result, contender, values, answer)
-    if result.problems:  # the definition may not exist for such choices
-        return result
-    define, dtypes = partial(_define, contender, answer), (torch.float64, tokens.dtype)
+    values = {"hidden": hidden} | {name: value.detach() for name, value in named.items()}
+    definition = Definition(contender, values, rows, answer.rows(rows))
     with torch.no_grad():
-        exact, plain = (define(values, dtype) for dtype in dtypes)
-        result.compare("output", answer.output, exact, plain)
+        _check_choices(result, definition)
+        if result.problems:  # the definition may not exist for such choices
+            return result
+        result.compare("output", definition.answer.output, definition.output)
     for name in list(grads):  # one at a time: in float64 they may be gigabytes
-        exact, plain = (
-            _gradient(define, values, name, cotangent[chosen], dtype) for dtype in dtypes
-        )
-        if name == "hidden":  # the other tokens must get none
-            exact, plain = (
-                grad.new_zeros(hidden.shape).index_copy(0, chosen, grad) for grad in (exact, plain)
-            )
-        result.compare(f"gradient of {name}", grads.pop(name), exact, plain)
+        gradient = partial(definition.gradient, name, cotangent[rows])
+        result.compare(f"gradient of {name}", grads.pop(name), gradient)
     if gradients:
         contender.module.train()
         with torch.no_grad():
-            answer = contender.answer(hidden).rows(chosen)
+            answer = contender.answer(hidden).rows(rows)
         if answer.weights is not None:
-            found = contender, answer.expert_ids, answer.weights, values
-            exact, plain = (_mixture(h, *found) for h in (tokens.double(), tokens))
-            result.compare("output with jitter", answer.output, exact, plain)
+            mixture = partial(replace(definition, answer=answer).mixture, answer.weights)
+            result.compare("output with jitter", answer.output, mixture)
     return result
 
 
@@ -127,41 +167,22 @@ def _spread(hidden: Tensor, contender: Contender) -> Tensor:
     return torch.arange(count, device=hidden.device) * num_tokens // count
 
 
-def _define(contender: Contender, answer: Answer, values: Values, dtype: torch.dtype) -> Tensor:
-    """The layer's output [T, D] at the choices of an answer, by the plain formula."""
-    tokens, ids = values["hidden"].to(dtype), answer.expert_ids
-    score_dtype = torch.promote_types(contender.score_dtype, dtype)
-    logits = contender.scores(tokens.to(score_dtype), values, answer.cells)
-    if ids.shape[-1] == 1:  # a single one keeps its probability among all (Switch)
-        weights = logits.softmax(-1).gather(-1, ids)
-    else:
-        weights = logits.gather(-1, ids).softmax(-1)
-    return _mixture(tokens, contender, ids, weights, values)
-
-
-def _mixture(
-    hidden: Tensor, contender: Contender, ids: Tensor, weights: Tensor, values: Values
-) -> Tensor:
-    """sum over chosen e of weight_e act(<up_e, h>) down_e, gated where the experts are: [T, D]."""
-    # [T, K * S] rows of the tables; an expert's weight is that of all its S neurons
-    size, flat = contender.neurons_per_expert, ids.flatten(1).unsqueeze(-1)
-    rows, dtype = (flat * size + torch.arange(size, device=ids.device)).flatten(1), hidden.dtype
-    tables = {name: values[name] for name in ("gate", "up", "down") if name in values}
-    found = {n: table.flatten(0, -2)[rows].to(dtype) for n, table in tables.items()}  # [T, K*S, D]
-    active = torch.einsum("td,tkd->tk", hidden, found["up"])
-    if "gate" in found:
-        active = active * F.silu(torch.einsum("td,tkd->tk", hidden, found["gate"]))
-    else:
-        active = F.gelu(active)
-    return torch.einsum("tk,tkd->td", active * weights.flatten(1).to(dtype), found["down"])
-
-
-def _gradient(
-    define: Define, values: Values, name: str, cotangent: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Of the definition, with respect to a parameter or "hidden"."""
-    leaf = values[name].to(dtype, copy=True).requires_grad_()
-    return _gradients(define(values | {name: leaf}, dtype), {name: leaf}, cotangent)[name]
+def _check_choices(result: Check, definition: Definition) -> None:
+    """Cells, shortlists and experts are the best ones, up to ties."""
+    contender, answer = definition.contender, definition.answer
+    found, wanted = answer.expert_ids[0].numel(), contender.config.top_k
+    result.num_tokens, result.experts_per_token = len(definition.rows), found
+    if found != wanted:
+        result.problems.append(f"{found} experts per token, expected {wanted}")
+        return
+    dtype = contender.score_dtype
+    if answer.cells is not None:
+        result.compare_best("cells", answer.cells, definition.cell_scores, dtype)
+    if answer.cells is not None and isinstance(contender, Shortlisted):
+        used = answer.cells.unique()
+        scores = partial(contender.codeword_scores, used, definition.values)
+        result.compare_best("shortlist", contender.index()[1][used], scores, dtype)
+    result.compare_best("experts", answer.expert_ids, definition.scores, dtype)
 
 
 def _gradients(output: Tensor, named: Values, cotangent: Tensor) -> Values:
@@ -169,27 +190,6 @@ def _gradients(output: Tensor, named: Values, cotangent: Tensor) -> Values:
         output, list(named.values()), cotangent.to(output.dtype), materialize_grads=True
     )
     return dict(zip(named, grads, strict=True))
-
-
-@torch.no_grad()
-def _check_choices(result: Check, contender: Contender, values: Values, answer: Answer) -> None:
-    """Cells, shortlists and experts are the best ones, up to ties."""
-    found, wanted = answer.expert_ids[0].numel(), contender.config.top_k
-    result.num_tokens, result.experts_per_token = len(values["hidden"]), found
-    if found != wanted:
-        result.problems.append(f"{found} experts per token, expected {wanted}")
-        return
-    cells, dtypes = answer.cells, (torch.float64, contender.score_dtype)
-    both = [values["hidden"].to(dtype) for dtype in dtypes]  # exact, plain
-    if cells is not None:
-        exact, plain = (contender.cell_scores(h, values) for h in both)
-        result.compare_best("cells", cells, exact, plain)
-    if cells is not None and isinstance(contender, Shortlisted):
-        used = cells.unique()
-        exact, plain = (contender.codeword_scores(used, values, h.dtype) for h in both)
-        result.compare_best("shortlist", contender.index()[1][used], exact, plain)
-    exact, plain = (contender.scores(h, values, cells) for h in both)
-    result.compare_best("experts", answer.expert_ids, exact, plain)
 
 
 def _floor(dtype: torch.dtype) -> float:
