@@ -71,26 +71,19 @@ __all__ = [
     "track_optimizer",
 ]
 
-# Where the names live; what is not listed is a router's.
-_HOMES = {
-    "airmoe": ("losses", "metrics"),
-    "airmoe.errors": ("ConfigError", "RunError"),
-    "airmoe.losses": ("load_balance_loss", "router_z_loss", "shortlist_balance_loss"),
-    "airmoe.model": ("AirMoeConfig", "AirMoeForCausalLM", "TrackOptimizerCallback"),
-    "airmoe.moe": ("CoarseExperts", "GranularExperts", "MoELayer", "MoEOutput"),
-    "airmoe.adapt": ("FfnExperts", "calibrate", "restore_routers", "swap_ffn", "swap_routers"),
-}
+# Where the names are looked up, in this order: only `model` loads transformers.
+_PARTS = ("errors", "routers", "moe", "losses", "adapt", "model")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'airmoe' has no attribute {name!r}")
-    home = next((home for home, names in _HOMES.items() if name in names), "airmoe.routers")
-    if home == "airmoe":
+    if name in ("losses", "metrics"):
         return importlib.import_module(f"airmoe.{name}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+    for part in _PARTS if name in __all__ else ():
+        module = importlib.import_module(f"airmoe.{part}")
+        if hasattr(module, name):
+            value = globals()[name] = getattr(module, name)
+            return value
+    raise AttributeError(f"module 'airmoe' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -162,7 +162,7 @@ def test_what_goes_wrong_is_a_result(error: Exception, status: str, reason: str)
     assert (result.status, result.reason) == (status, reason)
 
 
-def test_who_cannot_be_built_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_cannot_be_built_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain, "find_spec", lambda _name: None)
     result = measured(PeerPackage)
     assert result.status == "skipped" and "pip install" in result.reason

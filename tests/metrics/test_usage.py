@@ -38,21 +38,16 @@ from tests.metrics.routers import DIM, NUM_EXPERTS, build, track, trained_air
         ([0, 7, 0, 0, 0], 0.0, 0.8),
         ([2, 0, 1, 1], 1.5 * math.log(2), 0.25),
         ([10**12, 10**12, 0], math.log(2), 1 / 3),
+        ([0, 0], math.nan, 1.0),
         # A million experts, of which one half has three quarters of the choices.
         ([3] * 2**19 + [1] * 2**19, 21 * math.log(2) - 0.75 * math.log(3), 0.0),
     ],
-    ids=["equal", "one", "some", "many tokens", "many experts"],
+    ids=["equal", "one", "some", "many tokens", "none", "many experts"],
 )
 def test_entropy_in_nats_and_dead_experts(counts: list[int], entropy: float, dead: float) -> None:
     tensor = torch.tensor(counts)
-    assert usage_entropy(tensor).item() == pytest.approx(entropy, abs=1e-12)
+    assert usage_entropy(tensor).item() == pytest.approx(entropy, abs=1e-12, nan_ok=True)
     assert dead_experts(tensor).item() == pytest.approx(dead, abs=1e-12)
-
-
-def test_nothing_counted_has_no_entropy_and_only_dead_experts() -> None:
-    counts = torch.zeros(5, dtype=torch.int64)
-    assert usage_entropy(counts).isnan()
-    assert dead_experts(counts) == 1
 
 
 def test_unlisted_experts() -> None:
