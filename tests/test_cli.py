@@ -92,13 +92,6 @@ def test_train_prepares_its_text_and_names_its_folder(tmp_path: Path) -> None:
     succeeds("train", "tiny", *overrides, "data.corpus=./text.txt", cwd=tmp_path)
     assert (tmp_path / "data" / "text.txt-bytes" / "manifest.json").exists()
     assert (tmp_path / "runs" / "tiny-air" / "result.json").exists()
-    succeeds(
-        *("train", "tiny", "--method", "dense", "training.steps=1", "training.batch_size=2"),
-        *("training.micro_batch_size=2", "data.block_size=32", "data.corpus=./text.txt"),
-        *("data.tokenizer=bytes", "data.validation_fraction=0.1", "training.track=none"),
-        cwd=tmp_path,
-    )
-    assert (tmp_path / "runs" / "tiny-dense" / "result.json").exists()
 
 
 def on_a_terminal() -> None:

@@ -78,11 +78,11 @@ def prepare(
         str, typer.Option(help="llama-3, bytes, bpe:SIZE, or the path of a tokenizer")
     ] = "llama-3",
     validation: Annotated[
-        str | None, typer.Option(help="text to validate on; else a share of the documents")
+        str | None, typer.Option(help="text to validate on; default: a share of the documents")
     ] = None,
-    validation_fraction: Annotated[float, typer.Option(help="that share")] = 0.005,
-    text_field: Annotated[str, typer.Option(help="of .jsonl and .parquet")] = "text",
-    max_tokens: Annotated[int | None, typer.Option(help="stop training text there")] = None,
+    validation_fraction: Annotated[float, typer.Option(help="share to validate on")] = 0.005,
+    text_field: Annotated[str, typer.Option(help="field of .jsonl and .parquet")] = "text",
+    max_tokens: Annotated[int | None, typer.Option(help="most tokens of training text")] = None,
 ) -> None:
     """Turn text into token shards. Run it again after a stop to continue."""
     from airmoe.data import PrepareConfig
@@ -234,12 +234,12 @@ def suite(
     seeds: Annotated[int, typer.Option(help="runs of each variant: training.seed, + 1, ...")] = 1,
     tokens: Annotated[int | None, typer.Option(help="length of every run")] = None,
     epochs: Annotated[
-        int | None, typer.Option(help="the same, in passes; default: the preset's own length")
+        int | None, typer.Option(help="the same in passes; default: the preset's own length")
     ] = None,
     also: Annotated[
-        list[str] | None, typer.Option(help="one more method, as train's; may be repeated")
+        list[str] | None, typer.Option(help="one more method, as in `train`; may be repeated")
     ] = None,
-    processes: Annotated[int, typer.Option(help="torchrun's, that train each run together")] = 1,
+    processes: Annotated[int, typer.Option(help="per run, started by torchrun")] = 1,
 ) -> None:
     """Train runs to compare, at equal budgets. Run it again after a stop to continue."""
     from airmoe.experiments.suites import make_plan, run_suite

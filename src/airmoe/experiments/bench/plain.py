@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from airmoe.errors import ConfigError
+from airmoe.errors import require
 from airmoe.experiments.bench.contenders import (
     Answer,
     Contender,
@@ -94,12 +93,8 @@ class PeerPackage(Contender):
         return Peer.router_config(shape)
 
     def make(self, shape: Shape) -> nn.Module:
-        if find_spec("PEER_pytorch") is None:
-            install = "Run: pip install -c constraints/cpu.txt 'airmoe[bench]'"
-            raise ConfigError("python package", "PEER-pytorch", "is not installed", install)
-        from PEER_pytorch import PEER
-
-        return PEER(
+        package = require("PEER_pytorch", "to be measured", "bench")
+        return package.PEER(
             shape.dim,
             heads=shape.num_heads,
             num_experts=shape.num_experts,
