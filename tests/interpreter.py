@@ -1,7 +1,7 @@
-"""Triton's interpreter, in which the kernels run without a GPU, less the work that it repeats.
+"""A faster interpreter of Triton: where there is no GPU, the kernels' tests run in it.
 
-What it computes stays the same to the bit. It repeats two things, which took much of the time of
-the kernels' tests:
+Results stay the same to the bit. The interpreter repeats two things, which took much of the tests'
+time:
 
 - At a launch it puts functions of its own into `triton.language`, for which it looks at every name
   there; and again at each call of a function by a kernel, where they are in place already.

@@ -22,28 +22,26 @@ import airmoe.kernels
 from airmoe.kernels.cells import CellLayout
 
 Arguments = dict[str, Any]  # by name, tensors as their shapes
+ATTENTION_ON_GPUS = ("flash_attention", "efficient_attention", "cudnn_attention")
 
 
 def flop_counter() -> FlopCounterMode:
     """Counts products: matrix products, attention (on a CPU too), and those of our kernels."""
-    aten = torch.ops.aten
-    formulas: dict[Any, Callable[..., int]] = {}
-    kinds = "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"
-    for name in kinds:
-        formulas[getattr(aten, f"_scaled_dot_product_{name}")] = _attention
-        formulas[getattr(aten, f"_scaled_dot_product_{name}_backward")] = _attention_backward
     for module in pkgutil.iter_modules(airmoe.kernels.__path__):
         if not module.name.endswith("_triton"):  # operators are declared beside the plain versions
             importlib.import_module(f"airmoe.kernels.{module.name}")
-    for name, formula in FORMULAS.items():
-        packet = getattr(torch.ops.airmoe, name)
-        formulas[packet] = _by_name(packet.default._schema, formula)
-    return FlopCounterMode(display=False, custom_mapping=formulas)
+    formulas = {getattr(torch.ops.airmoe, name): formula for name, formula in FORMULAS.items()}
+    for kind in ("flash_attention_for_cpu", *ATTENTION_ON_GPUS):
+        name = f"_scaled_dot_product_{kind}"
+        formulas[getattr(torch.ops.aten, name)] = _attention
+        formulas[getattr(torch.ops.aten, f"{name}_backward")] = _attention_backward
+    by_place = {operator: _by_name(operator, formula) for operator, formula in formulas.items()}
+    return FlopCounterMode(display=False, custom_mapping=by_place)
 
 
-def _by_name(schema: Any, formula: Callable[[Arguments], int]) -> Callable[..., int]:
+def _by_name(operator: Any, formula: Callable[[Arguments], int]) -> Callable[..., int]:
     """The counter passes arguments by place; formulas read them by name."""
-    names = [argument.name for argument in schema.arguments]
+    names = [argument.name for argument in operator.default._schema.arguments]
 
     def count(*values: Any, out_val: Any = None, **named: Any) -> int:
         return formula(dict(zip(names, values, strict=False)) | named)
@@ -51,20 +49,19 @@ def _by_name(schema: Any, formula: Callable[[Arguments], int]) -> Callable[..., 
     return count
 
 
-def _attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return sdpa_flop_count(query, _of_all_heads(key, query), _of_all_heads(value, query))
+def _attention(args: Arguments) -> int:
+    return sdpa_flop_count(*_of_all_heads(args))
 
 
-def _attention_backward(
-    grad: Any, query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any
-) -> int:
-    keys, values = _of_all_heads(key, query), _of_all_heads(value, query)
-    return sdpa_backward_flop_count(grad, query, keys, values)
+def _attention_backward(args: Arguments) -> int:
+    query, key, value = _of_all_heads(args)
+    return sdpa_backward_flop_count((*query[:-1], value[-1]), query, key, value)
 
 
-def _of_all_heads(shared: Any, query: Any) -> Any:
-    """The shape of keys or values as if no two heads shared them: torch 2.11 counts no others."""
-    return torch.Size([shared[0], query[1], *shared[2:]])
+def _of_all_heads(args: Arguments) -> list[Any]:
+    """Queries, keys and values as if no two heads shared them: torch 2.11 counts no others."""
+    batch, heads = args["query"][:2]
+    return [(batch, heads, *args[name][2:]) for name in ("query", "key", "value")]
 
 
 def _matrices(args: Arguments) -> int:

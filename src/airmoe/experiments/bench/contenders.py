@@ -83,7 +83,7 @@ class Contender(ABC):
     @staticmethod
     @abstractmethod
     def router_config(shape: Shape) -> RouterConfig:
-        """The router, or the one whose FLOPs are its own."""
+        """Of its router; of other people's layers, of a router that costs the same FLOPs."""
 
     @abstractmethod
     def make(self, shape: Shape) -> nn.Module:

@@ -63,7 +63,7 @@ class Step:
         return marks
 
     def sample(self, limits: Limits, warmup: int = WARMUP_STEPS) -> list[list[float]]:
-        """Milliseconds of every action in every step after warm-up, whose last step is a pilot."""
+        """Milliseconds of each action in each step. The last warm-up step tells how many fit in."""
         started = time.perf_counter()
         for number in range(warmup):
             self._wait()
