@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -221,32 +222,23 @@ def expert_probs(choices: Choices, num_experts: int, like: Tensor) -> Tensor:
     """Mean softmax over the candidates, over tokens (and heads), scattered to [E]."""
     rows = []
     for heads in choices:
-        if heads is None:
-            continue
-        for choice in heads:
-            row = like.new_zeros(num_experts)
-            ids = torch.tensor(choice.candidate_ids)
+        for choice in heads or []:
+            row, ids = like.new_zeros(num_experts), torch.tensor(choice.candidate_ids)
             rows.append(row.index_add(0, ids, torch.softmax(choice.logits, dim=0)))
     return torch.stack(rows).mean(dim=0)
 
 
 def expert_counts(choices: Choices, num_experts: int) -> list[int]:
-    counts = [0] * num_experts
-    for heads in choices:
-        for choice in heads or []:
-            for expert in choice.expert_ids:
-                counts[expert] += 1
-    return counts
+    counts = Counter(e for heads in choices for choice in heads or [] for e in choice.expert_ids)
+    return [counts[expert] for expert in range(num_experts)]
 
 
 def log_z(choices: Choices, like: Tensor) -> Tensor:
     """Logsumexp over the candidates, averaged over heads; 0 for tokens left out. [T]"""
     rows = []
     for heads in choices:
-        if heads is None:
-            rows.append(like.new_zeros(()))
-        else:
-            rows.append(torch.stack([choice.log_z for choice in heads]).mean())
+        values = [choice.log_z for choice in heads or []]
+        rows.append(torch.stack(values).mean() if values else like.new_zeros(()))
     return torch.stack(rows)
 
 

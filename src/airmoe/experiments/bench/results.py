@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from airmoe.errors import ConfigError, say
 from airmoe.experiments.bench.checks import Check
@@ -102,10 +102,8 @@ def fastest(content: Content, role: str) -> Content | None:
 def print_case(console: Console, content: Content) -> None:
     """The table of a case, what was timed apart, and how AIR compares."""
     console.print(f"\n{content['case']}: {content['shape_text']}", style="bold", highlight=False)
-    table = Table(box=SIMPLE)
-    table.add_column("", no_wrap=True)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
+    numbers = [Column(heading, justify="right", no_wrap=True) for heading in HEADINGS]
+    table = Table(Column(no_wrap=True), *numbers, box=SIMPLE)
     for result in sorted(timed(content), key=typical):
         in_graph = result["captured"] and content["phase"] != "step"  # whose name says it
         table.add_row(result["name"] + (", CUDA graph" if in_graph else ""), *_cells(result))
