@@ -70,8 +70,9 @@ def test_inputs_are_the_same_for_the_same_seed() -> None:
     assert not torch.equal(first.batches[2], other.batches[2])
 
 
-def work(kind: type[Contender], shape: Shape = PAPER, router_rows: int = 65_536) -> Work:
-    rows = router_rows + (2 if shape.activation == "gelu" else 3) * shape.num_experts
+def work(kind: type[Contender], shape: Shape = PAPER) -> Work:
+    """With a router of a centroid per expert."""
+    rows = (3 if shape.activation == "gelu" else 4) * shape.num_experts
     size = rows * shape.dim * shape.torch_dtype.itemsize
     return count_work(shape, kind.router_config(shape), size, plain=kind.plain)
 
@@ -104,18 +105,21 @@ def test_the_floor_is_the_larger_of_two() -> None:
 
 
 def test_bytes_of_other_routers() -> None:
-    width, tables = 256 * 2, 2 * 65_536 + 3 * 65_536  # tokens twice, three tables
-    rows = {Exact: 65_536, Hierarchical: 65_536 + 1024, Peer: 8 * (256 + 256), Coarse: 128}
+    inputs = make_inputs(PAPER.toy(), DEVICE)
+    width, tokens, tables = 64 * 4, 256, 3 * 1024
+    rows = {Exact: 1024, Hierarchical: 1024 + 16, Peer: 4 * (64 + 32), Coarse: 1024 // 32}
     for kind, router in rows.items():
-        moved = work(kind, router_rows=router).moved
-        assert moved.forward == width * (tables + router), kind
-        assert moved.backward == width * (tables + 65_536 + 2 * router + 3 * 65_536), kind
+        contender = kind(inputs)
+        size = sum(value.nbytes for value in contender.parameters().values())
+        moved = count_work(inputs.shape, contender.config, size).moved
+        assert moved.forward == width * (2 * tokens + tables + router), kind
+        assert moved.backward == width * (3 * tokens + 2 * (tables + router)), kind
 
 
 def test_few_tokens_touch_few_rows() -> None:
     """Why decoding with AIR can be fast: its floor does not grow with the experts."""
     shape = replace(PAPER, num_tokens=8, dim=1024, num_experts=1_048_576)
-    air, exact = (work(kind, shape, shape.num_experts) for kind in (Air, Exact))
+    air, exact = (work(kind, shape) for kind in (Air, Exact))
     assert air.moved.forward < 50_000 * 1024 * 2
     assert exact.moved.forward > 1_048_576 * 1024 * 2
 
