@@ -97,7 +97,7 @@ _TITLE = re.compile(r" = [^=\s](?:.*[^=\s])? = \r?\n?")  # level 2 is ` = = Titl
 
 @dataclass(frozen=True)
 class Document:
-    """One text, never blank."""
+    """One text."""
 
     text: str
     fraction: float | None = None
@@ -105,15 +105,13 @@ class Document:
 
 
 def read_files(files: list[Path], text_field: str) -> Iterator[Document | None]:
-    """File after file, what is more than white space; None for a row whose text is null."""
+    """File after file; None for a row whose text is null."""
     sizes = [file.stat().st_size for file in files]
     total, before = max(sum(sizes), 1), 0
     for file, size in zip(files, sizes, strict=True):
         for text, fraction in _read(file, text_field):
-            if text is None:
-                yield None
-            elif text.strip():
-                yield Document(text, (before + fraction * size) / total)
+            so_far = (before + fraction * size) / total
+            yield None if text is None else Document(text, so_far)
         before += size
 
 
@@ -230,9 +228,8 @@ def _check_column_size(metadata: Any, text_field: str, path: Path) -> None:
     """Raise if a row group, which is unpacked at once, holds too much text."""
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
-        columns = [group.column(place) for place in range(group.num_columns)]
-        texts = [column for column in columns if column.path_in_schema == text_field]
-        size = max((text.total_uncompressed_size for text in texts), default=0)
+        columns = map(group.column, range(group.num_columns))
+        size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_field)
         if size > MAX_COLUMN_BYTES:
             rule = f"holds {size:,} bytes of text, must be at most {MAX_COLUMN_BYTES:,}"
             remedy = "Write the file again with smaller row groups (pyarrow: row_group_size=1000)."

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from tokenizers import pre_tokenizers, trainers
+
 from airmoe.data.tokenizers import (
     BYTES_VOCAB,
     END_OF_TEXT,
@@ -28,7 +30,7 @@ from airmoe.data.tokenizers import (
     read_files,
     tokenizer_error,
 )
-from airmoe.errors import ConfigError, require
+from airmoe.errors import ConfigError
 
 # Words, digits, spaces and a character of three bytes: what tokenizers treat differently.
 _PROBE = "Return the  2024 items,\n\tas 東京 do."
@@ -115,17 +117,17 @@ def _bos_id(tokenizer: Tokenizer, path: Path) -> int | None:
 
     Training text must look the same, so whatever else it would change is refused.
     """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     plain = tokenizer.encode(_PROBE)
-    transformers = require("transformers", "to open this tokenizer")
     with tempfile.TemporaryDirectory() as copy:
         tokenizer.save(Path(copy))
         try:
-            opened = transformers.AutoTokenizer.from_pretrained(
+            opened = AutoTokenizer.from_pretrained(
                 copy, local_files_only=True, trust_remote_code=False
             )
         except Exception:  # it does not say which class it is of, or needs code of its own
-            fast = transformers.PreTrainedTokenizerFast
-            opened = fast.from_pretrained(copy, local_files_only=True)
+            opened = PreTrainedTokenizerFast.from_pretrained(copy, local_files_only=True)
         used = opened(_PROBE)["input_ids"]
     ends = ([], [tokenizer.identity.eos_id])
     for begin in (0, 1):
@@ -174,12 +176,13 @@ def _read_llama3(path: Path) -> Tokenizer:
     if reason is not None:
         rule = f"must be Llama 3's tiktoken file of {_LLAMA3_PAIRS} entries, but {reason}"
         raise tokenizer_error(path, rule, "Give the tokenizer.model of Llama 3.")
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
     reserved = (f"reserved_special_token_{n}" for n in itertools.count())
     names = [_LLAMA3_SPECIALS.get(n) or next(reserved) for n in range(256)]
     specials = [f"<|{name}|>" for name in names]
-    module = require("transformers.convert_slow_tokenizer", "for the Llama-3 tokenizer")
-    converter = module.TikTokenConverter(pattern=_LLAMA3_WORDS, extra_special_tokens=specials)
-    converter.load_tiktoken_bpe = lambda _: ranks  # its own would go through a cache
+    converter = TikTokenConverter(pattern=_LLAMA3_WORDS, extra_special_tokens=specials)
+    converter.load_tiktoken_bpe = lambda tiktoken_url: ranks  # its own would go through a cache
     files = hugging_face_files(converter.converted().to_str(), specials[1], specials[0])
     identity = TokenizerIdentity(
         kind="llama-3",
@@ -192,12 +195,11 @@ def _read_llama3(path: Path) -> Tokenizer:
 
 def _train_bpe(vocab_size: int, corpus: Iterable[str]) -> Tokenizer:
     """Byte-level BPE of exactly `vocab_size` ids, the same for the same texts."""
-    library = require("tokenizers", "to train BPE")
     tokenizer = byte_level({}, split_words=True)
-    trainer = library.trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_sample(corpus), trainer)

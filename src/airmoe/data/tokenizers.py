@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
+import tokenizers as library
 
 from airmoe.data.shards import TOKEN_TYPE, Tokens
-from airmoe.errors import ConfigError, require
+from airmoe.errors import ConfigError
 from airmoe.files import build, json_sha256, parse_json, read_json
 
 END_OF_TEXT = "<|endoftext|>"  # of the tokenizers made here
@@ -66,7 +67,6 @@ class Tokenizer:
     def __init__(self, files: dict[str, bytes], identity: TokenizerIdentity | None = None) -> None:
         self._files = files
         definition = files[HUGGING_FACE_FILE]
-        library = require("tokenizers", "for this tokenizer")
         self._library = library.Tokenizer.from_str(definition.decode())
         self._library.no_truncation()
         self._library.no_padding()
@@ -186,8 +186,7 @@ def hugging_face_files(
 
 def byte_level(vocab: dict[str, int], *, split_words: bool = False) -> Any:
     """A `tokenizers.Tokenizer` over bytes written as printable characters, with no merges yet."""
-    library = require("tokenizers", "for this tokenizer")
-    tokenizer = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
+    tokenizer: Any = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=split_words
     )
