@@ -105,24 +105,18 @@ class Sample:
 
     def add(self, rows: Tensor) -> None:
         keys = torch.rand(len(rows), generator=self._generator, dtype=torch.float32)
-        kept = _largest(keys, self.limit)
-        self._parts.append((rows[kept.to(rows.device)].cpu(), keys[kept]))
+        self._parts.append(self._best(rows, keys))
         if sum(len(keys) for _, keys in self._parts) > 2 * self.limit:
-            self._parts = [self._best()]
+            self.rows()
 
     def rows(self) -> Tensor:
         """[n, D], those with the largest random keys, in the order they came."""
-        return self._best()[0]
+        self._parts = [self._best(*map(torch.cat, zip(*self._parts, strict=True)))]
+        return self._parts[0][0]
 
-    def _best(self) -> tuple[Tensor, Tensor]:
-        rows, keys = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
-        kept = _largest(keys, self.limit)
-        return rows[kept], keys[kept]
-
-
-def _largest(keys: Tensor, limit: int) -> Tensor:
-    """Places of the `limit` largest keys, ascending."""
-    return keys.topk(min(limit, len(keys))).indices.sort().values
+    def _best(self, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        kept = keys.topk(min(self.limit, len(keys))).indices.sort().values
+        return rows[kept.to(rows.device)].cpu(), keys[kept]
 
 
 def collect(

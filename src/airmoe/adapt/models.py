@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +43,7 @@ DENSE = (
     *("gemma", "gemma2", "gemma3_text", "gemma4_text"),
 )
 PREFIX = "airmoe_"
+SWAPS = ("airmoe", "airmoe_ffn")  # fields of a config: what was swapped
 HEADS = {  # and the classes of each, by config
     hf.AutoModel: hf.MODEL_MAPPING,
     hf.AutoModelForCausalLM: hf.MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -123,10 +124,10 @@ def check_layers(field: str, layers: object, kind: str, available: Iterable[int]
     return numbers
 
 
-def owner_of(model: nn.Module, parts: Iterable[nn.Module], field: str) -> Any:
-    """The Hugging Face model that holds these parts: the argument, or what it wraps (PEFT, DDP).
+def config_of(model: nn.Module, parts: Iterable[nn.Module], field: str) -> Any:
+    """The config of the one Hugging Face model that holds these parts: `model` or one inside.
 
-    None for layers without one. Its config must be its own, because that says what was swapped.
+    None for layers without one. No other model may have this config, which says what was swapped.
     """
     wanted, inside = {*parts}, set[nn.Module]()
     owners: list[Any] = []
@@ -151,7 +152,7 @@ def owner_of(model: nn.Module, parts: Iterable[nn.Module], field: str) -> Any:
                 "says it of another model",
                 "Build each model from a copy.deepcopy(config) of its own.",
             )
-    return owner
+    return owner.config
 
 
 def has_known_routers(config: Any) -> bool:
@@ -164,40 +165,33 @@ def has_known_routers(config: Any) -> bool:
 # -- from stock to swapped, and back --------------------------------------------------------------
 
 
-def plan_swap(
-    model: nn.Module, owner: Any, name: str, settings: Mapping[str, Any]
-) -> Callable[[], None]:
-    """Plan the new config of `owner` inside `model`; the result carries the change out.
+def plan_change(model: nn.Module, old: Any, **swaps: Any) -> Callable[[], None]:
+    """Plan to replace the config `old` in `model` by one that says `swaps`; None says not swapped.
 
-    `settings` join those of earlier swaps in its field `name`. Everything that may fail happens
-    now.
+    Everything that may fail happens now, and calling the result carries the change out.
     """
-    if owner is None:  # no config says what was swapped
+    if old is None:  # nothing says what was swapped
         return lambda: None
-    new = _copy_as(config_class_for(type(owner.config)), owner.config)
-    setattr(new, name, {**(getattr(new, name) or {}), **settings})
-    return functools.partial(_set_config, model, owner.config, new)
+    fields = {name: getattr(old, name, None) for name in SWAPS} | swaps
+    fields = {name: value for name, value in fields.items() if value is not None}
+    stock = _stock(type(old))
+    new = copy.deepcopy(old)
+    new.__class__ = config_class_for(stock) if fields else stock
+    for name in (*SWAPS, "model_type"):  # a loaded config has a type beside that of its class
+        vars(new).pop(name, None)
+    vars(new).update(fields, architectures=None)  # these are written when the model is saved
+    return functools.partial(_set_config, model, old, new)
 
 
 def plan_restore(model: nn.Module) -> list[Callable[[], None]]:
-    """Plan to take the routers out of all configs inside; calling the results carries it out."""
-    changes = []
-    for old in {id(part.config): part.config for part in _swapped_models(model)}.values():
-        stays = getattr(old, "airmoe_ffn", None) is not None
-        new = _copy_as(type(old) if stays else _stock(type(old)), old)
-        for name in ("airmoe",) if stays else ("airmoe", "airmoe_ffn"):
-            vars(new).pop(name, None)
-        changes.append(functools.partial(_set_config, model, old, new))
-    return changes
+    """Plan to take the routers out of all configs inside; calling the results carries it out.
 
-
-def has_leftovers(model: nn.Module) -> bool:
-    """Whether a head is still of a swapped class, though the routers of its body were restored."""
-    return any(not isinstance(part.config, SwappedConfig) for part in _swapped_models(model))
-
-
-def _swapped_models(model: nn.Module) -> list[Any]:
-    return [part for part in model.modules() if isinstance(part, SwappedModel)]
+    A head whose body was restored has a stock config, but is still of a swapped class.
+    """
+    swapped: list[Any] = [part for part in model.modules() if isinstance(part, SwappedModel)]
+    configs = {id(part.config): part.config for part in swapped}.values()
+    chosen = [old for old in configs if getattr(old, "airmoe", {}) is not None]
+    return [plan_change(model, old, airmoe=None) for old in chosen]
 
 
 def _set_config(model: nn.Module, old: Any, new: Any) -> None:
@@ -220,14 +214,6 @@ def _set_config(model: nn.Module, old: Any, new: Any) -> None:
     swapped = isinstance(new, SwappedConfig)
     for part in models:
         part.__class__ = class_for(type(part)) if swapped else _stock(type(part))
-
-
-def _copy_as(config_class: Any, config: Any) -> Any:
-    changed = copy.deepcopy(config)
-    changed.__class__ = config_class
-    vars(changed).pop("model_type", None)  # a loaded config has its own beside that of its class
-    changed.architectures = None  # written when the model is saved
-    return changed
 
 
 def _has(model: nn.Module, kind: type) -> bool:
