@@ -78,14 +78,6 @@ def test_every_document_is_in_the_split_its_hash_says(
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_shards_are_full_except_the_last(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "corpus.jsonl", ["x" * 9] * 25)
-    write_jsonl(tmp_path / "valid.jsonl", ["held out"])
-    prepared = made(tmp_path, validation=str(tmp_path / "valid.jsonl"), shard_tokens=35)
-    sizes = [shard.tokens for shard in prepared.manifest.splits["train"].shards]
-    assert sizes == [40, 40, 40, 40, 40, 40, 10]
-
-
 def test_bpe_learns_from_the_train_split_only(tmp_path: Path, texts: list[str]) -> None:
     train = by_hash(texts, 0.3)["train"]
     write_jsonl(tmp_path / "only-train.jsonl", train)

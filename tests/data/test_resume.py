@@ -81,25 +81,24 @@ def test_nobody_comes_in_while_the_folder_gets_its_name(
     assert folder_bytes(made(tmp_path, validation_fraction=0.2).folder) == whole
 
 
-def stop_in_the_middle(folder: Path) -> None:
-    """Leave a `.partial` with finished shards."""
-    write_jsonl(folder / "corpus.jsonl", make_texts(100))
-    (folder / "corpus.jsonl").open("a").write("{broken")
-    with pytest.raises(ConfigError, match="line 101"):
-        made(folder)
-
-
-def test_unfinished_work_with_other_settings_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A `.partial` with finished shards: its corpus breaks off."""
     monkeypatch.setattr(sys.modules[PrepareConfig.__module__], "_BATCH_CHARACTERS", 1000)
-    stop_in_the_middle(tmp_path)
-    before = folder_bytes(tmp_path)
-    with refused("prepare.out", "other settings", "Delete", "out.partial"):
-        made(tmp_path, tokenizer="bpe:300")
-    assert folder_bytes(tmp_path) == before
+    write_jsonl(tmp_path / "corpus.jsonl", make_texts(100))
+    (tmp_path / "corpus.jsonl").open("a").write("{broken")
     with pytest.raises(ConfigError, match="line 101"):
         made(tmp_path)
+    return tmp_path
+
+
+def test_unfinished_work_with_other_settings_is_refused(unfinished: Path) -> None:
+    before = folder_bytes(unfinished)
+    with refused("prepare.out", "other settings", "Delete", "out.partial"):
+        made(unfinished, tokenizer="bpe:300")
+    assert folder_bytes(unfinished) == before
+    with pytest.raises(ConfigError, match="line 101"):
+        made(unfinished)
 
 
 def test_settings_may_change_while_nothing_is_done(tmp_path: Path) -> None:
@@ -109,18 +108,16 @@ def test_settings_may_change_while_nothing_is_done(tmp_path: Path) -> None:
     assert made(tmp_path, tokenizer="bpe:300").manifest.tokenizer.vocab_size == 300
 
 
-def test_damaged_progress_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[PrepareConfig.__module__], "_BATCH_CHARACTERS", 1000)
-    stop_in_the_middle(tmp_path)
-    progress = tmp_path / "out.partial" / "progress.json"
+def test_damaged_progress_is_refused(unfinished: Path) -> None:
+    progress = unfinished / "out.partial" / "progress.json"
     content = progress.read_text()
     for bad in ("{", "{}", "[]", content.replace('"documents": ', '"documents": 1')):
         progress.write_text(bad)
         # It may not be ours, so it is never advised to be deleted.
         with refused("out.partial/progress.json", "Use another out.", without=("elete",)):
-            made(tmp_path)
+            made(unfinished)
     progress.write_text(content)
-    for shard in (tmp_path / "out.partial").glob("validation-*.bin"):
+    for shard in (unfinished / "out.partial").glob("validation-*.bin"):
         shard.write_bytes(b"")
         with pytest.raises(ConfigError, match="of unfinished work but does not"):
-            made(tmp_path)
+            made(unfinished)

@@ -122,11 +122,11 @@ class BytesTokenizer(Tokenizer):
     """UTF-8 bytes are ids 0-255; 256 ends a document."""
 
     def __init__(self) -> None:
-        # The printable character that byte-level tokenizers write for each byte.
-        printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-        others = itertools.count(0x100)
-        characters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
-        model = byte_level({character: byte for byte, character in enumerate(characters)})
+        # The visible character that byte-level tokenizers write for each byte.
+        others = map(chr, itertools.count(0x100))
+        latin = [chr(byte) for byte in range(256)]
+        visible = [one if one.isprintable() and one != " " else next(others) for one in latin]
+        model = byte_level({character: byte for byte, character in enumerate(visible)})
         model.add_special_tokens([END_OF_TEXT])
         sha256 = hashlib.sha256(b"bytes").hexdigest()
         identity = TokenizerIdentity("bytes", BYTES_VOCAB, sha256, eos_id=BYTES_VOCAB - 1)
