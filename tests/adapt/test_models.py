@@ -85,7 +85,7 @@ def test_round_trip(kind: str, tmp_path: Path) -> None:
     for loader in loaders:
         with transformers_log() as messages:
             loaded, info = loader.from_pretrained(tmp_path, output_loading_info=True)
-        # About sizes of made-up models transformers has opinions, which are not meant here.
+        # transformers warns about the positions of models this small.
         assert not [message for message in messages if "RoPE" not in message]
         assert not any(info.values()), info
         assert type(loaded) is type(model) and not loaded.training
@@ -152,9 +152,7 @@ def test_models_that_shared_the_config_keep_theirs(stock: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("family", BUILD)
-def test_stock_weights_in_a_swapped_model_start_the_codebook_anew(
-    family: str, tmp_path: Path
-) -> None:
+def test_stock_weights_in_a_swapped_model_reset_the_codebook(family: str, tmp_path: Path) -> None:
     stock, model = build(family), calibrated(family)
     with torch.no_grad():
         for weight in stock.parameters():
@@ -173,7 +171,7 @@ def test_stock_weights_in_a_swapped_model_start_the_codebook_anew(
         assert torch.equal(logits_of(model), logits_of(stock))
 
 
-def test_a_torn_codebook_starts_anew(tmp_path: Path) -> None:
+def test_an_incomplete_codebook_is_reset(tmp_path: Path) -> None:
     """`initialized` without its codewords must not pass for a codebook."""
     model = calibrated("mixtral")
     model.save_pretrained(tmp_path)

@@ -90,7 +90,7 @@ def test_frames_follow_each_other_and_all_must_be_whole(tmp_path: Path, ending: 
         read(write(path, "plain text, wrong name"))
 
 
-def test_zeros_may_stand_behind_xz_streams_and_nowhere_else(tmp_path: Path) -> None:
+def test_zeros_are_allowed_after_xz_streams_only(tmp_path: Path) -> None:
     one, two = lzma.compress(b"one\n\n"), lzma.compress(b"two")
     assert read(write(tmp_path / "a.txt.xz", one + bytes(600) + two + bytes(4))) == ["one", "two"]
     zstd = PACKERS[".zst"](b"one")

@@ -249,7 +249,7 @@ def test_prepared_text_knows_the_files_of_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_ends_texts_in_its_own_way_is_refused(tmp_path: Path) -> None:
-    with refused("own", "with transformers", "eos_token behind it", "save_pretrained"):
+    with refused("own", "with transformers", "eos_token after it", "save_pretrained"):
         make_tokenizer(str(save_own(tmp_path, "<s> $A [SEP]")))
 
 

@@ -29,7 +29,7 @@ from airmoe.transformers_internals import (
     shift_labels_of,
 )
 
-# Whose routers can be swapped.
+# Families whose routers can be swapped.
 FAMILIES = {
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3-MoE",
@@ -43,7 +43,8 @@ DENSE = (
     *("gemma", "gemma2", "gemma3_text", "gemma4_text"),
 )
 PREFIX = "airmoe_"
-SWAPS = ("airmoe", "airmoe_ffn")  # fields of a config: what was swapped
+# Field of a config that says what was swapped -> the modules that this put in.
+SWAPS: dict[str, type[nn.Module]] = {"airmoe": ShortlistRouter, "airmoe_ffn": SwappedFfn}
 HEADS = {  # and the classes of each, by config
     hf.AutoModel: hf.MODEL_MAPPING,
     hf.AutoModelForCausalLM: hf.MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -131,7 +132,7 @@ def config_of(model: nn.Module, parts: Iterable[nn.Module], field: str) -> Any:
     """
     wanted, inside = {*parts}, set[nn.Module]()
     owners: list[Any] = []
-    for module in model.modules():  # those around others come first
+    for module in model.modules():  # outer ones come first
         if isinstance(module, PreTrainedModel) and module not in inside:
             held = {*module.modules()}
             inside |= held
@@ -143,7 +144,7 @@ def config_of(model: nn.Module, parts: Iterable[nn.Module], field: str) -> Any:
         names = ", ".join(type(owner).__name__ for owner in owners)
         raise ConfigError(field, names, rule, "Swap each of them by itself.")
     (owner,) = owners
-    for name, kind in (("airmoe", ShortlistRouter), ("airmoe_ffn", SwappedFfn)):
+    for name, kind in SWAPS.items():
         if getattr(owner.config, name, None) is not None and not _has(owner, kind):
             raise ConfigError(
                 field,
@@ -166,9 +167,9 @@ def has_known_routers(config: Any) -> bool:
 
 
 def plan_change(model: nn.Module, old: Any, **swaps: Any) -> Callable[[], None]:
-    """Plan to replace the config `old` in `model` by one that says `swaps`; None says not swapped.
+    """Plan a config in place of `old` that also says `swaps`; None takes a swap out.
 
-    Everything that may fail happens now, and calling the result carries the change out.
+    Everything that may fail happens now; calling the result makes the change in `model`.
     """
     if old is None:  # nothing says what was swapped
         return lambda: None
@@ -184,7 +185,7 @@ def plan_change(model: nn.Module, old: Any, **swaps: Any) -> Callable[[], None]:
 
 
 def plan_restore(model: nn.Module) -> list[Callable[[], None]]:
-    """Plan to take the routers out of all configs inside; calling the results carries it out.
+    """Plan to take the routers out of all configs inside; calling the results does it.
 
     A head whose body was restored has a stock config, but is still of a swapped class.
     """
@@ -231,10 +232,9 @@ def config_class_for(stock: Any) -> Any:
     made: Any = _make(
         SwappedConfig,
         stock,
-        __annotations__={"airmoe": "dict | None", "airmoe_ffn": "dict | None"},
+        __annotations__=dict.fromkeys(SWAPS, "dict | None"),
         model_type=PREFIX + stock.model_type,
-        airmoe=None,
-        airmoe_ffn=None,
+        **dict.fromkeys(SWAPS),
     )
     if made.model_type in CONFIG_MAPPING:
         return made  # of a config class of the user's own, under the type of another

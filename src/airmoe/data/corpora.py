@@ -100,7 +100,7 @@ def _official_splits(files: list[Path], folder: Path) -> dict[str, list[Path]] |
 def _read_hub(dataset: str, config: str | None, split: str) -> Iterator[Document | None]:
     """One split of a dataset of the Hugging Face Hub, streamed: a document per row.
 
-    Rows of WikiText are lines, articles span many; "" stands for a line of one space.
+    Rows of WikiText are lines, articles span many; "" means a line of one space.
     """
     texts = _rows(dataset, config, split)
     if dataset == "Salesforce/wikitext":

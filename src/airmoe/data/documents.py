@@ -50,7 +50,7 @@ class _Pieces(io.RawIOBase):
 def _unpack_xz(packed: IO[bytes]) -> Iterator[bytes]:
     """Unpack stream after stream, as `lzma.open` does, but with a limit on memory.
 
-    Also, `lzma.open` takes whatever is bad behind a stream for the end of the file.
+    Also, `lzma.open` takes bad data after a stream for the end of the file.
     """
     data = packed.read(_PIECE_BYTES)
     while data:
@@ -60,7 +60,7 @@ def _unpack_xz(packed: IO[bytes]) -> Iterator[bytes]:
                 raise EOFError("the last stream has no end")
             yield stream.decompress(data, _PIECE_BYTES)
             data = b""
-        data = stream.unused_data.lstrip(b"\0")  # zeros may stand between streams
+        data = stream.unused_data.lstrip(b"\0")  # there may be zeros between streams
         while not data and (piece := packed.read(_PIECE_BYTES)):
             data = piece.lstrip(b"\0")
 
@@ -216,7 +216,7 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[str | None, flo
                 yield _checked(value, text_field, f"{path}, row {row}"), row / total
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         rule = f"cannot be read as parquet after row {row} ({error})"
-        raise corpus_error(path, rule, "Fetch the file again, or write it anew.") from error
+        raise corpus_error(path, rule, "Fetch the file again, or write it again.") from error
 
 
 def _check_column_size(metadata: Any, text_field: str, path: Path) -> None:

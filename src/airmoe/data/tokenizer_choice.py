@@ -40,7 +40,7 @@ _TRAINING_CHARACTERS = 1 << 25  # more text changes few merges and costs minutes
 # How well-known bare tokenizer.json files call the end of text.
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
-# Facts of Llama 3: how text is cut into words, and its 256 specials behind 128,000 byte pairs.
+# Facts of Llama 3: how text is cut into words, and its 256 specials after 128,000 byte pairs.
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -136,7 +136,7 @@ def _bos_id(tokenizer: Tokenizer, path: Path) -> int | None:
     raise tokenizer_error(
         path,
         f"turns {_PROBE!r} into {used} with transformers, but tokenizer.json says {plain}, with at "
-        "most one token before and eos_token behind it",
+        "most one token before and eos_token after it",
         "Open it with transformers.AutoTokenizer and save it again with save_pretrained.",
     )
 

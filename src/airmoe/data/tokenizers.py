@@ -101,7 +101,7 @@ class Tokenizer:
         return self.encode(text) if bos_id is None else [bos_id, *self.encode(text)]
 
     def encode_documents(self, texts: list[str]) -> list[Tokens]:
-        """Ids of whole documents: as `encode_start`, with the end of text behind them."""
+        """Ids of whole documents: as `encode_start`, then the end of text."""
         begin = [] if self.identity.bos_id is None else [self.identity.bos_id]
         end = self.identity.eos_id
         return [np.array([*begin, *ids, end], TOKEN_TYPE) for ids in self._encode_all(texts)]
