@@ -38,19 +38,14 @@ def hold_out(batches: Iterable[Batch]) -> tuple[list[dict[str, Any]], list[dict[
         raise ConfigError("calibrate.batches", type(batches).__name__, rule, remedy)
     given = [_inputs(batch) for batch in batches]
     if len(given) == 1:
-        tensors = [v for v in given[0].values() if isinstance(v, Tensor) and v.ndim >= 2]
-        count = len(given[0].get("input_ids", tensors[0])) if tensors else 0
-        given = [
-            {name: v[row : row + 1] if _has_rows(v, count) else v for name, v in given[0].items()}
-            for row in range(count)
-        ]
+        (batch,) = given
+        tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.ndim >= 2}
+        count = len(batch.get("input_ids", next(iter(tensors.values())))) if tensors else 0
+        cut = {name: value for name, value in tensors.items() if len(value) == count}
+        given = [batch | {k: v[row : row + 1] for k, v in cut.items()} for row in range(count)]
     places = range(len(given))
     held_out = places[HELD_OUT - 1 :: HELD_OUT] or places[-1:]
     return [given[n] for n in places if n not in held_out], [given[n] for n in held_out]
-
-
-def _has_rows(value: Any, count: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim >= 2 and len(value) == count
 
 
 def _inputs(batch: Any) -> dict[str, Any]:
