@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-# Names in transformers, and what each family's config calls the rest of its sizes.
+# Names in transformers, and what each family's config calls its other sizes.
 BUILD = {
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3Moe",
@@ -101,6 +101,13 @@ def swap(model: Any, **settings: Any) -> Any:
     return airmoe.swap_routers(model, **{"num_codewords": 4, "shortlist_size": 8, **settings})
 
 
+def fitted(model: Any, **settings: Any) -> Any:
+    """Swapped and calibrated."""
+    swap(model, **settings)
+    airmoe.calibrate(model, BATCHES, passes=3)
+    return model
+
+
 def calibrated(family: str, size: int = 8, **changes: Any) -> Any:
     """A swapped model, ready to route by shortlists of `size`."""
     return copy.deepcopy(_calibrated(family, size, tuple(changes.items())))
@@ -108,9 +115,7 @@ def calibrated(family: str, size: int = 8, **changes: Any) -> Any:
 
 @functools.cache
 def _calibrated(family: str, size: int, changes: tuple[tuple[str, Any], ...]) -> Any:
-    model = swap(build(family, **dict(changes)), shortlist_size=size)
-    airmoe.calibrate(model, BATCHES, passes=3)
-    return model.eval()
+    return fitted(build(family, **dict(changes)), shortlist_size=size).eval()
 
 
 def dense(family: str = "Llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Padding, and what a model writes, teach the routers of swapped layers nothing, though layers are
-handed neither mask nor cache."""
+"""Swapped layers learn neither from padding nor from what the model writes, though decoders pass
+them neither mask nor cache."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from airmoe.kernels.backend import use_backend
 from tests.adapt.models import WIDTH, air, dense, ids, layer_of
 from tests.state.common import assert_same, checkpoint_activations
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:AirRouter is trained without"),
-    pytest.mark.filterwarnings("ignore:codebook"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:AirRouter is trained without", "ignore:codebook")
 PADDED = 4  # positions at the start of the first five rows
 
 

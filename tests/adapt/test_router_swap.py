@@ -15,13 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 import airmoe
 from airmoe import ConfigError
 from tests.adapt.models import (
-    BATCHES,
     BUILD,
     EXPERTS,
     SIZES,
     WRONG_LAYERS,
     build,
     calibrated,
+    fitted,
     fresh,
     logits_of,
     reloaded,
@@ -162,9 +162,7 @@ class Wrapper(nn.Module):
 
 
 def test_through_a_wrapper(tmp_path: Path) -> None:
-    wrapper = Wrapper(build("mixtral"))
-    swap(wrapper)
-    airmoe.calibrate(wrapper, BATCHES, passes=3)
+    wrapper = fitted(Wrapper(build("mixtral")))
     assert wrapper.config.model_type == "airmoe_mixtral"
     expected = logits_of(calibrated("mixtral"))
     assert torch.equal(logits_of(wrapper), expected)
@@ -199,8 +197,7 @@ def test_a_single_layer_is_saved_nowhere() -> None:
 def test_a_body_s_swap_is_saved_by_its_head(family: str, tmp_path: Path) -> None:
     """The head shares its config with the body, and says of both what was swapped."""
     model = build(family)
-    swap(model.model)
-    airmoe.calibrate(model, BATCHES, passes=3)
+    fitted(model.model)
     assert model.config is model.model.config
     loaded = reloaded(model, tmp_path)
     expected = calibrated(family)

@@ -19,6 +19,7 @@ from tests.adapt.models import (
     SWAPPED,
     build,
     calibrated,
+    fitted,
     gradients,
     granular,
     ids,
@@ -34,8 +35,7 @@ from tests.state.common import assert_same, checkpoint_activations
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:AirRouter is trained without"),
-    pytest.mark.filterwarnings("ignore:codebook"),
+    pytest.mark.filterwarnings("ignore:AirRouter is trained without", "ignore:codebook"),
 ]
 CLOSE: Any = {"rtol": 1e-4, "atol": 1e-6}
 
@@ -250,9 +250,7 @@ def test_lora_on_the_rest_of_the_model(swap_first: bool, tmp_path: Path) -> None
     if swap_first:
         model = get_peft_model(calibrated("mixtral"), settings)
     else:
-        model = get_peft_model(build("mixtral"), settings)
-        swap(model)
-        airmoe.calibrate(model, [ids(seed) for seed in range(10, 16)], passes=3)
+        model = fitted(get_peft_model(build("mixtral"), settings))
     before = [router.weight.detach().clone() for router in swapped_routers(model)]
     with routed(model.base_model.model) as answers:
         start = logits_of(model)
@@ -277,8 +275,6 @@ def test_accelerate_hooks_run_the_swapped_forward() -> None:
     model = build("mixtral")
     for router in stock_routers(model):
         add_hook_to_module(router, AlignDevicesHook("cpu"))
-    swap(model)
-    airmoe.calibrate(model, [ids(seed) for seed in range(10, 16)], passes=3)
-    assert torch.equal(logits_of(model), logits_of(calibrated("mixtral")))
+    assert torch.equal(logits_of(fitted(model)), logits_of(calibrated("mixtral")))
     airmoe.restore_routers(model)
     assert torch.equal(logits_of(model), logits_of(build("mixtral")))

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from airmoe import ConfigError
@@ -44,15 +46,13 @@ def folder_bytes(folder: Path) -> dict[str, bytes]:
 
 def save_own(folder: Path, single: str | None, **options: Any) -> Path:
     """A Hugging Face tokenizer as a user has one, with specials and settings of its own."""
-    library = pytest.importorskip("tokenizers")
     make_tokenizer("bpe:400", make_texts(300)).save(folder / "plain")
-    backend = library.Tokenizer.from_file(str(folder / "plain" / "tokenizer.json"))
+    backend = Tokenizer.from_file(str(folder / "plain" / "tokenizer.json"))
     specials = ["<s>", "</s>", "<pad>", "[SEP]"]
     backend.add_special_tokens(specials)
     if single is not None:
-        backend.post_processor = library.processors.TemplateProcessing(
-            single=single, special_tokens=[(name, backend.token_to_id(name)) for name in specials]
-        )
+        ids = [(name, backend.token_to_id(name)) for name in specials]
+        backend.post_processor = TemplateProcessing(single=single, special_tokens=ids)
     own = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<s>",

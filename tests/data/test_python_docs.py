@@ -28,20 +28,17 @@ class Bare:
 '''
 
 
-@pytest.fixture
-def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A standard library of a few files, in place of this interpreter's."""
+def test_documents_are_topics_modules_and_classes_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a standard library of a few files, in place of this interpreter's."""
     for name in ("b", "a/__init__", "a/test/skipped", "site-packages/skipped", "bad"):
         file = tmp_path / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(MODULE if name != "bad" else "def (:", encoding="utf-8")
     monkeypatch.setattr(python_docs.sysconfig, "get_path", lambda _: str(tmp_path))
     monkeypatch.setattr(python_docs, "_topics", lambda: iter(["A topic.\r\nMore.\n"]))
-    return tmp_path
 
-
-@pytest.mark.usefixtures("small_library")
-def test_documents_are_topics_modules_and_classes_in_order() -> None:
     def module_and_class(name: str) -> list[str]:
         return [
             f"{name}\nAbout the module.\n\n"
@@ -53,9 +50,7 @@ def test_documents_are_topics_modules_and_classes_in_order() -> None:
     assert found == ["A topic.\nMore.", *module_and_class("a"), *module_and_class("b")]
 
 
-@pytest.mark.usefixtures("small_library")
 def test_goes_on_without_the_topics(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "pydoc_data", None)
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     assert list(python_docs._topics()) == []

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +16,7 @@ from airmoe.data.shards import SplitWriter
 from airmoe.files import LOCK, locked
 from tests.data.common import folder_bytes, made, make_texts, refused, write_jsonl
 from tests.random_kills import killed_at_operation
-from tests.training.command import pythonpath
 from tests.training.runs import in_process
-
-# Slow enough to be killed in the middle: it waits after every batch.
-SLOW_PREPARE = """
-import sys, time
-from airmoe.data import PrepareConfig, prepare
-sys.modules[PrepareConfig.__module__]._BATCH_CHARACTERS = 3000
-corpus, out = sys.argv[1:]
-config = PrepareConfig(corpus=corpus, tokenizer="bytes", out=out)
-prepare(config, lambda _: time.sleep(0.05), _shard_tokens=3000)
-"""
-
-
-def start_slow_prepare(folder: Path) -> subprocess.Popen[bytes]:
-    """A prepare that has finished some shards and is not at its end."""
-    write_jsonl(folder / "corpus.jsonl", make_texts(1000))
-    command = [sys.executable, "-c", SLOW_PREPARE, folder / "corpus.jsonl", folder / "out"]
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": pythonpath()})
-    deadline = time.monotonic() + 60
-    while not (folder / "out.partial" / "train-00003.bin").exists():
-        assert process.poll() is None and time.monotonic() < deadline, "it never got going"
-        time.sleep(0.01)
-    return process
 
 
 @pytest.mark.slow
@@ -82,21 +56,6 @@ def test_a_kill_at_any_moment_changes_no_byte(
     assert set(codes) == {0, -signal.SIGKILL} and len(codes) > 26
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
-def test_killed_and_interrupted_prepares_go_on(tmp_path: Path, ending: signal.Signals) -> None:
-    process = start_slow_prepare(tmp_path)
-    with pytest.raises(ConfigError, match="is being prepared by process "):
-        made(tmp_path)
-    process.send_signal(ending)
-    assert process.wait(20) != 0
-    assert not (tmp_path / "out").exists()
-    resumed = made(tmp_path)
-    (tmp_path / "whole").mkdir()
-    whole = made(tmp_path, out=str(tmp_path / "whole" / "out"))
-    assert folder_bytes(resumed.folder) == folder_bytes(whole.folder)
-
-
 def test_nobody_comes_in_while_the_folder_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,25 +81,24 @@ def test_nobody_comes_in_while_the_folder_gets_its_name(
     assert folder_bytes(made(tmp_path, validation_fraction=0.2).folder) == whole
 
 
-def stop_in_the_middle(folder: Path) -> None:
-    """Leave a `.partial` with finished shards."""
-    write_jsonl(folder / "corpus.jsonl", make_texts(100))
-    (folder / "corpus.jsonl").open("a").write("{broken")
-    with pytest.raises(ConfigError, match="line 101"):
-        made(folder)
-
-
-def test_unfinished_work_with_other_settings_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A `.partial` with finished shards: its corpus breaks off."""
     monkeypatch.setattr(sys.modules[PrepareConfig.__module__], "_BATCH_CHARACTERS", 1000)
-    stop_in_the_middle(tmp_path)
-    before = folder_bytes(tmp_path)
-    with refused("prepare.out", "other settings", "Delete", "out.partial"):
-        made(tmp_path, tokenizer="bpe:300")
-    assert folder_bytes(tmp_path) == before
+    write_jsonl(tmp_path / "corpus.jsonl", make_texts(100))
+    (tmp_path / "corpus.jsonl").open("a").write("{broken")
     with pytest.raises(ConfigError, match="line 101"):
         made(tmp_path)
+    return tmp_path
+
+
+def test_unfinished_work_with_other_settings_is_refused(unfinished: Path) -> None:
+    before = folder_bytes(unfinished)
+    with refused("prepare.out", "other settings", "Delete", "out.partial"):
+        made(unfinished, tokenizer="bpe:300")
+    assert folder_bytes(unfinished) == before
+    with pytest.raises(ConfigError, match="line 101"):
+        made(unfinished)
 
 
 def test_settings_may_change_while_nothing_is_done(tmp_path: Path) -> None:
@@ -150,18 +108,16 @@ def test_settings_may_change_while_nothing_is_done(tmp_path: Path) -> None:
     assert made(tmp_path, tokenizer="bpe:300").manifest.tokenizer.vocab_size == 300
 
 
-def test_damaged_progress_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[PrepareConfig.__module__], "_BATCH_CHARACTERS", 1000)
-    stop_in_the_middle(tmp_path)
-    progress = tmp_path / "out.partial" / "progress.json"
+def test_damaged_progress_is_refused(unfinished: Path) -> None:
+    progress = unfinished / "out.partial" / "progress.json"
     content = progress.read_text()
-    for bad in ("{", "{}", "[]", content.replace('"documents_read": ', '"documents_read": 1')):
+    for bad in ("{", "{}", "[]", content.replace('"documents": ', '"documents": 1')):
         progress.write_text(bad)
         # It may not be ours, so it is never advised to be deleted.
         with refused("out.partial/progress.json", "Use another out.", without=("elete",)):
-            made(tmp_path)
+            made(unfinished)
     progress.write_text(content)
-    for shard in (tmp_path / "out.partial").glob("validation-*.bin"):
+    for shard in (unfinished / "out.partial").glob("validation-*.bin"):
         shard.write_bytes(b"")
         with pytest.raises(ConfigError, match="of unfinished work but does not"):
-            made(tmp_path)
+            made(unfinished)

@@ -38,19 +38,14 @@ def hold_out(batches: Iterable[Batch]) -> tuple[list[dict[str, Any]], list[dict[
         raise ConfigError("calibrate.batches", type(batches).__name__, rule, remedy)
     given = [_inputs(batch) for batch in batches]
     if len(given) == 1:
-        tensors = [v for v in given[0].values() if isinstance(v, Tensor) and v.ndim >= 2]
-        count = len(given[0].get("input_ids", tensors[0])) if tensors else 0
-        given = [
-            {name: v[row : row + 1] if _has_rows(v, count) else v for name, v in given[0].items()}
-            for row in range(count)
-        ]
+        (batch,) = given
+        tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.ndim >= 2}
+        count = len(batch.get("input_ids", next(iter(tensors.values())))) if tensors else 0
+        cut = {name: value for name, value in tensors.items() if len(value) == count}
+        given = [batch | {k: v[row : row + 1] for k, v in cut.items()} for row in range(count)]
     places = range(len(given))
     held_out = places[HELD_OUT - 1 :: HELD_OUT] or places[-1:]
     return [given[n] for n in places if n not in held_out], [given[n] for n in held_out]
-
-
-def _has_rows(value: Any, count: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim >= 2 and len(value) == count
 
 
 def _inputs(batch: Any) -> dict[str, Any]:
@@ -105,24 +100,18 @@ class Sample:
 
     def add(self, rows: Tensor) -> None:
         keys = torch.rand(len(rows), generator=self._generator, dtype=torch.float32)
-        kept = _largest(keys, self.limit)
-        self._parts.append((rows[kept.to(rows.device)].cpu(), keys[kept]))
+        self._parts.append(self._best(rows, keys))
         if sum(len(keys) for _, keys in self._parts) > 2 * self.limit:
-            self._parts = [self._best()]
+            self.rows()
 
     def rows(self) -> Tensor:
         """[n, D], those with the largest random keys, in the order they came."""
-        return self._best()[0]
+        self._parts = [self._best(*map(torch.cat, zip(*self._parts, strict=True)))]
+        return self._parts[0][0]
 
-    def _best(self) -> tuple[Tensor, Tensor]:
-        rows, keys = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
-        kept = _largest(keys, self.limit)
-        return rows[kept], keys[kept]
-
-
-def _largest(keys: Tensor, limit: int) -> Tensor:
-    """Places of the `limit` largest keys, ascending."""
-    return keys.topk(min(limit, len(keys))).indices.sort().values
+    def _best(self, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        kept = keys.topk(min(self.limit, len(keys))).indices.sort().values
+        return rows[kept.to(rows.device)].cpu(), keys[kept]
 
 
 def collect(

@@ -66,24 +66,20 @@ def calibrate(
         counts = _count_tokens(layers, learned, measured)
         fitted: list[dict[int, Codebook]] = []  # by number of codewords
         reports: list[LayerReport] = []
-        for (name, router), ours, others in zip(layers.items(), learned, measured, strict=True):
-            to_fit, to_measure = (part.to(router.weight.device) for part in (ours, others))
-            tries = fitting.codewords_to_try(router.codebook.num_codewords, counts[name][0])
-            codebooks = {count: fitting.fit(router, to_fit, count, passes, seed) for count in tries}
+        for (name, router), ours, others, (num_tokens, _) in zip(
+            layers.items(), learned, measured, counts, strict=True
+        ):
+            codebooks: dict[int, Codebook] = {}
+            trials: list[Trial] = []
+            for count in fitting.codewords_to_try(router.codebook.num_codewords, num_tokens):
+                codebooks[count] = fitting.fit(router, ours, count, passes, seed)
+                sizes = fitting.sizes_to_try(router)
+                trials += fitting.measure(router, codebooks[count], others, sizes)
             fitted.append(codebooks)
-            sizes = fitting.sizes_to_try(router)
-            trials = [
-                trial
-                for codebook in codebooks.values()
-                for trial in fitting.measure(router, codebook, to_measure, sizes)
-            ]
             reports.append(_report_layer(name, router, trials, wanted_recall, criterion))
+        num_fitted, num_measured = map(min, zip(*counts, strict=True))
         report = CalibrationReport(
-            layers=tuple(reports),
-            num_fitted=min(ours for ours, _ in counts.values()),
-            num_measured=min(others for _, others in counts.values()),
-            wanted_recall=wanted_recall,
-            criterion=criterion,
+            tuple(reports), num_fitted, num_measured, wanted_recall, criterion
         )
         report = replace(report, losses=_losses(model, routers, fitted, report, held_out))
     for router, codebooks in zip(routers, fitted, strict=True):
@@ -110,15 +106,14 @@ def _report_layer(
 
 def _count_tokens(
     routers: Mapping[str, Any], learned: Sequence[Tensor], measured: Sequence[Tensor]
-) -> dict[str, tuple[int, int]]:
+) -> list[tuple[int, int]]:
     """(learned from, measured on): each router's tokens on all ranks, which must be enough."""
     device = next(iter(routers.values())).weight.device
     pairs = [(len(ours), len(others)) for ours, others in zip(learned, measured, strict=True)]
     counts = all_reduce_sum(torch.tensor(pairs, device=device)).tolist()
-    counts = {name: (ours, others) for name, (ours, others) in zip(routers, counts, strict=True)}
     shares = []  # tokens per codeword
-    for name, (ours, others) in counts.items():
-        codewords = routers[name].codebook.num_codewords
+    for (name, router), (ours, others) in zip(routers.items(), counts, strict=True):
+        codewords = router.codebook.num_codewords
         if ours < codewords or others == 0:
             least = -(-codewords * HELD_OUT // (HELD_OUT - 1)) + HELD_OUT
             raise ConfigError(

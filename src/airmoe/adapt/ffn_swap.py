@@ -53,7 +53,7 @@ def swap_ffn(
     Swap before an optimizer is made, adapters are added or the model is sharded. Hooks on the
     replaced networks are lost. An impossible argument raises `ConfigError` before any change.
     """
-    from airmoe.adapt.models import check_layers, check_model, owner_of, plan_swap
+    from airmoe.adapt.models import check_layers, check_model, config_of, plan_change
 
     check_model("swap_ffn.model", model)
     decoder = decoder_of(model)
@@ -66,23 +66,20 @@ def swap_ffn(
         rule = "must be an airmoe.FfnExperts"
         raise ConfigError("swap_ffn.experts", experts, rule, "Give FfnExperts(...).")
     check_choice("swap_ffn.post_norm", post_norm, PostNorm)
-    std = _initializer_range(model)
+    settings: dict[str, Any] = {
+        "router": {"name": _router_name(router), **asdict(router)},
+        "experts": asdict(experts),
+        "post_norm": post_norm,
+    }
     made: dict[int, MoELayer] = {}
     for number, network in zip(numbers, networks, strict=True):
         weight = network.gate_proj.weight
         with torch.device(weight.device):
-            layer = _new_layer(router, experts, post_norm, std)
+            layer = _new_layer(model, settings)
         made[number] = layer.to(weight.dtype).train(network.training)
-    owner = owner_of(model, networks, "swap_ffn.model")
-    saved = {
-        str(number): {
-            "router": {"name": _router_name(router), **asdict(router)},
-            "experts": asdict(experts),
-            "post_norm": post_norm,
-        }
-        for number in numbers
-    }
-    change = plan_swap(model, owner, "airmoe_ffn", saved)
+    old = config_of(model, networks, "swap_ffn.model")
+    saved = {**(getattr(old, "airmoe_ffn", None) or {}), **{str(n): settings for n in numbers}}
+    change = plan_change(model, old, airmoe_ffn=saved)
     # Nothing can fail from here on.
     _put_layers(decoder, made)
     change()
@@ -91,30 +88,27 @@ def swap_ffn(
 
 def build_saved(model: nn.Module, layers: Mapping[str, Mapping[str, Any]]) -> None:
     """Put the layers that a config lists into a model that was just built from it."""
-    std, made = _initializer_range(model), {}
-    for number, values in layers.items():
-        router = dict(values["router"])
-        name = router.pop("name")
-        if name not in ROUTERS:
-            field, known = "airmoe_ffn.router.name", ", ".join(ROUTERS)
-            raise ConfigError(field, name, f"must be one of {known}", ADD_YOURS)
-        settings, experts = ROUTERS[name].Config(**router), FfnExperts(**values["experts"])
-        made[int(number)] = _new_layer(settings, experts, values["post_norm"], std)
+    made = {int(number): _new_layer(model, settings) for number, settings in layers.items()}
     _put_layers(decoder_of(model), made)
 
 
-def _new_layer(
-    router: RouterConfig, form: FfnExperts, post_norm: PostNorm, std: float
-) -> SwappedFfn:
+def _new_layer(model: Any, settings: Mapping[str, Any]) -> SwappedFfn:
     """A layer with starting values, on torch's default device and in its default dtype.
 
     Experts start like the other matrices of the model: the norm after them sets their scale.
     """
+    values = dict(settings["router"])
+    name = values.pop("name")
+    if name not in ROUTERS:
+        field, known = "airmoe_ffn.router.name", ", ".join(ROUTERS)
+        raise ConfigError(field, name, f"must be one of {known}", ADD_YOURS)
+    router, form = ROUTERS[name].Config(**values), FfnExperts(**settings["experts"])
     experts = GranularExperts(router.num_experts, router.dim, form.activation, form.expert_size)
-    with torch.no_grad():
-        for weight in experts.parameters():
-            nn.init.normal_(weight, std=std)
-    return SwappedFfn(router.build(), experts, post_norm)
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for weight in experts.parameters():
+        nn.init.normal_(weight, std=getattr(config, "initializer_range", 0.02))
+    return SwappedFfn(router.build(), experts, settings["post_norm"])
 
 
 def decoder_of(model: Any) -> Any:
@@ -127,12 +121,6 @@ def decoder_of(model: Any) -> Any:
         )
         raise ConfigError("swap_ffn.model", type(model).__name__, rule, "Pass such a model.")
     return decoder
-
-
-def _initializer_range(model: Any) -> float:
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(config, "initializer_range", 0.02)
 
 
 def _router_name(router: object) -> str | None:
@@ -225,15 +213,11 @@ def _tell_layers(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not isinstance(mask, Tensor) or mask.ndim != 2:  # others say which token attends to which
         mask = None
     cache = kwargs.get("past_key_values", args[3] if len(args) > 3 else None)
-    _set_inputs(decoder, mask, cache is not None)
-
-
-def _clear_layers(decoder: Any, _args: Any, _output: Any) -> None:
-    _set_inputs(decoder, None, False)
-
-
-def _set_inputs(decoder: Any, mask: Tensor | None, has_cache: bool) -> None:
     for layer in decoder.layers:
         mlp = getattr(layer, "mlp", None)
         if isinstance(mlp, SwappedFfn):
-            mlp.attention_mask, mlp.has_cache = mask, has_cache
+            mlp.attention_mask, mlp.has_cache = mask, cache is not None
+
+
+def _clear_layers(decoder: Any, _args: Any, _output: Any) -> None:
+    _tell_layers(decoder, (), {})

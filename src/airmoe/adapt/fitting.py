@@ -78,6 +78,7 @@ def find_layers(model: nn.Module) -> dict[str, Any]:
 
 def fit(router: Any, hidden: Tensor, num_codewords: int, passes: int, seed: int) -> Codebook:
     """A codebook of the router's kind, by k-means on hidden [T, D]: an update is a whole pass."""
+    hidden = hidden.to(router.weight.device)
     dim = hidden.shape[1]
     with torch.random.fork_rng(devices=[]), torch.device(hidden.device):
         torch.manual_seed(seed)
@@ -101,6 +102,7 @@ def measure(router: Any, codebook: Codebook, hidden: Tensor, sizes: Sequence[int
     those of r, and both softmax and sigmoid turn that into at most this factor of what the
     shortlist keeps of r's own distribution: exp(-2 |w| |h - r|).
     """
+    hidden = hidden.to(router.weight.device)
     experts, codeword_ids = router.num_experts, codebook.nearest(hidden)
     scaled = isinstance(codebook, ScaledCodebook)
     near = codebook.representatives() if scaled else codebook.codewords

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +29,7 @@ from airmoe.transformers_internals import (
     shift_labels_of,
 )
 
-# Whose routers can be swapped.
+# Families whose routers can be swapped.
 FAMILIES = {
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3-MoE",
@@ -43,6 +43,8 @@ DENSE = (
     *("gemma", "gemma2", "gemma3_text", "gemma4_text"),
 )
 PREFIX = "airmoe_"
+# Field of a config that says what was swapped -> the modules that this put in.
+SWAPS: dict[str, type[nn.Module]] = {"airmoe": ShortlistRouter, "airmoe_ffn": SwappedFfn}
 HEADS = {  # and the classes of each, by config
     hf.AutoModel: hf.MODEL_MAPPING,
     hf.AutoModelForCausalLM: hf.MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -123,14 +125,14 @@ def check_layers(field: str, layers: object, kind: str, available: Iterable[int]
     return numbers
 
 
-def owner_of(model: nn.Module, parts: Iterable[nn.Module], field: str) -> Any:
-    """The Hugging Face model that holds these parts: the argument, or what it wraps (PEFT, DDP).
+def config_of(model: nn.Module, parts: Iterable[nn.Module], field: str) -> Any:
+    """The config of the one Hugging Face model that holds these parts: `model` or one inside.
 
-    None for layers without one. Its config must be its own, because that says what was swapped.
+    None for layers without one. No other model may have this config, which says what was swapped.
     """
     wanted, inside = {*parts}, set[nn.Module]()
     owners: list[Any] = []
-    for module in model.modules():  # those around others come first
+    for module in model.modules():  # outer ones come first
         if isinstance(module, PreTrainedModel) and module not in inside:
             held = {*module.modules()}
             inside |= held
@@ -142,7 +144,7 @@ def owner_of(model: nn.Module, parts: Iterable[nn.Module], field: str) -> Any:
         names = ", ".join(type(owner).__name__ for owner in owners)
         raise ConfigError(field, names, rule, "Swap each of them by itself.")
     (owner,) = owners
-    for name, kind in (("airmoe", ShortlistRouter), ("airmoe_ffn", SwappedFfn)):
+    for name, kind in SWAPS.items():
         if getattr(owner.config, name, None) is not None and not _has(owner, kind):
             raise ConfigError(
                 field,
@@ -151,7 +153,7 @@ def owner_of(model: nn.Module, parts: Iterable[nn.Module], field: str) -> Any:
                 "says it of another model",
                 "Build each model from a copy.deepcopy(config) of its own.",
             )
-    return owner
+    return owner.config
 
 
 def has_known_routers(config: Any) -> bool:
@@ -164,40 +166,33 @@ def has_known_routers(config: Any) -> bool:
 # -- from stock to swapped, and back --------------------------------------------------------------
 
 
-def plan_swap(
-    model: nn.Module, owner: Any, name: str, settings: Mapping[str, Any]
-) -> Callable[[], None]:
-    """Plan the new config of `owner` inside `model`; the result carries the change out.
+def plan_change(model: nn.Module, old: Any, **swaps: Any) -> Callable[[], None]:
+    """Plan a config in place of `old` that also says `swaps`; None takes a swap out.
 
-    `settings` join those of earlier swaps in its field `name`. Everything that may fail happens
-    now.
+    Everything that may fail happens now; calling the result makes the change in `model`.
     """
-    if owner is None:  # no config says what was swapped
+    if old is None:  # nothing says what was swapped
         return lambda: None
-    new = _copy_as(config_class_for(type(owner.config)), owner.config)
-    setattr(new, name, {**(getattr(new, name) or {}), **settings})
-    return functools.partial(_set_config, model, owner.config, new)
+    fields = {name: getattr(old, name, None) for name in SWAPS} | swaps
+    fields = {name: value for name, value in fields.items() if value is not None}
+    stock = _stock(type(old))
+    new = copy.deepcopy(old)
+    new.__class__ = config_class_for(stock) if fields else stock
+    for name in (*SWAPS, "model_type"):  # a loaded config has a type beside that of its class
+        vars(new).pop(name, None)
+    vars(new).update(fields, architectures=None)  # these are written when the model is saved
+    return functools.partial(_set_config, model, old, new)
 
 
 def plan_restore(model: nn.Module) -> list[Callable[[], None]]:
-    """Plan to take the routers out of all configs inside; calling the results carries it out."""
-    changes = []
-    for old in {id(part.config): part.config for part in _swapped_models(model)}.values():
-        stays = getattr(old, "airmoe_ffn", None) is not None
-        new = _copy_as(type(old) if stays else _stock(type(old)), old)
-        for name in ("airmoe",) if stays else ("airmoe", "airmoe_ffn"):
-            vars(new).pop(name, None)
-        changes.append(functools.partial(_set_config, model, old, new))
-    return changes
+    """Plan to take the routers out of all configs inside; calling the results does it.
 
-
-def has_leftovers(model: nn.Module) -> bool:
-    """Whether a head is still of a swapped class, though the routers of its body were restored."""
-    return any(not isinstance(part.config, SwappedConfig) for part in _swapped_models(model))
-
-
-def _swapped_models(model: nn.Module) -> list[Any]:
-    return [part for part in model.modules() if isinstance(part, SwappedModel)]
+    A head whose body was restored has a stock config, but is still of a swapped class.
+    """
+    swapped: list[Any] = [part for part in model.modules() if isinstance(part, SwappedModel)]
+    configs = {id(part.config): part.config for part in swapped}.values()
+    chosen = [old for old in configs if getattr(old, "airmoe", {}) is not None]
+    return [plan_change(model, old, airmoe=None) for old in chosen]
 
 
 def _set_config(model: nn.Module, old: Any, new: Any) -> None:
@@ -222,14 +217,6 @@ def _set_config(model: nn.Module, old: Any, new: Any) -> None:
         part.__class__ = class_for(type(part)) if swapped else _stock(type(part))
 
 
-def _copy_as(config_class: Any, config: Any) -> Any:
-    changed = copy.deepcopy(config)
-    changed.__class__ = config_class
-    vars(changed).pop("model_type", None)  # a loaded config has its own beside that of its class
-    changed.architectures = None  # written when the model is saved
-    return changed
-
-
 def _has(model: nn.Module, kind: type) -> bool:
     return any(isinstance(part, kind) for part in model.modules())
 
@@ -245,10 +232,9 @@ def config_class_for(stock: Any) -> Any:
     made: Any = _make(
         SwappedConfig,
         stock,
-        __annotations__={"airmoe": "dict | None", "airmoe_ffn": "dict | None"},
+        __annotations__=dict.fromkeys(SWAPS, "dict | None"),
         model_type=PREFIX + stock.model_type,
-        airmoe=None,
-        airmoe_ffn=None,
+        **dict.fromkeys(SWAPS),
     )
     if made.model_type in CONFIG_MAPPING:
         return made  # of a config class of the user's own, under the type of another

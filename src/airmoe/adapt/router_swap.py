@@ -49,7 +49,7 @@ def swap_routers(
     in place and returned; an error changes nothing. If you pass the body of a model, its head saves
     the swap too, because both share a config; a swap of single layers is saved nowhere.
     """
-    from airmoe.adapt.models import FAMILIES, check_model, has_known_routers, owner_of, plan_swap
+    from airmoe.adapt.models import FAMILIES, check_model, config_of, has_known_routers, plan_change
 
     check_model("swap_routers.model", model)
     for name, part in model.named_modules():
@@ -58,8 +58,8 @@ def swap_routers(
             remedy = "Call airmoe.restore_routers(model) first, or keep the swap."
             raise ConfigError("swap_routers.model", type(model).__name__, rule, remedy)
     routers = find_routers(model)
-    owner = owner_of(model, routers.values(), "swap_routers.model")
-    if not routers or (owner is not None and not has_known_routers(owner.config)):
+    old = config_of(model, routers.values(), "swap_routers.model")
+    if not routers or (old is not None and not has_known_routers(old)):
         rule = f"must be one of {', '.join(FAMILIES.values())}, with at least one MoE layer"
         remedy = "For dense models there is airmoe.swap_ffn; for your own layers airmoe.MoELayer."
         raise ConfigError("swap_routers.model", type(model).__name__, rule, remedy)
@@ -69,7 +69,7 @@ def swap_routers(
         shortlist_size=shortlist_size,
         layers=None if layers is None else [*choose(routers, layers)],
     )
-    change = plan_swap(model, owner, "airmoe", asdict(settings))
+    change = plan_change(model, old, airmoe=asdict(settings))
     exchange(routers, settings)
     # Nothing can fail from here on.
     change()
@@ -78,15 +78,15 @@ def swap_routers(
 
 def restore_routers(model: Model) -> Model:
     """Undo `swap_routers`: the stock modules with their present weights, without codebooks."""
-    from airmoe.adapt.models import has_leftovers, plan_restore
+    from airmoe.adapt.models import plan_restore
 
     check_is_model("restore_routers.model", model)
     swapped = [module for module in model.modules() if isinstance(module, ShortlistRouter)]
-    if not swapped and not has_leftovers(model):
+    changes = plan_restore(model)
+    if not swapped and not changes:
         rule = "must have swapped routers"
         remedy = "Only what airmoe.swap_routers has changed can be restored."
         raise ConfigError("restore_routers.model", type(model).__name__, rule, remedy)
-    changes = plan_restore(model)
     for router in swapped:
         router.give_back()
     for change in changes:

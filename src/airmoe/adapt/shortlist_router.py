@@ -28,7 +28,7 @@ UNCALIBRATED = (
     "The swapped routers have no codebook yet, so they score every expert, as before the swap. "
     "Call airmoe.calibrate(model, batches) with some of your text."
 )
-# The stock class comes behind this one in every family's class.
+# In every family's class the stock class comes after this one.
 _Base = nn.Module if TYPE_CHECKING else object
 
 

@@ -33,14 +33,17 @@ class Corpus:
     """Changes when the input changes: of files' names and contents, else of version or address."""
     splits: dict[str, Source]
 
+    def read(self, split: str) -> Iterator[Document | None]:
+        """The documents of a split that are more than white space; None for a row without text."""
+        return (one for one in self.splits[split]() if one is None or one.text.strip())
+
 
 def open_corpus(name: str, text_field: str) -> Corpus:
     """Find a corpus by name or path; files are only hashed yet."""
     if name in _HUB_CORPORA:
         dataset, config, splits = _HUB_CORPORA[name]
-        read = _read_lines_of_hub if name == "wikitext103" else _read_hub
         addresses = dict.fromkeys(splits, f"{dataset}/{config}")
-        sources = {split: partial(read, dataset, config, split) for split in splits}
+        sources = {split: partial(_read_hub, dataset, config, split) for split in splits}
         return Corpus(name, json_sha256(addresses), sources)
     if name == "python-docs":
         return Corpus(name, json_sha256(python_version()), {"train": read_python_docs})
@@ -95,21 +98,15 @@ def _official_splits(files: list[Path], folder: Path) -> dict[str, list[Path]] |
 
 
 def _read_hub(dataset: str, config: str | None, split: str) -> Iterator[Document | None]:
-    """One split of a dataset of the Hugging Face Hub, streamed: a document per row."""
-    for text in _rows(dataset, config, split):
-        if text is None:
-            yield None
-        elif text.strip():
-            yield Document(text)
+    """One split of a dataset of the Hugging Face Hub, streamed: a document per row.
 
-
-def _read_lines_of_hub(dataset: str, config: str | None, split: str) -> Iterator[Document]:
-    """As `_read_hub` for WikiText: rows are lines, "" is one of a space, articles span rows."""
-    rows = _rows(dataset, config, split)
-    lines = (text if text and text.strip() else " \n" for text in rows)
-    for text in split_lines(lines, dataset, at_empty_lines=False):
-        if text.strip():
-            yield Document(text)
+    Rows of WikiText are lines, articles span many; "" means a line of one space.
+    """
+    texts = _rows(dataset, config, split)
+    if dataset == "Salesforce/wikitext":
+        lines = (text if text and text.strip() else " \n" for text in texts)
+        texts = split_lines(lines, dataset, at_empty_lines=False)
+    return (None if text is None else Document(text) for text in texts)
 
 
 def _rows(dataset: str, config: str | None, split: str) -> Iterator[str | None]:

@@ -28,50 +28,45 @@ from typing import IO, Any
 from airmoe.errors import ConfigError, require
 from airmoe.files import parse_json
 
-_PIECE_BYTES = 1 << 13  # packed, read at once
+_PIECE_BYTES = 1 << 13  # read or unpacked at once
 WINDOW_BYTES = 1 << 27  # memory for unpacking .xz, as much as zstd takes
 
 
-class _XzStreams(io.RawIOBase):
-    """Unpacks stream after stream, as `lzma.open` does, but with a limit on memory.
+class _Pieces(io.RawIOBase):
+    """A stream of pieces, of which none is longer than the buffer of its reader."""
 
-    Also, `lzma.open` takes whatever is bad behind a stream for the end of the file.
-    """
-
-    def __init__(self, packed: IO[bytes]) -> None:
-        self._packed = packed
-        self._stream: lzma.LZMADecompressor | None = None
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = filter(None, pieces)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        unpacked = b""
-        while not unpacked:
-            packed = b""
-            if self._stream is None or self._stream.eof:
-                if not (packed := self._next_stream()):
-                    return 0
-                self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, WINDOW_BYTES)
-            elif self._stream.needs_input and not (packed := self._packed.read(_PIECE_BYTES)):
-                raise EOFError("the last stream has no end")
-            unpacked = self._stream.decompress(packed, len(buffer))
-        buffer[: len(unpacked)] = unpacked
-        return len(unpacked)
+        piece = next(self._pieces, b"")
+        buffer[: len(piece)] = piece
+        return len(piece)
 
-    def _next_stream(self) -> bytes:
-        """The first bytes of the next stream, behind zeros that may stand there; or nothing."""
-        if self._stream is None:
-            return self._packed.read(_PIECE_BYTES)
-        piece = self._stream.unused_data
-        while not piece.lstrip(b"\0"):
-            if not (piece := self._packed.read(_PIECE_BYTES)):
-                break
-        return piece.lstrip(b"\0")
+
+def _unpack_xz(packed: IO[bytes]) -> Iterator[bytes]:
+    """Unpack stream after stream, as `lzma.open` does, but with a limit on memory.
+
+    Also, `lzma.open` takes bad data after a stream for the end of the file.
+    """
+    data = packed.read(_PIECE_BYTES)
+    while data:
+        stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, WINDOW_BYTES)
+        while not stream.eof:
+            if stream.needs_input and not (data := data or packed.read(_PIECE_BYTES)):
+                raise EOFError("the last stream has no end")
+            yield stream.decompress(data, _PIECE_BYTES)
+            data = b""
+        data = stream.unused_data.lstrip(b"\0")  # there may be zeros between streams
+        while not data and (piece := packed.read(_PIECE_BYTES)):
+            data = piece.lstrip(b"\0")
 
 
 def _open_xz(packed: IO[bytes]) -> IO[bytes]:
-    return io.BufferedReader(_XzStreams(packed))
+    return io.BufferedReader(_Pieces(_unpack_xz(packed)), _PIECE_BYTES)
 
 
 def _open_zst(packed: IO[bytes]) -> IO[bytes]:
@@ -97,7 +92,7 @@ _TITLE = re.compile(r" = [^=\s](?:.*[^=\s])? = \r?\n?")  # level 2 is ` = = Titl
 
 @dataclass(frozen=True)
 class Document:
-    """One text, never blank."""
+    """One text."""
 
     text: str
     fraction: float | None = None
@@ -105,15 +100,13 @@ class Document:
 
 
 def read_files(files: list[Path], text_field: str) -> Iterator[Document | None]:
-    """File after file, what is more than white space; None for a row whose text is null."""
+    """File after file; None for a row whose text is null."""
     sizes = [file.stat().st_size for file in files]
     total, before = max(sum(sizes), 1), 0
     for file, size in zip(files, sizes, strict=True):
         for text, fraction in _read(file, text_field):
-            if text is None:
-                yield None
-            elif text.strip():
-                yield Document(text, (before + fraction * size) / total)
+            so_far = (before + fraction * size) / total
+            yield None if text is None else Document(text, so_far)
         before += size
 
 
@@ -223,16 +216,15 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[str | None, flo
                 yield _checked(value, text_field, f"{path}, row {row}"), row / total
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         rule = f"cannot be read as parquet after row {row} ({error})"
-        raise corpus_error(path, rule, "Fetch the file again, or write it anew.") from error
+        raise corpus_error(path, rule, "Fetch the file again, or write it again.") from error
 
 
 def _check_column_size(metadata: Any, text_field: str, path: Path) -> None:
     """Raise if a row group, which is unpacked at once, holds too much text."""
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
-        columns = [group.column(place) for place in range(group.num_columns)]
-        texts = [column for column in columns if column.path_in_schema == text_field]
-        size = max((text.total_uncompressed_size for text in texts), default=0)
+        columns = map(group.column, range(group.num_columns))
+        size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_field)
         if size > MAX_COLUMN_BYTES:
             rule = f"holds {size:,} bytes of text, must be at most {MAX_COLUMN_BYTES:,}"
             remedy = "Write the file again with smaller row groups (pyarrow: row_group_size=1000)."

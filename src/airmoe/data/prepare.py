@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -180,13 +180,9 @@ def _publish(partial: Path, out: Path) -> None:
 class _Progress:
     """How far a prepare has come. Everything after it is done again."""
 
-    source: str
-    """The split of the corpus being read."""
-    documents_read: int
-    """Documents of it that are on disk."""
-    written: dict[str, SplitInfo]
     asked: dict[str, Any]
     """What decides the result: settings, text and tokenizer."""
+    written: dict[str, SplitInfo]
 
 
 def _check_unchanged(values: Any) -> None:
@@ -217,23 +213,22 @@ class _Job:
             "shard_tokens": self.shard_tokens,
         }
         self._skipped = 0  # rows without text, of the split being read
-        self._start = self._read_progress()
+        written = self._read_progress()
         self._tokenizer = self._saved_tokenizer()
-        written = self._start.written
         self._writers = {
             name: SplitWriter(self.folder, name, self.shard_tokens, written.get(name))
-            for name in (*self.corpus.splits, *(["validation"] if self._fraction else []))
+            for name in dict.fromkeys([*self.corpus.splits, "validation"])
         }
 
-    def _read_progress(self) -> _Progress:
-        """Where an earlier prepare with the same settings stopped, else the beginning."""
+    def _read_progress(self) -> dict[str, SplitInfo]:
+        """What an earlier prepare with the same settings has written, else nothing."""
         file = self.folder / PROGRESS_FILE
         if file.exists():
             progress = read_as(
                 _Progress, file, "Use another out.", field="prepare.out", check=_check_unchanged
             )
             if progress.asked == self._asked:
-                return progress
+                return progress.written
             if progress.written:
                 raise ConfigError(
                     "prepare.out",
@@ -248,14 +243,14 @@ class _Job:
             raise ConfigError("prepare.out", str(self.folder), rule, remedy)
         # Nothing worth keeping was done, for instance because the settings were wrong.
         shutil.rmtree(self.folder / TOKENIZER_FOLDER, ignore_errors=True)
-        return _Progress("train", 0, {}, self._asked)
+        return {}
 
     def _saved_tokenizer(self) -> Tokenizer:
         """Made now, if need be trained, where there is none; named only when it is whole."""
         folder = self.folder / TOKENIZER_FOLDER
         if folder.exists():
             return load_tokenizer(folder)
-        texts = (each.text for each in self.corpus.splits["train"]() if each)
+        texts = (document.text for document in self._documents("train"))
         trained_on = (text for text in texts if not in_validation(text, self._fraction))
         tokenizer = self.fixed or make_tokenizer(self.config.tokenizer, trained_on)
         draft = self.folder / f"{TOKENIZER_FOLDER}.draft"
@@ -263,24 +258,25 @@ class _Job:
         tokenizer.save(draft)
         sync_tree(draft)
         draft.rename(folder)
-        self._save(self._start)
+        self._save({})
         return tokenizer
 
-    def _save(self, progress: _Progress) -> None:
-        values = asdict(progress)
+    def _save(self, written: dict[str, SplitInfo]) -> None:
+        values = asdict(_Progress(self._asked, written))
         write_json(self.folder / PROGRESS_FILE, {**values, "sha256": json_sha256(values)})
 
     def run(self) -> Manifest:
         with ExitStack() as stack:
             for writer in self._writers.values():
                 stack.callback(writer.close)
-            sources = list(self.corpus.splits)
-            for source in sources[sources.index(self._start.source) :]:
-                self._read(source, self._start.documents_read)
-                self._start = replace(self._start, documents_read=0)
+            sources = [*self.corpus.splits]
+            while len(sources) > 1 and self._writers[sources[1]].documents:
+                sources.pop(0)  # was read to its end
+            for source in sources:
+                self._read(source)
             for writer in self._writers.values():
                 writer.finish_shard()
-        splits = {name: writer.synced() for name, writer in self._writers.items()}
+        splits = self._written()
         for name, split in splits.items():
             if not split.tokens:
                 shutil.rmtree(self.folder)  # other settings are needed, and would be refused
@@ -293,28 +289,29 @@ class _Job:
                 )
         return Manifest(FORMAT_VERSION, self.recipe, self._tokenizer.identity, splits)
 
-    def _read(self, source: str, count: int) -> None:
-        """Everything of one split of the corpus behind the first `count` documents."""
-        if self._is_full(source):
-            return
-        self._skipped = 0
-        for batch in _batches(itertools.islice(self._documents(source), count, None)):
+    def _written(self) -> dict[str, SplitInfo]:
+        return {name: writer.synced() for name, writer in self._writers.items()}
+
+    def _read(self, source: str) -> None:
+        """What has not been written of one split of the corpus."""
+        # By hash, documents of the only split go to all writers.
+        writers = [*self._writers.values()] if self._fraction else [self._writers[source]]
+        count = sum(writer.documents for writer in writers)
+        batches = _batches(itertools.islice(self._documents(source), count, None))
+        while not self._is_full(source) and (batch := next(batches, None)):
             texts = [document.text for document in batch]
             for text, tokens in zip(texts, self._tokenizer.encode_documents(texts), strict=True):
                 split = "validation" if in_validation(text, self._fraction) else source
-                count += 1
                 if self._writers[split].add(tokens):
-                    written = {name: writer.synced() for name, writer in self._writers.items()}
-                    self._save(_Progress(source, count, written, self._asked))
+                    self._save(self._written())
                 if self._is_full(source):
                     break
-            self._tell(source, count, batch[-1].fraction)
-            if self._is_full(source):
-                return
+            self._tell(source, writers, batch[-1].fraction)
 
     def _documents(self, source: str) -> Iterator[Document]:
         """Those of a split, while counting the rows that have no text."""
-        for document in self.corpus.splits[source]():
+        self._skipped = 0
+        for document in self.corpus.read(source):
             if document is None:
                 self._skipped += 1
             else:
@@ -324,14 +321,14 @@ class _Job:
         limit = self.config.max_tokens
         return source == "train" and limit is not None and self._writers["train"].tokens >= limit
 
-    def _tell(self, source: str, documents: int, fraction: float | None) -> None:
+    def _tell(self, source: str, writers: list[SplitWriter], fraction: float | None) -> None:
         if self.report is None:
             return
-        tokens = self._writers[source].tokens
         if source == "train" and self.config.max_tokens is not None:
-            fraction = max(fraction or 0.0, min(1.0, tokens / self.config.max_tokens))
-        if source == "train" and self._fraction:
-            tokens += self._writers["validation"].tokens
+            reached = self._writers["train"].tokens / self.config.max_tokens
+            fraction = max(fraction or 0.0, min(1.0, reached))
+        documents = sum(writer.documents for writer in writers)
+        tokens = sum(writer.tokens for writer in writers)
         self.report(PrepareProgress(source, documents, tokens, fraction, self._skipped))
 
 

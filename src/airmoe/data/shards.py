@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -114,8 +115,7 @@ class BlockDataset(Dataset[dict[str, Tensor]]):
         self.block_size = block_size
         self.num_tokens = split.tokens
         self._files = [folder / shard.file for shard in split.shards]
-        self._starts = np.cumsum([0] + [shard.tokens for shard in split.shards])  # [shards + 1]
-        self._maps: dict[int, Tokens] = {}
+        self._ends = np.cumsum([shard.tokens for shard in split.shards])  # [shards]
 
     def __len__(self) -> int:
         return self.num_tokens // self.block_size
@@ -123,28 +123,21 @@ class BlockDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")
-        tokens = self._read(index * self.block_size)
-        input_ids = torch.from_numpy(tokens.astype(np.int64))  # [block_size]
+        left = self.block_size
+        shard = int(np.searchsorted(self._ends, index * left, side="right"))
+        begin = index * left - int(self._ends[shard])  # from the end of the shard, so below 0
+        pieces = []
+        while left:
+            pieces.append(self._shards[shard][begin:][:left])
+            left -= len(pieces[-1])
+            shard, begin = shard + 1, 0
+        input_ids = torch.from_numpy(np.concatenate(pieces, dtype=np.int64))  # [block_size]
         return {"input_ids": input_ids, "labels": input_ids.clone()}
 
+    @cached_property
+    def _shards(self) -> list[Tokens]:
+        # Plain views: slices of np.memmap cost a Python call each.
+        return [np.memmap(file, TOKEN_TYPE, mode="r").view(np.ndarray) for file in self._files]
+
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_maps": {}}
-
-    def _read(self, start: int) -> Tokens:
-        """The block that starts there, out of one shard or several."""
-        pieces = []
-        stop = start + self.block_size
-        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
-        while start < stop:
-            begin = start - int(self._starts[shard])
-            pieces.append(self._shard(shard)[begin : begin + stop - start])
-            start += len(pieces[-1])
-            shard += 1
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def _shard(self, shard: int) -> Tokens:
-        if shard not in self._maps:
-            mapped = np.memmap(self._files[shard], dtype=TOKEN_TYPE, mode="r")
-            # A plain view: slices of np.memmap cost a Python call each.
-            self._maps[shard] = mapped.view(np.ndarray)
-        return self._maps[shard]
+        return {name: value for name, value in vars(self).items() if name != "_shards"}

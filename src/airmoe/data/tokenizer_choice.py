@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from tokenizers import pre_tokenizers, trainers
+
 from airmoe.data.tokenizers import (
     BYTES_VOCAB,
     END_OF_TEXT,
@@ -28,7 +30,7 @@ from airmoe.data.tokenizers import (
     read_files,
     tokenizer_error,
 )
-from airmoe.errors import ConfigError, require
+from airmoe.errors import ConfigError
 
 # Words, digits, spaces and a character of three bytes: what tokenizers treat differently.
 _PROBE = "Return the  2024 items,\n\tas 東京 do."
@@ -38,7 +40,7 @@ _TRAINING_CHARACTERS = 1 << 25  # more text changes few merges and costs minutes
 # How well-known bare tokenizer.json files call the end of text.
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
-# Facts of Llama 3: how text is cut into words, and its 256 specials behind 128,000 byte pairs.
+# Facts of Llama 3: how text is cut into words, and its 256 specials after 128,000 byte pairs.
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -115,17 +117,17 @@ def _bos_id(tokenizer: Tokenizer, path: Path) -> int | None:
 
     Training text must look the same, so whatever else it would change is refused.
     """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     plain = tokenizer.encode(_PROBE)
-    transformers = require("transformers", "to open this tokenizer")
     with tempfile.TemporaryDirectory() as copy:
         tokenizer.save(Path(copy))
         try:
-            opened = transformers.AutoTokenizer.from_pretrained(
+            opened = AutoTokenizer.from_pretrained(
                 copy, local_files_only=True, trust_remote_code=False
             )
         except Exception:  # it does not say which class it is of, or needs code of its own
-            fast = transformers.PreTrainedTokenizerFast
-            opened = fast.from_pretrained(copy, local_files_only=True)
+            opened = PreTrainedTokenizerFast.from_pretrained(copy, local_files_only=True)
         used = opened(_PROBE)["input_ids"]
     ends = ([], [tokenizer.identity.eos_id])
     for begin in (0, 1):
@@ -134,7 +136,7 @@ def _bos_id(tokenizer: Tokenizer, path: Path) -> int | None:
     raise tokenizer_error(
         path,
         f"turns {_PROBE!r} into {used} with transformers, but tokenizer.json says {plain}, with at "
-        "most one token before and eos_token behind it",
+        "most one token before and eos_token after it",
         "Open it with transformers.AutoTokenizer and save it again with save_pretrained.",
     )
 
@@ -174,12 +176,13 @@ def _read_llama3(path: Path) -> Tokenizer:
     if reason is not None:
         rule = f"must be Llama 3's tiktoken file of {_LLAMA3_PAIRS} entries, but {reason}"
         raise tokenizer_error(path, rule, "Give the tokenizer.model of Llama 3.")
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
     reserved = (f"reserved_special_token_{n}" for n in itertools.count())
     names = [_LLAMA3_SPECIALS.get(n) or next(reserved) for n in range(256)]
     specials = [f"<|{name}|>" for name in names]
-    module = require("transformers.convert_slow_tokenizer", "for the Llama-3 tokenizer")
-    converter = module.TikTokenConverter(pattern=_LLAMA3_WORDS, extra_special_tokens=specials)
-    converter.load_tiktoken_bpe = lambda _: ranks  # its own would go through a cache
+    converter = TikTokenConverter(pattern=_LLAMA3_WORDS, extra_special_tokens=specials)
+    converter.load_tiktoken_bpe = lambda tiktoken_url: ranks  # its own would go through a cache
     files = hugging_face_files(converter.converted().to_str(), specials[1], specials[0])
     identity = TokenizerIdentity(
         kind="llama-3",
@@ -192,12 +195,11 @@ def _read_llama3(path: Path) -> Tokenizer:
 
 def _train_bpe(vocab_size: int, corpus: Iterable[str]) -> Tokenizer:
     """Byte-level BPE of exactly `vocab_size` ids, the same for the same texts."""
-    library = require("tokenizers", "to train BPE")
     tokenizer = byte_level({}, split_words=True)
-    trainer = library.trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_sample(corpus), trainer)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
+import tokenizers as library
 
 from airmoe.data.shards import TOKEN_TYPE, Tokens
-from airmoe.errors import ConfigError, require
+from airmoe.errors import ConfigError
 from airmoe.files import build, json_sha256, parse_json, read_json
 
 END_OF_TEXT = "<|endoftext|>"  # of the tokenizers made here
@@ -66,7 +67,6 @@ class Tokenizer:
     def __init__(self, files: dict[str, bytes], identity: TokenizerIdentity | None = None) -> None:
         self._files = files
         definition = files[HUGGING_FACE_FILE]
-        library = require("tokenizers", "for this tokenizer")
         self._library = library.Tokenizer.from_str(definition.decode())
         self._library.no_truncation()
         self._library.no_padding()
@@ -101,7 +101,7 @@ class Tokenizer:
         return self.encode(text) if bos_id is None else [bos_id, *self.encode(text)]
 
     def encode_documents(self, texts: list[str]) -> list[Tokens]:
-        """Ids of whole documents: as `encode_start`, with the end of text behind them."""
+        """Ids of whole documents: as `encode_start`, then the end of text."""
         begin = [] if self.identity.bos_id is None else [self.identity.bos_id]
         end = self.identity.eos_id
         return [np.array([*begin, *ids, end], TOKEN_TYPE) for ids in self._encode_all(texts)]
@@ -122,11 +122,11 @@ class BytesTokenizer(Tokenizer):
     """UTF-8 bytes are ids 0-255; 256 ends a document."""
 
     def __init__(self) -> None:
-        # The printable character that byte-level tokenizers write for each byte.
-        printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-        others = itertools.count(0x100)
-        characters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
-        model = byte_level({character: byte for byte, character in enumerate(characters)})
+        # The visible character that byte-level tokenizers write for each byte.
+        others = map(chr, itertools.count(0x100))
+        latin = [chr(byte) for byte in range(256)]
+        visible = [one if one.isprintable() and one != " " else next(others) for one in latin]
+        model = byte_level({character: byte for byte, character in enumerate(visible)})
         model.add_special_tokens([END_OF_TEXT])
         sha256 = hashlib.sha256(b"bytes").hexdigest()
         identity = TokenizerIdentity("bytes", BYTES_VOCAB, sha256, eos_id=BYTES_VOCAB - 1)
@@ -186,8 +186,7 @@ def hugging_face_files(
 
 def byte_level(vocab: dict[str, int], *, split_words: bool = False) -> Any:
     """A `tokenizers.Tokenizer` over bytes written as printable characters, with no merges yet."""
-    library = require("tokenizers", "for this tokenizer")
-    tokenizer = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
+    tokenizer: Any = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=split_words
     )
