@@ -25,7 +25,7 @@ from airmoe.flops import Workload
 from airmoe.model import AirMoeConfig
 from airmoe.model.configuration import refused
 
-Auto = Literal["auto"]  # what this machine supports: automatic.py
+Auto = Literal["auto"]  # what this machine supports: devices.py
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Sharding = Literal["none", "fsdp2"]
 Tracker = Literal[  # as Accelerate calls them

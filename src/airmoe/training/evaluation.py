@@ -129,7 +129,7 @@ def measure_test(
     )
     if rank() == 0:
         write_json(run.test, {"step": step_of(best), "tokens": result.tokens, **result.numbers()})
-        console.print(f"test  loss {result.loss:.3f}  ppl {result.perplexity:.2f}", highlight=False)
+    console.print(f"test  loss {result.loss:.3f}  ppl {result.perplexity:.2f}", highlight=False)
 
 
 # -- what routers do ------------------------------------------------------------------------------

@@ -185,8 +185,7 @@ class TrainingLoop:
             **self.watch.numbers(),
         }
         self._last_logged = self.step
-        if rank() == 0:
-            log.write("train", self.step, numbers)
+        log.write("train", self.step, numbers)
 
     def _evaluate(self, log: LogWriter) -> None:
         self._check_finite()
@@ -200,8 +199,7 @@ class TrainingLoop:
         self._usage = result.usage
         if result.loss < self.best_loss:
             self.best_step, self.best_loss = self.step, result.loss
-        if rank() == 0:
-            log.write("eval", self.step, result.numbers())
+        log.write("eval", self.step, result.numbers())
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -261,13 +259,11 @@ class TrainingLoop:
         files = [checkpoint / f"random-{place}.safetensors" for place in range(saved.processes)]
         like = {**checkpoints.random_state(), "running_loss": torch.zeros(1)}
         states = [checkpoints.load_tensors(file, like, free=("cuda",)) for file in files]
-        own = states[rank() : rank() + 1]
-        if own:
-            checkpoints.set_random_state(own[0])
-        losses = [
-            state["running_loss"] for state in (own if len(states) == world_size() else states)
-        ]
-        self._running_loss = torch.cat(losses).mean().to(self.accelerator.device)
+        if rank() < len(states):
+            checkpoints.set_random_state(states[rank()])
+        kept = states if len(states) != world_size() else [states[rank()]]
+        running_loss = torch.cat([state["running_loss"] for state in kept]).mean()
+        self._running_loss = running_loss.to(self.accelerator.device)
 
 
 def make_optimizer(model: nn.Module, options: TrainingOptions) -> torch.optim.AdamW:

@@ -23,7 +23,6 @@ from airmoe.errors import ConfigError, say
 from airmoe.files import write_bytes
 from airmoe.flops import count_flops
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM, draw_weights, parameter_counts
-from airmoe.training.automatic import Machine, compile_layers, settle, settle_speed
 from airmoe.training.checkpoints import (
     LOG,
     check_checkpoint,
@@ -32,14 +31,14 @@ from airmoe.training.checkpoints import (
     full_disk_explained,
 )
 from airmoe.training.config import RunConfig, workload_of
-from airmoe.training.devices import check_device, check_sharding
-from airmoe.training.display import (
-    Display,
-    PrepareDisplay,
-    RunTracker,
-    is_installed,
-    not_installed,
+from airmoe.training.devices import (
+    Machine,
+    check_device,
+    compile_layers,
+    settle,
+    settle_speed,
 )
+from airmoe.training.display import Display, PrepareDisplay, RunTracker
 from airmoe.training.evaluation import is_untested, measure_test
 from airmoe.training.loop import TrainingLoop
 from airmoe.training.run_folder import (
@@ -70,12 +69,10 @@ class Finished:
 
 def train(config: RunConfig, folder: Path | str, console: Console | None = None) -> Finished:
     """Start a new run in a new folder; it prints to `console`, by default standard output."""
-    folder, console = Path(folder), console or Console()
-    _start_processes(config)
-    check_sharding(config, PartialState().num_processes)
-    config, chosen = settle(config, Machine.this(PartialState().num_processes))
+    folder, console = Path(folder), _start_processes(config, console)
+    config, chosen = settle(config, Machine.this(world_size()))
     for line in chosen:
-        _say(console, line)
+        say(console, line)
     with ExitStack() as stack:
         # Claimed before the hours that preparing may take.
         on_first_rank(lambda: stack.enter_context(claimed(folder, config)))
@@ -87,12 +84,12 @@ def train(config: RunConfig, folder: Path | str, console: Console | None = None)
 
 def resume(folder: Path | str, console: Console | None = None) -> Finished:
     """Go on from the newest whole checkpoint, or from the start if there is none yet."""
-    folder, console = Path(folder), console or Console()
+    folder = Path(folder)
     run = open_run(folder)
-    _start_processes(run.config)
+    console = _start_processes(run.config, console, resumes=True)
     if run.result.exists():
         last_step = read_result(run.result)["last"]["step"]
-        _say(console, f"{folder} is finished: there is nothing left to do.")
+        say(console, f"{folder} is finished: there is nothing left to do.")
         return Finished(run, None, last_step)
     given = run.config.data.folder
     if given is not None and not Path(given).is_dir():  # its text need not be that of data.corpus
@@ -121,17 +118,19 @@ def _newest_checkpoint(run: RunFolder, prepared: Prepared, console: Console) -> 
                 f"checkpoint was due after step {first}"
             )
             raise ConfigError("run", str(run.path), rule, CHECKPOINT_BACK)
-        _say(console, f"{run.path} has no checkpoint yet: it starts again.")
+        say(console, f"{run.path} has no checkpoint yet: it starts again.")
     clean_up(run.path, run.config.training.keep_checkpoints)
     write_bytes(run.log, (found[-1] / LOG).read_bytes() if found else b"")
     return found[-1] if found else None
 
 
-def _start_processes(config: RunConfig) -> None:
-    """Join torchrun's process group, if any, before anything that only one process may do."""
+def _start_processes(
+    config: RunConfig, console: Console | None, *, resumes: bool = False
+) -> Console:
+    """Join torchrun's process group, if any; the console, on which only one process prints."""
     state = PartialState(cpu=not torch.cuda.is_available())
-    check_device(config, state.num_processes)
-    config.training.accumulation_steps(state.num_processes)  # refuses what does not divide
+    check_device(config, state.num_processes, resumes=resumes)
+    return console or Console() if state.is_main_process else Console(quiet=True)
 
 
 def _prepared_on_every_process(config: RunConfig, console: Console) -> Prepared:
@@ -139,7 +138,7 @@ def _prepared_on_every_process(config: RunConfig, console: Console) -> Prepared:
     folder = data_folder(config.data)
     if not folder.exists():  # say so: the folder's name may be mistyped
         work = f"preparing {config.data.corpus} there, tokenizer {config.data.tokenizer}"
-        _say(console, f"{folder} does not exist yet: {work}")
+        say(console, f"{folder} does not exist yet: {work}")
     with PartialState().main_process_first(), display:
         return prepared_data(config.data, display.show)
 
@@ -150,12 +149,12 @@ def _run(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path 
     transformers_logging.disable_progress_bar()  # one bar, and it is ours
     set_seed(options.seed)
     model = build_model(config, prepared)
-    speed, chosen = settle_speed(options, Machine.this(PartialState().num_processes))
+    speed, chosen = settle_speed(options, Machine.this(world_size()))
     for line in chosen:
-        _say(console, line)
+        say(console, line)
     if speed.compile:
         compile_layers(model, may_fail=options.compile == "auto")
-    accelerator = _accelerator(run, console)
+    accelerator = _accelerator(run)
     save_tokenizer = prepared.tokenizer().save
     loop = TrainingLoop(run, model, accelerator, train_blocks, eval_blocks, save_tokenizer, speed)
     if checkpoint is not None:
@@ -163,7 +162,7 @@ def _run(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path 
     counts = parameter_counts(model.config)
     size = f"{counts.total / 1e6:.2f} M parameters, {counts.active / 1e6:.2f} M active per token"
     tokens = options.batch_size * config.data.block_size
-    _say(console, f"{run.path.name}: {size}; {loop.last_step:,} steps of {tokens:,} tokens")
+    say(console, f"{run.path.name}: {size}; {loop.last_step:,} steps of {tokens:,} tokens")
     already_trained = loop.step == loop.last_step  # killed after its last checkpoint
     stopped_by = _trained(loop, console)
     if stopped_by is None:
@@ -176,12 +175,9 @@ def _run(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path 
     return Finished(run, stopped_by, loop.step)
 
 
-def _accelerator(run: RunFolder, console: Console) -> Accelerator:
+def _accelerator(run: RunFolder) -> Accelerator:
     """Without its mixed precision, which can be chosen only once in a process."""
     track = run.config.training.track
-    if track != "none" and not is_installed(track):
-        _say(console, not_installed(track))
-        track = "none"
     # Codebooks are equal on all processes by construction: there is nothing to broadcast.
     in_ddp = DistributedDataParallelKwargs(broadcast_buffers=False)
     try:
@@ -205,15 +201,13 @@ def _trained(loop: TrainingLoop, console: Console) -> int | None:
     """Train with log, display and tracker; returns the signal that stopped it early, if any."""
     run, options = loop.run, loop.run.config.training
     with ExitStack() as stack:
-        sinks, advance = [], lambda _: None
-        if rank() == 0:
-            display = Display(console, run.path.name, loop.step, loop.last_step)
-            stack.callback(display.close)
-            sinks, advance = [display.show], display.advance
-            if loop.accelerator.log_with:
-                tracker = RunTracker(loop.accelerator, run.path, run.config, loop.step, console)
-                stack.callback(tracker.close)
-                sinks.append(tracker.write)
+        display = Display(console, run.path.name, loop.step, loop.last_step)
+        stack.callback(display.close)
+        sinks = [display.show]
+        if options.track != "none" and rank() == 0:
+            tracker = RunTracker(loop.accelerator, run.path, run.config, loop.step, console)
+            stack.callback(tracker.close)
+            sinks.append(tracker.write)
         log = LogWriter(
             run.log,
             loop.clock,
@@ -222,7 +216,7 @@ def _trained(loop: TrainingLoop, console: Console) -> int | None:
             flops_per_token=flops_per_token(run.config, loop.model.config, world_size()),
             sinks=sinks,
         )
-        return loop.train(log, advance)
+        return loop.train(log, display.advance)
 
 
 def flops_per_token(run: RunConfig, model: AirMoeConfig, devices: int) -> dict[str, float]:
@@ -259,9 +253,3 @@ def build_model(config: RunConfig, prepared: Prepared) -> AirMoeForCausalLM:
     model = AirMoeForCausalLM(settings)
     draw_weights(model, config.training.seed)
     return model
-
-
-def _say(console: Console, text: str) -> None:
-    """Print a line, on one process only."""
-    if rank() == 0:
-        say(console, text)

@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from airmoe.distributed import rank
 from airmoe.errors import ConfigError
 from airmoe.files import build, parse_json
 
@@ -95,6 +96,9 @@ class LogWriter:
     sinks: list[Callable[[Line], None]]
 
     def write(self, kind: str, step: int, numbers: dict[str, float]) -> None:
+        """Add a line; on the first process, where others do nothing."""
+        if rank() != 0:
+            return
         epoch, place = divmod(step, self.steps_per_epoch)
         tokens = step * self.tokens_per_step
         line: Line = {

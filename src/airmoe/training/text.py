@@ -69,19 +69,14 @@ def blocks_of(config: RunConfig, prepared: Prepared) -> tuple[BlockDataset, Any]
     """What to train on and what to validate on, both long enough."""
     options, block_size = config.training, config.data.block_size
     train_blocks = prepared.blocks("train", block_size)
-    check_blocks(len(train_blocks), options.batch_size, block_size)
+    if len(train_blocks) < options.batch_size:
+        found = f"{len(train_blocks)}, the blocks of {block_size} tokens in the training text"
+        remedy = "Use more text, shorter blocks (data.block_size) or a smaller batch."
+        raise ConfigError("training.batch_size", options.batch_size, f"must be <= {found}", remedy)
     eval_blocks: Any = prepared.blocks("validation", block_size)
     if options.eval_blocks is not None and options.eval_blocks < len(eval_blocks):
         eval_blocks = Subset(eval_blocks, range(options.eval_blocks))
     return train_blocks, eval_blocks
-
-
-def check_blocks(num_blocks: int, batch_size: int, block_size: int) -> None:
-    """Raise unless there is text for one optimizer step."""
-    if num_blocks < batch_size:
-        rule = f"must be <= {num_blocks}, the blocks of {block_size} tokens in the training text"
-        remedy = "Use more text, shorter blocks (data.block_size) or a smaller batch."
-        raise ConfigError("training.batch_size", batch_size, rule, remedy)
 
 
 @lru_cache(maxsize=1)

@@ -13,11 +13,10 @@ from safetensors.torch import load_file
 
 from airmoe.errors import ConfigError
 from airmoe.flops import count_flops
-from airmoe.training import automatic, method_run, preset
 from airmoe.training import capture as capturing
-from airmoe.training.automatic import Machine, settle, settle_speed
+from airmoe.training import devices, method_run, preset
 from airmoe.training.config import TrainingOptions, workload_of
-from airmoe.training.devices import check_device
+from airmoe.training.devices import Machine, check_device, settle, settle_speed
 from airmoe.training.run_folder import open_run
 from tests.training.runs import small_run, timeless_log, train_here
 
@@ -30,7 +29,7 @@ CPU = Machine(cuda=False, bf16=False, triton=False, memory=0, processes=1)
 @pytest.fixture(autouse=True)
 def _no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial of the compiler needs a GPU."""
-    monkeypatch.setattr(automatic, "compiler_fault", lambda: None)
+    monkeypatch.setattr(devices, "compiler_fault", lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +67,7 @@ def test_all_methods_get_the_same_micro_batch() -> None:
 def test_a_token_takes_no_more_than_was_counted() -> None:
     """Peaks that `airmoe bench --step` measured on an H200, eager: 4.9 GiB for 16,384 tokens."""
     model = preset("small").model_config(128_256, eos_id=1)
-    counted = 16_384 * automatic.token_bytes(model) + automatic.FIXED_BYTES
+    counted = 16_384 * devices.token_bytes(model) + devices.FIXED_BYTES
     assert 4.9 * 2**30 < counted < 2 * 4.9 * 2**30
 
 
@@ -96,7 +95,7 @@ def test_compiler_and_graphs_are_on_where_they_can_be(
 
 
 def test_a_compiler_that_fails_its_trial_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(automatic, "compiler_fault", lambda: "a trial failed (no gcc)")
+    monkeypatch.setattr(devices, "compiler_fault", lambda: "a trial failed (no gcc)")
     found, lines = settle_speed(TrainingOptions(batch_size=8, steps=1), H200)
     assert not found.compile
     assert "training.compile=auto: off, because a trial failed (no gcc)" in lines
