@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from pathlib import Path
@@ -12,14 +11,13 @@ import pytest
 import torch
 
 from airmoe.data import PrepareConfig, prepare
-from airmoe.data.shards import SplitWriter
 from airmoe.errors import ConfigError
-from airmoe.training import best_checkpoint, override, preset
+from airmoe.training import override, preset
 from airmoe.training import run as run_module
 from airmoe.training.config import SECTIONS
 from airmoe.training.run_folder import claimed, open_run
 from tests.training.command import airmoe, airmoe_train, assert_one_line
-from tests.training.runs import OPTIONS, in_process, kill_self, small_model, small_run, trained
+from tests.training.runs import in_process, kill_self, small_run
 
 # -- settings -----------------------------------------------------------------------------------
 
@@ -205,21 +203,6 @@ def test_links_that_lead_nowhere(target: str, text: Path, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
 
 
-def test_a_full_disk_while_text_is_prepared(text: Path, tmp_path: Path) -> None:
-    """There is no run yet, so no --resume."""
-
-    def patch() -> None:
-        def add(self: SplitWriter, tokens: Any) -> bool:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        SplitWriter.add = add
-
-    arguments = ("prepare", text / "text.txt", "--out", tmp_path / "out", "--tokenizer", "bytes")
-    outcome = airmoe(*arguments, "--validation-fraction", 0.1, patch=patch)
-    assert_one_line(outcome, 1, "the disk is full", "run the same command again")
-    assert airmoe(*arguments, "--validation-fraction", 0.1).code == 0
-
-
 # -- use ----------------------------------------------------------------------------------------
 
 
@@ -252,27 +235,3 @@ def test_eval_wants_text_of_the_same_tokenizer(text: Path, finished: Path, tmp_p
     prepare(PrepareConfig(corpus=corpus, tokenizer="bpe:280", out=out, **options))
     outcome = airmoe("eval", finished, "--data", out)
     assert_one_line(outcome, 2, "data.tokenizer", "280 ids", "bytes (257 ids")
-
-
-@pytest.mark.parametrize("command", ["eval", "generate"])
-def test_models_without_a_checkpoint(command: str, unfinished: Path) -> None:
-    shutil.rmtree(unfinished / "checkpoint-2")
-    outcome = airmoe(command, unfinished)
-    assert_one_line(outcome, 2, f"run: got '{unfinished}'", "checkpoint-N", "Train it first")
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"router": "expert_choice", "router_options": {}},
-        {"router_options": OPTIONS | {"gate": "expert_choice"}},
-    ],
-    ids=["expert_choice", "air with its gate"],
-)
-def test_experts_that_choose_tokens_cannot_generate(
-    fields: dict[str, Any], text: Path, tmp_path: Path
-) -> None:
-    run = trained(small_run(text, small_model(**fields), steps=1, eval_every=1), tmp_path / "run")
-    assert best_checkpoint(run).name == "checkpoint-1"
-    assert_one_line(airmoe("generate", run, "the"), 2, "experts choose tokens")
-    assert airmoe("eval", run).code == 0

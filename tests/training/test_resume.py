@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +72,6 @@ def test_killed_twice_and_with_a_torn_log_line(plain: Whole, run: Path) -> None:
     resumed(run, kills.at_micro_batch(1))
     resumed(run)
     assert_same_run(run, plain.path)
-
-
-def test_resuming_a_finished_run_changes_nothing(plain: Whole, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(plain.path, tmp_path / "run"))
-    assert_same_run(resumed(run), plain.path)
 
 
 def test_a_result_names_the_machine_that_trained(plain: Whole, run: Path) -> None:
