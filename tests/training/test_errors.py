@@ -29,28 +29,8 @@ from tests.training.runs import in_process, kill_self, small_run
         ("tiny --method magic", ["method: got 'magic'", "air, exact, peer"]),
         ("", ["preset: got None", "airmoe train tiny"]),
         ("tiny training.stepz=5", ["training.stepz: got 5", "Did you mean 'steps'?"]),
-        ("tiny model.top_k=5", ["model.top_k: got 5", "num_experts_per_tok"]),
-        ("tiny data.blocks=5", ["data.blocks: got 5", "block_size"]),
-        (
-            "tiny model.router_options.shortlists=5",
-            ["model.router_options.shortlists: got 5", "shortlist_size"],
-        ),
-        ("tiny steps=5", ["steps: got 5", "model, data, training"]),
-        ("tiny training.steps", ["overrides: got 'training.steps'", "key.path=value"]),
-        ("tiny training.steps=many", ["training.steps: got 'many'", "whole number"]),
-        ("tiny training.epochs=5", ["training.steps: got ", "epochs = 5"]),
-        ("tiny training.precision=fp8", ["training.precision: got 'fp8'", "'bf16'"]),
-        ("tiny training.micro_batch_size=3", ["must divide batch_size = 4"]),
-        ("tiny training.seed=4294967296", ["training.seed", "4294967296"]),
         ("tiny training.precision=fp16", ["training.precision: got 'fp16'", "needs a GPU"]),
         ("tiny training.sharding=fsdp2", ["training.sharding", "torchrun"]),
-        ("tiny model.hidden_size=100.5", ["model.hidden_size: got 100.5"]),
-        (
-            "tiny model.num_attention_heads=3",
-            ["model.hidden_size: got 128", "num_attention_heads = 3"],
-        ),
-        ("tiny model.vocab_size=many", ["model.vocab_size: got 'many'"]),
-        ("tiny model.max_position_embeddings=64", ["data.block_size: got 128", "64"]),
     ],
 )
 def test_wrong_settings(typed: str, parts: list[str], tmp_path: Path) -> None:
@@ -213,14 +193,7 @@ def test_links_that_lead_nowhere(target: str, text: Path, tmp_path: Path) -> Non
         ("eval", ["--checkpoint", "first"], ["checkpoint: got 'first'", "'best'"]),
         ("eval", ["--quality-tokens", 0], ["quality_tokens: got 0"]),
         ("eval", ["--data", "."], ["data: got", "manifest"]),
-        ("generate", ["a " * 1200], ["generate.max_new_tokens: got 100", "2048", "2400 "]),
-        ("generate", ["--max-new-tokens", 2048], ["got 2048", "1 token"]),
-        ("generate", ["--max-new-tokens", 0], ["generate.max_new_tokens: got 0"]),
-        ("generate", ["--temperature", -1], ["generate.temperature: got -1"]),
         ("generate", ["--nucleus", 0], ["generate.nucleus: got 0"]),
-        ("generate", ["--nucleus", 1.1], ["generate.nucleus: got 1.1"]),
-        ("generate", ["--seed", 2**70], ["generate.seed"]),
-        ("generate", ["--checkpoint", "x"], ["checkpoint: got 'x'"]),
     ],
 )
 def test_wrong_questions_to_a_trained_model(
