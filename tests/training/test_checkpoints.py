@@ -64,11 +64,11 @@ def steps(folder: Path) -> list[int]:
 def test_the_best_and_the_newest_stay(
     best: int | None, keep: int, kept: list[int], tmp_path: Path
 ) -> None:
-    fake(tmp_path, 100, 30, 4, 2, 1)
+    fake(tmp_path, 100, 30, 4, 2, 1, best=best)
     others = ("checkpoint-300.partial", "checkpoint-x", "my-checkpoint-5")
     for name in others:
         (tmp_path / name).mkdir()
-    remove_old(tmp_path, keep, None if best is None else tmp_path / f"checkpoint-{best}")
+    remove_old(tmp_path, keep)
     assert steps(tmp_path) == kept
     assert len(list(tmp_path.iterdir())) == len(kept) + len(others)
 
@@ -79,12 +79,12 @@ def test_a_linked_checkpoint_is_left_alone(tmp_path: Path) -> None:
     elsewhere.mkdir()
     run.mkdir()
     fake(elsewhere, 1, 3)
-    fake(run, 2, 4, 5)
+    fake(run, 2, 4, 5, best=1)
     for step in (1, 3):
         (run / f"checkpoint-{step}").symlink_to(elsewhere / f"checkpoint-{step}")
     (run / "checkpoint-6.partial").symlink_to(elsewhere / "checkpoint-1")
     before = sorted(elsewhere.rglob("*"))
-    remove_old(run, 2, run / "checkpoint-1")
+    remove_old(run, 2)
     assert steps(run) == [1, 3, 4, 5]
     clean_up(run, keep=2)
     assert steps(run) == [1, 3, 4, 5]

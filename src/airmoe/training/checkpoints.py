@@ -151,13 +151,13 @@ def _not_written(run_folder: Path, error: Exception, when: str = "") -> RunError
     return RunError(f"{when}{what}. {whole} {first}, then: airmoe train --resume {run_folder}")
 
 
-def remove_old(run_folder: Path, keep: int, best: Path | None) -> None:
+def remove_old(run_folder: Path, keep: int) -> None:
     """Keep the best checkpoint and the newest ones, `keep` in all.
 
     Links are neither counted nor removed: they may lead to somebody else's files.
     """
     found = [path for path in checkpoints(run_folder) if not path.is_symlink()]
-    protected = {best} & set(found)
+    protected = {best_checkpoint(run_folder)} & set(found)
     newest_first = [path for path in reversed(found) if path not in protected]
     for path in newest_first[keep - len(protected) :]:
         # Renamed first: a kill in the middle must not leave something that looks whole.
@@ -169,7 +169,7 @@ def clean_up(run_folder: Path, keep: int) -> None:
     for path in run_folder.glob(f"checkpoint-*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
     if checkpoints(run_folder):
-        remove_old(run_folder, keep, best_checkpoint(run_folder))
+        remove_old(run_folder, keep)
 
 
 def check_checkpoint(checkpoint: Path, run_sha256: str, *, to_resume: bool) -> None:

@@ -127,8 +127,8 @@ def measure_test(
         quality_tokens=options.quality_tokens,
         autocast=autocast_of(options.precision, device),
     )
-    if rank() == 0:
-        write_json(run.test, {"step": step_of(best), "tokens": result.tokens, **result.numbers()})
+    found = {"step": step_of(best), "tokens": result.tokens, **result.numbers()}
+    on_first_rank(lambda: write_json(run.test, found))
     console.print(f"test  loss {result.loss:.3f}  ppl {result.perplexity:.2f}", highlight=False)
 
 

@@ -145,7 +145,6 @@ def _prepared_on_every_process(config: RunConfig, console: Console) -> Prepared:
 
 def _run(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path | None) -> Finished:
     config, options = run.config, run.config.training
-    train_blocks, eval_blocks = blocks_of(config, prepared)
     transformers_logging.disable_progress_bar()  # one bar, and it is ours
     set_seed(options.seed)
     model = build_model(config, prepared)
@@ -154,9 +153,7 @@ def _run(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path 
         say(console, line)
     if speed.compile:
         compile_layers(model, may_fail=options.compile == "auto")
-    accelerator = _accelerator(run)
-    save_tokenizer = prepared.tokenizer().save
-    loop = TrainingLoop(run, model, accelerator, train_blocks, eval_blocks, save_tokenizer, speed)
+    loop = TrainingLoop(run, prepared, model, _accelerator(run), speed)
     if checkpoint is not None:
         loop.restore(checkpoint)
     counts = parameter_counts(model.config)
@@ -169,9 +166,7 @@ def _run(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path 
         peak = None if already_trained else peak_memory()
         if is_untested(run, prepared):
             measure_test(run, prepared, model, console)
-        if rank() == 0:
-            write_result(run, model.config, peak)
-        accelerator.wait_for_everyone()
+        on_first_rank(lambda: write_result(run, model.config, peak))
     return Finished(run, stopped_by, loop.step)
 
 

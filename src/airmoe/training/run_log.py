@@ -47,17 +47,16 @@ class Clock:
 
     def __init__(self, *, starting_steps: int = 0) -> None:
         self.training_seconds = 0.0
-        self._started, self._before = time.monotonic(), 0.0
-        self._starting = starting_steps
+        self._started, self._starting = time.monotonic(), starting_steps
         self._new_seconds, self._new_steps = 0.0, 0
 
     @property
     def seconds(self) -> float:
-        return self._before + time.monotonic() - self._started
+        return time.monotonic() - self._started
 
     def go_on(self, seconds: float, training_seconds: float) -> None:
         """Continue from the times of a checkpoint."""
-        self._started, self._before = time.monotonic(), seconds
+        self._started = time.monotonic() - seconds
         self.training_seconds = training_seconds
 
     @contextmanager
