@@ -121,6 +121,7 @@ def take_up(run: Path, name: str) -> None:
     moments = checkpoints.optimizer_state(loop.model, loop.optimizer)
     numbers = {
         "steps": torch.tensor([loop.step]),
+        "running_loss": loop._running_loss.reshape(1),
         "shards": torch.tensor([isinstance(one, DTensor) for one in loop.model.parameters()]),
     }
     save_file(
