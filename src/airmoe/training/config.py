@@ -1,4 +1,4 @@
-"""What one training run is: model options, data, recipe; strict, JSON both ways, overridable."""
+"""The settings of a training run: model, data, recipe. Checked, saved as JSON, overridable."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class TrainingOptions:
 
     @property
     def sequences(self) -> int:
-        """Of a micro-batch, in a run whose settings are settled."""
+        """The sequences of a micro-batch, once `auto` has been replaced by a number."""
         assert self.micro_batch_size != "auto"
         return self.micro_batch_size
 

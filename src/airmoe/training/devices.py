@@ -34,7 +34,7 @@ GIB = 2**30
 # fragments and other programs.
 USED_SHARE = 0.76
 FIXED_BYTES = 3 * GIB  # the least of both, and libraries
-USUAL_VOCABULARY = 2**17  # the text and its tokenizer are not there yet
+USUAL_VOCABULARY = 2**17  # the text is not prepared yet, so its tokenizer may be unknown
 STATE_BYTES = 16  # a parameter, its gradient and two moments in float32
 
 VARIABLE, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16"
@@ -68,11 +68,11 @@ class Machine:
 
 
 def settle(run: RunConfig, machine: Machine) -> tuple[RunConfig, list[str]]:
-    """The run with precision and micro-batch instead of `auto`, and a line for each choice."""
+    """The run with its precision and micro-batch chosen, and a line that says so for each."""
     options, lines = run.training, []
     if options.precision == "auto":
         options = replace(options, precision="bf16" if machine.bf16 else "fp32")
-        why = "the GPU has it" if machine.bf16 else "only GPUs with bfloat16 gain by it"
+        why = "the GPU supports it" if machine.bf16 else "bfloat16 pays only on a GPU that has it"
         lines.append(f"training.precision=auto: {options.precision}, because {why}")
     if options.micro_batch_size == "auto":
         model = run.model_config(run.model.get("vocab_size") or USUAL_VOCABULARY, eos_id=1)
@@ -88,7 +88,7 @@ def settle(run: RunConfig, machine: Machine) -> tuple[RunConfig, list[str]]:
 def fitting_micro_batch(
     options: TrainingOptions, model: AirMoeConfig, block_size: int, machine: Machine
 ) -> int:
-    """The largest part of a step's sequences that fits a GPU; 16 at most on a CPU."""
+    """How many of a step's sequences fit a GPU at once; at most 16 on a CPU."""
     most = options.batch_size // machine.processes
     divisors = [n for n in range(1, most + 1) if most % n == 0] or [1]
     if not machine.cuda:
@@ -100,14 +100,14 @@ def fitting_micro_batch(
 
 
 def token_bytes(model: AirMoeConfig) -> int:
-    """Memory that a token needs until its backward, not compiled; rounded up generously."""
+    """Memory that a token needs between its forward and backward, not compiled; a high estimate."""
     dense = model.num_hidden_layers * (32 * model.hidden_size + 8 * model.intermediate_size)
     candidates = 4 * model.num_experts_per_tok * model.expert_size  # of a shortlist, for example
     return dense + 16 * candidates * len(model.moe_layers or ())
 
 
 def settle_speed(options: TrainingOptions, machine: Machine) -> tuple[TrainingOptions, list[str]]:
-    """The options with compiler and CUDA graphs on or off, and a line for each `auto`."""
+    """The options with compiler and CUDA graphs on or off, and a line for each that was `auto`."""
     lines = []
     for name, look in (("compile", against_compile), ("cuda_graph", against_cuda_graph)):
         if getattr(options, name) == "auto":
@@ -126,7 +126,7 @@ def against_compile(_: TrainingOptions, machine: Machine) -> str | None:
 
 
 def compiler_fault() -> str | None:
-    """Why a trial failed, such as an old driver or no C compiler; None where it did not."""
+    """Why a trial compilation failed (old driver, no C compiler); None if it worked."""
     try:
         torch.compile(lambda values: values * 2 + 1)(torch.ones(64, device="cuda"))
     except Exception as error:  # whatever the compiler raises
@@ -162,8 +162,8 @@ def check_device(run: RunConfig, num_processes: int, *, resumes: bool = False) -
         check_bfloat16("training.precision", "cuda" if torch.cuda.is_available() else "cpu")
     obstacle = against_cuda_graph(options, Machine.this(num_processes))
     if options.cuda_graph is True and obstacle is not None:
-        remedy = "Set training.cuda_graph=auto, or change that."
-        raise ConfigError("training.cuda_graph", True, f"cannot be, because {obstacle}", remedy)
+        rule, remedy = f"is impossible, because {obstacle}", "Set training.cuda_graph=auto."
+        raise ConfigError("training.cuda_graph", True, rule, remedy)
     if options.sharding == "fsdp2" and num_processes == 1 and not resumes:
         remedy = "Start with: torchrun --nproc-per-node N -m airmoe train ..., or leave it at none."
         raise ConfigError("training.sharding", "fsdp2", "needs more than one process", remedy)
@@ -225,13 +225,13 @@ def placed(model: AirMoeForCausalLM, accelerator: Accelerator, run: RunConfig) -
 
 
 def checkpoint_activations(model: AirMoeForCausalLM) -> None:
-    """Recompute layers in backward, by the name that transformers has for it since 5.23, or had."""
+    """Recompute layers in the backward pass; transformers renamed the method in 5.23."""
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def compile_layers(model: AirMoeForCausalLM, *, may_fail: bool) -> None:
-    """Layer by layer: compiles once, and keeps the names of parameters.
+    """Compile layer by layer: they share one compilation, and parameters keep their names.
 
     With `may_fail` a layer that does not compile runs as it is, and torch logs why.
     """

@@ -1,4 +1,4 @@
-"""Where else log lines go: to the terminal, and to a tracker such as TensorBoard."""
+"""Shows log lines on the terminal, and sends them to a tracker such as TensorBoard."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def summary(line: Line) -> str:
 
 
 def _progress(console: Console, *, transient: bool = False) -> Progress:
-    """A bar between a title and numbers; nothing where the console is no terminal."""
+    """A bar between a title and numbers; nothing if the console is not a terminal."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
@@ -146,7 +146,7 @@ class RunTracker:
         self._attempt(lambda: self._accelerator.log(numbers, step=line["step"]))
 
     def close(self) -> None:
-        """Never raises, because the error that ends a run would be hidden."""
+        """Never raises, because that would hide the error that ends a run."""
         for tracker in self._accelerator.trackers:  # end_training would end the processes
             self._attempt(tracker.finish)
 

@@ -1,4 +1,4 @@
-"""Loss over whole held-out splits, exact to the token, and what the routers did there."""
+"""Loss over whole held-out splits, exact to the token, and what the routers do there."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def evaluate(
         with uncompiled(), autocast or nullcontext():
             for batch, counts in _batches(blocks, batch_size):
                 if not counts:
-                    watch.stop()  # for good: such batches come last
+                    watch.stop()  # for good, because such batches come last
                 found = _summed_loss(model, batch.to(device))
                 if counts:
                     total += found
@@ -104,7 +104,7 @@ def _summed_loss(model: nn.Module, input_ids: Tensor) -> Tensor:
 
 
 def is_untested(run: RunFolder, prepared: Prepared) -> bool:
-    """Whether its text has a test split, of a block at least, that was not measured yet."""
+    """Whether its text has a test split, at least a block long, that was not measured yet."""
     split = prepared.manifest.splits.get("test")
     long_enough = split is not None and split.tokens >= run.config.data.block_size
     return long_enough and not run.test.exists()
@@ -113,7 +113,7 @@ def is_untested(run: RunFolder, prepared: Prepared) -> bool:
 def measure_test(
     run: RunFolder, prepared: Prepared, model: AirMoeForCausalLM, console: Console
 ) -> None:
-    """Load the best weights into `model`, write their test.json; every process must call it."""
+    """Load the best weights into `model` and write test.json; every process must call it."""
     options = run.config.training
     blocks = prepared.blocks("test", run.config.data.block_size)
     best = best_checkpoint(run.path)

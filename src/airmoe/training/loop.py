@@ -277,7 +277,7 @@ def make_optimizer(model: nn.Module, options: TrainingOptions) -> torch.optim.Ad
 
 
 def learning_rate(options: TrainingOptions, step: int, last_step: int) -> float:
-    """Of a step counted from 0: linear warm-up from 0, then linear to 0 after the last step."""
+    """The rate of a step, counted from 0: warms up linearly from 0, then falls linearly to 0."""
     warmup = math.ceil(last_step * options.warmup)
     share = step / warmup if step < warmup else (last_step - step) / max(1, last_step - warmup)
     return options.learning_rate * share

@@ -74,7 +74,7 @@ def train(config: RunConfig, folder: Path | str, console: Console | None = None)
     for line in chosen:
         say(console, line)
     with ExitStack() as stack:
-        # Claimed before the hours that preparing may take.
+        # Claim the folder first, because preparing text may take hours.
         on_first_rank(lambda: stack.enter_context(claimed(folder, config)))
         prepared = _prepared_on_every_process(config, console)
         run = on_first_rank(lambda: create_run(folder, config, prepared))
@@ -92,7 +92,7 @@ def resume(folder: Path | str, console: Console | None = None) -> Finished:
         say(console, f"{folder} is finished: there is nothing left to do.")
         return Finished(run, None, last_step)
     given = run.config.data.folder
-    if given is not None and not Path(given).is_dir():  # its text need not be that of data.corpus
+    if given is not None and not Path(given).is_dir():  # data.corpus may be another text
         rule = "must be there, with the text of the run"
         raise ConfigError("data.folder", given, rule, PUT_BACK)
     prepared = _prepared_on_every_process(run.config, console)
@@ -171,7 +171,7 @@ def _run(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path 
 
 
 def _accelerator(run: RunFolder) -> Accelerator:
-    """Without its mixed precision, which can be chosen only once in a process."""
+    """Accelerate without its mixed precision, which a process can choose only once."""
     track = run.config.training.track
     # Codebooks are equal on all processes by construction: there is nothing to broadcast.
     in_ddp = DistributedDataParallelKwargs(broadcast_buffers=False)

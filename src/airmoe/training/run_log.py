@@ -1,4 +1,4 @@
-"""A run's log.jsonl: its lines timed, written, and read."""
+"""A run's log.jsonl: timing, writing and reading its lines."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from airmoe.errors import ConfigError
 from airmoe.files import build, parse_json
 
 Line = dict[str, Any]
-TIME_FIELDS = ("seconds", "training_seconds", "tokens_per_second")  # the rest repeats exactly
-STARTING_STEPS = 8  # of a process that compiles or captures graphs: they are not timed
+TIME_FIELDS = ("seconds", "training_seconds", "tokens_per_second")  # all else repeats exactly
+STARTING_STEPS = 8  # not timed in a process that compiles or captures graphs
 
 
 class Logged(TypedDict):
@@ -39,9 +39,9 @@ class Evaluated(Logged):
 
 
 class Clock:
-    """How long a run has taken, resumed parts included: as a whole, and its steps alone.
+    """How long a run has taken, with all its parts if it was resumed, and its steps alone.
 
-    The first `starting_steps`, in which compilers and graphs start, count for the whole only: that
+    The first `starting_steps`, in which compilers and graphs start, are not counted as steps: their
     time says nothing about a method, and differs from one process to the next.
     """
 
@@ -82,7 +82,7 @@ class Clock:
 
 @dataclass
 class LogWriter:
-    """Adds lines to a run's log, and hands each to the `sinks`: display, tracker.
+    """Appends lines to a run's log, and passes each on to the `sinks`: display, tracker.
 
     A line is {"kind": "train" | "eval", "step", "epoch", "tokens", numbers ...}.
     """
@@ -95,7 +95,7 @@ class LogWriter:
     sinks: list[Callable[[Line], None]]
 
     def write(self, kind: str, step: int, numbers: dict[str, float]) -> None:
-        """Add a line; on the first process, where others do nothing."""
+        """Append a line; does nothing on any process but the first."""
         if rank() != 0:
             return
         epoch, place = divmod(step, self.steps_per_epoch)
@@ -121,7 +121,7 @@ class LogWriter:
 
 
 def read_log(path: Path) -> list[Line]:
-    """The lines of a log, if there is one; what stands behind the last whole line is left out."""
+    """The lines of a log, if there is one, without a last line that is incomplete."""
     if not path.exists():
         return []
     whole, _, _ = path.read_bytes().rpartition(b"\n")

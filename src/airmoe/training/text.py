@@ -1,4 +1,4 @@
-"""From a run's data options to prepared tokens, and on to the micro-batches of each step."""
+"""From a run's data options to prepared tokens, and from those to each step's micro-batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from airmoe.training.config import DataOptions, RunConfig, TrainingOptions
 
 
 def data_folder(data: DataOptions) -> Path:
-    """Where the prepared tokens of these options are."""
+    """The folder of the tokens that these options ask for."""
     if data.folder is not None:
         return Path(data.folder)
     names = (Path(name).name if "/" in name else name for name in (data.corpus, data.tokenizer))
@@ -66,7 +66,7 @@ def prepared_data(
 
 
 def blocks_of(config: RunConfig, prepared: Prepared) -> tuple[BlockDataset, Any]:
-    """What to train on and what to validate on, both long enough."""
+    """The blocks to train on and to validate on; refused if there are too few for one step."""
     options, block_size = config.training, config.data.block_size
     train_blocks = prepared.blocks("train", block_size)
     if len(train_blocks) < options.batch_size:
