@@ -47,23 +47,23 @@ PRODUCT = "import torch; rows = torch.ones(32, 32, dtype=torch.bfloat16); rows @
 class Machine:
     """What the decisions depend on."""
 
-    cuda: bool
-    bf16: bool  # fast, that is on a GPU
-    triton: bool
-    memory: int  # bytes of one GPU
     processes: int
+    cuda: bool = False
+    bf16: bool = False  # fast, that is on a GPU
+    triton: bool = False
+    memory: int = 0  # bytes of one GPU
 
     @classmethod
     def this(cls, processes: int) -> Self:
         if not torch.cuda.is_available():
-            return cls(cuda=False, bf16=False, triton=False, memory=0, processes=processes)
+            return cls(processes)
         device = torch.device("cuda", torch.cuda.current_device())
         return cls(
+            processes,
             cuda=True,
             bf16=torch.cuda.is_bf16_supported(including_emulation=False),
             triton=backend_for(device, torch.float32) == "triton",
             memory=torch.cuda.get_device_properties(device).total_memory,
-            processes=processes,
         )
 
 
