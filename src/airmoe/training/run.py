@@ -20,26 +20,30 @@ from transformers.utils import logging as transformers_logging
 from airmoe.data import Prepared
 from airmoe.distributed import on_first_rank, rank, world_size
 from airmoe.errors import ConfigError, say
-from airmoe.files import write_bytes
+from airmoe.files import write_bytes, write_json
 from airmoe.flops import count_flops
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM, draw_weights, parameter_counts
 from airmoe.training.checkpoints import (
     LOG,
+    best_checkpoint,
     check_checkpoint,
     checkpoints,
     clean_up,
     full_disk_explained,
+    load_model,
+    step_of,
 )
 from airmoe.training.config import RunConfig, workload_of
 from airmoe.training.devices import (
     Machine,
+    autocast_of,
     check_device,
     compile_layers,
     settle,
     settle_speed,
 )
 from airmoe.training.display import Display, PrepareDisplay, RunTracker
-from airmoe.training.evaluation import is_untested, measure_test
+from airmoe.training.evaluation import evaluate
 from airmoe.training.loop import TrainingLoop
 from airmoe.training.run_folder import (
     RunFolder,
@@ -164,8 +168,7 @@ def _run(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path 
     stopped_by = _trained(loop, console)
     if stopped_by is None:
         peak = None if already_trained else peak_memory()
-        if is_untested(run, prepared):
-            measure_test(run, prepared, model, console)
+        measure_test(run, prepared, model, console)
         on_first_rank(lambda: write_result(run, model.config, peak))
     return Finished(run, stopped_by, loop.step)
 
@@ -212,6 +215,32 @@ def _trained(loop: TrainingLoop, console: Console) -> int | None:
             sinks=sinks,
         )
         return loop.train(log, display.advance)
+
+
+def measure_test(
+    run: RunFolder, prepared: Prepared, model: AirMoeForCausalLM, console: Console
+) -> None:
+    """Write test.json, if the text has a test split: the loss of the best checkpoint on it.
+
+    Leaves that checkpoint's weights in `model`; every process must call it.
+    """
+    options, block_size = run.config.training, run.config.data.block_size
+    split = prepared.manifest.splits.get("test")
+    if split is None or split.tokens < block_size or run.test.exists():
+        return
+    best = best_checkpoint(run.path)
+    on_first_rank(lambda: check_checkpoint(best, run.sha256(), to_resume=False))
+    load_model(best, model)
+    result = evaluate(
+        model,
+        prepared.blocks("test", block_size),
+        batch_size=options.sequences,
+        quality_tokens=options.quality_tokens,
+        autocast=autocast_of(options.precision, next(model.parameters()).device),
+    )
+    found = {"step": step_of(best), "tokens": result.tokens, **result.numbers()}
+    on_first_rank(lambda: write_json(run.test, found))
+    say(console, f"test  loss {result.loss:.3f}  ppl {result.perplexity:.2f}")
 
 
 def flops_per_token(run: RunConfig, model: AirMoeConfig, devices: int) -> dict[str, float]:
