@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,12 @@ def after_call(owner: Any, name: str, count: int) -> Kill:
 def before_step(step: int) -> Kill:
     """Between two accumulation windows."""
     return lambda: before(TrainingLoop, "_take_step", is_step(step))
+
+
+def copied(run: Path, step: int, to: Path) -> Callable[[], None]:
+    """What a kill before that step would leave, beside the run, which goes on."""
+    job = partial(shutil.copytree, run, to)
+    return lambda: before(TrainingLoop, "_take_step", is_step(step), lambda *_, **__: job())
 
 
 def at_micro_batch(count: int) -> Kill:
