@@ -100,7 +100,7 @@ class TrainingLoop:
         return stop.received if self.step < self.last_step else None
 
     def _due_after(self, step: int) -> tuple[bool, bool, bool]:
-        """Whether to log, to evaluate and to save after that step; the last one does it all."""
+        """Whether to log, to evaluate and to save after that step; the last one does all three."""
         options, last = self.options, step == self.last_step
         every = options.steps_between_evaluations(self.batches.steps_per_epoch)
         logs = last or step == 1 or step % options.log_every == 0
@@ -116,10 +116,10 @@ class TrainingLoop:
             self.watch.start()  # until `_log` reads its numbers
         *others, last = self.batches.of_step(self.step)
         for batch in others:
-            with self.accelerator.no_sync(self.wrapped):
+            with self.accelerator.no_sync(self.wrapped):  # exchanged with the last one only
                 self._micro_batch(batch)
         self._micro_batch(last)
-        self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)  # the scaler does nothing unless precision is fp16
         norm = full_tensor(clip_grad_norm_(self.model.parameters(), self.options.max_grad_norm))
         if not self.scaler.is_enabled():  # the scaler skips steps with such gradients itself
             self._note_bad(norm)
