@@ -131,10 +131,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_router_resumes_exactly(name: str, run: Path, tmp_path: Path) -> None:
-    config = small_run(
-        tmp_path, small_model(**MODELS[name]), documents=60, steps=5, eval_every=2, log_every=2
-    )
+def test_every_router_resumes_exactly(name: str, text: Path, run: Path, tmp_path: Path) -> None:
+    model = small_model(**MODELS[name])
+    config = small_run(text, model, steps=5, eval_every=2, log_every=2)
     reference = tmp_path / "reference"
     trained(config, reference, kills.copied(reference, 3, run))
     assert [step_of(path) for path in checkpoints(run)] == [2]
@@ -151,9 +150,10 @@ def test_every_router_resumes_exactly(name: str, run: Path, tmp_path: Path) -> N
         pytest.param({"log_every": 100}, id="one log line"),
     ],
 )
-def test_recipes_resume_exactly(options: dict[str, Any], run: Path, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"steps": 8, **options}
-    config = small_run(tmp_path, **given)
+def test_recipes_resume_exactly(
+    options: dict[str, Any], text: Path, run: Path, tmp_path: Path
+) -> None:
+    config = small_run(text, steps=8, **options)
     reference = tmp_path / "reference"
     trained(config, reference, kills.copied(reference, 8, run))
     assert checkpoints(run)
