@@ -13,7 +13,7 @@ from rich.table import Table
 from airmoe import AirRouter, ConfigError
 from airmoe.files import keep_streams, read_json
 from airmoe.training import generate_text, open_run, override, preset, resume, train
-from airmoe.training.automatic import Machine, settle
+from airmoe.training.devices import Machine, settle
 from airmoe.training.trained import load_trained
 
 # Method -> name and colour (Okabe and Ito's palette) in table and figure.

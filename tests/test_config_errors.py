@@ -256,9 +256,8 @@ def test_routers_refuse_bad_inputs(name: str, call: str) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", ROUTERS)
-def test_layers_refuse_bad_hidden_states(name: str, training: bool) -> None:
-    layer = MoELayer(build(name), GranularExperts(36, 8)).train(training)
+def test_layers_refuse_bad_hidden_states(training: bool) -> None:
+    layer = MoELayer(build("air"), GranularExperts(36, 8)).train(training)
     for bad in (
         torch.zeros(2, 5, 7),
         torch.zeros(8),

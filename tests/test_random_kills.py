@@ -1,9 +1,15 @@
-"""Whatever is killed at whatever moment ends, begun again, like what never was."""
+"""Whatever is killed at random moments and begun again ends with the bits of what never was.
+
+Half of the kills come at a random operation on a file, the others after a random time. How many
+there are is AIRMOE_KILLS, by default few: `AIRMOE_KILLS=100 pytest tests/test_random_kills.py`.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +24,7 @@ from airmoe.files import LOCK, check_unlocked
 from airmoe.training import RunConfig
 from tests.data.common import folder_bytes
 from tests.experiments.forked import fork_runs
-from tests.random_kills import KILLS, kill_at_random
+from tests.training.kills import killed_at_operation, on_file_operation
 from tests.training.runs import (
     OPTIONS,
     Whole,
@@ -35,6 +41,8 @@ from tests.training.runs import (
 )
 
 pytestmark = pytest.mark.slow
+KILLS = int(os.environ.get("AIRMOE_KILLS", "8"))
+Job = Callable[[], object]
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +55,59 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return Whole(config, trained(config, folder / "whole"))
 
 
-def killed(
-    job: Callable[[], object], folder: Path, check: Callable[[], object], share: int
-) -> None:
-    """As many as this part of the work gets, and no fewer than asked for."""
-    wanted = -(-KILLS * share // 8)  # rounded up: the shares add up to KILLS or more
-    assert kill_at_random(job, folder, check, wanted, seed=share) >= wanted
+def measured(job: Job, folder: Path) -> tuple[int, float]:
+    """How many operations on files of the folder `job` does, and how many seconds it takes."""
+    counter = folder.with_name(f"{folder.name}.operations")
+
+    def counted() -> None:
+        seen: list[None] = []
+        on_file_operation(folder, lambda: seen.append(None))
+        job()
+        counter.write_text(str(len(seen)))
+
+    start = time.monotonic()
+    assert in_process(counted) == 0
+    seconds = time.monotonic() - start
+    operations = int(counter.read_text())
+    counter.unlink()
+    return operations, seconds
+
+
+def killed_after(job: Job, seconds: float) -> int:
+
+    def dying() -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends a process as abruptly as SIGKILL
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        job()
+
+    return in_process(dying)
+
+
+def killed(job: Job, folder: Path, check: Job, share: int) -> None:
+    """Begin `job` again after every kill until it ends by itself, `check` what it left, repeat.
+
+    `check` removes what it made. There are as many kills as this `share` of the work gets.
+    """
+    draw, left = random.Random(share), -(-KILLS * share // 8)  # rounded up
+    operations, seconds = measured(job, folder)
+    check()
+    in_a_row = 0
+    while left > 0:
+        if draw.random() < 0.5:
+            code = killed_at_operation(job, folder, draw.randint(1, operations))
+        else:
+            code = killed_after(job, draw.uniform(0, seconds))
+        assert code in (0, -signal.SIGKILL, -signal.SIGALRM), code
+        left -= code != 0
+        in_a_row = in_a_row + 1 if code else 0
+        if in_a_row == 3:  # now to the end, or it would begin again and again
+            assert in_process(job) == 0
+            code = 0
+        if code == 0:
+            check()
+            in_a_row = 0
+    assert in_process(job) == 0
+    check()
 
 
 def test_train(toy: Whole, tmp_path: Path) -> None:

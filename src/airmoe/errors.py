@@ -7,16 +7,14 @@ from typing import Any, Self
 
 
 def visible(text: object) -> str:
-    """Text for a terminal: what is not printable (escape codes, line breaks, half characters of a
-    file name that is not UTF-8) as Python writes it.
-    """
+    """Text that is safe to print: what is not printable is escaped, as `repr` does."""
     return "".join(
         character if character.isprintable() else repr(character)[1:-1] for character in str(text)
     )
 
 
 def say(console: Any, text: str) -> None:
-    """One line as it is: names may hold escape codes, or what rich takes for markup."""
+    """Print one line literally: names may hold escape codes, or what rich takes for markup."""
     console.print(visible(text), highlight=False, markup=False, soft_wrap=True)
 
 
@@ -40,7 +38,7 @@ def _shown(value: object) -> str:
 
 
 class RunError(RuntimeError):
-    """A run that had to stop (no finite loss, disk full): says where, what is kept, what to do."""
+    """A run had to stop (loss not finite, disk full): says where, what is kept, what to do."""
 
 
 def require(module: str, purpose: str, extra: str = "data") -> Any:

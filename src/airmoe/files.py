@@ -39,13 +39,13 @@ def write_bytes(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         draft.replace(path)
     except OSError:
-        draft.unlink(missing_ok=True)  # it would take room on a full disk, and a new run's folder
+        draft.unlink(missing_ok=True)  # it wastes space, and a new run wants an empty folder
         raise
     sync_folder(path.parent)
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """Whether a write failed for want of space or quota."""
+    """Whether a write failed because the disk, or the quota, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -139,7 +139,7 @@ def file_sha256(path: Path) -> str:
 
 
 def json_sha256(values: Any) -> str:
-    """Of plain values, whatever the order of their names."""
+    """The hash of plain values; the order of keys does not matter."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -187,7 +187,7 @@ def _lock(folder: Path, field: str, work: str) -> int:
 
 
 class KeptStream:
-    """A stream whose reader may go away: `airmoe train tiny | head -1` trains to the end."""
+    """A stream that outlives its reader: `airmoe train tiny | head -1` trains to the end."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -202,7 +202,7 @@ class KeptStream:
         try:
             return job()
         except OSError:  # no reader, no terminal, a full disk behind a redirection
-            with suppress(OSError):  # it may have no number
+            with suppress(OSError):  # it may have no file descriptor
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())
                 os.close(nowhere)
@@ -213,7 +213,7 @@ class KeptStream:
 
 
 def sync_tree(folder: Path) -> None:
-    """Bring every file of a folder, and the folder itself, to the disk."""
+    """Flush every file of a folder, and the folder itself, to the disk."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             with path.open("rb") as file:
@@ -231,7 +231,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def keep_streams() -> None:
-    """Let this process go on where the reader of its output goes away, or where it has none."""
+    """Let this process go on when nobody reads its output any more, or nobody ever did."""
     sys.stdout, sys.stderr = (
         cast(Any, KeptStream(stream or open(os.devnull, "w")))  # noqa: SIM115
         for stream in (sys.stdout, sys.stderr)

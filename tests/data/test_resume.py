@@ -15,7 +15,7 @@ from airmoe.data import PrepareConfig
 from airmoe.data.shards import SplitWriter
 from airmoe.files import LOCK, locked
 from tests.data.common import folder_bytes, made, make_texts, refused, write_jsonl
-from tests.random_kills import killed_at_operation
+from tests.training.kills import killed_at_operation
 from tests.training.runs import in_process
 
 

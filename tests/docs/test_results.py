@@ -12,7 +12,7 @@ import pytest
 from airmoe.experiments.report.reading import portable, read_all
 from airmoe.experiments.report.rendering import identity
 from airmoe.experiments.suites import make_plan
-from airmoe.training.automatic import Machine
+from airmoe.training.devices import Machine
 from tests.docs.common import ROOT, command_lines, load_script
 
 draw_results = load_script("docs/draw_results.py")

@@ -15,7 +15,7 @@ from airmoe.experiments.suites import Plan, make_plan
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.experiments.suites.progress import Board, newest
 from airmoe.experiments.suites.run import _last_words
-from airmoe.training.automatic import Machine, settle
+from airmoe.training.devices import Machine, settle
 from tests.experiments.report_toys import write_run
 from tests.training.command import table_rows
 

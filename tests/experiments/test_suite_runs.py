@@ -18,8 +18,8 @@ from airmoe.experiments.suites import make_plan
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.experiments.suites.run import start_process
 from airmoe.files import check_unlocked, read_json
-from airmoe.training.automatic import Machine
 from airmoe.training.checkpoints import checkpoints
+from airmoe.training.devices import Machine
 from tests.experiments.forked import fork_runs
 from tests.experiments.report_toys import write_run
 from tests.training.command import (

@@ -1,4 +1,4 @@
-"""Runs that many tests read and none may change; `unfinished` is a copy to be changed."""
+"""Runs that many tests read and none may change; `unfinished` is a copy for a test to change."""
 
 from __future__ import annotations
 
@@ -46,12 +46,11 @@ def finished(text: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def _unfinished(text: Path) -> Path:
-    config = small_run(text, steps=6, eval_every=2)
-    return killed(config, text / "unfinished", kills.before_step(4))
+def _unfinished(lasting: Whole) -> Path:
+    return killed(lasting.config, lasting.path.with_name("unfinished"), kills.before_step(10))
 
 
 @pytest.fixture
 def unfinished(_unfinished: Path, tmp_path: Path) -> Path:
-    """A run of 6 steps, killed with a checkpoint at 2 only."""
+    """The lasting run, killed with checkpoints of steps 4 and 8; the lists of 8 are in it."""
     return Path(shutil.copytree(_unfinished, tmp_path / "run"))

@@ -5,16 +5,22 @@ Each patches the code it names, in a process of its own.
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from airmoe.training import checkpoints
 from airmoe.training.loop import TrainingLoop
-from tests.training.runs import kill_self
+from tests.training.runs import in_process, kill_self
 
 Kill = Callable[[], None]
+FILE_EVENTS = (
+    *("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"),
+)
 
 
 def _die(*_: Any, **__: Any) -> None:
@@ -90,6 +96,12 @@ def before_step(step: int) -> Kill:
     return lambda: before(TrainingLoop, "_take_step", is_step(step))
 
 
+def copied(run: Path, step: int, to: Path) -> Callable[[], None]:
+    """What a kill before that step would leave, beside the run, which goes on."""
+    job = partial(shutil.copytree, run, to)
+    return lambda: before(TrainingLoop, "_take_step", is_step(step), lambda *_, **__: job())
+
+
 def at_micro_batch(count: int) -> Kill:
     return after_call(TrainingLoop, "_forward_backward", count)
 
@@ -97,6 +109,29 @@ def at_micro_batch(count: int) -> Kill:
 def in_fill(file: int) -> Kill:
     """While a checkpoint is written: its model is there, tensor file number `file` is not."""
     return before_call(checkpoints, "save_tensors", file)
+
+
+def on_file_operation(folder: Path, then: Callable[[], object]) -> None:
+    """From now on call `then` before every operation on a file in `folder`, in this process."""
+    process = os.getpid()
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        ours = event in FILE_EVENTS and str(arguments[0]).startswith(str(folder))
+        if ours and os.getpid() == process:
+            then()
+
+    sys.addaudithook(watch)
+
+
+def killed_at_operation(job: Callable[[], Any], folder: Path, number: int) -> int:
+    """How `job` ends in a process that dies before that operation on a file in `folder`."""
+
+    def dying() -> None:
+        now = nth(number)
+        on_file_operation(folder, lambda: now() and kill_self())
+        job()
+
+    return in_process(dying)
 
 
 def in_rotation() -> None:

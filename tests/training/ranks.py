@@ -9,8 +9,8 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from airmoe.distributed import full_tensor, rank, world_size
 from airmoe.errors import ConfigError, RunError
 from airmoe.routers import Router
 from airmoe.training import RunConfig, checkpoints, evaluate
-from airmoe.training.evaluation import measure_test
 from airmoe.training.loop import TrainingLoop
+from airmoe.training.run import measure_test
 from airmoe.training.run_folder import open_run
 from airmoe.training.trained import load_trained
 from tests.training import kills
@@ -74,7 +74,8 @@ def evaluate_together(folder: Path, name: str) -> None:
 def measure(folder: Path, name: str) -> None:
     """The end of the run just trained, as if its validation text were a test split."""
     run, data = open_run(folder / name), open_prepared(folder / "tokens")
-    test: Any = SimpleNamespace(blocks=lambda _, size: data.blocks("validation", size))
+    splits = {"test": data.manifest.splits["validation"]}
+    test = replace(data, manifest=replace(data.manifest, splits=splits))
     measure_test(run, test, SEEN[-1].model, quiet())
     if rank() == 0:
         run.test.rename(folder / f"{name}-test.json")
@@ -121,6 +122,7 @@ def take_up(run: Path, name: str) -> None:
     moments = checkpoints.optimizer_state(loop.model, loop.optimizer)
     numbers = {
         "steps": torch.tensor([loop.step]),
+        "running_loss": loop._running_loss.reshape(1),
         "shards": torch.tensor([isinstance(one, DTensor) for one in loop.model.parameters()]),
     }
     save_file(

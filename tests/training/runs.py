@@ -154,9 +154,15 @@ class Whole:
     path: Path
 
 
-def trained(config: RunConfig, folder: Path) -> Path:
-    """A finished run, made in a process of its own."""
-    assert in_process(lambda: train_here(config, folder)) == 0
+def trained(config: RunConfig, folder: Path, *patches: Callable[[], None]) -> Path:
+    """A finished run, made in a process of its own with these patches."""
+
+    def job() -> None:
+        for patch in patches:
+            patch()
+        train_here(config, folder)
+
+    assert in_process(job) == 0
     return folder
 
 

@@ -52,7 +52,8 @@ def test_values_are_json_or_plain_text() -> None:
     made = override(
         start,
         [
-            "training.steps=7",
+            "training.steps=5",
+            "training.steps=7",  # the last one counts
             "training.epochs=null",
             "training.learning_rate=1e-2",
             "training.track=none",
@@ -94,43 +95,53 @@ def test_another_router_starts_without_the_options_of_the_old_one() -> None:
     assert override(preset("tiny"), ["model.router=air"]).model["router_options"] == {}
 
 
-def test_the_last_of_several_overrides_counts() -> None:
-    made = override(preset("tiny"), ["training.steps=5", "training.steps=6"])
-    assert made.training.steps == 6
-
-
 @pytest.mark.parametrize(
-    ("assignment", "field"),
+    ("assignment", "field", "part"),
     [
-        ("training.steps", "overrides"),
-        ("", "overrides"),
-        ("=5", ""),
-        ("training=5", "training"),
-        ("preset=tiny", "preset"),
-        ("training.steps.more=5", "training.steps.more"),
-        ("model.router_options.a.b=5", "model.router_options.a.b"),
-        ('data.folder="a\\u0000b"', "data.folder"),
-        ("model.torch_dtype=bfloat16", "model.torch_dtype"),
-        ("model.router_options.dim=5", "model.router_options.dim"),
-        ("Training.steps=5", "Training.steps"),
-        ("training.gradient_checkpointing=1", "training.gradient_checkpointing"),
-        ("training.steps=5.0", "training.steps"),
-        ("training.keep_checkpoints=1", "training.keep_checkpoints"),
-        ("training.warmup=1", "training.warmup"),
-        ("training.learning_rate=NaN", "training.learning_rate"),
-        ("data.block_size=1", "data.block_size"),
-        ("data.corpus=", "data.corpus"),
-        ("model.num_experts_per_tok=0", "model.num_experts_per_tok"),
-        ("model.rms_norm_eps=NaN", "model.rms_norm_eps"),
-        ("model.num_key_value_heads=0", "model.num_key_value_heads"),
-        ("model.intermediate_size=-1", "model.intermediate_size"),
-        ("model.moe_post_norm_gain=true", "model.moe_post_norm_gain"),
+        ("training.steps", "overrides", "key.path=value"),
+        ("", "overrides", "key.path=value"),
+        ("=5", "", "model, data, training"),
+        ("steps=5", "steps", "model, data, training"),
+        ("training=5", "training", "then a dot and an option"),
+        ("preset=tiny", "preset", "model, data, training"),
+        ("Training.steps=5", "Training.steps", "Did you mean 'training'?"),
+        ("training.steps.more=5", "training.steps.more", "too deep"),
+        ("model.router_options.a.b=5", "model.router_options.a.b", "too deep"),
+        ("training.stepz=5", "training.stepz", "Did you mean 'steps'?"),
+        ("model.top_k=5", "model.top_k", "num_experts_per_tok"),
+        ("model.torch_dtype=bfloat16", "model.torch_dtype", "is not an option"),
+        ("data.blocks=5", "data.blocks", "block_size"),
+        ("model.router_options.dim=5", "model.router_options.dim", ""),
+        ("model.router_options.shortlists=5", "model.router_options.shortlists", "shortlist_size"),
+        ("training.steps=many", "training.steps", "whole number"),
+        ("training.steps=5.0", "training.steps", "whole number"),
+        ("training.epochs=5", "training.steps", "epochs = 5"),
+        ("training.precision=fp8", "training.precision", "'bf16'"),
+        ("training.micro_batch_size=3", "training.micro_batch_size", "must divide batch_size = 4"),
+        ("training.seed=4294967296", "training.seed", "4294967296"),
+        ("training.gradient_checkpointing=1", "training.gradient_checkpointing", "True or False"),
+        ("training.keep_checkpoints=1", "training.keep_checkpoints", ">= 2"),
+        ("training.warmup=1", "training.warmup", "< 1.0"),
+        ("training.learning_rate=NaN", "training.learning_rate", "finite"),
+        ("data.block_size=1", "data.block_size", ">= 2"),
+        ("data.corpus=", "data.corpus", "non-empty"),
+        ('data.folder="a\\u0000b"', "data.folder", "zero bytes"),
+        ("model.num_experts_per_tok=0", "model.num_experts_per_tok", ">= 1"),
+        ("model.rms_norm_eps=NaN", "model.rms_norm_eps", "finite"),
+        ("model.num_key_value_heads=0", "model.num_key_value_heads", ">= 1"),
+        ("model.intermediate_size=-1", "model.intermediate_size", ">= 1"),
+        ("model.moe_post_norm_gain=true", "model.moe_post_norm_gain", ""),
+        ("model.hidden_size=100.5", "model.hidden_size", "100.5"),
+        ("model.num_attention_heads=3", "model.hidden_size", "num_attention_heads = 3"),
+        ("model.vocab_size=many", "model.vocab_size", "'many'"),
+        ("model.max_position_embeddings=64", "data.block_size", "64"),
     ],
 )
-def test_wrong_overrides_name_their_field(assignment: str, field: str) -> None:
+def test_wrong_overrides_say_what_is_wrong(assignment: str, field: str, part: str) -> None:
     with pytest.raises(ConfigError) as error:
         override(preset("tiny"), [assignment])
     assert error.value.field == field
+    assert part in str(error.value)
 
 
 def test_unknown_keys_list_the_valid_ones() -> None:

@@ -111,8 +111,26 @@ def test_ids_beyond_the_tokenizer_are_never_drawn(temperature: float) -> None:
 def test_prompt_and_answer_must_fit() -> None:
     model = model_of(max_position_embeddings=20)
     assert text(model, "a" * 12, max_new_tokens=8, temperature=0.0)
-    with pytest.raises(ConfigError, match=r"max_new_tokens: got 9, .*20 tokens"):
+    with pytest.raises(ConfigError, match=r"max_new_tokens: got 9, .*12 tokens.*20 tokens"):
         text(model, "a" * 12, max_new_tokens=9)
+    with pytest.raises(ConfigError, match=r"max_new_tokens: got 20, .*1 token.*20 tokens"):
+        text(model, "", max_new_tokens=20)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("temperature", -1),
+        ("nucleus", 0),
+        ("nucleus", 1.1),
+        ("seed", -1),
+        ("seed", 2**70),
+    ],
+)
+def test_wrong_options_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"generate\.{name}: got {value}"):
+        text(model_of(), **{name: value})
 
 
 def test_training_mode_is_no_obstacle() -> None:

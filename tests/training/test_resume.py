@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +74,6 @@ def test_killed_twice_and_with_a_torn_log_line(plain: Whole, run: Path) -> None:
     assert_same_run(run, plain.path)
 
 
-def test_resuming_a_finished_run_changes_nothing(plain: Whole, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(plain.path, tmp_path / "run"))
-    assert_same_run(resumed(run), plain.path)
-
-
 def test_a_result_names_the_machine_that_trained(plain: Whole, run: Path) -> None:
     """Not the one that resumed a run whose steps were done: its numbers are not from there."""
     killed(plain.config, run, BEFORE_RESULT)
@@ -137,12 +131,11 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_router_resumes_exactly(name: str, run: Path, tmp_path: Path) -> None:
-    config = small_run(
-        tmp_path, small_model(**MODELS[name]), documents=60, steps=5, eval_every=2, log_every=2
-    )
-    reference = trained(config, tmp_path / "reference")
-    killed(config, run, kills.at_micro_batch(2 * 2 + 2))
+def test_every_router_resumes_exactly(name: str, text: Path, run: Path, tmp_path: Path) -> None:
+    model = small_model(**MODELS[name])
+    config = small_run(text, model, steps=5, eval_every=2, log_every=2)
+    reference = tmp_path / "reference"
+    trained(config, reference, kills.copied(reference, 3, run))
     assert [step_of(path) for path in checkpoints(run)] == [2]
     assert_same_run(resumed(run), reference)
 
@@ -157,30 +150,36 @@ def test_every_router_resumes_exactly(name: str, run: Path, tmp_path: Path) -> N
         pytest.param({"log_every": 100}, id="one log line"),
     ],
 )
-def test_recipes_resume_exactly(options: dict[str, Any], run: Path, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"steps": 8, **options}
-    config = small_run(tmp_path, **given)
-    reference = trained(config, tmp_path / "reference")
-    killed(config, run, kills.before_step(8))
+def test_recipes_resume_exactly(
+    options: dict[str, Any], text: Path, run: Path, tmp_path: Path
+) -> None:
+    config = small_run(text, steps=8, **options)
+    reference = tmp_path / "reference"
+    trained(config, reference, kills.copied(reference, 8, run))
     assert checkpoints(run)
     assert_same_run(resumed(run), reference)
 
 
 @pytest.fixture(scope="module")
 def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """12 steps each, evaluated and saved at their ends, and saved every 5 steps."""
+    """12 steps each, evaluated and saved at their ends, and saved every 5 steps.
+
+    Beside the run there are copies of it, as kills would leave it.
+    """
     folder = tmp_path_factory.mktemp("epochs")
     config = small_run(folder, documents=14, steps=None, epochs=2, eval_every="epoch", save_every=5)
-    return Whole(config, trained(config, folder / "reference"))
+    run = folder / "reference"
+    patches = [kills.copied(run, step, folder / f"killed-{step}") for step in (12, 13, 18)]
+    return Whole(config, trained(config, run, *patches))
 
 
 @pytest.mark.parametrize(
     ("step", "newest"), [(12, 10), (13, 12), (18, 15)], ids=["within", "between", "after"]
 )
-def test_epochs_resume_exactly(step: int, newest: int, two_epochs: Whole, run: Path) -> None:
+def test_epochs_resume_exactly(step: int, newest: int, two_epochs: Whole) -> None:
     log = timeless_log(two_epochs.path)
     assert [line["step"] for line in log if line["kind"] == "eval"] == [12, 24]
-    killed(two_epochs.config, run, kills.before_step(step))
+    run = two_epochs.path.with_name(f"killed-{step}")
     assert step_of(checkpoints(run)[-1]) == newest
     assert_same_run(resumed(run), two_epochs.path)
 

@@ -30,7 +30,7 @@ from airmoe.training.run_folder import data_sha256, open_run
 from airmoe.training.run_log import read_log
 from tests.training import kills
 from tests.training.command import Outcome, airmoe, assert_one_line
-from tests.training.runs import OPTIONS, killed, small_model, small_run, timeless_log, trained
+from tests.training.runs import OPTIONS, Whole, killed, small_run, timeless_log
 
 
 def resume(run: Path, *more: object) -> Outcome:
@@ -96,12 +96,13 @@ def test_a_finished_run_needs_no_checkpoints(finished: Path, tmp_path: Path) -> 
 
 def test_an_unfinished_run_without_its_checkpoints(unfinished: Path, tmp_path: Path) -> None:
     """It must not silently begin at step 0."""
-    checkpoint, log = unfinished / "checkpoint-2", unfinished / "log.jsonl"
+    checkpoint, log = unfinished / "checkpoint-8", unfinished / "log.jsonl"
     checkpoint.rename(tmp_path / "away")
+    shutil.rmtree(unfinished / "checkpoint-4")
     with log.open("a") as file:
-        file.write('{"kind": "train", "step": 9, "los')  # torn by the kill
+        file.write('{"kind": "train", "step": 11, "los')  # torn by the kill
     before = log.read_bytes()
-    reached = ("its log reaches step 3", "checkpoint was due after step 2")
+    reached = ("its log reaches step 9", "checkpoint was due after step 4")
     outcome = resume(unfinished)
     assert_one_line(outcome, 2, f"run: got '{unfinished}'", *reached, "Put", "start a new run")
     assert log.read_bytes() == before
@@ -136,25 +137,6 @@ def test_a_run_that_still_goes_on(unfinished: Path) -> None:
 # -- files are known by their hash --------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of 6 steps, and one killed with checkpoints of steps 2 and 4.
-
-    Lists live three steps, so that those of step 4 are in its checkpoint.
-    """
-    folder = tmp_path_factory.mktemp("integrity")
-    model = small_model(router_options=OPTIONS | {"refresh_every": 3})
-    config = small_run(folder, model, documents=60, steps=6, eval_every=2, log_every=1)
-    trained(config, folder / "whole")
-    killed(config, folder / "killed", kills.before_step(6))
-    return folder
-
-
-@pytest.fixture
-def run(runs: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(runs / "killed", tmp_path / "run"))
-
-
 def check(run: Path) -> None:
     check_checkpoint(checkpoints(run)[-1], open_run(run).sha256(), to_resume=True)
 
@@ -167,7 +149,7 @@ def flip(path: Path) -> None:
 
 
 def of_another_step(name: str) -> Callable[[Path], Any]:
-    return lambda folder: shutil.copy(folder.parent / "checkpoint-2" / name, folder / name)
+    return lambda folder: shutil.copy(folder.parent / "checkpoint-4" / name, folder / name)
 
 
 def setting(section: str, name: str, value: Any) -> Callable[[Path], Any]:
@@ -196,7 +178,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another learning rate": (setting("training", "learning_rate", 0.02), "run.json"),
     "another codebook": (setting("model", "router_options", ROUTER), "run.json"),
     "moments of another step": (of_another_step(OPTIMIZER), OPTIMIZER),
-    "another name": (lambda at: at.rename(at.with_name("checkpoint-5")), "checkpoint-4"),
+    "another name": (lambda at: at.rename(at.with_name("checkpoint-9")), "checkpoint-8"),
     "no manifest": (lambda at: (at / MANIFEST).unlink(), MANIFEST),
     "half a manifest": (lambda at: (at / MANIFEST).write_text('{"format": 1,'), MANIFEST),
     "a manifest of 0.1.0": (written_by_0_1_0, "The last version that can read it is 0.1.0"),
@@ -204,68 +186,68 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_changed_checkpoint_is_refused(damage: str, run: Path) -> None:
-    check(run)
+def test_a_changed_checkpoint_is_refused(damage: str, unfinished: Path) -> None:
+    check(unfinished)
     change, named = DAMAGES[damage]
-    change(run / "checkpoint-4")
+    change(unfinished / "checkpoint-8")
     with pytest.raises(ConfigError) as error:
-        check(run)
+        check(unfinished)
     message = str(error.value)
     assert named in message and "\n" not in message
 
 
-def test_the_commands_look_first(run: Path) -> None:
-    before = (run / "log.jsonl").read_bytes()
-    flip(run / "checkpoint-4" / OPTIMIZER)
-    part = f"{run}/checkpoint-4/{OPTIMIZER}"
-    assert_one_line(resume(run), 2, part, "sha256", "the one before")
-    assert airmoe("eval", run).code == 0  # it does not read that
-    for folder in checkpoints(run):
+def test_the_commands_look_first(unfinished: Path) -> None:
+    before = (unfinished / "log.jsonl").read_bytes()
+    flip(unfinished / "checkpoint-8" / OPTIMIZER)
+    part = f"{unfinished}/checkpoint-8/{OPTIMIZER}"
+    assert_one_line(resume(unfinished), 2, part, "sha256", "the one before")
+    assert airmoe("eval", unfinished).code == 0  # it does not read that
+    for folder in checkpoints(unfinished):
         flip(folder / "model.safetensors")
     for command in ("eval", "generate"):
-        assert_one_line(airmoe(command, run), 2, "model.safetensors", "sha256")
-    assert (run / "log.jsonl").read_bytes() == before
-    assert [path.name for path in checkpoints(run)] == ["checkpoint-2", "checkpoint-4"]
+        assert_one_line(airmoe(command, unfinished), 2, "model.safetensors", "sha256")
+    assert (unfinished / "log.jsonl").read_bytes() == before
+    assert [path.name for path in checkpoints(unfinished)] == ["checkpoint-4", "checkpoint-8"]
 
 
-def test_the_remedy_helps(run: Path, runs: Path) -> None:
-    shutil.rmtree(run / "checkpoint-4")
-    assert resume(run).code == 0
-    assert timeless_log(run) == timeless_log(runs / "whole")
+def test_the_remedy_helps(unfinished: Path, lasting: Whole) -> None:
+    shutil.rmtree(unfinished / "checkpoint-8")
+    assert resume(unfinished).code == 0
+    assert timeless_log(unfinished) == timeless_log(lasting.path)
 
 
-def test_a_name_for_people_changes_nothing(run: Path) -> None:
-    values = read_json(run / "run.json")
+def test_a_name_for_people_changes_nothing(unfinished: Path) -> None:
+    values = read_json(unfinished / "run.json")
     values["config"]["preset"] = "another"
-    write_json(run / "run.json", values)
-    check(run)
+    write_json(unfinished / "run.json", values)
+    check(unfinished)
 
 
 @pytest.mark.parametrize("content", ["", '{"kind": "train", "st\n', None])
 def test_a_changed_log_comes_back_from_the_checkpoint(
-    content: str | None, run: Path, runs: Path
+    content: str | None, unfinished: Path, lasting: Whole
 ) -> None:
-    log = run / "log.jsonl"
+    log = unfinished / "log.jsonl"
     if content is None:
         log.unlink()
     else:
         log.write_text(content)
-    assert resume(run).code == 0
-    assert timeless_log(run) == timeless_log(runs / "whole")
-    assert read_json(run / "result.json")["log"] == read_log(log)
+    assert resume(unfinished).code == 0
+    assert timeless_log(unfinished) == timeless_log(lasting.path)
+    assert read_json(unfinished / "result.json")["log"] == read_log(log)
 
 
 @pytest.mark.parametrize("gone", [OPTIMIZER, LOG, "training.json"])
-def test_a_manifest_that_was_made_again(gone: str, run: Path) -> None:
+def test_a_manifest_that_was_made_again(gone: str, unfinished: Path) -> None:
     """What the hashes are for is not to be had by them: all that is needed is looked at anyway."""
-    checkpoint = run / "checkpoint-4"
+    checkpoint = unfinished / "checkpoint-8"
     if gone == OPTIMIZER:
         (checkpoint / OPTIMIZER).write_bytes((checkpoint / MODEL).read_bytes())
     else:
         (checkpoint / gone).unlink()
     (checkpoint / MANIFEST).unlink()
-    write_manifest(checkpoint, open_run(run).sha256())
-    assert_one_line(resume(run), 2, "checkpoint", gone)
+    write_manifest(checkpoint, open_run(unfinished).sha256())
+    assert_one_line(resume(unfinished), 2, "checkpoint", gone)
 
 
 @pytest.mark.parametrize(
@@ -276,11 +258,10 @@ def test_a_manifest_that_was_made_again(gone: str, run: Path) -> None:
     ],
 )
 def test_a_file_without_its_fields_is_one_line(
-    file: str, values: dict[str, Any], reason: str, runs: Path, tmp_path: Path
+    file: str, values: dict[str, Any], reason: str, unfinished: Path
 ) -> None:
-    run = Path(shutil.copytree(runs / "whole", tmp_path / "run"))
-    write_json(run / file, values)
-    assert_one_line(resume(run), 2, file, reason)
+    write_json(unfinished / file, values)
+    assert_one_line(resume(unfinished), 2, file, reason)
 
 
 # -- the hash of a run's text is one of its tokens, not of names and packing --------------------

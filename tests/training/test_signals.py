@@ -57,25 +57,25 @@ def in_micro_batch(number: int, times: int = 1) -> Callable[[], None]:
     return send(signal.SIGTERM, TrainingLoop, "_forward_backward", kills.nth(number), times)
 
 
-# Name -> patch, and the step that is finished.
-TERMINATIONS = {
-    "terminated": (before_step(signal.SIGTERM, 6), 6),
-    "inside a window": (in_micro_batch(2 * 4 + 2), 5),
-    "inside an evaluation": (send(signal.SIGTERM, evaluation, "_summed_loss", kills.nth(2)), 4),
-    "twice at once, as by timeout": (in_micro_batch(3, times=2), 2),
-}
-INTERRUPTS = {
-    "interrupted": (before_step(signal.SIGINT, 6), 6),
-    "in the first step": (before_step(signal.SIGINT, 1), 1),
-    "at an evaluation": (before_step(signal.SIGINT, 4), 4),
+# Name -> patch, exit code, and the step that is finished.
+MOMENTS = {
+    "terminated": (before_step(signal.SIGTERM, 6), TERMINATED, 6),
+    "inside a window": (in_micro_batch(2 * 4 + 2), TERMINATED, 5),
+    "inside an evaluation": (
+        *(send(signal.SIGTERM, evaluation, "_summed_loss", kills.nth(2)), TERMINATED, 4),
+    ),
+    "twice at once, as by timeout": (in_micro_batch(3, times=2), TERMINATED, 2),
+    "interrupted": (before_step(signal.SIGINT, 6), INTERRUPTED, 6),
+    "in the first step": (before_step(signal.SIGINT, 1), INTERRUPTED, 1),
+    "at an evaluation": (before_step(signal.SIGINT, 4), INTERRUPTED, 4),
 }
 
 
-@pytest.mark.parametrize("moment", [*TERMINATIONS, *INTERRUPTS])
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_the_step_is_finished_and_saved(moment: str, plain: Whole, run: Path) -> None:
-    patch, step = (TERMINATIONS | INTERRUPTS)[moment]
+    patch, code, step = MOMENTS[moment]
     outcome = airmoe_train(plain.config, run, patch=patch)
-    assert outcome.code == (TERMINATED if moment in TERMINATIONS else INTERRUPTED)
+    assert outcome.code == code
     assert outcome.out.splitlines()[-1] == (
         f"Stopped after step {step}. Go on: airmoe train --resume {run}"
     )

@@ -26,7 +26,7 @@ PLAIN_STEPS = 4  # before the first capture: compilers, codebooks and the optimi
 
 
 def uncompiled() -> Any:
-    """A block in which compiled layers run as plain Python, or every new hook would recompile."""
+    """Run compiled layers as plain Python in this block: every new hook would recompile them."""
     return torch.compiler.set_stance("force_eager")
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: written beside and renamed, so that a folder named checkpoint-N is always whole.
+"""Checkpoints: written under another name and renamed, so that checkpoint-N is always complete.
 
 checkpoint-N/  model.safetensors, config.json  what `from_pretrained` reads
                tokenizer files                 of the data it was trained on
@@ -117,7 +117,7 @@ def write_checkpoint(
 
 
 def write_manifest(checkpoint: Path, run_sha256: str) -> None:
-    """Record of which run a checkpoint is, and size and hash of each file."""
+    """Record which run a checkpoint belongs to, and the size and hash of each file."""
     paths = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     files = {
         path.relative_to(checkpoint).as_posix(): {
@@ -133,7 +133,7 @@ def write_manifest(checkpoint: Path, run_sha256: str) -> None:
 
 @contextmanager
 def full_disk_explained(run_folder: Path) -> Iterator[None]:
-    """Say how to go on when the disk is full while anything else of a run is written."""
+    """Say how to go on if the disk is full when anything else of a run is written."""
     try:
         yield
     except OSError as error:
@@ -151,13 +151,13 @@ def _not_written(run_folder: Path, error: Exception, when: str = "") -> RunError
     return RunError(f"{when}{what}. {whole} {first}, then: airmoe train --resume {run_folder}")
 
 
-def remove_old(run_folder: Path, keep: int, best: Path | None) -> None:
+def remove_old(run_folder: Path, keep: int) -> None:
     """Keep the best checkpoint and the newest ones, `keep` in all.
 
     Links are neither counted nor removed: they may lead to somebody else's files.
     """
     found = [path for path in checkpoints(run_folder) if not path.is_symlink()]
-    protected = {best} & set(found)
+    protected = {best_checkpoint(run_folder)} & set(found)
     newest_first = [path for path in reversed(found) if path not in protected]
     for path in newest_first[keep - len(protected) :]:
         # Renamed first: a kill in the middle must not leave something that looks whole.
@@ -169,13 +169,13 @@ def clean_up(run_folder: Path, keep: int) -> None:
     for path in run_folder.glob(f"checkpoint-*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
     if checkpoints(run_folder):
-        remove_old(run_folder, keep, best_checkpoint(run_folder))
+        remove_old(run_folder, keep)
 
 
 def check_checkpoint(checkpoint: Path, run_sha256: str, *, to_resume: bool) -> None:
     """Raise unless its files are those that this run wrote.
 
-    Not `to_resume`, only to use the model: files that a resume alone reads are left out.
+    To use the model, without `to_resume`, the files that only resuming reads are not checked.
     """
     manifest = read_manifest(checkpoint)
     if manifest["run_sha256"] != run_sha256:

@@ -1,4 +1,4 @@
-"""What one training run is: model options, data, recipe; strict, JSON both ways, overridable."""
+"""The settings of a training run: model, data, recipe. Checked, saved as JSON, overridable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from airmoe.flops import Workload
 from airmoe.model import AirMoeConfig
 from airmoe.model.configuration import refused
 
-Auto = Literal["auto"]  # what this machine supports: automatic.py
+Auto = Literal["auto"]  # what this machine supports: devices.py
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Sharding = Literal["none", "fsdp2"]
 Tracker = Literal[  # as Accelerate calls them
@@ -168,7 +168,7 @@ class TrainingOptions:
 
     @property
     def sequences(self) -> int:
-        """Of a micro-batch, in a run whose settings are settled."""
+        """The sequences of a micro-batch, once `auto` has been replaced by a number."""
         assert self.micro_batch_size != "auto"
         return self.micro_batch_size
 

@@ -1,4 +1,4 @@
-"""Where else log lines go: to the terminal, and to a tracker such as TensorBoard."""
+"""Shows log lines on the terminal, and sends them to a tracker such as TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from airmoe.data import PrepareProgress
 from airmoe.errors import say, visible
 from airmoe.files import json_sha256
-from airmoe.training.config import RunConfig, Tracker
+from airmoe.training.config import RunConfig
 from airmoe.training.run_log import Line
 
 INSTALL = {"tensorboard": "'airmoe[track]'", "comet_ml": "comet-ml"}  # where pip has another name
@@ -40,7 +39,7 @@ def summary(line: Line) -> str:
 
 
 def _progress(console: Console, *, transient: bool = False) -> Progress:
-    """A bar between a title and numbers; nothing where the console is no terminal."""
+    """A bar between a title and numbers; nothing if the console is not a terminal."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
@@ -109,29 +108,24 @@ class PrepareDisplay:
             say(self._console, f"skipped {skipped:,} rows without text")
 
 
-def is_installed(tracker: Tracker) -> bool:
-    return tracker in map(str, get_available_trackers())
-
-
-def not_installed(tracker: Tracker) -> str:
-    """The line that says so; the run goes on without it."""
-    return (
-        f"training.track={tracker}: left out, because it is not installed (log.jsonl has the same "
-        f"numbers). Run: pip install {INSTALL.get(tracker, tracker)}"
-    )
-
-
 class RunTracker:
     """One of Accelerate's trackers; a resumed run goes on in the same TensorBoard or W&B run.
 
-    A tracker that fails is switched off, and the run goes on.
+    One that is not installed is left out and one that fails is switched off; the run goes on.
     """
 
     def __init__(
         self, accelerator: Accelerator, folder: Path, config: RunConfig, step: int, console: Console
     ) -> None:
         self._accelerator, self._name, self._console = accelerator, config.training.track, console
-        self._is_on = True
+        self._is_on = bool(accelerator.log_with)  # Accelerate drops what is not installed
+        if not self._is_on:
+            package = INSTALL.get(self._name, self._name)
+            say(
+                console,
+                f"training.track={self._name}: left out, because it is not installed (log.jsonl "
+                f"has the same numbers). Run: pip install {package}",
+            )
         same_run = json_sha256(str(folder.resolve()))[:16]
         options = {
             "tensorboard": {"purge_step": step + 1},  # a resumed run does those again
@@ -152,7 +146,7 @@ class RunTracker:
         self._attempt(lambda: self._accelerator.log(numbers, step=line["step"]))
 
     def close(self) -> None:
-        """Never raises, because the error that ends a run would be hidden."""
+        """Never raises, because that would hide the error that ends a run."""
         for tracker in self._accelerator.trackers:  # end_training would end the processes
             self._attempt(tracker.finish)
 

@@ -1,4 +1,4 @@
-"""Loss over whole held-out splits, exact to the token, and what the routers did there."""
+"""Loss over whole held-out splits, exact to the token, and what the routers do there."""
 
 from __future__ import annotations
 
@@ -10,22 +10,15 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from airmoe.config import check_count
-from airmoe.data import Prepared
-from airmoe.distributed import all_reduce_sum, is_distributed, on_first_rank, rank, world_size
-from airmoe.files import write_json
+from airmoe.distributed import all_reduce_sum, is_distributed, rank, world_size
 from airmoe.metrics import RoutingMeter, shortlist_staleness, unlisted_experts
 from airmoe.metrics.quality import ALL
-from airmoe.model import AirMoeForCausalLM
 from airmoe.moe.replay import inside_backward
 from airmoe.routers import AirRouter, PeerRouter, Router, Routing
 from airmoe.training.capture import uncompiled
-from airmoe.training.checkpoints import best_checkpoint, check_checkpoint, load_model, step_of
-from airmoe.training.devices import autocast_of
-from airmoe.training.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -66,7 +59,7 @@ def evaluate(
         with uncompiled(), autocast or nullcontext():
             for batch, counts in _batches(blocks, batch_size):
                 if not counts:
-                    watch.stop()  # for good: such batches come last
+                    watch.stop()  # for good, because such batches come last
                 found = _summed_loss(model, batch.to(device))
                 if counts:
                     total += found
@@ -101,35 +94,6 @@ def _summed_loss(model: nn.Module, input_ids: Tensor) -> Tensor:
     loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
     summed = (loss.float() * predicted).double()
     return torch.stack([summed, torch.full_like(summed, predicted)])
-
-
-def is_untested(run: RunFolder, prepared: Prepared) -> bool:
-    """Whether its text has a test split, of a block at least, that was not measured yet."""
-    split = prepared.manifest.splits.get("test")
-    long_enough = split is not None and split.tokens >= run.config.data.block_size
-    return long_enough and not run.test.exists()
-
-
-def measure_test(
-    run: RunFolder, prepared: Prepared, model: AirMoeForCausalLM, console: Console
-) -> None:
-    """Load the best weights into `model`, write their test.json; every process must call it."""
-    options = run.config.training
-    blocks = prepared.blocks("test", run.config.data.block_size)
-    best = best_checkpoint(run.path)
-    on_first_rank(lambda: check_checkpoint(best, run.sha256(), to_resume=False))
-    load_model(best, model)
-    device = next(model.parameters()).device
-    result = evaluate(
-        model,
-        blocks,
-        batch_size=options.sequences,
-        quality_tokens=options.quality_tokens,
-        autocast=autocast_of(options.precision, device),
-    )
-    if rank() == 0:
-        write_json(run.test, {"step": step_of(best), "tokens": result.tokens, **result.numbers()})
-        console.print(f"test  loss {result.loss:.3f}  ppl {result.perplexity:.2f}", highlight=False)
 
 
 # -- what routers do ------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from airmoe.data import Prepared
 from airmoe.distributed import all_reduce_sum, full_tensor, on_first_rank, rank, world_size
 from airmoe.errors import RunError
 from airmoe.files import write_json
@@ -36,7 +37,7 @@ from airmoe.training.devices import autocast_of, checkpoint_activations, placed
 from airmoe.training.evaluation import RoutingWatch, evaluate
 from airmoe.training.run_folder import RunFolder
 from airmoe.training.run_log import STARTING_STEPS, Clock, LogWriter
-from airmoe.training.text import MicroBatches
+from airmoe.training.text import MicroBatches, blocks_of
 
 ECHO_SECONDS = 0.5  # `timeout` and batch systems signal both the process and its group
 
@@ -47,18 +48,17 @@ class TrainingLoop:
     def __init__(
         self,
         run: RunFolder,
+        prepared: Prepared,
         model: AirMoeForCausalLM,
         accelerator: Accelerator,
-        train_blocks: Any,
-        eval_blocks: Any,
-        save_tokenizer: Callable[[Path], None],
         speed: TrainingOptions,
     ) -> None:
-        """`speed`: those of the run with compiler and CUDA graphs settled for this process."""
+        """`speed`: the run's options with compiler and CUDA graphs settled for this process."""
         self.run, self.model, self.accelerator = run, model, accelerator
         self.options = options = run.config.training
+        train_blocks, self._eval_blocks = blocks_of(run.config, prepared)
         self.batches = MicroBatches(train_blocks, options, accelerator.device)
-        self._eval_blocks, self._save_tokenizer = eval_blocks, save_tokenizer
+        self._tokenizer = prepared.tokenizer()
         self.step, self.last_step = 0, options.total_steps(self.batches.steps_per_epoch)
         self.best_step: int | None = None
         self.best_loss = math.inf
@@ -74,7 +74,6 @@ class TrainingLoop:
         self.watch = RoutingWatch(model, options.quality_tokens)
         self._graphs = CapturedSteps(model, self._forward_backward) if speed.cuda_graph else None
         self._router_losses: dict[str, Tensor] = {}  # of the last watched micro-batch
-        self._usage: dict[str, Tensor] = {}  # of an evaluation, until the checkpoint after it
         self._last_logged = 0
         # On the device: reading them at every step would make the host wait for the GPU.
         self._running_loss = torch.zeros((), device=accelerator.device)  # since the last log line
@@ -92,17 +91,16 @@ class TrainingLoop:
                 advance(self.step)
                 if logs:
                     self._log(log, grad_norm)
-                if evaluates:
-                    self._evaluate(log)
+                usage = self._evaluate(log) if evaluates else {}
                 stopping = stop.received is not None  # read once: a signal may come after `save`
                 if saves or stopping:
-                    self.save()
+                    self.save(usage)
                 if stopping:
                     break
         return stop.received if self.step < self.last_step else None
 
     def _due_after(self, step: int) -> tuple[bool, bool, bool]:
-        """Whether to log, to evaluate and to save after that step; the last one does it all."""
+        """Whether to log, to evaluate and to save after that step; the last one does all three."""
         options, last = self.options, step == self.last_step
         every = options.steps_between_evaluations(self.batches.steps_per_epoch)
         logs = last or step == 1 or step % options.log_every == 0
@@ -118,10 +116,10 @@ class TrainingLoop:
             self.watch.start()  # until `_log` reads its numbers
         *others, last = self.batches.of_step(self.step)
         for batch in others:
-            with self.accelerator.no_sync(self.wrapped):
+            with self.accelerator.no_sync(self.wrapped):  # exchanged with the last one only
                 self._micro_batch(batch)
         self._micro_batch(last)
-        self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)  # the scaler does nothing unless precision is fp16
         norm = full_tensor(clip_grad_norm_(self.model.parameters(), self.options.max_grad_norm))
         if not self.scaler.is_enabled():  # the scaler skips steps with such gradients itself
             self._note_bad(norm)
@@ -185,10 +183,10 @@ class TrainingLoop:
             **self.watch.numbers(),
         }
         self._last_logged = self.step
-        if rank() == 0:
-            log.write("train", self.step, numbers)
+        log.write("train", self.step, numbers)
 
-    def _evaluate(self, log: LogWriter) -> None:
+    def _evaluate(self, log: LogWriter) -> dict[str, Tensor]:
+        """Measure the loss on the validation text; returns which experts it used."""
         self._check_finite()
         result = evaluate(
             self.model,
@@ -197,15 +195,14 @@ class TrainingLoop:
             quality_tokens=self.options.quality_tokens,
             autocast=autocast_of(self.options.precision, self.accelerator.device),
         )
-        self._usage = result.usage
         if result.loss < self.best_loss:
             self.best_step, self.best_loss = self.step, result.loss
-        if rank() == 0:
-            log.write("eval", self.step, result.numbers())
+        log.write("eval", self.step, result.numbers())
+        return result.usage
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def save(self) -> None:
+    def save(self, usage: dict[str, Tensor]) -> None:
         """Write a checkpoint; every process must call it, because shards are gathered."""
         self._check_finite()
         state = self.model.state_dict()
@@ -216,12 +213,12 @@ class TrainingLoop:
 
         def fill(folder: Path) -> None:
             self.model.save_pretrained(folder, state_dict=weights, max_shard_size="1TB")
-            self._save_tokenizer(folder)
+            self._tokenizer.save(folder)
             checkpoints.save_tensors(moments, folder / checkpoints.OPTIMIZER)
             for place, tensors in enumerate(of_processes):
                 checkpoints.save_tensors(tensors, folder / f"random-{place}.safetensors")
-            if self._usage:
-                checkpoints.save_tensors(self._usage, folder / checkpoints.USAGE)
+            if usage:
+                checkpoints.save_tensors(usage, folder / checkpoints.USAGE)
             counters = checkpoints.Counters(
                 step=self.step,
                 best_step=self.best_step,
@@ -236,13 +233,10 @@ class TrainingLoop:
             shutil.copyfile(self.run.log, folder / checkpoints.LOG)
 
         def write() -> None:
-            folder, keep = self.run.path, self.options.keep_checkpoints
-            checkpoints.write_checkpoint(folder, self.step, self.run.sha256(), fill)
-            best = None if self.best_step is None else folder / f"checkpoint-{self.best_step}"
-            checkpoints.remove_old(folder, keep, best)
+            checkpoints.write_checkpoint(self.run.path, self.step, self.run.sha256(), fill)
+            checkpoints.remove_old(self.run.path, self.options.keep_checkpoints)
 
         on_first_rank(write)  # a failure there is raised on all ranks
-        self._usage = {}
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, whatever number of processes wrote it."""
@@ -261,13 +255,11 @@ class TrainingLoop:
         files = [checkpoint / f"random-{place}.safetensors" for place in range(saved.processes)]
         like = {**checkpoints.random_state(), "running_loss": torch.zeros(1)}
         states = [checkpoints.load_tensors(file, like, free=("cuda",)) for file in files]
-        own = states[rank() : rank() + 1]
-        if own:
-            checkpoints.set_random_state(own[0])
-        losses = [
-            state["running_loss"] for state in (own if len(states) == world_size() else states)
-        ]
-        self._running_loss = torch.cat(losses).mean().to(self.accelerator.device)
+        if rank() < len(states):
+            checkpoints.set_random_state(states[rank()])
+        kept = states if len(states) != world_size() else [states[rank()]]
+        running_loss = torch.cat([state["running_loss"] for state in kept]).mean()
+        self._running_loss = running_loss.to(self.accelerator.device)
 
 
 def make_optimizer(model: nn.Module, options: TrainingOptions) -> torch.optim.AdamW:
@@ -285,7 +277,7 @@ def make_optimizer(model: nn.Module, options: TrainingOptions) -> torch.optim.Ad
 
 
 def learning_rate(options: TrainingOptions, step: int, last_step: int) -> float:
-    """Of a step counted from 0: linear warm-up from 0, then linear to 0 after the last step."""
+    """The rate of a step, counted from 0: warms up linearly from 0, then falls linearly to 0."""
     warmup = math.ceil(last_step * options.warmup)
     share = step / warmup if step < warmup else (last_step - step) / max(1, last_step - warmup)
     return options.learning_rate * share

@@ -1,4 +1,4 @@
-"""Named runs, with any method at an equal budget: `tiny` for a laptop, and the paper's runs."""
+"""Named runs, each with any method at an equal budget: `tiny` for a laptop, and the paper's."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def preset(name: str, method: str = "air") -> RunConfig:
 
 
 def _recipe(name: str, size: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of data and training; what is not named here is the same in all the paper's runs."""
+    """Options of data and training; the defaults of all others are the paper's."""
     if name == "tiny":
         data = {"corpus": "python-docs", "tokenizer": "bpe:2048", "block_size": 128}
         # Small batches and a high rate: most learning for a minute of two CPU cores.

@@ -20,27 +20,30 @@ from transformers.utils import logging as transformers_logging
 from airmoe.data import Prepared
 from airmoe.distributed import on_first_rank, rank, world_size
 from airmoe.errors import ConfigError, say
-from airmoe.files import write_bytes
+from airmoe.files import write_bytes, write_json
 from airmoe.flops import count_flops
 from airmoe.model import AirMoeConfig, AirMoeForCausalLM, draw_weights, parameter_counts
-from airmoe.training.automatic import Machine, compile_layers, settle, settle_speed
 from airmoe.training.checkpoints import (
     LOG,
+    best_checkpoint,
     check_checkpoint,
     checkpoints,
     clean_up,
     full_disk_explained,
+    load_model,
+    step_of,
 )
 from airmoe.training.config import RunConfig, workload_of
-from airmoe.training.devices import check_device, check_sharding
-from airmoe.training.display import (
-    Display,
-    PrepareDisplay,
-    RunTracker,
-    is_installed,
-    not_installed,
+from airmoe.training.devices import (
+    Machine,
+    autocast_of,
+    check_device,
+    compile_layers,
+    settle,
+    settle_speed,
 )
-from airmoe.training.evaluation import is_untested, measure_test
+from airmoe.training.display import Display, PrepareDisplay, RunTracker
+from airmoe.training.evaluation import evaluate
 from airmoe.training.loop import TrainingLoop
 from airmoe.training.run_folder import (
     RunFolder,
@@ -70,14 +73,12 @@ class Finished:
 
 def train(config: RunConfig, folder: Path | str, console: Console | None = None) -> Finished:
     """Start a new run in a new folder; it prints to `console`, by default standard output."""
-    folder, console = Path(folder), console or Console()
-    _start_processes(config)
-    check_sharding(config, PartialState().num_processes)
-    config, chosen = settle(config, Machine.this(PartialState().num_processes))
+    folder, console = Path(folder), _start_processes(config, console)
+    config, chosen = settle(config, Machine.this(world_size()))
     for line in chosen:
-        _say(console, line)
+        say(console, line)
     with ExitStack() as stack:
-        # Claimed before the hours that preparing may take.
+        # Claim the folder first, because preparing text may take hours.
         on_first_rank(lambda: stack.enter_context(claimed(folder, config)))
         prepared = _prepared_on_every_process(config, console)
         run = on_first_rank(lambda: create_run(folder, config, prepared))
@@ -87,15 +88,15 @@ def train(config: RunConfig, folder: Path | str, console: Console | None = None)
 
 def resume(folder: Path | str, console: Console | None = None) -> Finished:
     """Go on from the newest whole checkpoint, or from the start if there is none yet."""
-    folder, console = Path(folder), console or Console()
+    folder = Path(folder)
     run = open_run(folder)
-    _start_processes(run.config)
+    console = _start_processes(run.config, console, resumes=True)
     if run.result.exists():
         last_step = read_result(run.result)["last"]["step"]
-        _say(console, f"{folder} is finished: there is nothing left to do.")
+        say(console, f"{folder} is finished: there is nothing left to do.")
         return Finished(run, None, last_step)
     given = run.config.data.folder
-    if given is not None and not Path(given).is_dir():  # its text need not be that of data.corpus
+    if given is not None and not Path(given).is_dir():  # data.corpus may be another text
         rule = "must be there, with the text of the run"
         raise ConfigError("data.folder", given, rule, PUT_BACK)
     prepared = _prepared_on_every_process(run.config, console)
@@ -121,17 +122,19 @@ def _newest_checkpoint(run: RunFolder, prepared: Prepared, console: Console) -> 
                 f"checkpoint was due after step {first}"
             )
             raise ConfigError("run", str(run.path), rule, CHECKPOINT_BACK)
-        _say(console, f"{run.path} has no checkpoint yet: it starts again.")
+        say(console, f"{run.path} has no checkpoint yet: it starts again.")
     clean_up(run.path, run.config.training.keep_checkpoints)
     write_bytes(run.log, (found[-1] / LOG).read_bytes() if found else b"")
     return found[-1] if found else None
 
 
-def _start_processes(config: RunConfig) -> None:
-    """Join torchrun's process group, if any, before anything that only one process may do."""
+def _start_processes(
+    config: RunConfig, console: Console | None, *, resumes: bool = False
+) -> Console:
+    """Join torchrun's process group, if any; the console, on which only one process prints."""
     state = PartialState(cpu=not torch.cuda.is_available())
-    check_device(config, state.num_processes)
-    config.training.accumulation_steps(state.num_processes)  # refuses what does not divide
+    check_device(config, state.num_processes, resumes=resumes)
+    return console or Console() if state.is_main_process else Console(quiet=True)
 
 
 def _prepared_on_every_process(config: RunConfig, console: Console) -> Prepared:
@@ -139,49 +142,40 @@ def _prepared_on_every_process(config: RunConfig, console: Console) -> Prepared:
     folder = data_folder(config.data)
     if not folder.exists():  # say so: the folder's name may be mistyped
         work = f"preparing {config.data.corpus} there, tokenizer {config.data.tokenizer}"
-        _say(console, f"{folder} does not exist yet: {work}")
+        say(console, f"{folder} does not exist yet: {work}")
     with PartialState().main_process_first(), display:
         return prepared_data(config.data, display.show)
 
 
 def _run(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path | None) -> Finished:
     config, options = run.config, run.config.training
-    train_blocks, eval_blocks = blocks_of(config, prepared)
     transformers_logging.disable_progress_bar()  # one bar, and it is ours
     set_seed(options.seed)
     model = build_model(config, prepared)
-    speed, chosen = settle_speed(options, Machine.this(PartialState().num_processes))
+    speed, chosen = settle_speed(options, Machine.this(world_size()))
     for line in chosen:
-        _say(console, line)
+        say(console, line)
     if speed.compile:
         compile_layers(model, may_fail=options.compile == "auto")
-    accelerator = _accelerator(run, console)
-    save_tokenizer = prepared.tokenizer().save
-    loop = TrainingLoop(run, model, accelerator, train_blocks, eval_blocks, save_tokenizer, speed)
+    loop = TrainingLoop(run, prepared, model, _accelerator(run), speed)
     if checkpoint is not None:
         loop.restore(checkpoint)
     counts = parameter_counts(model.config)
     size = f"{counts.total / 1e6:.2f} M parameters, {counts.active / 1e6:.2f} M active per token"
     tokens = options.batch_size * config.data.block_size
-    _say(console, f"{run.path.name}: {size}; {loop.last_step:,} steps of {tokens:,} tokens")
+    say(console, f"{run.path.name}: {size}; {loop.last_step:,} steps of {tokens:,} tokens")
     already_trained = loop.step == loop.last_step  # killed after its last checkpoint
     stopped_by = _trained(loop, console)
     if stopped_by is None:
         peak = None if already_trained else peak_memory()
-        if is_untested(run, prepared):
-            measure_test(run, prepared, model, console)
-        if rank() == 0:
-            write_result(run, model.config, peak)
-        accelerator.wait_for_everyone()
+        measure_test(run, prepared, model, console)
+        on_first_rank(lambda: write_result(run, model.config, peak))
     return Finished(run, stopped_by, loop.step)
 
 
-def _accelerator(run: RunFolder, console: Console) -> Accelerator:
-    """Without its mixed precision, which can be chosen only once in a process."""
+def _accelerator(run: RunFolder) -> Accelerator:
+    """Accelerate without its mixed precision, which a process can choose only once."""
     track = run.config.training.track
-    if track != "none" and not is_installed(track):
-        _say(console, not_installed(track))
-        track = "none"
     # Codebooks are equal on all processes by construction: there is nothing to broadcast.
     in_ddp = DistributedDataParallelKwargs(broadcast_buffers=False)
     try:
@@ -205,15 +199,13 @@ def _trained(loop: TrainingLoop, console: Console) -> int | None:
     """Train with log, display and tracker; returns the signal that stopped it early, if any."""
     run, options = loop.run, loop.run.config.training
     with ExitStack() as stack:
-        sinks, advance = [], lambda _: None
-        if rank() == 0:
-            display = Display(console, run.path.name, loop.step, loop.last_step)
-            stack.callback(display.close)
-            sinks, advance = [display.show], display.advance
-            if loop.accelerator.log_with:
-                tracker = RunTracker(loop.accelerator, run.path, run.config, loop.step, console)
-                stack.callback(tracker.close)
-                sinks.append(tracker.write)
+        display = Display(console, run.path.name, loop.step, loop.last_step)
+        stack.callback(display.close)
+        sinks = [display.show]
+        if options.track != "none" and rank() == 0:
+            tracker = RunTracker(loop.accelerator, run.path, run.config, loop.step, console)
+            stack.callback(tracker.close)
+            sinks.append(tracker.write)
         log = LogWriter(
             run.log,
             loop.clock,
@@ -222,7 +214,33 @@ def _trained(loop: TrainingLoop, console: Console) -> int | None:
             flops_per_token=flops_per_token(run.config, loop.model.config, world_size()),
             sinks=sinks,
         )
-        return loop.train(log, advance)
+        return loop.train(log, display.advance)
+
+
+def measure_test(
+    run: RunFolder, prepared: Prepared, model: AirMoeForCausalLM, console: Console
+) -> None:
+    """Write test.json, if the text has a test split: the loss of the best checkpoint on it.
+
+    Leaves that checkpoint's weights in `model`; every process must call it.
+    """
+    options, block_size = run.config.training, run.config.data.block_size
+    split = prepared.manifest.splits.get("test")
+    if split is None or split.tokens < block_size or run.test.exists():
+        return
+    best = best_checkpoint(run.path)
+    on_first_rank(lambda: check_checkpoint(best, run.sha256(), to_resume=False))
+    load_model(best, model)
+    result = evaluate(
+        model,
+        prepared.blocks("test", block_size),
+        batch_size=options.sequences,
+        quality_tokens=options.quality_tokens,
+        autocast=autocast_of(options.precision, next(model.parameters()).device),
+    )
+    found = {"step": step_of(best), "tokens": result.tokens, **result.numbers()}
+    on_first_rank(lambda: write_json(run.test, found))
+    say(console, f"test  loss {result.loss:.3f}  ppl {result.perplexity:.2f}")
 
 
 def flops_per_token(run: RunConfig, model: AirMoeConfig, devices: int) -> dict[str, float]:
@@ -259,9 +277,3 @@ def build_model(config: RunConfig, prepared: Prepared) -> AirMoeForCausalLM:
     model = AirMoeForCausalLM(settings)
     draw_weights(model, config.training.seed)
     return model
-
-
-def _say(console: Console, text: str) -> None:
-    """Print a line, on one process only."""
-    if rank() == 0:
-        say(console, text)

@@ -47,7 +47,7 @@ from airmoe.training.config import RunConfig
 from airmoe.training.run_log import Evaluated, read_log
 
 TRAINED = "is being trained"
-UNUSED = (LOCK, "run.json.draft")  # what a kill leaves before there is a run
+UNUSED = (LOCK, "run.json.draft")  # what remains of a run that was killed before it began
 PACKAGES = ("transformers", "accelerate", "safetensors", "tokenizers", "numpy")
 
 

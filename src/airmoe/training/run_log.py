@@ -1,4 +1,4 @@
-"""A run's log.jsonl: its lines timed, written, and read."""
+"""A run's log.jsonl: timing, writing and reading its lines."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import Any, TypedDict
 
 import torch
 
+from airmoe.distributed import rank
 from airmoe.errors import ConfigError
 from airmoe.files import build, parse_json
 
 Line = dict[str, Any]
-TIME_FIELDS = ("seconds", "training_seconds", "tokens_per_second")  # the rest repeats exactly
-STARTING_STEPS = 8  # of a process that compiles or captures graphs: they are not timed
+TIME_FIELDS = ("seconds", "training_seconds", "tokens_per_second")  # all else repeats exactly
+STARTING_STEPS = 8  # not timed in a process that compiles or captures graphs
 
 
 class Logged(TypedDict):
@@ -38,25 +39,24 @@ class Evaluated(Logged):
 
 
 class Clock:
-    """How long a run has taken, resumed parts included: as a whole, and its steps alone.
+    """How long a run has taken, with all its parts if it was resumed, and its steps alone.
 
-    The first `starting_steps`, in which compilers and graphs start, count for the whole only: that
+    The first `starting_steps`, in which compilers and graphs start, are not counted as steps: their
     time says nothing about a method, and differs from one process to the next.
     """
 
     def __init__(self, *, starting_steps: int = 0) -> None:
         self.training_seconds = 0.0
-        self._started, self._before = time.monotonic(), 0.0
-        self._starting = starting_steps
+        self._started, self._starting = time.monotonic(), starting_steps
         self._new_seconds, self._new_steps = 0.0, 0
 
     @property
     def seconds(self) -> float:
-        return self._before + time.monotonic() - self._started
+        return time.monotonic() - self._started
 
     def go_on(self, seconds: float, training_seconds: float) -> None:
         """Continue from the times of a checkpoint."""
-        self._started, self._before = time.monotonic(), seconds
+        self._started = time.monotonic() - seconds
         self.training_seconds = training_seconds
 
     @contextmanager
@@ -82,7 +82,7 @@ class Clock:
 
 @dataclass
 class LogWriter:
-    """Adds lines to a run's log, and hands each to the `sinks`: display, tracker.
+    """Appends lines to a run's log, and passes each on to the `sinks`: display, tracker.
 
     A line is {"kind": "train" | "eval", "step", "epoch", "tokens", numbers ...}.
     """
@@ -95,6 +95,9 @@ class LogWriter:
     sinks: list[Callable[[Line], None]]
 
     def write(self, kind: str, step: int, numbers: dict[str, float]) -> None:
+        """Append a line; does nothing on any process but the first."""
+        if rank() != 0:
+            return
         epoch, place = divmod(step, self.steps_per_epoch)
         tokens = step * self.tokens_per_step
         line: Line = {
@@ -118,7 +121,7 @@ class LogWriter:
 
 
 def read_log(path: Path) -> list[Line]:
-    """The lines of a log, if there is one; what stands behind the last whole line is left out."""
+    """The lines of a log, if there is one, without a last line that is incomplete."""
     if not path.exists():
         return []
     whole, _, _ = path.read_bytes().rpartition(b"\n")

@@ -1,4 +1,4 @@
-"""From a run's data options to prepared tokens, and on to the micro-batches of each step."""
+"""From a run's data options to prepared tokens, and from those to each step's micro-batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from airmoe.training.config import DataOptions, RunConfig, TrainingOptions
 
 
 def data_folder(data: DataOptions) -> Path:
-    """Where the prepared tokens of these options are."""
+    """The folder of the tokens that these options ask for."""
     if data.folder is not None:
         return Path(data.folder)
     names = (Path(name).name if "/" in name else name for name in (data.corpus, data.tokenizer))
@@ -66,22 +66,17 @@ def prepared_data(
 
 
 def blocks_of(config: RunConfig, prepared: Prepared) -> tuple[BlockDataset, Any]:
-    """What to train on and what to validate on, both long enough."""
+    """The blocks to train on and to validate on; refused if there are too few for one step."""
     options, block_size = config.training, config.data.block_size
     train_blocks = prepared.blocks("train", block_size)
-    check_blocks(len(train_blocks), options.batch_size, block_size)
+    if len(train_blocks) < options.batch_size:
+        found = f"{len(train_blocks)}, the blocks of {block_size} tokens in the training text"
+        remedy = "Use more text, shorter blocks (data.block_size) or a smaller batch."
+        raise ConfigError("training.batch_size", options.batch_size, f"must be <= {found}", remedy)
     eval_blocks: Any = prepared.blocks("validation", block_size)
     if options.eval_blocks is not None and options.eval_blocks < len(eval_blocks):
         eval_blocks = Subset(eval_blocks, range(options.eval_blocks))
     return train_blocks, eval_blocks
-
-
-def check_blocks(num_blocks: int, batch_size: int, block_size: int) -> None:
-    """Raise unless there is text for one optimizer step."""
-    if num_blocks < batch_size:
-        rule = f"must be <= {num_blocks}, the blocks of {block_size} tokens in the training text"
-        remedy = "Use more text, shorter blocks (data.block_size) or a smaller batch."
-        raise ConfigError("training.batch_size", batch_size, rule, remedy)
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""A trained model out of a run folder, and text from it."""
+"""Load a trained model from a run folder, and generate text with it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def load_trained(folder: Path, which: Which = "best") -> Trained:
 
 
 def check_same_tokenizer(tokenizer: Tokenizer, prepared: Prepared) -> None:
-    """A model reads only tokens of the tokenizer it was trained with."""
+    """Raise unless a text was prepared with the tokenizer the model was trained with."""
     ours, theirs = tokenizer.identity, prepared.manifest.tokenizer
     if ours != theirs:
         raise ConfigError(
@@ -66,7 +66,7 @@ def generate_text(
     nucleus: float = 0.95,
     seed: int = 0,
 ) -> str:
-    """The prompt continued; `temperature` 0 takes the likeliest token each time."""
+    """Continue a prompt; `temperature` 0 takes the likeliest token each time."""
     check_count("generate.max_new_tokens", max_new_tokens)
     check_count("generate.seed", seed, least=0)
     check_number("generate.seed", seed, below=2**63)

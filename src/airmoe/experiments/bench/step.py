@@ -27,7 +27,7 @@ from airmoe.metrics import usage_entropy
 from airmoe.model import AirMoeForCausalLM, model_size, with_method
 from airmoe.routers import AirRouter, track_optimizer
 from airmoe.training import preset
-from airmoe.training.automatic import compile_layers
+from airmoe.training.devices import compile_layers
 from airmoe.training.loop import make_optimizer
 
 WARMUP_STEPS = 5  # a compiled step is compiled in the first ones

@@ -15,7 +15,7 @@ from airmoe.experiments.suites.variants import SUITES
 from airmoe.model.methods import check_method
 from airmoe.training import RunConfig, TrainingOptions, override
 from airmoe.training import preset as named_run
-from airmoe.training.automatic import Machine, settle
+from airmoe.training.devices import Machine, settle
 from airmoe.training.presets import method_variant
 
 FORMAT = 1  # of suite.json

@@ -21,8 +21,7 @@ from airmoe.experiments.suites.plan import Plan, PlannedRun, check_warmup
 from airmoe.experiments.suites.progress import Board
 from airmoe.files import write_json
 from airmoe.training import RunConfig
-from airmoe.training.automatic import Machine
-from airmoe.training.devices import check_device, check_sharding
+from airmoe.training.devices import Machine, check_device
 from airmoe.training.display import PrepareDisplay
 from airmoe.training.loop import StopOnSignal
 from airmoe.training.text import blocks_of, prepared_data
@@ -83,8 +82,6 @@ def run_suite(
 def _known_steps(config: RunConfig, console: Console, processes: int) -> int:
     """The length of every run; raises before the first starts if this machine could run none."""
     check_device(config, processes)
-    check_sharding(config, processes)
-    config.training.accumulation_steps(processes)
     with PrepareDisplay(console, config.data.corpus) as display:
         prepared = prepared_data(config.data, display.show)
     train_blocks, _ = blocks_of(config, prepared)

@@ -9,28 +9,32 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from airmoe.errors import ConfigError
-from airmoe.flops import count_flops
-from airmoe.training import automatic, method_run, preset
 from airmoe.training import capture as capturing
-from airmoe.training.automatic import Machine, settle, settle_speed
+from airmoe.training import devices, method_run, preset
 from airmoe.training.config import TrainingOptions, workload_of
-from airmoe.training.devices import check_device
+from airmoe.training.devices import Machine, check_device, settle, settle_speed
 from airmoe.training.run_folder import open_run
-from tests.training.runs import small_run, timeless_log, train_here
+from tests.training.runs import (
+    Whole,
+    differing,
+    small_run,
+    tensors_of,
+    timeless_log,
+    train_here,
+)
 
 H200 = Machine(cuda=True, bf16=True, triton=True, memory=139 * 2**30, processes=1)
 LAPTOP_GPU = replace(H200, memory=8 * 2**30)
 OLD_GPU = replace(H200, bf16=False, triton=False)
-CPU = Machine(cuda=False, bf16=False, triton=False, memory=0, processes=1)
+CPU = Machine(processes=1)
 
 
 @pytest.fixture(autouse=True)
 def _no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial of the compiler needs a GPU."""
-    monkeypatch.setattr(automatic, "compiler_fault", lambda: None)
+    monkeypatch.setattr(devices, "compiler_fault", lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,7 @@ def test_all_methods_get_the_same_micro_batch() -> None:
 def test_a_token_takes_no_more_than_was_counted() -> None:
     """Peaks that `airmoe bench --step` measured on an H200, eager: 4.9 GiB for 16,384 tokens."""
     model = preset("small").model_config(128_256, eos_id=1)
-    counted = 16_384 * automatic.token_bytes(model) + automatic.FIXED_BYTES
+    counted = 16_384 * devices.token_bytes(model) + devices.FIXED_BYTES
     assert 4.9 * 2**30 < counted < 2 * 4.9 * 2**30
 
 
@@ -96,7 +100,7 @@ def test_compiler_and_graphs_are_on_where_they_can_be(
 
 
 def test_a_compiler_that_fails_its_trial_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(automatic, "compiler_fault", lambda: "a trial failed (no gcc)")
+    monkeypatch.setattr(devices, "compiler_fault", lambda: "a trial failed (no gcc)")
     found, lines = settle_speed(TrainingOptions(batch_size=8, steps=1), H200)
     assert not found.compile
     assert "training.compile=auto: off, because a trial failed (no gcc)" in lines
@@ -116,6 +120,7 @@ def test_a_run_keeps_what_was_settled(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["capture", "hook"])
 def test_steps_run_plainly_where_graphs_are_refused(
+    plain: Whole,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -131,23 +136,18 @@ def test_steps_run_plainly_where_graphs_are_refused(
     def forced(options: TrainingOptions, machine: Machine) -> tuple[TrainingOptions, list[str]]:
         return replace(options, cuda_graph=True), []
 
-    plain = small_run(tmp_path)
-    train_here(plain, tmp_path / "plain")
     monkeypatch.setattr("airmoe.training.run.settle_speed", forced)
     if fault == "capture":
         monkeypatch.setattr(capturing.CapturedSteps, "_capture", refuse)
     else:
         monkeypatch.setattr(capturing, "has_hooks", lambda _: True)
     with caplog.at_level(logging.WARNING, logger="airmoe"):
-        train_here(plain, tmp_path / "tried")
+        train_here(plain.config, tmp_path / "tried")
     said = [record.message for record in caplog.records if "CUDA graphs are off" in record.message]
     assert len(said) == 1 and "trace" not in said[0]
-    assert timeless_log(tmp_path / "tried") == timeless_log(tmp_path / "plain")
-    one, other = (
-        load_file(tmp_path / name / "checkpoint-12" / "model.safetensors")
-        for name in ("plain", "tried")
-    )
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert timeless_log(tmp_path / "tried") == timeless_log(plain.path)
+    one, other = (tensors_of(run / "checkpoint-12") for run in (plain.path, tmp_path / "tried"))
+    assert differing(one, other) == []
 
 
 def test_hooks_are_seen() -> None:
@@ -160,4 +160,3 @@ def test_hooks_are_seen() -> None:
 def test_the_ledger_counts_a_step_in_one_micro_batch_per_device() -> None:
     run = preset("small")
     assert workload_of(run, devices=4).tokens_per_micro_batch == 16 * 256
-    assert count_flops(run.model_config(128_256, 1), workload_of(run, 4)).terms
