@@ -90,7 +90,7 @@ def test_scores_are_exact_under_old_lists() -> None:
     routing = layer.forward_with_routing(batch(9)).routing
     hidden = batch(9).flatten(0, -2)
     logits = router.full_logits(hidden)
-    lists = router.training_lists.experts[router.codebook.nearest(hidden)]
+    lists = router.training_lists.experts[router.codebook.assign(hidden)]
     chosen = logits.gather(1, lists).topk(router.config.top_k).indices
     wanted = torch.zeros_like(logits).scatter(1, lists.gather(1, chosen), 1.0)
     weights = logits.masked_fill(wanted == 0, -torch.inf).softmax(-1)
