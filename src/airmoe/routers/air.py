@@ -181,7 +181,7 @@ class AirRouter(CentroidRouter):
                 own_bytes += lists.experts.nbytes
         return AirPlan(
             **vars(lists),
-            noise_key=self.current_noise_key(),
+            noise_key=super().plan(tokens).noise_key,
             own_bytes=own_bytes,
             codeword_ids=self.codebook.assign(tokens),
             codewords=codewords,

@@ -74,8 +74,11 @@ class Router(nn.Module, ABC):
         """Exact jitter-free logits over all experts, [T, D] -> [T, E]: for metrics and tests."""
 
     def plan(self, tokens: Tokens) -> Plan:
-        """What `route` needs now besides tokens and parameters."""
-        return Plan(self.current_noise_key())
+        """What `route` needs now besides tokens and parameters: the key of this micro-batch's
+        jitter on this rank."""
+        if not self.training or self.config.jitter_std == 0:
+            return Plan()
+        return Plan(combine(self.noise_seed, self.micro_batches, rank()))
 
     def forward(
         self,
@@ -128,12 +131,6 @@ class Router(nn.Module, ABC):
 
     def learn(self, tokens: Tokens) -> None:
         """Gradient-free learning of this router; most have none."""
-
-    def current_noise_key(self) -> Tensor | None:
-        """This micro-batch's key on this rank, or None when there is no jitter."""
-        if not self.training or self.config.jitter_std == 0:
-            return None
-        return combine(self.noise_seed, self.micro_batches, rank())
 
     def noise(self, plan: Plan, stage: Stage, num_rows: int) -> Noise | None:
         """Jitter of one stage under a plan."""
