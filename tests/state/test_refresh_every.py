@@ -76,7 +76,7 @@ def test_every_tracked_optimizer_of_the_centroids_counts_and_no_other() -> None:
     assert air_of(layer).tracked
     layer(batch(7))
     assert air_of(layer).lists_due == "nothing"
-    second.step()  # nobody hears of it any more
+    second.step()  # no longer tracked
     assert air_of(layer).lists_due != "lists"
 
 

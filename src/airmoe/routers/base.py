@@ -34,8 +34,7 @@ class Plan:
     """
 
     noise_key: Tensor | None = None  # int64 scalar, None without jitter
-    # Of its largest tensors that no cache holds too:
-    own_bytes: int = field(default=0, kw_only=True)
+    own_bytes: int = field(default=0, kw_only=True)  # of large tensors that only this plan holds
 
 
 class Router(nn.Module, ABC):

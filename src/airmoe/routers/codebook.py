@@ -133,8 +133,8 @@ class Codebook(Float32State):
                 "micro-batches, fewer codewords or a smaller dead_below.",
                 stacklevel=2,
             )
-        total = tokens.valid.sum()  # valid tokens of all ranks
-        first = torch.zeros_like(total)  # the number of this rank's first: ranks are in order
+        total = tokens.valid.sum()  # valid tokens of all ranks, numbered rank by rank
+        first = torch.zeros_like(total)  # the number of this rank's first one
         if is_distributed():
             # Keys must agree on all ranks, whatever seed each was built with: rank 0's are taken.
             ranks = all_gather_rows(torch.stack([total, self.seed, self.updates]))
