@@ -137,11 +137,9 @@ class MoELayer(nn.Module):
         return self.router.compiles(x) and use_triton(x, *self.experts._parameters.values())
 
     @unseen_by_checkpointing()
-    def make_plan(self, tokens: Tokens, ticket: int | None, learn: bool) -> Plan:
-        """The plan of the training forward that drew `ticket`; without one, the present plan."""
+    def make_plan(self, tokens: Tokens, ticket: int, learn: bool) -> Plan:
+        """The plan of the training forward that drew `ticket`, which observes if it is new."""
         router = self.router
-        if ticket is None:
-            return router.plan(tokens)
         if inside_backward():  # a recomputation
             return self._plans.find(ticket, tokens.hidden) or router.plan(tokens)
         if learn:

@@ -199,10 +199,6 @@ class Router(nn.Module, ABC):
         """The tensors in a plan made now: field -> `dtype:sizes` (T: the tokens)."""
         return {"noise_key": "int64:"} if self.training and self.config.jitter_std > 0 else {}
 
-    def make_plan(self, tokens: Tokens, ticket: int | None, learn: bool) -> Plan:
-        """The present plan, for the operator `airmoe::plan`."""
-        return self.plan(tokens)
-
     def extra_repr(self) -> str:
         return ", ".join(f"{key}={value!r}" for key, value in vars(self.config).items())
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from airmoe.routers.base import Plan, Router
 
 _numbers = itertools.count()  # of modules, and of traced calls
-# The modules whose forwards begin with a plan: routers, and layers (which have a `router`). Both
-# have `make_plan(tokens, ticket, learn)`; that of a layer also lets its router observe. A training
-# forward has a ticket, by which its recomputation is recognised.
+# The modules whose forwards begin with a plan: routers, and layers (which have a `router`). A
+# training forward of a layer has a ticket, by which its recomputation is recognised, and
+# `MoELayer.make_plan` lets the router observe.
 _planners: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
@@ -110,7 +110,10 @@ def _plan(
     router = planner if hasattr(planner, "plan_layout") else planner.router
     with torch.set_grad_enabled(gradients):
         tokens = router.read(hidden, mask)
-        plan = planner.make_plan(tokens, None if ticket is None else int(ticket), learn)
+        if ticket is None:
+            plan = router.plan(tokens)
+        else:
+            plan = planner.make_plan(tokens, int(ticket), learn)
     tensors = [tokens.valid, *(getattr(plan, name) for name in router.plan_layout())]
     return [tensor.clone() for tensor in tensors]
 
