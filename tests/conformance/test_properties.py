@@ -26,7 +26,7 @@ from tests.conformance.common import (
 from tests.conformance.training_oracles import alg2_update, assert_state, replacement, states_of
 from tests.tolerance import assert_close, assert_top_k, score_slack
 
-# Non-finite tokens and tiny batches are remarked upon.
+# Non-finite tokens and tiny batches give warnings.
 pytestmark = pytest.mark.filterwarnings("ignore")
 COUNTS = [1, 2, 3, 5, 7, 13, 17]
 

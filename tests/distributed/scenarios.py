@@ -13,13 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import airmoe
-from airmoe import AirRouter, Codebook, GranularExperts, MoELayer
+from airmoe import AirRouter, GranularExperts, MoELayer
 from airmoe.distributed import full_tensor
-from tests.state.common import plain_shortlists
+from tests.state.common import plain_shortlists, snapshot
 
 Join = Callable[[], None]
 DIM, CODEWORDS, STEPS = 8, 12, 20
-CODEBOOK_STATE = ("codewords", "counts", "sums", "updates", "seed", "initialized")
 
 
 def tokens(step: int, count: int, clusters: int = 3) -> Tensor:
@@ -33,10 +32,6 @@ def tokens(step: int, count: int, clusters: int = 3) -> Tensor:
 def share(global_batch: Tensor, rank: int | None, sizes: tuple[int, int]) -> Tensor:
     """This rank's part of a batch that is divided unevenly."""
     return global_batch if rank is None else global_batch.split(list(sizes))[rank]
-
-
-def state_of(codebook: Codebook) -> dict[str, Tensor]:
-    return {name: getattr(codebook, name).clone() for name in CODEBOOK_STATE}
 
 
 def air(seed: int, **options: Any) -> AirRouter:
@@ -64,7 +59,7 @@ def learn(rank: int | None, join: Join, *, kind: str) -> list[dict[str, Tensor]]
     states = []
     for step in range(STEPS):
         router.observe(share(tokens(step, 41), rank, (24, 17)))
-        states.append(state_of(router.codebook))
+        states.append(snapshot(router.codebook))
     return states
 
 
@@ -83,7 +78,7 @@ def learn_with_empty_ranks(rank: int | None, join: Join) -> list[dict[str, Tenso
             router.observe(torch.full((5, DIM), torch.nan))
         else:
             router.observe(hidden)
-        states.append(state_of(router.codebook) | {"micro": router.micro_batches.clone()})
+        states.append(snapshot(router.codebook) | {"micro": router.micro_batches.clone()})
     return states
 
 
@@ -122,7 +117,7 @@ def train_ddp(rank: int | None, join: Join) -> list[dict[str, Tensor]]:
             f"{n}.grad": p.grad.clone() for n, p in net.named_parameters() if p.grad is not None
         }
         lists = {"lists": layer.router.shortlists().clone()}
-        states.append(grads | lists | state_of(layer.router.codebook))
+        states.append(grads | lists | snapshot(layer.router.codebook))
         optimizer.step()
         optimizer.zero_grad()
     return states
@@ -161,7 +156,7 @@ def train_fsdp(rank: int | None, join: Join) -> list[dict[str, Tensor]]:
         lists["expected_evaluation"] = plain_shortlists(router)
         parameters = {n: full_tensor(p).detach().clone() for n, p in net.named_parameters()}
         states.append(
-            parameters | lists | state_of(router.codebook) | {"evaluated": evaluated.clone()}
+            parameters | lists | snapshot(router.codebook) | {"evaluated": evaluated.clone()}
         )
     return states
 

@@ -99,13 +99,6 @@ def assert_same(actual: Any, expected: Any, what: str = "") -> None:
     )
 
 
-def dense(routing: airmoe.Routing) -> Tensor:
-    """Any routing as weights [T, E]."""
-    listed = routing.to_token_routing()
-    weights = torch.zeros(routing.num_tokens, routing.num_experts)
-    return weights.scatter_add(1, listed.expert_ids, listed.weights)
-
-
 def losses(output: airmoe.MoEOutput) -> Tensor:
     """Everything a training step may ask of a routing."""
     routing = output.routing

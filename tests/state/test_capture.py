@@ -72,7 +72,7 @@ def test_nothing_is_read_or_copied(case: str) -> None:
     assert all(weight.grad is not None for weight in layer.parameters())
 
 
-def test_the_watchdog_bites() -> None:
+def test_host_traffic_is_found() -> None:
     with pytest.raises(AssertionError, match="copies"), NoHostTraffic():
         torch.zeros(3, device="meta").add_(torch.zeros(3).to("meta"))
     with pytest.raises(RuntimeError, match="meta"), NoHostTraffic():

@@ -183,8 +183,8 @@ def test_a_forward_under_no_grad_is_a_micro_batch_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_forwards_that_teach_nothing_are_known_again(use_reentrant: bool) -> None:
-    """Others observe before their backward comes."""
+def test_forwards_without_learning_find_their_plan(use_reentrant: bool) -> None:
+    """Other forwards observe before the backward of these."""
 
     def run(call: Callable[..., Any]) -> dict[str, Tensor]:
         layer = build_layer("air")

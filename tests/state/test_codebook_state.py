@@ -10,13 +10,13 @@ from torch import Tensor
 
 import airmoe
 from airmoe import Codebook
+from tests.conformance.common import dense_weights
 from tests.state.common import (
     CASES,
     assert_same,
     batch,
     build_layer,
     build_router,
-    dense,
     snapshot,
     tracked_layer,
 )
@@ -51,7 +51,7 @@ def test_a_run_with_an_empty_micro_batch_equals_one_without(
         airmoe.track_optimizer(router, optimizer)
         if when != "first":
             router.observe(batch(0, 22))
-            dense(router(batch(0, 22))).square().sum().backward()
+            dense_weights(router(batch(0, 22))).square().sum().backward()
         if when == "after a step":
             optimizer.step()
             optimizer.zero_grad()

@@ -11,6 +11,7 @@ from torch import nn
 
 import airmoe
 from airmoe import CellRouting
+from tests.conformance.common import dense_weights
 from tests.state.common import (
     CASES,
     air_of,
@@ -18,7 +19,6 @@ from tests.state.common import (
     batch,
     build_layer,
     build_router,
-    dense,
     snapshot,
 )
 
@@ -63,7 +63,7 @@ def test_a_cast_router_routes_like_a_float32_one_with_the_same_rounded_numbers(
         routing = router(hidden)
         if isinstance(routing, CellRouting):
             assert routing.gates.dtype == torch.float32
-        found.append((dense(routing), routing.log_z, routing.expert_probs))
+        found.append((dense_weights(routing), routing.log_z, routing.expert_probs))
     assert {tensor.dtype for tensor in found[0]} == {torch.float32}
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
@@ -91,7 +91,7 @@ def test_autocast_does_not_touch_routing(case: str, backward_inside: bool, train
                 router.train()
                 router.observe(hidden)
                 router.train(training)
-                weights = dense(router(hidden))
+                weights = dense_weights(router(hidden))
                 if backward_inside:
                     weights.square().sum().backward()
             if not backward_inside:

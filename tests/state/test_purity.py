@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import airmoe
+from tests.conformance.common import dense_weights
 from tests.state.common import (
     CASES,
     assert_same,
     batch,
     build_layer,
     build_router,
-    dense,
     snapshot,
     tracked_layer,
 )
@@ -32,9 +32,9 @@ def test_a_forward_changes_no_state_and_repeats_itself(
     router.observe(hidden)
     router.train(training)
     before, random = snapshot(router, derived=training), torch.get_rng_state()
-    first = dense(router(hidden))
-    between = dense(router(batch(1, 22)))
-    again = dense(router(hidden))
+    first = dense_weights(router(hidden))
+    between = dense_weights(router(batch(1, 22)))
+    again = dense_weights(router(hidden))
     assert torch.equal(first, again)
     assert not torch.equal(first, between)
     assert_same(snapshot(router, derived=training), before)

@@ -9,12 +9,12 @@ import torch
 
 import airmoe
 from airmoe import MoELayer
+from tests.conformance.common import dense_weights
 from tests.state.common import (
     air_of,
     batch,
     build_block,
     build_layer,
-    dense,
     plain_shortlists,
     tracked_layer,
 )
@@ -76,7 +76,7 @@ def test_every_tracked_optimizer_of_the_centroids_counts_and_no_other() -> None:
     assert air_of(layer).tracked
     layer(batch(7))
     assert air_of(layer).lists_due == "nothing"
-    second.step()  # nobody hears of it any more
+    second.step()  # no longer tracked
     assert air_of(layer).lists_due != "lists"
 
 
@@ -90,11 +90,11 @@ def test_scores_are_exact_under_old_lists() -> None:
     routing = layer.forward_with_routing(batch(9)).routing
     hidden = batch(9).flatten(0, -2)
     logits = router.full_logits(hidden)
-    lists = router.training_lists.experts[router.codebook.nearest(hidden)]
+    lists = router.training_lists.experts[router.codebook.assign(hidden)]
     chosen = logits.gather(1, lists).topk(router.config.top_k).indices
     wanted = torch.zeros_like(logits).scatter(1, lists.gather(1, chosen), 1.0)
     weights = logits.masked_fill(wanted == 0, -torch.inf).softmax(-1)
-    torch.testing.assert_close(dense(routing), weights)
+    torch.testing.assert_close(dense_weights(routing), weights)
 
 
 def test_loading_brings_the_lists_and_changes_by_hand_do_not_wait() -> None:

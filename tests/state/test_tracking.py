@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import airmoe
 from airmoe import ConfigError, MoELayer
+from airmoe.kernels.backend import use_backend
+from airmoe.kernels.cells import make_reverse
 from tests.state.common import (
     air_of,
     assert_same,
@@ -107,7 +109,7 @@ def test_an_optimizer_without_the_centroids_cannot_track_them() -> None:
 @every_optimizer
 @pytest.mark.parametrize("end", ["removed", "forgotten", "copied"])
 def test_lists_stay_correct_when_tracking_ends(end: str, kind: str) -> None:
-    """An EMA copy or a forked run has an optimizer of its own, of which nobody told it."""
+    """An EMA copy or a forked run has an optimizer of its own, which it does not track."""
     layer = build_layer("air", jitter_std=0.0)
     original, optimizer = air_of(layer), adamw(layer)
     handle = airmoe.track_optimizer(layer, optimizer)
@@ -289,6 +291,21 @@ def test_observing_in_evaluation_mode_leaves_the_training_lists_alone() -> None:
     layer(batch(2))
     without_jitter = plain_shortlists(router)
     assert not torch.equal(router.shortlists(), without_jitter), "training lists lost their jitter"
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_lists_of_one_backend_get_what_the_other_needs(training: bool) -> None:
+    """Triton sums by expert through a reverse index; shortlists stay those of this mode."""
+    layer, router, _owner = tracked_layer(jitter_std=2.0)
+    layer(batch(0))
+    layer.train(training)(batch(1))
+    expected = router.shortlists().clone()
+    with use_backend("triton"):
+        assert router.lists_due == "norms"
+        plan = router.plan(router.read(batch(1, 22)))
+    assert torch.equal(plan.experts, expected)
+    wanted = make_reverse(expected, router.config.num_experts)
+    assert_same((plan.entries, plan.starts), (wanted.entries, wanted.starts))
 
 
 def test_evaluation_in_inference_mode_leaves_training_possible() -> None:

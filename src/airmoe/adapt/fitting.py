@@ -103,7 +103,7 @@ def measure(router: Any, codebook: Codebook, hidden: Tensor, sizes: Sequence[int
     shortlist keeps of r's own distribution: exp(-2 |w| |h - r|).
     """
     hidden = hidden.to(router.weight.device)
-    experts, codeword_ids = router.num_experts, codebook.nearest(hidden)
+    experts, codeword_ids = router.num_experts, codebook.assign(hidden)
     scaled = isinstance(codebook, ScaledCodebook)
     near = codebook.representatives() if scaled else codebook.codewords
     norm = full_tensor(router.weight).to(torch.promote_types(hidden.dtype, torch.float32))

@@ -72,7 +72,7 @@ class ScaledCodebook(Codebook):
     @torch.no_grad()
     def measure_scales(self, hidden: Tensor) -> None:
         """Set the scales from the tokens [T, D] of all ranks; without any, the mean."""
-        codeword_ids = self.nearest(hidden)  # [T]
+        codeword_ids = self.assign(hidden)  # [T]
         projections = (hidden.float() * self.codewords[codeword_ids]).sum(-1)  # [T]
         pairs = torch.stack([projections, torch.ones_like(projections)], dim=1)  # [T, 2]
         totals = pairs.new_zeros(self.num_codewords, 2)
@@ -232,8 +232,8 @@ class ShortlistRouter(Selection, _Base):
     def shortlist_logits(self, hidden: Tensor, shortlists: Tensor) -> Tensor:
         """Score hidden [T, D] against their codeword's shortlist: [T, E] float32 or wider."""
         # A token of NaN has no nearest codeword; its logits are NaN all the same.
-        finite = read_tokens("router", self.hidden_dim, hidden.detach(), None).hidden
-        codeword_ids = self.codebook.nearest(finite)  # [T]
+        finite = read_tokens("router", self.hidden_dim, hidden.detach(), None)
+        codeword_ids = self.codebook.assign(finite)  # [T]
         cells = make_cells(codeword_ids.unsqueeze(-1), shortlists)
         scores = cell_scores(hidden, full_tensor(self.weight), cells)  # [T, M], sorted by cell
         scores = scores.index_select(0, cells.order.argsort())

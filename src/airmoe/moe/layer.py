@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from airmoe.moe.experts import CoarseExperts, GranularExperts
 from airmoe.moe.replay import PlanLog, inside_backward, unseen_by_checkpointing
 from airmoe.routers.base import Plan, Router, run_eagerly
 from airmoe.routers.codebook import Codebook
-from airmoe.routers.planning import draw_ticket, new_handle, traced_plan
+from airmoe.routers.planning import new_handle, traced_plan
 from airmoe.routers.routing import Routing, Tokens, for_products
 from airmoe.routers.settings import RouterConfig
 
@@ -112,18 +112,22 @@ class MoELayer(nn.Module):
         training = self.training and router.training
         if compiling:
             valid, plan = traced_plan(self, router, hidden, mask, training=training, learn=learn)
-            # `valid` is without padding and bad tokens; only the caller's mask tells them apart.
-            tokens = replace(router.read(hidden, valid), mask=mask)
+            tokens = router.read(hidden, valid)
         else:
             tokens = router.read(hidden, mask)
             if training:
-                plan = self.make_plan(tokens.detach(), draw_ticket(), learn)
+                # Checkpointing restores the random state before it recomputes a forward, so the
+                # ticket names that forward, in whatever order the backwards arrive.
+                ticket = int(torch.randint(2**62, ()))
+                plan = self.make_plan(tokens, ticket, learn)
         routing = router(hidden, mask, plan, tokens)  # hidden and mask are for forward hooks
         output = self.experts(tokens.hidden, routing)
         if self.post_norm is not None:
             output = self.post_norm(output)
-        # Bad tokens are NaN again: they must not look like good ones, nor enter a gradient.
-        output = output.masked_fill(tokens.bad.unsqueeze(-1), torch.nan)
+        # Bad tokens (NaN, infinity, huge values) are NaN again, unless they are masked: they must
+        # not look like good ones, nor enter a gradient.
+        bad = ~tokens.valid if mask is None else mask & ~tokens.valid
+        output = output.masked_fill(bad.unsqueeze(-1), torch.nan)
         return MoEOutput(output.reshape(x.shape).to(x.dtype), routing)
 
     _forward_eagerly = run_eagerly(forward_with_routing)
@@ -133,11 +137,9 @@ class MoELayer(nn.Module):
         return self.router.compiles(x) and use_triton(x, *self.experts._parameters.values())
 
     @unseen_by_checkpointing()
-    def make_plan(self, tokens: Tokens, ticket: int | None, learn: bool) -> Plan:
-        """The plan of the training forward that drew `ticket`; without one, the present plan."""
+    def make_plan(self, tokens: Tokens, ticket: int, learn: bool) -> Plan:
+        """The plan of the training forward that drew `ticket`, which observes if it is new."""
         router = self.router
-        if ticket is None:
-            return router.plan(tokens)
         if inside_backward():  # a recomputation
             return self._plans.find(ticket, tokens.hidden) or router.plan(tokens)
         if learn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -13,24 +13,18 @@ from airmoe.config import check_choice, check_count, check_number, config
 from airmoe.distributed import full_tensor
 from airmoe.flops import RouterCount, RouterLosses, Workload
 from airmoe.kernels.backend import use_triton
+from airmoe.kernels.best_experts import top_m
 from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
-from airmoe.kernels.cells import ReverseIndex, make_cells, make_reverse
+from airmoe.kernels.cells import make_cells, make_reverse
 from airmoe.kernels.noise import Stage, combine, make_noise
-from airmoe.kernels.norms import unit_rows
+from airmoe.kernels.norms import inverse_norms, unit_rows
 from airmoe.kernels.top_k import LONGEST_ROW
 from airmoe.routers.base import CentroidRouter, Plan
 from airmoe.routers.codebook import Codebook, CodebookKind
 from airmoe.routers.costs import count_air
 from airmoe.routers.expert_choice import capacity_of, expert_choice_gates
-from airmoe.routers.lists import (
-    Due,
-    Key,
-    ListCache,
-    Lists,
-    TensorIdentity,
-    build_lists,
-)
+from airmoe.routers.lists import Due, Key, ListCache, Lists, TensorIdentity
 from airmoe.routers.routing import CellRouting, Lazy, ScoredCells, Tokens, token_choice
 from airmoe.routers.settings import Amount, CentroidConfig, Fairness
 from airmoe.routers.tracking import how_to_track
@@ -38,12 +32,11 @@ from airmoe.routers.tracking import how_to_track
 Gate = Literal["token_choice", "expert_choice"]
 
 
-@dataclass(frozen=True)
-class AirPlan(Plan):
-    """The result of the coarse stage."""
+@dataclass(frozen=True, kw_only=True)
+class AirPlan(Lists, Plan):
+    """The result of the coarse stage: the lists, and which of them each token has."""
 
     codeword_ids: Tensor  # [T]
-    lists: Lists
     codewords: Tensor  # [G, D]
 
 
@@ -116,6 +109,7 @@ class AirRouter(CentroidRouter):
             return AirRouter(self)
 
     config: Config
+    plan_type = AirPlan
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -178,7 +172,6 @@ class AirRouter(CentroidRouter):
 
     def plan(self, tokens: Tokens) -> AirPlan:
         """The coarse stage: nearest codewords and the shortlists as they are now."""
-        codeword_ids = self.codebook.nearest(tokens.hidden)
         codewords, lists = self.codebook.codewords, self._lists(tokens.hidden.dtype)
         own_bytes = 0
         if self.training:  # the next micro-batch moves them, maybe before this plan is used
@@ -186,16 +179,21 @@ class AirRouter(CentroidRouter):
             own_bytes = codewords.nbytes
             if lists.experts is not self.training_lists.experts:
                 own_bytes += lists.experts.nbytes
-        noise_key = self.current_noise_key()
-        return AirPlan(noise_key, codeword_ids, lists, codewords, own_bytes=own_bytes)
+        return AirPlan(
+            **vars(lists),
+            noise_key=super().plan(tokens).noise_key,
+            own_bytes=own_bytes,
+            codeword_ids=self.codebook.assign(tokens),
+            codewords=codewords,
+        )
 
     def route(self, tokens: Tokens, plan: AirPlan) -> CellRouting:
         """The fine stage: exact scores of every token's shortlist and gates of the best K."""
-        config, lists, device = self.config, plan.lists, tokens.hidden.device
+        config, device = self.config, tokens.hidden.device
         centroids = self.operand(tokens.hidden)
-        cells = make_cells(plan.codeword_ids.unsqueeze(-1), lists.experts, lists.reverse)
+        cells = make_cells(plan.codeword_ids.unsqueeze(-1), plan.experts, plan.reverse)
         noise = self.noise(plan, Stage.TOKEN, tokens.hidden.shape[0])
-        operands: dict[str, Any] = {"inverse_norms": lists.inverse_norms, "noise": noise}
+        operands: dict[str, Any] = {"inverse_norms": plan.inverse_norms, "noise": noise}
         # Tokens choose K experts each, or experts choose `capacity` tokens each.
         capacity, max_per_token = None, config.top_k
         if config.gate == "expert_choice":
@@ -280,42 +278,56 @@ class AirRouter(CentroidRouter):
     def _build_lists(
         self, due: Due, dtype: torch.dtype = torch.float32, micro_batch: Tensor | None = None
     ) -> Lists:
-        """What is due, with the jitter of this micro-batch or another."""
+        """What is due (Alg. 1, lines 1 and 4-7), with the jitter of this micro-batch or another.
+
+        On a GPU the operands of the products are rounded to a 16-bit `dtype`, which moves a score a
+        hundredth as far as jitter does.
+        """
         config, centroids = self.config, full_tensor(self.centroids.detach())
+        norms = inverse_norms(centroids) if config.normalize_centroids else None  # [E]
         if due == "norms":  # scores are exact under any shortlists
-            return self.training_lists.view().renewed(centroids)
-        noise = None
-        if self.training and config.jitter_std > 0:
-            # The codebook's seed is equal on all ranks.
-            micro_batch = self.micro_batches if micro_batch is None else micro_batch
-            key = combine(self.codebook.seed, micro_batch)
-            noise = make_noise(key, Stage.SHORTLIST, config.num_codewords, config.jitter_std)
-        size, normalize = config.shortlist_size, config.normalize_centroids
-        codewords = self.codebook.codewords
-        return build_lists(codewords, centroids, noise, size, normalize=normalize, dtype=dtype)
+            lists = replace(self._cache.view(), inverse_norms=norms)
+        else:
+            noise, codewords = None, self.codebook.codewords
+            if self.training and config.jitter_std > 0:
+                # The codebook's seed is equal on all ranks.
+                micro_batch = self.micro_batches if micro_batch is None else micro_batch
+                key = combine(self.codebook.seed, micro_batch)
+                noise = make_noise(key, Stage.SHORTLIST, config.num_codewords, config.jitter_std)
+            if centroids.is_cuda and dtype.itemsize == 2:
+                codewords, centroids = codewords.to(dtype), centroids.to(dtype)
+            size = config.shortlist_size
+            experts = top_m(codewords, centroids, size, inverse_norms=norms, noise=noise)  # [G, M]
+            lists = Lists(experts=experts, inverse_norms=norms, dtype=dtype)
+        if lists.entries is None and use_triton(lists.experts):
+            lists = replace(lists, **vars(make_reverse(lists.experts, config.num_experts)))
+        return lists
 
     def _key(self) -> Key:
         """What lists depend on.
 
         In training only loading the codebook makes them out of date, not its learning (Alg. 3).
         """
-        version, changes = self.codebook.version, self.parameter_changes
+        codewords, version = self.codebook.codewords, self.codebook.version
         tensors = (TensorIdentity(self.centroids),)
         if self.training:
-            return Key(changes, version[:1], tensors, built=changes)
-        tensors += (TensorIdentity(self.codebook.codewords),)
-        return Key(changes, version, tensors, built=changes)
+            version = version[:1]
+        else:
+            tensors += (TensorIdentity(codewords),)
+        return Key(self.parameter_changes, use_triton(codewords), version, tensors)
+
+    @property
+    def _cache(self) -> ListCache:
+        return self.training_lists if self.training else self.evaluation_lists
 
     @property
     def lists_due(self) -> Due:
         """Which part of this mode's lists is out of date."""
-        cache = self.training_lists if self.training else self.evaluation_lists
-        return cache.due(self._key())
+        return self._cache.due(self._key())
 
     def lists_renewed(self, due: Due) -> None:
         """Note that a CUDA graph has renewed what was due."""
-        cache = self.training_lists if self.training else self.evaluation_lists
-        cache.store(None, due, self._key(), self.micro_batches)
+        self._cache.store(None, due, self._key(), self.micro_batches)
 
     @property
     def built_at(self) -> Tensor | None:
@@ -346,8 +358,6 @@ class AirRouter(CentroidRouter):
         super().train(mode)
         return self
 
-    # -- plans for recomputation and compiled graphs --------------------------------------
-
     def plan_layout(self) -> dict[str, str]:
         config = self.config
         codewords, size, experts = config.num_codewords, config.shortlist_size, config.num_experts
@@ -361,14 +371,3 @@ class AirRouter(CentroidRouter):
         if config.normalize_centroids:
             layout["inverse_norms"] = f"float32:{experts}"
         return layout | super().plan_layout()
-
-    def pack_plan(self, plan: AirPlan) -> dict[str, Any]:
-        lists = plan.lists
-        reverse = lists.reverse or make_reverse(lists.experts, self.config.num_experts)
-        return vars(plan) | vars(lists) | vars(reverse)
-
-    def unpack_plan(self, tensors: dict[str, Tensor]) -> AirPlan:
-        reverse = ReverseIndex(tensors["entries"], tensors["starts"])
-        lists = Lists(tensors["experts"], tensors.get("inverse_norms"), reverse)
-        noise_key = tensors.get("noise_key")
-        return AirPlan(noise_key, tensors["codeword_ids"], lists, tensors["codewords"])

@@ -33,9 +33,8 @@ class Plan:
     checkpointing) gives the same routing although the codebook and the noise have moved on since.
     """
 
-    noise_key: Tensor | None  # int64 scalar, None without jitter
-    # Of its largest tensors that no cache holds too:
-    own_bytes: int = field(default=0, kw_only=True)
+    noise_key: Tensor | None = None  # int64 scalar, None without jitter
+    own_bytes: int = field(default=0, kw_only=True)  # of large tensors that only this plan holds
 
 
 class Router(nn.Module, ABC):
@@ -44,6 +43,7 @@ class Router(nn.Module, ABC):
 
     Config: ClassVar[type[RouterConfig]]  # beside each router, its own settings
     config: Any  # an instance of it
+    plan_type: ClassVar[type[Plan]] = Plan  # what `plan` returns
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__()
@@ -73,8 +73,11 @@ class Router(nn.Module, ABC):
         """Exact jitter-free logits over all experts, [T, D] -> [T, E]: for metrics and tests."""
 
     def plan(self, tokens: Tokens) -> Plan:
-        """What `route` needs now besides tokens and parameters."""
-        return Plan(self.current_noise_key())
+        """What `route` needs now besides tokens and parameters: the key of this micro-batch's
+        jitter on this rank."""
+        if not self.training or self.config.jitter_std == 0:
+            return Plan()
+        return Plan(combine(self.noise_seed, self.micro_batches, rank()))
 
     def forward(
         self,
@@ -107,6 +110,7 @@ class Router(nn.Module, ABC):
         return read_tokens(type(self).__name__, self.config.dim, hidden, mask)
 
     @run_eagerly
+    @torch.no_grad()
     def observe(self, hidden: Tensor | Tokens, mask: Tensor | None = None) -> None:
         """Learn from one training micro-batch without gradients, and move the noise on.
 
@@ -114,7 +118,7 @@ class Router(nn.Module, ABC):
         stall a GPU, and in a process group every rank must take part, if need be with empty
         statistics.
         """
-        tokens = self.read(hidden.detach(), mask)
+        tokens = self.read(hidden, mask)
         distributed, on_cpu = is_distributed(), tokens.valid.device.type == "cpu"
         some = tokens.valid.any()
         empty = tokens.valid.numel() == 0 or (on_cpu and not bool(some))
@@ -126,12 +130,6 @@ class Router(nn.Module, ABC):
 
     def learn(self, tokens: Tokens) -> None:
         """Gradient-free learning of this router; most have none."""
-
-    def current_noise_key(self) -> Tensor | None:
-        """This micro-batch's key on this rank, or None when there is no jitter."""
-        if not self.training or self.config.jitter_std == 0:
-            return None
-        return combine(self.noise_seed, self.micro_batches, rank())
 
     def noise(self, plan: Plan, stage: Stage, num_rows: int) -> Noise | None:
         """Jitter of one stage under a plan."""
@@ -188,30 +186,18 @@ class Router(nn.Module, ABC):
     # -- plans ------------------------------------------------------------------------------
 
     def compiles(self, hidden: Tensor) -> bool:
-        """True if a compiler can include the whole router: Triton computes, plans of its own can be
-        packed, and it has no forward hooks, which are Python code at every call."""
+        """True if a compiler can include the whole router: Triton computes, plans of its own have a
+        layout, and it has no forward hooks, which are Python code at every call."""
         kind = type(self)
-        packs_plans = kind.plan is Router.plan or kind.pack_plan is not Router.pack_plan
+        packs_plans = kind.plan is Router.plan or kind.plan_layout is not Router.plan_layout
         # `len`, because a compiler does not notice that an empty dict is true later on.
         if len(self._hooks_now) > 0 or not packs_plans:
             return False
         return use_triton(hidden, *self._parameters.values())
 
     def plan_layout(self) -> dict[str, str]:
-        """The tensors of a plan made now, each as `dtype:sizes` (T: the tokens)."""
+        """The tensors in a plan made now: field -> `dtype:sizes` (T: the tokens)."""
         return {"noise_key": "int64:"} if self.training and self.config.jitter_std > 0 else {}
-
-    def pack_plan(self, plan: Any) -> dict[str, Any]:
-        """The tensors of a plan by the names of `plan_layout`, among others."""
-        return vars(plan)
-
-    def unpack_plan(self, tensors: dict[str, Tensor]) -> Plan:
-        """The plan made of these tensors."""
-        return Plan(tensors.get("noise_key"))
-
-    def make_plan(self, tokens: Tokens, ticket: int | None, learn: bool) -> Plan:
-        """The present plan, for the operator `airmoe::plan`."""
-        return self.plan(tokens)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{key}={value!r}" for key, value in vars(self.config).items())

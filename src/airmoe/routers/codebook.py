@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -57,22 +56,6 @@ def _widen(module: nn.Module, _incompatible: object) -> None:
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.is_floating_point():
             setattr(module, name, buffer.float())
-
-
-@dataclass(frozen=True)
-class GlobalBatch:
-    """The valid tokens of all ranks, numbered rank by rank."""
-
-    hidden: Tensor  # [T, D] this rank's tokens, 0 where invalid
-    valid: Tensor  # [T] bool
-    total: Tensor  # int64 scalar: valid tokens of all ranks
-    first: Tensor  # int64 scalar: number of this rank's first valid token
-    spherical: bool  # tokens count by their direction (Alg. 2, line 2)
-
-    def rows(self, numbers: Tensor) -> Tensor:
-        """This rank's share of the tokens with these global numbers, else 0: [n, D] float32."""
-        operands = self.hidden, self.valid, numbers, self.first
-        return rows_of_numbers(*operands, spherical=self.spherical)
 
 
 class Codebook(Float32State):
@@ -126,13 +109,10 @@ class Codebook(Float32State):
         self.updates.zero_()
         self._forget()
 
-    def assign(self, hidden: Tensor) -> Tensor:
+    def assign(self, hidden: Tensor | Tokens) -> Tensor:
         """Nearest codeword of each token: [T, D] -> [T] (Alg. 1, line 3)."""
-        return self.nearest(read_tokens("codebook", self.dim, hidden, None).hidden)
-
-    def nearest(self, hidden: Tensor) -> Tensor:
-        """`assign` for tokens that were checked before."""
-        return assign(hidden, self.codewords, euclidean=self.euclidean)
+        tokens = read_tokens("codebook", self.dim, hidden, None)
+        return assign(tokens.hidden, self.codewords, euclidean=self.euclidean)
 
     @torch.no_grad()
     def update(self, hidden: Tensor | Tokens, mask: Tensor | None = None) -> None:
@@ -153,52 +133,58 @@ class Codebook(Float32State):
                 "micro-batches, fewer codewords or a smaller dead_below.",
                 stacklevel=2,
             )
-        # Keys must agree on all ranks, whatever seed each was built with: rank 0's are taken.
-        ranks = all_gather_rows(torch.stack([tokens.valid.sum(), self.seed, self.updates]))
-        counts = ranks[:, 0]  # [world] valid tokens of each rank
-        self.seed.copy_(ranks[0, 1])
-        self.updates.copy_(ranks[0, 2])
-        first = counts[: rank()].sum()
-        batch = GlobalBatch(tokens.hidden, tokens.valid, counts.sum(), first, not self.euclidean)
-        updated = batch.total > 0
+        total = tokens.valid.sum()  # valid tokens of all ranks, numbered rank by rank
+        first = torch.zeros_like(total)  # the number of this rank's first one
+        if is_distributed():
+            # Keys must agree on all ranks, whatever seed each was built with: rank 0's are taken.
+            ranks = all_gather_rows(torch.stack([total, self.seed, self.updates]))
+            total, first = ranks[:, 0].sum(), ranks[: rank(), 0].sum()
+            self.seed.copy_(ranks[0, 1])
+            self.updates.copy_(ranks[0, 2])
+        updated = total > 0
         if self.kind == "static":
             updated &= ~self.initialized
         if not started:
-            self._start(batch)
+            self._start(tokens, total, first)
         if self.kind != "static":
-            self._step(batch)
+            self._step(tokens, total, first)
         self.updates += updated
         self.version = (self.version[0], self.version[1] + 1)
 
-    def _start(self, batch: GlobalBatch) -> None:
+    def _start(self, tokens: Tokens, total: Tensor, first: Tensor) -> None:
         """Codewords from distinct tokens, one drawn from each of G equal strata of the batch."""
         codes = torch.arange(self.num_codewords, device=self.counts.device)
-        low = codes * batch.total // self.num_codewords
-        high = (codes + 1) * batch.total // self.num_codewords
+        low = codes * total // self.num_codewords
+        high = (codes + 1) * total // self.num_codewords
         keys = combine(self.seed, int(Stage.FIRST_BATCH), codes)
-        drawn = all_reduce_sum(batch.rows(low + uniform_index(keys, high - low)))
-        first = (batch.total > 0) & ~self.initialized  # the host may not know
-        share = batch.total.float() / self.num_codewords
+        numbers = low + uniform_index(keys, high - low)
+        drawn = all_reduce_sum(
+            rows_of_numbers(
+                tokens.hidden, tokens.valid, numbers, first, spherical=not self.euclidean
+            )
+        )
+        starts = (total > 0) & ~self.initialized  # the host may not know
+        share = total.float() / self.num_codewords
         ones, old = torch.ones_like(self.counts), self.codewords
         codewords = projected(drawn, ones, old, euclidean=self.euclidean)
-        self.codewords.copy_(torch.where(first, codewords, old))
-        self.counts.copy_(torch.where(first, share, self.counts))
-        self.sums.copy_(torch.where(first, drawn * share, self.sums))
-        self.initialized |= first
+        self.codewords.copy_(torch.where(starts, codewords, old))
+        self.counts.copy_(torch.where(starts, share, self.counts))
+        self.sums.copy_(torch.where(starts, drawn * share, self.sums))
+        self.initialized |= starts
 
-    def _step(self, batch: GlobalBatch) -> None:
+    def _step(self, tokens: Tokens, total: Tensor, first: Tensor) -> None:
         """Alg. 2, lines 3-13: assign, EMA of counts and sums, replace the dead, project."""
-        codeword_ids = self.nearest(batch.hidden)  # where spherical, norms do not matter
+        codeword_ids = self.assign(tokens)  # where spherical, norms do not matter
         keys = combine(self.seed, int(Stage.REPLACE), self.updates)
         codes = torch.arange(self.num_codewords, device=self.counts.device)
-        spare = uniform_index(combine(keys, codes), batch.total)
-        batch_sums = codeword_sums(
-            batch.hidden, batch.valid, codeword_ids, self.num_codewords, spherical=batch.spherical
-        )
-        totals = all_reduce_sum(torch.cat([batch_sums, batch.rows(spare)], dim=-1))  # [G, 2 D + 1]
+        spare = uniform_index(combine(keys, codes), total)
+        counted, spherical = (tokens.hidden, tokens.valid), not self.euclidean
+        batch_sums = codeword_sums(*counted, codeword_ids, self.num_codewords, spherical=spherical)
+        spare_rows = rows_of_numbers(*counted, spare, first, spherical=spherical)
+        totals = all_reduce_sum(torch.cat([batch_sums, spare_rows], dim=-1))  # [G, 2 D + 1]
         form: dict[str, Any] = {"decay": self.decay, "dead_below": self.dead_below}
         state = CodebookState(self.codewords, self.counts, self.sums)
-        state = moved(state, totals, batch.total, euclidean=self.euclidean, **form)
+        state = moved(state, totals, total, euclidean=self.euclidean, **form)
         self.codewords.copy_(state.codewords)
         self.counts.copy_(state.counts)
         self.sums.copy_(state.sums)

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from airmoe.kernels.backend import use_triton
-from airmoe.kernels.best_experts import top_m
-from airmoe.kernels.cells import ReverseIndex, make_reverse
-from airmoe.kernels.noise import Noise
-from airmoe.kernels.norms import inverse_norms
+from airmoe.kernels.cells import ReverseIndex
 from airmoe.routers.codebook import Codebook, Float32State
 
 # What must be rebuilt.
@@ -27,45 +23,21 @@ Due = Literal[
 NORMS_UNKNOWN = -1  # in a key: whatever happens next, norms are due
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Lists:
     """Everything that routing derives from codewords and centroids."""
 
     experts: Tensor  # [G, M] ascending ids
-    inverse_norms: Tensor | None  # [E] 1/|w_e| where centroids are projected
-    reverse: ReverseIndex | None  # expert -> its shortlists: for Triton's sums by expert
+    inverse_norms: Tensor | None = None  # [E] 1/|w_e| where centroids are projected
+    # Where Triton computes, for sums by expert, the reverse index: expert -> its shortlists.
+    entries: Tensor | None = None  # [G * M]
+    starts: Tensor | None = None  # [E + 1]
     dtype: torch.dtype = torch.float32  # of the operands of the products
 
-    def renewed(self, centroids: Tensor) -> Lists:
-        """The same shortlists under centroids that have moved: scores are exact all the same."""
-        norms = None if self.inverse_norms is None else inverse_norms(centroids)
-        reverse = self.reverse
-        if reverse is None and use_triton(self.experts):
-            reverse = make_reverse(self.experts, centroids.shape[0])
-        return replace(self, inverse_norms=norms, reverse=reverse)
-
-
-@torch.no_grad()
-def build_lists(
-    codewords: Tensor,
-    centroids: Tensor,
-    noise: Noise | None,
-    size: int,
-    *,
-    normalize: bool,
-    dtype: torch.dtype = torch.float32,
-) -> Lists:
-    """Alg. 1, lines 1 and 4-7: the `size` best experts of every codeword.
-
-    On a GPU the operands of the products are rounded to a 16-bit `dtype`, which moves a score a
-    hundredth as far as jitter does.
-    """
-    norms = inverse_norms(centroids) if normalize else None  # [E]
-    if centroids.is_cuda and dtype.itemsize == 2:
-        codewords, centroids = codewords.to(dtype), centroids.to(dtype)
-    experts = top_m(codewords, centroids, size, inverse_norms=norms, noise=noise)  # [G, M]
-    reverse = make_reverse(experts, centroids.shape[0]) if use_triton(experts) else None
-    return Lists(experts, norms, reverse, dtype)
+    @property
+    def reverse(self) -> ReverseIndex | None:
+        entries, starts = self.entries, self.starts
+        return None if entries is None or starts is None else ReverseIndex(entries, starts)
 
 
 class TensorIdentity(tuple[int, int, Any]):
@@ -96,9 +68,9 @@ class Key:
     """What lists were derived from."""
 
     changes: int  # of the parameters: optimizer steps, loads, edits by hand
+    triton: bool  # whether it computes, and wants the reverse index
     codebook: tuple[int, ...]  # `Codebook.version`; in training only its first number
     tensors: tuple[TensorIdentity, ...]
-    built: int  # `changes` when the shortlists were built; norms may be newer
 
 
 class ListCache(Float32State):
@@ -141,12 +113,13 @@ class ListCache(Float32State):
     def reset_parameters(self) -> None:
         for buffer in self.buffers():
             buffer.zero_()
-        self._has_reverse, self.dtype = False, torch.float32
+        self.dtype = torch.float32
         self.expire()
 
     def expire(self, *_: object) -> None:
         """Make the lists out of date: parameters were loaded, or changed by hand."""
         self.key: Key | None = None
+        self.built = 0  # `Key.changes` when the shortlists were built; norms may be newer
         if self.lifetime > 1:
             self.age.fill_(self.lifetime)
 
@@ -160,31 +133,31 @@ class ListCache(Float32State):
     def due(self, now: Key) -> Due:
         """What must be rebuilt. Nothing else decides it."""
         key = self.key
-        if key is None or key.codebook != now.codebook or now.changes - key.built >= self.lifetime:
+        if key is None or key.codebook != now.codebook or now.changes - self.built >= self.lifetime:
             return "lists"
-        if key.changes != now.changes:
+        if (key.changes, key.triton) != (now.changes, now.triton):
             return "norms"
         return "nothing" if key.tensors == now.tensors else "replaced"
 
     def view(self) -> Lists:
         """The cached lists themselves, not a copy."""
         norms = self.inverse_norms if self.normalize else None
-        reverse = ReverseIndex(self.entries, self.starts) if self._has_reverse else None
-        return Lists(self.experts, norms, reverse, self.dtype)
+        lists = Lists(experts=self.experts, inverse_norms=norms, dtype=self.dtype)
+        has_reverse = self.key is not None and self.key.triton
+        return replace(lists, entries=self.entries, starts=self.starts) if has_reverse else lists
 
     @torch.no_grad()
     def store(self, lists: Lists | None, due: Due, now: Key, micro_batch: Tensor) -> None:
         """Keep what was built because of `due`; None if a CUDA graph has written it already."""
-        built = self.key.built if due == "norms" and self.key is not None else now.built
-        self.key = replace(now, built=built)
+        self.key = now
+        if due != "norms":
+            self.built = now.changes
         if lists is None:
             return
-        if lists.inverse_norms is not None:
-            self.inverse_norms.copy_(lists.inverse_norms)
-        self._has_reverse, self.dtype = lists.reverse is not None, lists.dtype
-        if lists.reverse is not None:
-            self.entries.copy_(lists.reverse.entries)
-            self.starts.copy_(lists.reverse.starts)
+        self.dtype = lists.dtype
+        for name in ("inverse_norms", "entries", "starts"):
+            if getattr(lists, name) is not None:
+                getattr(self, name).copy_(getattr(lists, name))
         if due != "norms":
             self.experts.copy_(lists.experts)
             self.built_at.copy_(micro_batch)
@@ -200,5 +173,5 @@ class ListCache(Float32State):
                 self._buffers[name] = torch.full_like(buffer, self.lifetime, device=device)
         if self.lifetime > 1 and not self.age.is_meta and int(self.age) < self.lifetime:
             # Norms and reverse index are not saved, so they are rebuilt.
-            self.key = Key(NORMS_UNKNOWN, codebook.version[:1], (), changes - int(self.age))
-            self._has_reverse = False
+            self.key = Key(NORMS_UNKNOWN, False, codebook.version[:1], ())
+            self.built = changes - int(self.age)

@@ -160,5 +160,5 @@ class PeerRouter(Router):
     @own_precision
     def full_logits(self, hidden: Tensor) -> Tensor:
         """Exact jitter-free logits of every head over all experts: [T, D] -> [T, P, E]."""
-        first, second = self._sub_scores(hidden, Plan(None)).unbind(2)
+        first, second = self._sub_scores(hidden, Plan()).unbind(2)
         return (first.unsqueeze(-1) + second.unsqueeze(-2)).flatten(2)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from airmoe.routers.base import Plan, Router
 
 _numbers = itertools.count()  # of modules, and of traced calls
-# The modules whose forwards begin with a plan: routers, and layers (which have a `router`). Both
-# have `make_plan(tokens, ticket, learn)`; that of a layer also lets its router observe. A training
-# forward has a ticket, by which its recomputation is recognised.
+# The modules whose forwards begin with a plan: routers, and layers (which have a `router`). A
+# training forward of a layer has a ticket, by which its recomputation is recognised, and
+# `MoELayer.make_plan` lets the router observe.
 _planners: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
@@ -36,15 +36,6 @@ def new_handle(planner: Any) -> Tensor:
     number = next(_numbers)
     _planners[number] = planner
     return torch.full((1,), number, dtype=torch.int64, device="cpu")
-
-
-def draw_ticket() -> int:
-    """A number that a recomputed forward draws again.
-
-    Checkpointing restores the CPU's random state before it recomputes, so the ticket names the
-    forward that is repeated, in whatever order the backwards arrive.
-    """
-    return int(torch.randint(2**62, ()))
 
 
 def traced_plan(
@@ -62,13 +53,13 @@ def traced_plan(
     """
     handle, layout = planner._handle, router.plan_layout()
     if not training and not layout:
-        return mask, router.unpack_plan({})
+        return mask, router.plan_type()
     ticket = torch.ops.airmoe.draw_ticket(handle, _call_number()) if training else None
     kinds = ";".join(["bool:T", *layout.values()])
     tensors = torch.ops.airmoe.plan(
         hidden.detach(), mask, ticket, handle, kinds, torch.is_grad_enabled(), learn
     )
-    return tensors[0], router.unpack_plan(dict(zip(layout, tensors[1:], strict=True)))
+    return tensors[0], router.plan_type(**dict(zip(layout, tensors[1:], strict=True)))
 
 
 def _call_number() -> int:
@@ -84,11 +75,12 @@ assume_constant(_call_number)
     "airmoe::draw_ticket", mutates_args=(), tags=[torch.Tag.nondeterministic_seeded]
 )
 def _draw_ticket(handle: Tensor, call: int) -> Tensor:
-    """[1] int64 on the CPU, as the handle tells compilers.
+    """The ticket that a layer draws without a compiler: [1] int64 on the CPU, as the handle tells
+    compilers.
 
     `call` differs from call to call, or a compiler would merge two of them into one.
     """
-    return torch.full((1,), draw_ticket(), dtype=torch.int64)
+    return torch.randint(2**62, (1,), device="cpu")
 
 
 @_draw_ticket.register_fake
@@ -115,12 +107,14 @@ def _plan(
     """
     planner = _planners[int(handle)]
     # A router may have a part that it calls `router`.
-    router = planner if hasattr(planner, "pack_plan") else planner.router
+    router = planner if hasattr(planner, "plan_layout") else planner.router
     with torch.set_grad_enabled(gradients):
         tokens = router.read(hidden, mask)
-        plan = planner.make_plan(tokens, None if ticket is None else int(ticket), learn)
-    parts = router.pack_plan(plan)
-    tensors = [tokens.valid, *(parts[name] for name in router.plan_layout())]
+        if ticket is None:
+            plan = router.plan(tokens)
+        else:
+            plan = planner.make_plan(tokens, int(ticket), learn)
+    tensors = [tokens.valid, *(getattr(plan, name) for name in router.plan_layout())]
     return [tensor.clone() for tensor in tensors]
 
 

@@ -30,20 +30,11 @@ class Tokens:
 
     hidden: Tensor  # [T, D]
     valid: Tensor  # [T] bool
-    mask: Tensor | None = None  # [T] bool, the caller's
 
     @property
     def shape(self) -> torch.Size:
         """[T, D], like that of the hidden states that these may stand in for."""
         return self.hidden.shape
-
-    @property
-    def bad(self) -> Tensor:
-        """[T] bool: tokens that are not masked, but hold NaN, infinity or huge values."""
-        return ~self.valid if self.mask is None else self.mask & ~self.valid
-
-    def detach(self) -> Tokens:
-        return Tokens(self.hidden.detach(), self.valid, self.mask)
 
     @property
     def weights(self) -> Tensor:
@@ -89,7 +80,7 @@ def read_tokens(label: str, dim: int, hidden: Tensor | Tokens, mask: Tensor | No
             remedy = "Give True for real tokens and False for padding."
             raise ConfigError(f"{label}.mask", (tuple(mask.shape), mask.dtype), rule, remedy)
         valid = valid & mask
-    return Tokens(torch.where(valid.unsqueeze(-1), hidden, 0), valid, mask)
+    return Tokens(torch.where(valid.unsqueeze(-1), hidden, 0), valid)
 
 
 @dataclass(eq=False)
