@@ -34,13 +34,13 @@ ACROSS: dict[str, tuple[str, Kind]] = {
     "seconds": ("time", "seconds"),
     "tokens": ("training tokens", "count"),
 }
+Points = dict[float, tuple[float, float]]  # tokens -> (x, y)
 
 
 @dataclass(frozen=True)
 class Curves:
     """One figure: a field of the log over another."""
 
-    name: str  # of its file, behind the group's
     field: str
     label: str
     caption: str
@@ -50,64 +50,73 @@ class Curves:
     factor: float = 1.0
     approximate: bool = False  # only routers that approximate exact routing
 
+    @property
+    def name(self) -> str:
+        """Of its file, behind the group's."""
+        across = "" if self.across == "tokens" else f"-{self.across}"
+        return (self.field + across).replace("_", "-")
 
-def _perplexity(across: str) -> Curves:
-    name, label = f"perplexity-{across.replace('_', '-')}", "validation perplexity"
-    caption = f"Validation perplexity against {ACROSS[across][0]} (lower is better)."
-    return Curves(name, "perplexity", label, caption, across=across, is_logarithmic=True)
 
-
-def _quality(field: str, label: str) -> Curves:
-    name, caption = field.replace("_", "-"), f"{label} during training, on a sample of tokens."
-    is_tiny = field == "mass_recall_bound"
-    return Curves(
-        name, field, label, caption, log="training", is_logarithmic=is_tiny, approximate=True
+PERPLEXITY = tuple(
+    Curves(
+        "perplexity",
+        "validation perplexity",
+        f"Validation perplexity against {ACROSS[across][0]} (lower is better).",
+        across=across,
+        is_logarithmic=True,
     )
-
-
-def _share(field: str, caption: str, log: Literal["evaluations", "training"]) -> Curves:
-    name, label = field.replace("_", "-"), f"{field.replace('_', ' ')} (%)"
-    return Curves(name, field, label, caption, log=log, factor=100.0)
-
-
-PERPLEXITY = tuple(map(_perplexity, ("flops", "executed_flops", "seconds")))
-QUALITY = (
-    _quality("overlap", "Overlap with exact routing"),
-    _quality("mass_recall", "Mass recall"),
-    _quality("mass_recall_bound", "Bound of the mass recall"),
+    for across in ("flops", "executed_flops", "seconds")
+)
+# Fig. 2. At equal FLOPs the runs would be at different points of their learning-rate schedules.
+REDUCTION = Curves(
+    "reduction",
+    "reduction against PEER (%)",
+    "How far perplexity is below PEER's with the same seed after the same number of tokens, in per "
+    "cent (larger is better).",
+)
+QUALITY = tuple(
+    Curves(
+        field,
+        label,
+        f"{label} during training, on a sample of tokens.",
+        log="training",
+        is_logarithmic=field == "mass_recall_bound",
+        approximate=True,
+    )
+    for field, label in (
+        ("overlap", "Overlap with exact routing"),
+        ("mass_recall", "Mass recall"),
+        ("mass_recall_bound", "Bound of the mass recall"),
+    )
 )
 HEALTH = (
-    _share(
+    Curves(
         "dead_experts",
+        "dead experts (%)",
         "Experts without a token of the validation text, in per cent.",
-        "evaluations",
-    ),
-    _share(
-        "unlisted_experts",
-        "Experts that no shortlist holds, in per cent: no token can choose them.",
-        "evaluations",
+        factor=100.0,
     ),
     Curves(
-        "codeword-perplexity",
+        "unlisted_experts",
+        "unlisted experts (%)",
+        "Experts that no shortlist holds, in per cent: no token can choose them.",
+        factor=100.0,
+    ),
+    Curves(
         "codeword_perplexity",
         "codewords in use",
         "Codewords (hierarchical: clusters) in use in a training step, as the perplexity of their "
         "usage.",
         log="training",
     ),
-    _share(
+    Curves(
         "staleness",
+        "staleness (%)",
         "Shortlist entries that a rebuild would replace, in per cent. Lists that are kept for "
         "several steps have different ages at the steps shown.",
-        "training",
+        log="training",
+        factor=100.0,
     ),
-)
-REDUCTION = Curves(
-    "reduction",
-    "perplexity",
-    "reduction against PEER (%)",
-    "How far perplexity is below PEER's with the same seed after the same number of tokens, in per "
-    "cent (larger is better).",
 )
 
 
@@ -123,74 +132,53 @@ class Series:
 
 def curve_figures(group: Group, shown: Sequence[Curves]) -> list[Drawing]:
     """A figure for each of these that some variant has numbers for."""
-    figures = []
-    for one in shown:
-        runs = [run for run in group.runs if not (one.approximate and scores_every_expert(run))]
-        if found := series(replace(group, runs=runs), one):
-            figures.append(_draw(group, one, found))
-    return figures
+    return [_draw(group, one, found) for one in shown if (found := series(group, one))]
 
 
 def series(group: Group, shown: Curves) -> list[Series]:
-    """The variants that have both fields, at the steps which all their seeds share."""
+    """The variants that have the numbers, where all their seeds have them."""
     found = []
     for variant, runs in group.variants.items():
-        points = [_points(run, shown) for run in runs]
-        steps = sorted(set.intersection(*(set(of_run) for of_run in points)))
-        if steps:
-            across = [fmean(of_run[step][0] for of_run in points) for step in steps]
-            values = [[of_run[step][1] for of_run in points] for step in steps]
-            found.append(_over_seeds(variant, across, values))
+        if shown == REDUCTION:
+            points = _reductions(runs, group.variants.get(BASELINE, []))
+        else:
+            points = [_points(run, shown) for run in runs]
+        shared = sorted(set.intersection(*map(set, points))) if points else []
+        if shared:
+            x = [fmean(of_run[tokens][0] for of_run in points) for tokens in shared]
+            values = [[of_run[tokens][1] for of_run in points] for tokens in shared]
+            spread = [stdev(seeds) if len(seeds) > 1 else 0.0 for seeds in values]
+            found.append(Series(variant, x, [fmean(seeds) for seeds in values], spread))
     return found
 
 
-def _over_seeds(variant: str, x: list[float], values: list[list[float]]) -> Series:
-    """`values` are those of all seeds, for every x."""
-    spreads = [stdev(at_x) if len(at_x) > 1 else 0.0 for at_x in values]
-    return Series(variant, x, [fmean(at_x) for at_x in values], spreads)
-
-
-def _points(run: Run, shown: Curves) -> dict[float, tuple[float, float]]:
-    """step -> (x, y), where a line has both."""
-    columns = run.evaluations if shown.log == "evaluations" else run.training
-    x, y = columns.get(shown.across, []), columns.get(shown.field, [])
+def _points(run: Run, shown: Curves) -> Points:
+    """Of the log lines that have both fields."""
+    if shown.approximate and scores_every_expert(run):
+        return {}
+    log = run.evaluations if shown.log == "evaluations" else run.training
+    columns = (log.get(name, []) for name in ("tokens", shown.across, shown.field))
     return {
-        step: (across, shown.factor * up)
-        for step, across, up in zip(columns["step"], x, y, strict=False)
-        if step is not None and across is not None and up is not None
+        tokens: (x, shown.factor * y)
+        for tokens, x, y in zip(*columns, strict=False)
+        if tokens is not None and x is not None and y is not None
     }
 
 
-def reduction_figure(group: Group) -> list[Drawing]:
-    """Fig. 2: how much lower than PEER's, at equal tokens.
-
-    At equal FLOPs the runs would stand at different points of their learning-rate schedules.
-    """
-    variants = dict(group.variants)
-    baseline = variants.pop(BASELINE, [])
-    cuts = (reduction(variant, runs, baseline) for variant, runs in variants.items())
-    found = [cut for cut in cuts if cut is not None]
-    return [_draw(group, REDUCTION, found)] if found else []
-
-
-def reduction(variant: str, runs: Sequence[Run], baseline: Sequence[Run]) -> Series | None:
-    """100 (1 - ours / PEER's) of the seeds that both have, where both were evaluated.
+def _reductions(runs: Sequence[Run], baseline: Sequence[Run]) -> list[Points]:
+    """100 (1 - ours / PEER's) of each seed that both have, where both were evaluated.
 
     Only runs with the same seed start from the same weights and read the same text.
     """
-    theirs = {run.seed: run for run in baseline}
-    pairs = [_cuts(run, theirs[run.seed]) for run in runs if run.seed in theirs]
-    shared = sorted(set.intersection(*map(set, pairs))) if pairs else []
-    values = [[of_pair[tokens] for of_pair in pairs] for tokens in shared]
-    return _over_seeds(variant, shared, values) if shared else None
-
-
-def _cuts(ours: Run, theirs: Run) -> dict[float, float]:
-    """Tokens -> per cent."""
-    mine, others = (dict(_points(run, REDUCTION).values()) for run in (ours, theirs))
-    return {
-        tokens: 100 * (1 - mine[tokens] / others[tokens]) for tokens in mine if tokens in others
-    }
+    perplexity = replace(PERPLEXITY[0], across="tokens")
+    theirs = {run.seed: _points(run, perplexity) for run in baseline if baseline is not runs}
+    found = []
+    for run in runs:
+        if run.seed in theirs:
+            mine, other = _points(run, perplexity), theirs[run.seed]
+            both = [at for at in mine if at in other and other[at][1] > 0]
+            found.append({at: (at, 100 * (1 - mine[at][1] / other[at][1])) for at in both})
+    return found
 
 
 def _draw(group: Group, shown: Curves, curves: Sequence[Series]) -> Drawing:

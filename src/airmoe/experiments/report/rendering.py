@@ -18,8 +18,8 @@ from airmoe.experiments.report.curves import (
     HEALTH,
     PERPLEXITY,
     QUALITY,
+    REDUCTION,
     curve_figures,
-    reduction_figure,
 )
 from airmoe.experiments.report.drawing import Drawing, can_draw
 from airmoe.experiments.report.granularity import fit_in_words, granularity_figure
@@ -133,11 +133,11 @@ def make_report(record: Record) -> Report:
 
 
 def _figures(group: Group) -> dict[str, list[Drawing]]:
-    perplexity = curve_figures(group, PERPLEXITY)
     if group.is_sweep:
-        return {"Granularity": [*granularity_figure(group), *perplexity]}
+        figures = [*granularity_figure(group), *curve_figures(group, PERPLEXITY)]
+        return {"Granularity": figures}
     parts = {
-        "Perplexity through training": [*perplexity, *reduction_figure(group)],
+        "Perplexity through training": curve_figures(group, (*PERPLEXITY, REDUCTION)),
         "Expert usage": usage_figure(group),
         "Against exact routing": curve_figures(group, QUALITY),
         "Router health": curve_figures(group, HEALTH),
