@@ -98,7 +98,7 @@ def test_curves_are_means_over_seeds(group: Group) -> None:
     assert group.runs[0].evaluations["entropy"] == [7.9] * 6  # which no figure shows
 
 
-def evaluated(run: Run, variant: str, seed: int, perplexities: dict[float, float]) -> Run:
+def evaluated(run: Run, variant: str, seed: int, perplexities: dict[int, int]) -> Run:
     curve = {"tokens": list(perplexities), "perplexity": list(perplexities.values())}
     return replace(run, variant=variant, seed=seed, evaluations={"step": [], **curve})
 

@@ -199,7 +199,7 @@ def _notes(group: Group) -> list[str]:
     rules = ALL_RULES if suite is None else suite.rules
     firsts = {variant: runs[0].settings for variant, runs in group.variants.items()}
     broken = violations(firsts, rules)
-    return notes + [str(one) for one in broken if one.what not in (SEED, *TEXT_OPTIONS)]
+    return notes + [str(one) for one in broken if one.what not in TEXT_OPTIONS]
 
 
 def machines(runs: Sequence[Run]) -> list[str]:

@@ -82,7 +82,6 @@ class Written:
     """The files that were written, and what a reader must know about them."""
 
     files: list[Path]  # without the figures
-    records: list[Path]
     runs: int
     problems: list[str]
 
@@ -109,8 +108,8 @@ def write_report(
     write_record(record, folder / REPORT)
     for path, run in planned.items():
         write_record(Record(runs=[run], problems=[]), path)
-    files = [folder / name for name in (*texts, REPORT)]
-    return Written(files, [*planned], len(record.runs), report.problems)
+    files = [*(folder / name for name in (*texts, REPORT)), *planned]
+    return Written(files, len(record.runs), report.problems)
 
 
 def make_report(record: Record) -> Report:
@@ -209,20 +208,20 @@ def markdown(text: str) -> str:
     return MARKDOWN_SPECIAL.sub(r"\\\1", words).replace("&", "&amp;")
 
 
-def markdown_cell(cell: Cell) -> str:
-    """Markdown has no grey: the reference is in italics."""
-    text = markdown(cell.text)
-    text = f"**{text}**" if cell.bold else f"*{text}*" if cell.grey and text else text
-    return text + cell.mark
-
-
 def tex(text: str) -> str:
     """Text escaped for LaTeX."""
     return "".join(TEX.get(one, one) for one in text)
 
 
+def markdown_cell(cell: Cell) -> str:
+    return _marked(cell, markdown(cell.text), "**{}**", "*{}*")
+
+
 def tex_cell(cell: Cell) -> str:
-    """Bold, or in italics as in Markdown."""
-    text = tex(cell.text)
-    text = rf"\textbf{{{text}}}" if cell.bold else rf"\textit{{{text}}}" if cell.grey else text
-    return text + cell.mark
+    return _marked(cell, tex(cell.text), r"\textbf{{{}}}", r"\textit{{{}}}")
+
+
+def _marked(cell: Cell, text: str, bold: str, italic: str) -> str:
+    """Neither format has grey: the reference is in italics."""
+    form = bold if cell.bold else italic if cell.grey else "{}"
+    return form.format(text) + cell.mark
