@@ -9,19 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from airmoe.experiments.report.curves import (
+from airmoe.experiments.report.drawing import styles_of
+from airmoe.experiments.report.figures import (
     HEALTH,
     PERPLEXITY,
     REDUCTION,
     curve_figures,
+    granularity_figure,
     series,
 )
-from airmoe.experiments.report.drawing import styles_of
 from airmoe.experiments.report.granularity import (
     ScalingLaw,
     fit_in_words,
     fit_scaling_law,
-    granularity_figure,
 )
 from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.record import Run
@@ -76,7 +76,6 @@ def group(tmp_path: Path) -> Group:
 
 
 def test_figures_of_those_that_have_the_numbers(group: Group) -> None:
-    pytest.importorskip("matplotlib")
     figures = {one.name.removeprefix(f"{group.slug}-"): one for one in curve_figures(group, HEALTH)}
     assert list(figures) == ["dead-experts", "codeword-perplexity", "staleness"]
     ends = {name: one.alt.partition(" At the end: ")[2] for name, one in figures.items()}

@@ -5,31 +5,26 @@ HTML, Markdown and LaTeX come from Jinja templates, which decide the order and t
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from airmoe.errors import ConfigError, visible
-from airmoe.experiments.report.curves import (
-    HEALTH,
-    PERPLEXITY,
-    QUALITY,
-    REDUCTION,
-    curve_figures,
-)
-from airmoe.experiments.report.drawing import Drawing, can_draw
-from airmoe.experiments.report.granularity import fit_in_words, granularity_figure
+from airmoe.experiments.report.granularity import fit_in_words
 from airmoe.experiments.report.groups import Group, group_runs, settings_of
 from airmoe.experiments.report.paper import Beside, beside_paper, claims_table
 from airmoe.experiments.report.reading import REPORT, read_all
 from airmoe.experiments.report.record import Record, Run, read_record, write_record
 from airmoe.experiments.report.tables import Cell, Table, group_table, settings_table
-from airmoe.experiments.report.usage import usage_figure
 from airmoe.files import write_bytes
+
+if TYPE_CHECKING:
+    from airmoe.experiments.report.drawing import Drawing
 
 TEMPLATES = Path(__file__).parent / "templates"
 FORMATS = ("md", "tex", "html")
@@ -131,17 +126,14 @@ def make_report(record: Record) -> Report:
     return Report(sections=sections, left_out=left_out, notes=grouped.notes)
 
 
+def can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def _figures(group: Group) -> dict[str, list[Drawing]]:
-    if group.is_sweep:
-        figures = [*granularity_figure(group), *curve_figures(group, PERPLEXITY)]
-        return {"Granularity": figures}
-    parts = {
-        "Perplexity through training": curve_figures(group, (*PERPLEXITY, REDUCTION)),
-        "Expert usage": usage_figure(group),
-        "Against exact routing": curve_figures(group, QUALITY),
-        "Router health": curve_figures(group, HEALTH),
-    }
-    return {title: drawings for title, drawings in parts.items() if drawings}
+    from airmoe.experiments.report.figures import figures_of
+
+    return figures_of(group)
 
 
 def default_folder(paths: Sequence[Path]) -> Path:

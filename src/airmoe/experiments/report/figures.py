@@ -1,29 +1,39 @@
-"""Curves over training: a line per variant, the mean of its seeds, and a band of their spread."""
+"""The figures of a group: curves over training, the granularity fit, maps of expert usage.
+
+A curve is a line per variant, the mean of its seeds, and a band of their spread.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from matplotlib import colormaps, rc_context
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from airmoe.experiments.report.drawing import (
+    STYLE,
+    WIDTH,
     Drawing,
     label_of,
     legend,
-    matplotlib_style,
     new_plot,
     plain_numbers,
     styles_of,
 )
+from airmoe.experiments.report.granularity import law_of, losses_of
 from airmoe.experiments.report.groups import Group, title_of
-from airmoe.experiments.report.record import Run
+from airmoe.experiments.report.record import ExpertMap, Run
 from airmoe.experiments.report.tables import Kind, scores_every_expert, unit_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from airmoe.experiments.report.usage import maps, relative_usage, steps_of, structure_by_chance
 
 BASELINE = "peer"
 MANY_POINTS = 25  # with more, only some of them get markers
@@ -34,6 +44,15 @@ ACROSS: dict[str, tuple[str, Kind]] = {
     "seconds": ("time", "seconds"),
     "tokens": ("training tokens", "count"),
 }
+UNUSED = "#e4e4e4"  # an expert without a token: a light grey, which the colour map lacks
+FRINGE = 0.5  # per cent of experts at either end that may lie beyond the colour scale
+MAPS_CAPTION = (
+    "Tokens per expert over the validation text, relative to the mean, on one log scale; light "
+    "grey: none. PEER's experts are arranged by sub-keys, hierarchical ones by cluster (rows), the "
+    "others by number. Above each map: the share of the variance of log counts that rows and "
+    "columns explain, and in brackets that of shuffled experts. A router that couples experts "
+    "shows stripes; a product of sub-keys gives 100 %."
+)
 Points = dict[float, tuple[float, float]]  # tokens -> (x, y)
 
 
@@ -130,6 +149,21 @@ class Series:
     spread: list[float]  # sample standard deviation over seeds, 0 for one seed
 
 
+@rc_context(STYLE)
+def figures_of(group: Group) -> dict[str, list[Drawing]]:
+    """Title -> those that belong together."""
+    if group.is_sweep:
+        figures = [*granularity_figure(group), *curve_figures(group, PERPLEXITY)]
+        return {"Granularity": figures}
+    parts = {
+        "Perplexity through training": curve_figures(group, (*PERPLEXITY, REDUCTION)),
+        "Expert usage": usage_figure(group),
+        "Against exact routing": curve_figures(group, QUALITY),
+        "Router health": curve_figures(group, HEALTH),
+    }
+    return {title: drawings for title, drawings in parts.items() if drawings}
+
+
 def curve_figures(group: Group, shown: Sequence[Curves]) -> list[Drawing]:
     """A figure for each of these that some variant has numbers for."""
     return [_draw(group, one, found) for one in shown if (found := series(group, one))]
@@ -184,18 +218,17 @@ def _reductions(runs: Sequence[Run], baseline: Sequence[Run]) -> list[Points]:
 def _draw(group: Group, shown: Curves, curves: Sequence[Series]) -> Drawing:
     name = f"{group.slug}-{shown.name}"
     label, kind = ACROSS[shown.across]
-    with matplotlib_style(name):
-        figure, axes = new_plot()
-        unit = unit_of(kind, [x for one in curves for x in one.x])
-        styles = styles_of([one.variant for one in curves])
-        for one in curves:
-            _line(axes, one, styles[one.variant], unit.factor)
-        if shown.is_logarithmic:
-            _log_axis(axes, [y for one in curves for y in one.y])
-        else:
-            axes.axhline(0, color="#444444", linewidth=1)
-        axes.set(xlabel=unit.titled(label), ylabel=shown.label, xlim=(0, None))
-        legend(axes, len(curves))
+    figure, axes = new_plot()
+    unit = unit_of(kind, [x for one in curves for x in one.x])
+    styles = styles_of([one.variant for one in curves])
+    for one in curves:
+        _line(axes, one, styles[one.variant], unit.factor)
+    if shown.is_logarithmic:
+        _log_axis(axes, [y for one in curves for y in one.y])
+    else:
+        axes.axhline(0, color="#444444", linewidth=1)
+    axes.set(xlabel=unit.titled(label), ylabel=shown.label, xlim=(0, None))
+    legend(axes, len(curves))
     ends = ", ".join(f"{title_of(one.variant)} {one.y[-1]:.4g}" for one in curves)
     return Drawing(name, shown.caption, f"{shown.caption} At the end: {ends}.", figure)
 
@@ -210,9 +243,86 @@ def _line(axes: Axes, one: Series, style: dict[str, Any], factor: float) -> None
 
 def _log_axis(axes: Axes, values: Sequence[float]) -> None:
     """Plain numbers between the powers of ten where there are few of these; none for tiny ones."""
-    from matplotlib.ticker import LogLocator
-
     axes.set_yscale("log", nonpositive="clip")
     if max(values) < 1e4 * min(values) and min(values) > 1e-2:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
         plain_numbers(axes.yaxis)
+
+
+def granularity_figure(group: Group) -> list[Drawing]:
+    """Losses with their spread, and the fitted curve."""
+    found, name = losses_of(group), f"{group.slug}-law"
+    if not found:
+        return []
+    figure, axes = new_plot()
+    means = [one.mean for one in found.values()]
+    spreads = [one.spread or 0.0 for one in found.values()]
+    axes.errorbar(list(found), means, spreads, fmt="o", capsize=3, label="runs (mean ± spread)")
+    if (law := law_of(found)) is not None:
+        dense = np.geomspace(min(found), max(found), 100)
+        label = f"{law.a:.3g} / Q^{law.b:.3g} + {law.c:.3g}"
+        axes.plot(dense, law.loss(dense), "--", label=label)
+    axes.set_xscale("log")
+    axes.set_xticks(list(found), map(str, found))
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("granularity Q (times as small as the coarse expert)")
+    axes.set_ylabel("validation loss (nats per token)")
+    legend(axes, 2)
+    caption = "Lowest validation loss against granularity Q."
+    ends = ", ".join(f"Q = {amount}: {one.mean:.4g}" for amount, one in found.items())
+    return [Drawing(name, caption, f"{caption} {ends}.", figure)]
+
+
+def usage_figure(group: Group) -> list[Drawing]:
+    found = maps(group)
+    if not found:
+        return []
+    caption = MAPS_CAPTION
+    if thinned := [title_of(name) for name, one in found.items() if max(steps_of(one.shape)) > 1]:
+        caption += f" Only evenly spaced rows or columns are shown of {', '.join(thinned)}."
+    shares = ", ".join(f"{title_of(name)} {_stripes(one)}" for name, one in found.items())
+    alt = f"Maps of expert usage. Variance explained by rows and columns: {shares}."
+    name = f"{group.slug}-usage"
+    return [Drawing(name, caption, alt, _draw_maps(found), wide=True)]
+
+
+def _draw_maps(found: dict[str, ExpertMap]) -> Figure:
+    grids = {variant: relative_usage(one) for variant, one in found.items()}
+    used = np.concatenate([grid[np.isfinite(grid)] for grid in grids.values()])
+    low, high = np.percentile(used, [FRINGE, 100 - FRINGE]) if used.size else (0.1, 10.0)
+    scale = LogNorm(min(low, 0.5), max(high, 2.0))
+    colours = colormaps["cividis"].with_extremes(bad=UNUSED)
+    columns = 3 if len(grids) > 4 else min(2, len(grids))
+    rows = math.ceil(len(grids) / columns)
+    side = WIDTH / max(columns, 2)
+    size = (side * columns, (side + 0.6) * rows + 0.8)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes, (variant, grid) in zip(panels, grids.items(), strict=False):
+        axes.imshow(grid, norm=scale, cmap=colours, aspect="auto", interpolation="none")
+        axes.set_title(f"{label_of(variant)}\n{_stripes(found[variant])}", fontsize=10)
+        axes.grid(visible=False)
+        axes.set(box_aspect=1, xticks=[], yticks=[])
+        height, width = found[variant].shape
+        axes.set_xlabel(f"{width} columns", fontsize=9)
+        axes.set_ylabel(f"{height} rows", fontsize=9)
+    for axes in panels[len(grids) :]:
+        axes.set_visible(False)
+    label = "tokens / mean tokens of an expert"
+    bar = figure.colorbar(
+        ScalarMappable(scale, colours),
+        ax=list(panels),
+        location="bottom",
+        label=label,
+        shrink=0.8,
+        aspect=30,
+    )
+    bar.ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    plain_numbers(bar.ax.xaxis)
+    return figure
+
+
+def _stripes(one: ExpertMap) -> str:
+    if one.structure is None:
+        return "no rows and columns"
+    return f"stripes {100 * one.structure:.1f} % ({100 * structure_by_chance(one):.1f} %)"
