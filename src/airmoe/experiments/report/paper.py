@@ -38,6 +38,7 @@ from airmoe.experiments.report.tables import (
 from airmoe.training.presets import WEB_STEPS
 
 PRECISION = "fp16"
+LARGE = "large-openwebtext2"  # which the preset `large` is
 WIKITEXT_TOKENS = 10 * 121_000_000  # ten epochs
 SAME_LENGTH = 0.02  # epochs end where the text does
 
@@ -84,15 +85,15 @@ def _cells() -> dict[tuple[str, str], dict[str, float | None]]:
         }
 
 
-def paper_cell(suite: str | None, preset: str, variant: str) -> dict[str, float | None] | None:
-    """The paper's run that this variant of a suite repeats, if it has one."""
-    if suite == "ablations":
-        return _cells().get(("ablations", variant)) if preset == "small" else None
-    return _cells().get(("large-openwebtext2" if preset == "large" else preset, variant))
+def paper_cell(group: Group, variant: str) -> dict[str, float | None] | None:
+    """The paper's run that this variant repeats, if it has one."""
+    if group.suite == "ablations":
+        return _cells().get(("ablations", variant)) if group.preset == "small" else None
+    return _cells().get((LARGE if group.preset == "large" else group.preset, variant))
 
 
 def paper_perplexity(group: Group, variant: str) -> float | None:
-    cell = paper_cell(group.key.suite, group.key.preset, variant)
+    cell = paper_cell(group, variant)
     return None if cell is None else cell["perplexity"]
 
 
@@ -100,7 +101,7 @@ def paper_runs(preset: str) -> tuple[str, int]:
     """Corpus and tokens of the runs that a preset stands for; tokens are inferred (flops.md)."""
     if preset in ("small", "medium"):
         return "wikitext103", WIKITEXT_TOKENS
-    size, _, corpus = ("large-openwebtext2" if preset == "large" else preset).partition("-")
+    size, _, corpus = (LARGE if preset == "large" else preset).partition("-")
     tokens_per_step = 131_072 if size == "large" else 65_536
     return corpus, WEB_STEPS[f"{size}-{corpus}"] * tokens_per_step
 
@@ -118,7 +119,7 @@ def beside_paper(group: Group) -> Beside | None:
     cells = {
         variant: cell
         for variant in group.variants
-        if (cell := paper_cell(group.key.suite, group.key.preset, variant)) is not None
+        if (cell := paper_cell(group, variant)) is not None
     }
     if not cells:
         return None

@@ -14,15 +14,15 @@ from airmoe.errors import ConfigError
 from airmoe.files import read_as, write_json
 from airmoe.training import RunConfig
 
-FORMAT = 3  # before: runs with the balance loss of old, too
+FORMAT = 3  # 2 also held runs with the old balance loss
 
 Number = int | float | None  # with `int`, files keep 360 from turning into 360.0
 # field -> values, None where a line lacks it; a field that no line has is missing
 Curve = dict[str, list[Number]]
 Numbers = dict[str, Number]
 
-LARGEST = 1e100  # nothing that is measured comes near, and its square is still a number
-# What reports read of the fields whose names are free.
+LARGEST = 1e100  # far above anything measured; its square is still finite
+# Keys that a report needs in fields which may have any.
 READ = {
     "recipe": ("corpus",),
     "versions": ("torch",),
@@ -31,8 +31,6 @@ READ = {
     "parameters": ("total", "active"),
     "best": ("perplexity",),
     "test": ("perplexity",),
-    "evaluations": ("step",),
-    "training": ("step",),
 }
 
 

@@ -1,4 +1,4 @@
-"""Tables as plain data: how each number is read from a run, summed up over seeds and written.
+"""Tables as plain data: how each number is read from a run, averaged over seeds and formatted.
 
 A row per variant, mean and spread over its seeds, the best of a column in bold.
 """
@@ -192,7 +192,7 @@ def unit_of(kind: Kind, values: Sequence[float]) -> Unit:
 
 def group_table(group: Group) -> Table:
     """The table of a group, with the columns of its suite."""
-    columns, caption = OF_SUITE.get(group.key.suite or "", OF_METHODS)
+    columns, caption = OF_SUITE.get(group.suite or "", OF_METHODS)
     return variant_table(group, columns, caption)
 
 
