@@ -123,25 +123,24 @@ def beside_paper(group: Group) -> Beside | None:
     }
     if not cells:
         return None
-    columns = ["method"]
-    rows = [[Cell(text=title_of(variant))] for variant in cells]
+    titles, columns = ["method"], [[Cell(text=title_of(variant)) for variant in cells]]
     for title, name, metric in COMPARED:
-        papers = [cell[name] for cell in cells.values()]
         ours = [summarize(metric, group.variants[variant]) for variant in cells]
+        papers = [cell[name] for cell in cells.values()]
         theirs = [None if one is None else Summary(one) for one in papers]
-        if not any(theirs) or not any(ours):
-            continue
-        unit = unit_of(metric.kind, [one.mean for one in (*ours, *theirs) if one])
-        shown = {unit.titled(title) + ": ours": ours}
-        if metric is not tables.TEST:
-            shown["paper"] = theirs
-        for column, found in shown.items():
-            columns.append(column)
-            for row, one in zip(rows, found, strict=True):
-                value = None if one is None else one.mean
-                row.append(Cell(text=unit.written(one), value=value))
+        if any(ours) and any(theirs):
+            unit = unit_of(metric.kind, [one.mean for one in (*ours, *theirs) if one])
+            shown = {unit.titled(title) + ": ours": ours, "paper": theirs}
+            if metric is tables.TEST:  # its paper's number is that of the column before
+                del shown["paper"]
+            titles += shown
+            columns += [
+                [Cell(text=unit.written(one), value=one.mean if one else None) for one in found]
+                for found in shown.values()
+            ]
+    rows = list(map(list, zip(*columns, strict=True)))
     runs = [run for variant in cells for run in group.variants[variant]]
-    table = Table(caption=CAPTION, columns=columns, rows=rows, notes=note_on_test(runs))
+    table = Table(caption=CAPTION, columns=titles, rows=rows, notes=note_on_test(runs))
     return Beside(table, _differences(runs[0]))
 
 
