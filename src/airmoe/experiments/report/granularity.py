@@ -93,12 +93,8 @@ def fit_in_words(group: Group) -> str | None:
 
 def losses_of(group: Group) -> dict[int, Summary]:
     """Granularity -> the lowest validation loss."""
-    found = {}
-    for variant, runs in group.variants.items():
-        amount, loss = granularity_of(variant), summarize(LOSS, runs)
-        if amount is not None and loss is not None:
-            found[amount] = loss
-    return found
+    found = {granularity_of(name): summarize(LOSS, runs) for name, runs in group.variants.items()}
+    return {amount: loss for amount, loss in found.items() if amount and loss}
 
 
 def law_of(found: dict[int, Summary]) -> ScalingLaw | None:
