@@ -124,7 +124,7 @@ COMPARED: tuple[tuple[Rule, str, Callable[[AirMoeConfig], Amount | None], str], 
 
 
 def _not_equivalent(models: Mapping[str, AirMoeConfig]) -> Iterator[Violation]:
-    """Rule D: each coarse model with the first granular one that it does not match."""
+    """Rule D: each coarse model, with the first granular one that it does not match."""
     granular = {name: model for name, model in models.items() if not is_coarse(model)}
     for name, coarse in models.items():
         for other, model in granular.items() if is_coarse(coarse) else ():

@@ -39,7 +39,7 @@ STYLE: Any = {
     "lines.linewidth": 1.6,
     "axes.formatter.useoffset": False,
 }
-# Of Okabe and Ito those that show on white, then of Tol.
+# Okabe and Ito's colours that are visible on white, then some of Tol's.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#E69F00", "#56B4E9")
 COLOURS += ("#882255", "#999933", "#332288")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (8, 3)))
@@ -49,7 +49,7 @@ EXACT = {"color": "#767676", "linestyle": (0, (4, 1.5)), "marker": "x"}  # the p
 
 
 def styles_of(variants: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Styles of a figure's lines: a known variant always has its own, others take those left."""
+    """Line styles: a known variant always has the same one, others take the remaining ones."""
     known = {one: ORDER.index(one) for one in variants if one in ORDER}
     free = (slot for slot in count() if slot not in known.values())
     cycles = {"color": COLOURS, "linestyle": DASHES, "marker": MARKERS}
@@ -67,7 +67,7 @@ def label_of(variant: str) -> str:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure and its two files, each made when asked for, because that takes most of the time."""
+    """A figure; its two files are made when asked for, because that takes most of the time."""
 
     name: str  # of its files, without ending
     caption: str
@@ -94,13 +94,13 @@ class Drawing:
 
 
 def new_plot() -> tuple[Figure, Axes]:
-    """An ordinary plot, empty."""
+    """An empty plot of the usual size."""
     figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
     return figure, figure.add_subplot()
 
 
 def plain_numbers(axis: Axis) -> None:
-    """1000 instead of a power of ten, and none at the minor ticks."""
+    """Write 1000 instead of a power of ten, and no numbers at minor ticks."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 

@@ -71,7 +71,7 @@ class Curves:
 
     @property
     def name(self) -> str:
-        """Of its file, behind the group's."""
+        """The end of its file's name, after the group's."""
         across = "" if self.across == "tokens" else f"-{self.across}"
         return (self.field + across).replace("_", "-")
 
@@ -151,7 +151,7 @@ class Series:
 
 @rc_context(STYLE)
 def figures_of(group: Group) -> dict[str, list[Drawing]]:
-    """Title -> those that belong together."""
+    """Heading -> the figures under it."""
     if group.is_sweep:
         figures = [*granularity_figure(group), *curve_figures(group, PERPLEXITY)]
         return {"Granularity": figures}
@@ -170,7 +170,7 @@ def curve_figures(group: Group, shown: Sequence[Curves]) -> list[Drawing]:
 
 
 def series(group: Group, shown: Curves) -> list[Series]:
-    """The variants that have the numbers, where all their seeds have them."""
+    """A curve per variant that has the numbers, at the points that all its seeds share."""
     found = []
     for variant, runs in group.variants.items():
         if shown == REDUCTION:
@@ -187,7 +187,7 @@ def series(group: Group, shown: Curves) -> list[Series]:
 
 
 def _points(run: Run, shown: Curves) -> Points:
-    """Of the log lines that have both fields."""
+    """The points of a run, from the log lines that have both fields."""
     if shown.approximate and scores_every_expert(run):
         return {}
     log = run.evaluations if shown.log == "evaluations" else run.training
@@ -242,7 +242,7 @@ def _line(axes: Axes, one: Series, style: dict[str, Any], factor: float) -> None
 
 
 def _log_axis(axes: Axes, values: Sequence[float]) -> None:
-    """Plain numbers between the powers of ten where there are few of these; none for tiny ones."""
+    """Plain numbers between powers of ten if there are few of these and none is tiny."""
     axes.set_yscale("log", nonpositive="clip")
     if max(values) < 1e4 * min(values) and min(values) > 1e-2:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))

@@ -58,7 +58,7 @@ def title_of(variant: str) -> str:
 
 
 def place_of(variant: str) -> tuple[int, int, str]:
-    """Sorts variants: known ones in the paper's order, granularities as numbers, then by name."""
+    """The sort key of a variant: the paper's order, then granularity, then the name."""
     method = variant.partition(" (")[0]
     known = ORDER.index(method) if method in ORDER else len(ORDER)
     return known, granularity_of(variant) or 0, variant
@@ -94,7 +94,7 @@ class Group:
 
     @property
     def is_sweep(self) -> bool:
-        """Whether its variants are granularities."""
+        """Whether its variants differ in granularity."""
         return all(granularity_of(variant) is not None for variant in self.variants)
 
     @cached_property

@@ -145,7 +145,7 @@ def beside_paper(group: Group) -> Beside | None:
 
 
 def _differences(run: Run) -> list[str]:
-    """Text, length and precision, each in a line."""
+    """A line each for text, length and precision, where they differ."""
     corpus, tokens = paper_runs(run.settings.preset)
     found, (text, _), precision = [], text_of(run), run.settings.training.precision
     if text != corpus:
@@ -211,7 +211,7 @@ def claims(group: Group) -> list[Claim]:
 
 
 def half_width(differences: Sequence[float]) -> float:
-    """Of the 95 % interval of their mean."""
+    """Half the width of the 95 % interval of their mean."""
     n = len(differences)
     if n < FEWEST_FOR_STUDENT:
         return SINGLE_PAIR / math.sqrt(n)
@@ -240,5 +240,5 @@ def _row(claim: Claim) -> list[Cell]:
 
 
 def _per_cent(log_ratio: float) -> str:
-    """A difference of logarithms as people read it: -1.6."""
+    """A difference of logarithms in per cent: -1.6."""
     return f"{100 * math.expm1(log_ratio):+.1f}"

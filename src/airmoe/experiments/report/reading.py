@@ -89,7 +89,7 @@ class Reader:
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:
-        """Turn what is wrong with a file into a problem."""
+        """Turn an error about a file into a problem."""
         try:
             yield
         except ConfigError as error:
@@ -98,7 +98,7 @@ class Reader:
             self._problem(name, f"cannot be read ({type(error).__name__}: {error})")
 
     def _read_suite(self, path: Path, name: str) -> None:
-        """Its runs, of which some may have crashed or not begun."""
+        """Its finished runs; a problem for each run that crashed, was stopped or has not begun."""
         suite = SuiteFolder(path)
         plan = suite.read()
         for run in plan.runs:
@@ -134,7 +134,7 @@ class Reader:
 
 
 def _below(path: Path) -> list[Path]:
-    """Folders and records in a folder; a report.json in it is no record of a run."""
+    """The folders and records in a folder, but not the report.json of a report."""
     return [
         child
         for child in sorted(path.iterdir())

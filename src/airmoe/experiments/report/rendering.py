@@ -145,7 +145,7 @@ def default_folder(paths: Sequence[Path]) -> Path:
 
 
 def plan_records(runs: Sequence[Run], folder: Path) -> dict[Path, Run]:
-    """The file of each run; raises where it would hold two runs, or another run than before."""
+    """The file of each run; raises if two runs would share one, or if it holds another run."""
     planned: dict[Path, Run] = {}
     for run in runs:
         path = folder / (run.suite or SINGLE) / f"{Path(run.name).name}.json"
@@ -214,6 +214,6 @@ def tex_cell(cell: Cell) -> str:
 
 
 def _marked(cell: Cell, text: str, bold: str, italic: str) -> str:
-    """Neither format has grey: the reference is in italics."""
+    """The best is bold; the reference is in italics, because neither format has grey."""
     form = bold if cell.bold else italic if cell.grey else "{}"
     return form.format(text) + cell.mark

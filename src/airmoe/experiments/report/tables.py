@@ -262,7 +262,7 @@ def _notes(group: Group, shown: Sequence[Metric]) -> list[str]:
 
 
 def note_on_test(runs: Sequence[Run]) -> list[str]:
-    """What the test text is, where a run was measured on one of another origin."""
+    """What the test text is, if it comes from another source than the training text."""
     _, test = text_of(runs[0])
     return [f"Test text: {test}."] if test and summarize(TEST, runs) else []
 

@@ -47,7 +47,7 @@ def grid_shape(num_experts: int, model: dict[str, Any]) -> tuple[int, int]:
 
 
 def expert_map(grid: np.ndarray) -> ExpertMap:
-    """A grid of counts, quantised; of a side that is too large, evenly spaced rows (columns)."""
+    """A quantised grid of counts; large ones keep evenly spaced rows and columns."""
     rows, columns = steps_of(grid.shape)
     packed = zlib.compress(quantised(grid)[::rows, ::columns].tobytes(), 9)
     return ExpertMap(
@@ -58,7 +58,7 @@ def expert_map(grid: np.ndarray) -> ExpertMap:
 
 
 def steps_of(shape: Sequence[int]) -> list[int]:
-    """One row (column) in so many is kept."""
+    """Every how many rows and columns one is kept."""
     return [math.ceil(side / LARGEST_SIDE) for side in shape]
 
 

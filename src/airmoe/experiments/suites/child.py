@@ -21,7 +21,7 @@ from airmoe.training import resume, train
 
 
 def end_with_parent() -> None:
-    """Kill this process as soon as its standard input ends; it may have ended already."""
+    """Kill this process as soon as its standard input ends, or now if it has ended already."""
     if select.select([0], [], [], 0)[0]:
         sys.exit("airmoe: the suite that started this run is gone")
     Thread(target=_wait_for_end, daemon=True).start()

@@ -98,7 +98,7 @@ def make_plan(
     epochs: int | None = None,
     also: Sequence[str] = (),
 ) -> Plan:
-    """The runs of a suite, checked: settings, length against warm-up, fairness.
+    """The runs of a suite; raises if settings are wrong, runs too short, or the comparison unfair.
 
     `overrides` change the run with AIR from which the variants are made, `also` names methods
     beside the suite's own. All variants of a seed come before the next seed, so that a suite that

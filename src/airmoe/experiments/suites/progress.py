@@ -53,7 +53,7 @@ class Board:
 
     @contextmanager
     def running(self, run: PlannedRun) -> Iterator[None]:
-        """Show a run while it goes on."""
+        """Show a run while it trains."""
         if not self._console.is_terminal:
             say(self._console, self.line(run))
             yield
@@ -82,7 +82,7 @@ class Board:
         say(self._console, f"Stopped in {run.folder}. Go on with the same command.")
 
     def line(self, run: PlannedRun) -> str:
-        """The run at work: its step, quality and speed, and the time left."""
+        """The running run: its step, quality and speed, and the time left."""
         log = newest(self._suite.run(run.folder) / "log.jsonl")
         step, seconds = log.get("step", 0), log.get("seconds")
         whole = seconds and seconds / step * self._steps  # of this run, at this speed
