@@ -51,7 +51,7 @@ def main(root: Path = ROOT) -> None:
     report = make_report(read_all([root / RECORDS]))
     found, templates = figures(report), environment(ROOT / "docs")
     section = report.sections[0]
-    group, (_, tokens) = section.group, paper_runs(section.group.key.preset)
+    group, (_, tokens) = section.group, paper_runs(section.group.preset)
     context: dict[str, Any] = {variant: runs[0] for variant, runs in group.variants.items()}
     page = templates.get_template("results.md.j2").render(**context, section=section, figures=found)
     block = templates.get_template("readme_results.md.j2").render(

@@ -279,7 +279,7 @@ def report(
     for line in written.problems:
         say(console, line)
     say(console, f"{written.runs} runs reported:")
-    for file in [*written.files, *written.records]:
+    for file in written.files:
         say(console, f"  {file}")
 
 

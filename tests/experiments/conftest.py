@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 from tests.experiments.report_toys import write_run, write_suite
+
+# It needs the extra `plot`.
+collect_ignore = [] if importlib.util.find_spec("matplotlib") else ["test_report_figures.py"]
 
 
 @pytest.fixture

@@ -9,19 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from airmoe.experiments.report.curves import (
+from airmoe.experiments.report.drawing import styles_of
+from airmoe.experiments.report.figures import (
     HEALTH,
     PERPLEXITY,
+    REDUCTION,
     curve_figures,
-    reduction,
+    granularity_figure,
     series,
 )
-from airmoe.experiments.report.drawing import styles_of
 from airmoe.experiments.report.granularity import (
     ScalingLaw,
     fit_in_words,
     fit_scaling_law,
-    granularity_figure,
 )
 from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.record import Run
@@ -76,7 +76,6 @@ def group(tmp_path: Path) -> Group:
 
 
 def test_figures_of_those_that_have_the_numbers(group: Group) -> None:
-    pytest.importorskip("matplotlib")
     figures = {one.name.removeprefix(f"{group.slug}-"): one for one in curve_figures(group, HEALTH)}
     assert list(figures) == ["dead-experts", "codeword-perplexity", "staleness"]
     ends = {name: one.alt.partition(" At the end: ")[2] for name, one in figures.items()}
@@ -98,34 +97,33 @@ def test_curves_are_means_over_seeds(group: Group) -> None:
     assert group.runs[0].evaluations["entropy"] == [7.9] * 6  # which no figure shows
 
 
-def evaluated(run: Run, seed: int, perplexities: dict[float, float]) -> Run:
-    tokens = list(perplexities)
-    curve = {"step": tokens, "tokens": tokens, "perplexity": list(perplexities.values())}
-    return replace(run, seed=seed, evaluations=curve)
+def evaluated(run: Run, variant: str, seed: int, perplexities: dict[int, int]) -> Run:
+    curve = {"tokens": list(perplexities), "perplexity": list(perplexities.values())}
+    return replace(run, variant=variant, seed=seed, evaluations={"step": [], **curve})
 
 
-def test_reduction_against_peer(group: Group) -> None:
-    run = group.runs[0]
-    peer = [evaluated(run, 1, {1: 100, 2: 80, 3: 50}), evaluated(run, 2, {2: 90, 3: 60})]
-    ours = [evaluated(run, 1, {2: 72, 3: 55, 4: 1}), evaluated(run, 3, {2: 1, 3: 1})]
-    found = reduction("air", ours, peer)
-    assert found is not None
-    assert found.x == [2, 3]  # where both were evaluated, of the seed that both have
-    assert found.y == pytest.approx([10.0, -10.0])
-    assert found.spread == [0.0, 0.0]
-
-
-def test_reduction_of_pairs(group: Group) -> None:
-    """Each seed against PEER's with that seed: what both have more of does not spread."""
-    run = group.runs[0]
-    peer = [evaluated(run, 1, {2: 80}), evaluated(run, 2, {2: 160})]
-    ours = [evaluated(run, 2, {2: 144}), evaluated(run, 1, {2: 64})]
-    found = reduction("air", ours, peer)
-    assert found is not None
-    assert found.y == pytest.approx([15.0])
-    assert found.spread == pytest.approx([50**0.5])
-    assert reduction("air", [evaluated(run, 3, {2: 1})], peer) is None
-    assert reduction("air", ours, []) is None
+def test_reduction_is_that_of_the_seeds_that_both_have_where_both_were_evaluated(
+    group: Group,
+) -> None:
+    runs = [
+        evaluated(group.runs[0], *about)
+        for about in (
+            ("peer", 1, {1: 100, 2: 80, 3: 50, 5: 0}),
+            ("peer", 2, {2: 160, 3: 60}),
+            ("air", 2, {2: 144}),
+            ("air", 1, {2: 64, 3: 55, 4: 1}),
+            ("air", 3, {2: 1, 3: 1}),
+            ("coarse", 1, {2: 72, 3: 55, 4: 1, 5: 1}),
+            ("exact", 3, {2: 1}),
+        )
+    ]
+    air, coarse = series(replace(group, runs=runs), REDUCTION)
+    assert (air.variant, coarse.variant) == ("air", "coarse")
+    # Each seed against PEER's with that seed: what both have more of does not spread.
+    assert (air.x, air.y, air.spread) == ([2], pytest.approx([15.0]), pytest.approx([50**0.5]))
+    assert (coarse.x, coarse.y, coarse.spread) == ([2, 3], pytest.approx([10.0, -10.0]), [0.0, 0.0])
+    without_peer = [run for run in runs if run.variant != "peer"]
+    assert series(replace(group, runs=without_peer), REDUCTION) == []
 
 
 @pytest.mark.parametrize(

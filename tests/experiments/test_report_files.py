@@ -50,11 +50,6 @@ class Tags(HTMLParser):
         if tag not in self.VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.pop()
-
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 

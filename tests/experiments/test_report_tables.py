@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from airmoe.experiments.report.rendering import markdown_cell
 from airmoe.experiments.report.tables import (
     COLLAPSE_NOTE,
-    Cell,
     Kind,
     Summary,
     Table,
@@ -37,9 +37,10 @@ def table_of(folder: Path, suite: str, runs: dict[str, Any], **options: Any) -> 
     return group_table(only_group(folder))
 
 
-def column(table: Table, title: str) -> dict[str, Cell]:
-    at = table.columns.index(title)
-    return {row[0].text: row[at] for row in table.rows}
+def shown(table: Table, *titles: str) -> list[str]:
+    """The rows as Markdown writes them, of these columns."""
+    places = [0, *map(table.columns.index, titles)]
+    return [" | ".join(markdown_cell(row[place]) for place in places) for row in table.rows]
 
 
 @pytest.fixture(scope="module")
@@ -55,54 +56,56 @@ def main(tmp_path_factory: pytest.TempPathFactory) -> Table:
     return table_of(folder, "main", runs, seeds=(42, 43))
 
 
-def test_rows_and_columns(main: Table) -> None:
-    names = [row[0].text for row in main.rows]
-    assert names == ["AIR", "PEER", "Hierarchical", "Exact granular", "Coarse"]
+def test_means_spreads_the_best_and_the_reference(main: Table) -> None:
+    """The sample standard deviation of 61 and 63 is the square root of 2, that of equal seeds 0.
+
+    Exact routing is better, and out of competition: it is grey, and agrees with itself.
+    """
     assert "; ".join(main.columns) == (
         "method; seeds; perplexity; FLOPs, algorithmic (T); FLOPs, executed (T); time (s); "
         "tokens/s (k); parameters (M); active (M); dead experts (%); entropy, nats; overlap"
     )
-    assert [cell.text for cell in column(main, "seeds").values()] == ["2"] * 5
-
-
-def test_mean_and_spread(main: Table) -> None:
-    cells = column(main, "perplexity")
-    # The sample standard deviation of 61 and 63 is the square root of 2.
-    assert cells["AIR"].text == "62.00 ± 1.41"
-    assert cells["AIR"].value == pytest.approx(62.0)
-    assert cells["PEER"].text == "64.50 ± 0.71"
-    assert cells["Exact granular"].text == "60.00"  # both seeds agree
+    assert shown(main, "seeds", "perplexity", "dead experts (%)", "overlap") == [
+        "AIR | 2 | **62.00 ± 1.41** | 2.0 | **0.70**",
+        "PEER | 2 | 64.50 ± 0.71 | **0.0** | –",
+        "Hierarchical | 2 | 66.50 ± 0.71 | 2.0 | 0.50",
+        "*Exact granular*‡ | *2* | *60.00* | *2.0* | *–*",
+        "Coarse | 2 | 71.00 ± 1.41 | 2.0 | –",
+    ]
+    assert main.rows[0][2].value == 62.0  # by which the page sorts
     tokens = 360 * 512
-    cells = column(main, "FLOPs, algorithmic (T)")
-    assert cells["AIR"].text == f"{tokens * 1.02e7 / 1e12:.3f}" == "1.880"
-    cells = column(main, "FLOPs, executed (T)")
-    assert cells["AIR"].text == f"{1.5 * tokens * 1.02e7 / 1e12:.3f}" == "2.820"
-    assert column(main, "time (s)")["AIR"].text == f"{tokens / 5000:.1f}" == "36.9"
-    assert column(main, "tokens/s (k)")["AIR"].text == "5.00"
-    assert column(main, "parameters (M)")["AIR"].text == "3.20"
-    assert column(main, "dead experts (%)")["AIR"].text == "2.0"
-
-
-def test_entropy_stands_beside_its_maximum(main: Table) -> None:
-    cells = column(main, "entropy, nats")
-    assert cells["AIR"].text == f"7.90 of {math.log(1024):.2f}"
-    assert cells["Coarse"].text == f"4.90 of {math.log(32):.2f}"
-
-
-def bold(table: Table, title: str) -> list[str]:
-    return [name for name, cell in column(table, title).items() if cell.bold]
+    assert f"{tokens * 1.02e7 / 1e12:.3f} {tokens / 5000:.1f}" == "1.880 36.9"
+    costs = ("FLOPs, algorithmic (T)", "FLOPs, executed (T)", "time (s)", "tokens/s (k)")
+    assert shown(main, *costs) == [
+        "AIR | 1.880 | 2.820 | **36.9** | **5.00**",
+        "PEER | 1.935 | 2.903 | 46.1 | 4.00",
+        "Hierarchical | **1.843** | **2.765** | 46.1 | 4.00",
+        "*Exact granular*‡ | *0.922* | *1.382* | *20.5* | *9.00*",
+        "Coarse | 1.880 | 2.820 | 46.1 | 4.00",
+    ]
+    # Sizes are neither better nor worse; entropies with different maxima do not compare.
+    few, many = f"of {math.log(32):.2f}", f"of {math.log(1024):.2f}"
+    assert shown(main, "parameters (M)", "active (M)", "entropy, nats") == [
+        f"AIR | 3.20 | 1.60 | 7.90 {many}",
+        f"PEER | 3.20 | 1.60 | 7.90 {many}",
+        f"Hierarchical | 3.20 | 1.60 | 8.10 {many}",
+        f"*Exact granular*‡ | *3.20* | *1.60* | *7.90 {many}*",
+        f"Coarse | 3.20 | 1.60 | 4.90 {few}",
+    ]
 
 
 def test_nothing_that_seeds_move_is_bold_where_rows_have_different_ones(tmp_path: Path) -> None:
     fast, slow = {"speed": 5000.0, "dead_experts": 0.01}, {"speed": 4000.0, "dead_experts": 0.02}
     runs = {"air": {"perplexity": 61.0, **fast}, "hierarchical": {"perplexity": 64.0, **slow}}
-    moved = ("perplexity", "dead experts (%)")
+    titles = ("perplexity", "dead experts (%)", "tokens/s (k)")
     table = table_of(tmp_path / "one", "main", runs)
-    assert [bold(table, title) for title in moved] == [["AIR"], ["AIR"]]
+    assert shown(table, *titles)[0] == "AIR | **61.00** | **1.0** | **5.00**"
     write_suite(tmp_path / "more", "main", {"air": {"perplexity": 60.0, **fast}}, seeds=(43,))
     table = group_table(only_group(tmp_path))
-    assert [bold(table, title) for title in moved] == [[], []]
-    assert bold(table, "tokens/s (k)") == ["AIR"]
+    assert shown(table, *titles)[0] == "AIR | 60.50 ± 0.71 | 1.0 | **5.00**"
+    assert shown(table, *titles)[1] == "Hierarchical | 64.00 | 2.0 | 4.00"  # one seed: no spread
+    (spread,) = table.notes
+    assert spread.endswith("it is left out with one seed, or if all agree.")
 
 
 def test_overlap_beside_dead_experts_is_never_bold(tmp_path: Path) -> None:
@@ -113,25 +116,12 @@ def test_overlap_beside_dead_experts_is_never_bold(tmp_path: Path) -> None:
         "euclidean": {"perplexity": 65.0, "overlap": 0.8, "mass_recall": 0.7},
     }
     table = table_of(tmp_path, "ablations", runs)
-    assert bold(table, "perplexity") == ["AIR"]
-    assert bold(table, "overlap") == ["Euclidean"]
-    assert bold(table, "mass recall") == ["Static codebook"]
+    assert shown(table, "perplexity", "overlap", "mass recall") == [
+        "AIR | **61.00** | 0.99 | 0.80",
+        "Static codebook | 64.00 | 0.70 | **0.80**",
+        "Euclidean | 65.00 | **0.80** | 0.70",
+    ]
     assert table.notes[-1] == f"{COLLAPSE_NOTE} Here: AIR."
-
-
-def test_the_best_is_bold_and_the_reference_grey(main: Table) -> None:
-    assert bold(main, "perplexity") == ["AIR"]  # exact is lower, and out of competition
-    assert bold(main, "tokens/s (k)") == ["AIR"]
-    assert bold(main, "dead experts (%)") == ["PEER"]
-    assert bold(main, "entropy, nats") == []  # of coarse experts there are fewer
-    assert bold(main, "overlap") == ["AIR"]  # exact and coarse agree with themselves: no contest
-    assert bold(main, "FLOPs, algorithmic (T)") == ["Hierarchical"]
-    assert bold(main, "parameters (M)") == []  # no better or worse
-    grey = {row[0].text for row in main.rows if all(cell.grey for cell in row)}
-    assert grey == {row[0].text for row in main.rows if any(cell.grey for cell in row)}
-    assert grey == {"Exact granular"}
-    assert column(main, "overlap")["PEER"].text == "–"
-    assert column(main, "overlap")["Exact granular"].text == "–"
 
 
 def test_test_text_and_memory_where_a_run_has_them(tmp_path: Path) -> None:
@@ -140,80 +130,68 @@ def test_test_text_and_memory_where_a_run_has_them(tmp_path: Path) -> None:
         "air": {"perplexity": [61.0, 63.0], "test": [70.0, 74.0], "memory": 12.5, **text},
         "peer": {"perplexity": [64.0, 65.0], "test": [69.0, 69.0], **text},
     }
-    made = table_of(tmp_path, "main", runs, seeds=(42, 43))
-    cells = column(made, "perplexity, test text")
-    assert [cell.text for cell in cells.values()] == ["72.00 ± 2.83", "69.00"]
-    assert bold(made, "perplexity, test text") == ["PEER"]
-    cells = list(column(made, "peak memory (GiB)").values())
-    assert [cell.text for cell in cells] == ["12.50", "–"]
-    assert made.notes[0].startswith("Test text: WikiText-103's validation split in its tokenised")
-
-
-def test_a_row_with_one_seed_has_no_spread(tmp_path: Path) -> None:
-    write_suite(tmp_path / "s", "main", {"air": [61.0, 63.0]}, seeds=(42, 43))
-    write_suite(tmp_path / "t", "main", {"peer": 65.0})
-    table = group_table(only_group(tmp_path))
-    assert column(table, "perplexity")["PEER"].text == "65.00"
-    (spread,) = table.notes
-    assert spread.endswith("it is left out with one seed, or if all agree.")
+    table = table_of(tmp_path, "main", runs, seeds=(42, 43))
+    assert shown(table, "perplexity, test text", "peak memory (GiB)") == [
+        "AIR | 72.00 ± 2.83 | 12.50",
+        "PEER | **69.00** | –",
+    ]
+    assert table.notes[0].startswith("Test text: WikiText-103's validation split in its tokenised")
 
 
 def test_the_reference_is_known_by_its_method(tmp_path: Path) -> None:
     for name, rate in (("one", 0.002), ("two", 0.003)):
-        config = override(preset("tiny", "exact"), [f"training.learning_rate={rate}"])
-        write_run(tmp_path / name, config, perplexity=50.0)
-        config = override(preset("tiny", "coarse"), [f"training.learning_rate={rate}"])
-        write_run(tmp_path / f"c-{name}", config, perplexity=70.0 + rate)
-        for run in (tmp_path / name, tmp_path / f"c-{name}"):
-            write_usage(run, np.arange(256) + 1)
+        for method, perplexity in (("exact", 50.0), ("coarse", 70.0)):
+            config = override(preset("tiny", method), [f"training.learning_rate={rate}"])
+            write_run(tmp_path / f"{method}-{name}", config, perplexity=perplexity)
+            write_usage(tmp_path / f"{method}-{name}", np.arange(256) + 1)
     write_run(tmp_path / "air")
     group = only_group(tmp_path)
-    table = group_table(group)
-    assert bold(table, "perplexity") == ["AIR"]
-    grey = [row[0].text for row in table.rows if all(cell.grey for cell in row)]
-    assert grey == ["Exact granular", "Exact granular (two)"]
-    assert [row[0].mark for row in table.rows if row[0].grey] == ["‡", "‡"]
-    assert list(maps(group)) == ["exact", "exact (two)"]
+    assert shown(group_table(group), "perplexity") == [
+        "AIR | **60.00**",
+        "*Exact granular*‡ | *50.00*",
+        "*Exact granular (exact-two)*‡ | *50.00*",
+        "Coarse | 70.00",
+        "Coarse (coarse-two) | 70.00",
+    ]
+    assert list(maps(group)) == ["exact", "exact (exact-two)"]
 
 
 def test_equal_texts_are_equally_best(tmp_path: Path) -> None:
-    runs = {"air": 61.001, "euclidean": 61.002}
-    table = table_of(tmp_path, "ablations", runs | {"static": 63.0})
-    assert bold(table, "perplexity") == ["AIR", "Euclidean"]
-    assert bold(table, "overlap") == []  # all the same
+    table = table_of(tmp_path, "ablations", {"air": 61.001, "euclidean": 61.002, "static": 63.0})
+    assert shown(table, "perplexity", "overlap") == [
+        "AIR | **61.00** | 0.70",  # in the overlap all are the same
+        "Static codebook | 63.00 | 0.70",
+        "Euclidean | **61.00** | 0.70",
+    ]
 
 
 def test_expert_choice_is_out_of_the_contest_for_perplexity(tmp_path: Path) -> None:
-    runs = {
-        "air": 61.0,
-        "static": 66.0,
-        "expert_choice": {"perplexity": 50.0, "overlap": 0.9},
-    }
+    runs = {"air": 61.0, "static": 66.0, "expert_choice": {"perplexity": 50.0, "overlap": 0.9}}
     table = table_of(tmp_path, "ablations", runs)
-    assert bold(table, "perplexity") == ["AIR"]
-    assert bold(table, "overlap") == ["Expert choice"]
-    marks = {name: cell.mark for name, cell in column(table, "perplexity").items()}
-    assert marks == {"AIR": "", "Static codebook": "", "Expert choice": "†"}
+    assert shown(table, "perplexity", "overlap") == [
+        "AIR | **61.00** | 0.70",
+        "Static codebook | 66.00 | 0.70",
+        "Expert choice† | 50.00† | **0.90**",
+    ]
     assert any("later tokens" in note for note in table.notes)
 
 
 @pytest.mark.parametrize(
-    ("suite", "variants", "shown"),
+    ("suite", "variants", "title", "rows"),
     [
-        ("granularity", ["q16", "q2", "q1"], ["Q = 1", "Q = 2", "Q = 16"]),
-        ("codebook", ["g64-m128", "g32-m256"], ["g32-m256", "g64-m128"]),
+        ("granularity", ["q16", "q1"], "loss, nats", ["Q = 1 | 4.09", "Q = 16 | 4.09"]),
+        (
+            "codebook",
+            ["g64-m128", "g32-m256"],
+            "its bound",
+            ["g32-m256 | 1e-09", "g64-m128 | 1e-09"],
+        ),
     ],
 )
 def test_rows_of_sweeps_are_in_the_order_of_their_numbers(
-    tmp_path: Path, suite: str, variants: list[str], shown: list[str]
+    tmp_path: Path, suite: str, variants: list[str], title: str, rows: list[str]
 ) -> None:
-    table = table_of(tmp_path, suite, dict.fromkeys(variants, 60.0))
-    assert [row[0].text for row in table.rows] == shown
-    title, text = {
-        "granularity": ("loss, nats", f"{math.log(60):.2f}"),
-        "codebook": ("its bound", "1e-09"),
-    }[suite]
-    assert column(table, title)[shown[0]].text == text
+    assert shown(table_of(tmp_path, suite, dict.fromkeys(variants, 60.0)), title) == rows
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from airmoe.training.devices import Machine
 from tests.experiments.forked import fork_runs
 from tests.experiments.report_toys import write_run
 from tests.training.command import (
-    Outcome,
     airmoe,
     assert_one_line,
     pythonpath,
@@ -54,9 +53,13 @@ class Toy:
     def arguments(self, out: Path, *more: str) -> list[Any]:
         return ["suite", "granularity", "tiny", *self.settings, *more, "--out", out]
 
-    def run(self, out: Path, *more: str, patch: Callable[[], None] | None = None) -> Outcome:
-        """With forks for the runs, unless told otherwise."""
-        return airmoe(*self.arguments(out, *more), patch=patch or fork_runs())
+    def run(
+        self, out: Path, *more: str, patch: Callable[[], None] | None = None, code: int = 0
+    ) -> str:
+        """What it prints, with forks for the runs; it must end so and raise no error."""
+        outcome = airmoe(*self.arguments(out, *more), patch=patch or fork_runs())
+        assert (outcome.code, outcome.err) == (code, ""), outcome
+        return outcome.out
 
 
 @pytest.fixture(scope="module")
@@ -120,21 +123,20 @@ def test_finished_runs_are_not_repeated(toy: Toy, whole: Path) -> None:
     moved = toy.folder / "moved"
     (toy.folder / "tokens").rename(moved)
     try:
-        outcome = toy.run(whole)
+        printed = toy.run(whole)
     finally:
         moved.rename(toy.folder / "tokens")
-    assert (outcome.code, outcome.err) == (0, "")
     assert [(file.stat().st_ino, file.stat().st_mtime_ns) for file in files] == before
-    lines = outcome.out.splitlines()
+    lines = printed.splitlines()
     assert lines[0].startswith(f"{FIRST}  done before  step 40/40")
     assert lines[1].startswith(f"{SECOND}  done before  step 40/40")
-    assert table_rows(outcome.out) == table_rows((toy.folder / "whole.out").read_text())
+    assert table_rows(printed) == table_rows((toy.folder / "whole.out").read_text())
 
 
 def test_epochs_are_compared_with_the_warmup_when_the_text_is_known(toy: Toy) -> None:
     out = toy.folder / "short"
     text = ["training.steps=null", "training.epochs=1", "training.batch_size=1000"]
-    outcome = toy.run(out, *text, "training.micro_batch_size=1000")
+    outcome = airmoe(*toy.arguments(out, *text, "training.micro_batch_size=1000"))
     assert_one_line(outcome, 2, "budget: got '1 steps', must be longer than the warm-up, 1 steps")
     assert not (out / "suite.json").exists()
 
@@ -148,30 +150,28 @@ def test_stopped_then_killed_it_ends_as_if_nothing_had_been(toy: Toy, whole: Pat
     out = toy.folder / "killed"
     # A polite end in the first run: it writes a checkpoint, and the suite says how to go on.
     polite = fork_runs(lambda: has_checkpoint(out / FIRST), signal_suite(signal.SIGTERM))
-    outcome = toy.run(out, patch=polite)
-    assert (outcome.code, outcome.err) == (143, "")
-    assert outcome.out.splitlines()[-1] == f"Stopped in {FIRST}. Go on with the same command."
+    printed = toy.run(out, patch=polite, code=143)
+    assert printed.splitlines()[-1] == f"Stopped in {FIRST}. Go on with the same command."
     said = (out / f"{FIRST}.txt").read_text().splitlines()[-1]
     step = int(said.removeprefix("Stopped by SIGTERM after step "))
     assert checkpoints(out / FIRST)[-1].name == f"checkpoint-{step}" and step < 40
     assert not (out / f"{FIRST}.failed.json").exists()
     # A kill in the second: its process must not train on.
     kill = fork_runs(lambda: has_checkpoint(out / SECOND), signal_suite(signal.SIGKILL))
-    assert toy.run(out, patch=kill).code == -signal.SIGKILL
+    toy.run(out, patch=kill, code=-signal.SIGKILL)
     end = time.monotonic() + 20
     while being_trained(out / SECOND):
         assert time.monotonic() < end
         time.sleep(0.01)
     assert not (out / SECOND / "result.json").exists()
     first = (out / FIRST / "result.json").stat()
-    outcome = toy.run(out)
-    assert (outcome.code, outcome.err) == (0, "")
-    assert outcome.out.startswith(f"{FIRST}  done before")
+    printed = toy.run(out)
+    assert printed.startswith(f"{FIRST}  done before")
     again = (out / FIRST / "result.json").stat()
     assert (again.st_ino, again.st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
     for run in (FIRST, SECOND):
         assert_same_run(out / run, whole / run)
-    in_table = [row[:4] for row in table_rows(outcome.out)]
+    in_table = [row[:4] for row in table_rows(printed)]
     assert in_table == [row[:4] for row in table_rows((toy.folder / "whole.out").read_text())]
     assert read_json(out / "suite.json") == read_json(whole / "suite.json")
 
@@ -179,9 +179,11 @@ def test_stopped_then_killed_it_ends_as_if_nothing_had_been(toy: Toy, whole: Pat
 def test_ctrl_c_before_the_first_checkpoint(toy: Toy) -> None:
     out = toy.folder / "interrupted"
     begun = out / FIRST / "run.json"
-    outcome = toy.run(out, patch=fork_runs(begun.exists, signal_suite(signal.SIGINT)))
-    assert (outcome.code, outcome.err) == (130, "")
-    assert outcome.out.splitlines()[-1] == f"Stopped in {FIRST}. Go on with the same command."
+    interrupt = fork_runs(begun.exists, signal_suite(signal.SIGINT))
+    assert (
+        toy.run(out, patch=interrupt, code=130).splitlines()[-1]
+        == f"Stopped in {FIRST}. Go on with the same command."
+    )
     assert not (out / FIRST / "result.json").exists() and not (out / SECOND).exists()
     assert not (out / f"{FIRST}.failed.json").exists()
 
@@ -190,21 +192,19 @@ def test_a_crashed_run_stops_no_other(toy: Toy, whole: Path) -> None:
     out = toy.folder / "crashed"
     # As the kernel does where memory ends.
     crash = fork_runs(lambda: has_checkpoint(out / FIRST), lambda run: os.kill(run, signal.SIGKILL))
-    outcome = toy.run(out, patch=crash)
-    assert (outcome.code, outcome.err) == (1, "")
+    printed = toy.run(out, patch=crash, code=1)
     assert read_json(out / f"{FIRST}.failed.json") == {"message": "killed by SIGKILL", "code": -9}
-    assert f"{FIRST}  failed  killed by SIGKILL\n" in outcome.out
-    assert [row[:3] for row in table_rows(outcome.out)] == [
+    assert f"{FIRST}  failed  killed by SIGKILL\n" in printed
+    assert [row[:3] for row in table_rows(printed)] == [
         ["q1", "42", "failed"],
         ["q2", "42", "done"],
     ]
-    assert outcome.out.splitlines()[-1].startswith(f"{FIRST} failed: killed by SIGKILL (all it ")
+    assert printed.splitlines()[-1].startswith(f"{FIRST} failed: killed by SIGKILL (all it ")
     assert_same_run(out / SECOND, whole / SECOND)
     # What is left of an attempt before the one that finished a run goes away.
     (out / f"{SECOND}.failed.json").write_text(json.dumps({"message": "old", "code": 1}))
-    outcome = toy.run(out)  # tried again
-    assert not (out / f"{SECOND}.failed.json").exists()
-    assert outcome.code == 0 and not (out / f"{FIRST}.failed.json").exists()
+    toy.run(out)  # tried again
+    assert list(out.glob("*.failed.json")) == []
     assert_same_run(out / FIRST, whole / FIRST)
 
 
@@ -239,15 +239,15 @@ def test_a_real_process_ends_with_its_suite(
 
 def test_why_a_run_failed_is_one_line(toy: Toy) -> None:
     out = toy.folder / "diverged"
-    outcome = toy.run(out, "training.learning_rate=1e30", "training.max_grad_norm=1e30")
-    assert (outcome.code, outcome.err) == (1, ""), outcome
+    settings = ["training.learning_rate=1e30", "training.max_grad_norm=1e30"]
+    printed = toy.run(out, *settings, code=1)
     for run in (FIRST, SECOND):
         failure = read_json(out / f"{run}.failed.json")
         assert failure["code"] == 1 and "\n" not in failure["message"]
         assert failure["message"].startswith("step ")
         assert "the loss or its gradient is not a finite number" in failure["message"]
-        assert f"{run} failed: {failure['message']} (all it printed: " in outcome.out
-    assert [row[2:] for row in table_rows(outcome.out)] == [["failed", "-", "-"]] * 2
+        assert f"{run} failed: {failure['message']} (all it printed: " in printed
+    assert [row[2:] for row in table_rows(printed)] == [["failed", "-", "-"]] * 2
 
 
 def test_two_processes_train_each_run_together(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,11 +278,10 @@ def test_two_processes_train_each_run_together(toy: Toy, monkeypatch: pytest.Mon
 
 
 def test_torchrun_is_started_by_the_suite(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = toy.arguments(toy.folder / "twice")
+    assert_one_line(airmoe(*arguments, "--processes", "0"), 2, "processes: got 0")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert_one_line(toy.run(toy.folder / "twice"), 2, "suite: got 'torchrun'", "--processes N")
-    monkeypatch.delenv("LOCAL_RANK")
-    outcome = toy.run(toy.folder / "twice", "--processes", "0")
-    assert_one_line(outcome, 2, "processes: got 0")
+    assert_one_line(airmoe(*arguments), 2, "suite: got 'torchrun'", "--processes N")
 
 
 def test_all_methods_and_ablations_to_their_report(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from airmoe.errors import ConfigError
 from airmoe.model import AirMoeConfig
 from airmoe.routers.settings import Amount
 from airmoe.training import MODEL_OPTIONS, RunConfig
+from airmoe.training.config import ROUTING_OPTIONS
 
 
 class Rule(StrEnum):
@@ -28,23 +29,12 @@ class Rule(StrEnum):
 
 ALL_RULES = tuple(Rule)
 
-# Model options that rules A to D compare, or that belong to one router only.
-ROUTING_OPTIONS = frozenset(
-    {
-        "router",
-        "router_options",
-        "experts",
-        "num_experts",
-        "num_experts_per_tok",
-        "expert_size",
-        "shortlist_balance_weight",
-    }
-)
-# Training options that only say how closely a run is watched, and the seed: suites give every
-# variant the same ones.
-WATCHING_OPTIONS = frozenset(
-    {"seed", "log_every", "save_every", "keep_checkpoints", "quality_tokens", "track"}
-)
+# May differ: what rules A to D compare, what one router only has, and how closely a run is watched;
+# seeds too, because suites give every variant the same ones.
+FREE_OPTIONS = frozenset(ROUTING_OPTIONS) | {
+    "shortlist_balance_weight",
+    *("seed", "log_every", "save_every", "keep_checkpoints", "quality_tokens", "track"),
+}
 
 
 @dataclass(frozen=True)
@@ -134,7 +124,7 @@ COMPARED: tuple[tuple[Rule, str, Callable[[AirMoeConfig], Amount | None], str], 
 
 
 def _not_equivalent(models: Mapping[str, AirMoeConfig]) -> Iterator[Violation]:
-    """Rule D: each coarse model with the first granular one that it does not match."""
+    """Rule D: each coarse model, with the first granular one that it does not match."""
     granular = {name: model for name, model in models.items() if not is_coarse(model)}
     for name, coarse in models.items():
         for other, model in granular.items() if is_coarse(coarse) else ():
@@ -167,7 +157,7 @@ def _unequal_rest(
 def _shared_options(run: RunConfig, model: AirMoeConfig) -> dict[str, Any]:
     """What must be equal, by the path under which a user sets it; defaults filled in."""
     # Where experts choose, their choice replaces load balancing.
-    own = ROUTING_OPTIONS if model.routes_causally else {*ROUTING_OPTIONS, "load_balance_weight"}
+    free = FREE_OPTIONS if model.routes_causally else {*FREE_OPTIONS, "load_balance_weight"}
     sections = {
         "data": dataclasses.asdict(run.data),
         "training": dataclasses.asdict(run.training),
@@ -177,6 +167,6 @@ def _shared_options(run: RunConfig, model: AirMoeConfig) -> dict[str, Any]:
         f"{section}.{name}": value
         for section, values in sections.items()
         for name, value in values.items()
-        if name not in own | WATCHING_OPTIONS
+        if name not in free
     }
     return options | {"model.router_options.jitter_std": model.router_config().jitter_std}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from airmoe.data.tokenizer_choice import bpe_vocab_size, is_trained
 from airmoe.errors import ConfigError, say
-from airmoe.flops import COLUMNS, PARTS, Column, Cost, Ledger, Workload, count_flops
+from airmoe.flops import COLUMNS, PARTS, Column, Ledger, Workload, count_flops
 from airmoe.training import RunConfig, method_run
 from airmoe.training.config import workload_of
 
@@ -62,20 +62,18 @@ class FlopCount:
                 name = heading if field == "total" else f"{heading}\n{field}"
                 table.add_column(name, justify="right")
 
-        def cells(costs: Iterator[Cost]) -> Iterator[str]:
-            for cost in costs:
-                yield from (f"{getattr(cost, field) / 1e6:,.3f}" for field in fields)
-
         there = {part for _, ledger, _ in columns for part in ledger.parts()}
-        for part in filter(there.__contains__, PARTS):
-            table.add_row(part, *cells(ledger.cost(name, part) for _, ledger, name in columns))
-        table.add_section()
-        table.add_row("all", *cells(ledger.cost(name) for _, ledger, name in columns))
+        for part in (*filter(there.__contains__, PARTS), None):
+            costs = [ledger.cost(name, part) for _, ledger, name in columns]
+            cells = [f"{getattr(one, field) / 1e6:,.3f}" for one in costs for field in fields]
+            if part is None:
+                table.add_section()
+            table.add_row(part or "all", *cells)
         if self.tokens is not None:
-            padding = [""] * (len(fields) - 1)
-            runs = (_scaled(ledger.run(self.tokens, name)) for _, ledger, name in columns)
-            cells_of_runs = [cell for run in runs for cell in (*padding, run)]
-            table.add_row(f"run of {self.tokens:,} tokens", *cells_of_runs)
+            padding = [""] * (len(fields) - 1)  # a run has only a total
+            runs = [_scaled(ledger.run(self.tokens, name)) for _, ledger, name in columns]
+            cells = [cell for run in runs for cell in (*padding, run)]
+            table.add_row(f"run of {self.tokens:,} tokens", *cells)
         return table
 
 

@@ -50,18 +50,21 @@ COUNTS = (
     "vocab_size",
     "max_position_embeddings",
 )
-# The options of AirMoeConfig that a run may set; what it inherits besides would be a mistake here.
-MODEL_OPTIONS = (
-    *COUNTS,
-    "rms_norm_eps",
-    "initializer_range",
-    "tie_word_embeddings",
+ROUTING_OPTIONS = (
     "router",
     "router_options",
     "experts",
     "num_experts",
     "num_experts_per_tok",
     "expert_size",
+)
+# The options of AirMoeConfig that a run may set; what it inherits besides would be a mistake here.
+MODEL_OPTIONS = (
+    *COUNTS,
+    "rms_norm_eps",
+    "initializer_range",
+    "tie_word_embeddings",
+    *ROUTING_OPTIONS,
     "expert_activation",
     "moe_layers",
     "moe_post_norm",

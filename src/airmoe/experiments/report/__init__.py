@@ -4,7 +4,7 @@ reading.py (usage.py)     run folders -> a record
 record.py                 what is kept of runs; report.json
 groups.py                 runs that share a table, and their names
 tables.py                 a table of each; paper.py: the paper's numbers and claims beside them
-curves.py, granularity.py their figures (drawing.py), and usage.py's maps
+figures.py (drawing.py)   their figures; granularity.py: a fit, usage.py: maps
 rendering.py              all of it as a report, and by templates/ as files
 """
 

@@ -5,27 +5,26 @@ Lines differ in more than their colour.
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from airmoe.experiments.report.groups import ORDER, title_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
-    from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 5.2, 3.7  # inches: on a phone the text keeps the size of the page's
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 MEASURED = "DejaVu Sans"  # comes with matplotlib; as wide as any, so nothing overlaps
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "font.family": MEASURED,
     "font.size": 10,
@@ -40,7 +39,7 @@ STYLE: dict[str, Any] = {
     "lines.linewidth": 1.6,
     "axes.formatter.useoffset": False,
 }
-# Of Okabe and Ito those that show on white, then of Tol.
+# Okabe and Ito's colours that are visible on white, then some of Tol's.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#E69F00", "#56B4E9")
 COLOURS += ("#882255", "#999933", "#332288")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (8, 3)))
@@ -50,7 +49,7 @@ EXACT = {"color": "#767676", "linestyle": (0, (4, 1.5)), "marker": "x"}  # the p
 
 
 def styles_of(variants: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Styles of a figure's lines: a known variant always has its own, others take those left."""
+    """Line styles: a known variant always has the same one, others take the remaining ones."""
     known = {one: ORDER.index(one) for one in variants if one in ORDER}
     free = (slot for slot in count() if slot not in known.values())
     cycles = {"color": COLOURS, "linestyle": DASHES, "marker": MARKERS}
@@ -68,7 +67,7 @@ def label_of(variant: str) -> str:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure and its two files, each made when asked for, because that takes most of the time."""
+    """A figure; its two files are made when asked for, because that takes most of the time."""
 
     name: str  # of its files, without ending
     caption: str
@@ -79,46 +78,29 @@ class Drawing:
     @cached_property
     def svg(self) -> str:
         """Ids get the figure's name, since a page holds many figures."""
-        text = io.StringIO()
-        with matplotlib_style(self.name):
-            self.figure.savefig(text, format="svg", metadata=dict.fromkeys(UNSAID))
-        svg = text.getvalue().replace(f"'{MEASURED}'", FONTS)
+        content = self._saved("svg", dict.fromkeys(UNSAID))
+        svg = content.decode().replace(f"'{MEASURED}'", FONTS)
         return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{self.name}-", svg)
 
     @property
     def pdf(self) -> bytes:
-        content = io.BytesIO()
-        with matplotlib_style(self.name):
-            self.figure.savefig(content, format="pdf", metadata={"CreationDate": None})
+        return self._saved("pdf", {"CreationDate": None})
+
+    def _saved(self, kind: str, metadata: dict[str, None]) -> bytes:
+        content, options = io.BytesIO(), STYLE | {"svg.hashsalt": self.name}
+        with rc_context(options):
+            self.figure.savefig(content, format=kind, metadata=metadata)
         return content.getvalue()
 
 
-def can_draw() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-@contextmanager
-def matplotlib_style(name: str) -> Iterator[None]:
-    """matplotlib set up for these figures alone."""
-    import matplotlib
-
-    options: Any = STYLE | {"svg.hashsalt": name}
-    with matplotlib.rc_context(options):
-        yield
-
-
 def new_plot() -> tuple[Figure, Axes]:
-    """An ordinary plot, empty."""
-    from matplotlib.figure import Figure
-
+    """An empty plot of the usual size."""
     figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
     return figure, figure.add_subplot()
 
 
 def plain_numbers(axis: Axis) -> None:
-    """1000 instead of a power of ten, and none at the minor ticks."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
+    """Write 1000 instead of a power of ten, and no numbers at minor ticks."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 

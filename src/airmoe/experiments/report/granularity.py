@@ -1,4 +1,4 @@
-"""Loss against granularity: the law L(Q) = a / Q^b + c (Eq. 3), its fit and its figure."""
+"""Loss against granularity: the law L(Q) = a / Q^b + c (Eq. 3), and its fit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from airmoe.experiments.report.drawing import Drawing, legend, matplotlib_style, new_plot
 from airmoe.experiments.report.groups import Group, granularity_of
 from airmoe.experiments.report.tables import LOSS, Summary, summarize
 
@@ -82,7 +81,7 @@ def fit_in_words(group: Group) -> str | None:
     """The fit of a sweep, and what it is worth."""
     if not group.is_sweep:
         return None
-    law = _law(losses_of(group))
+    law = law_of(losses_of(group))
     if law is None:
         return f"No fit of L(Q) = a / Q^b + c: it needs {CONSTANTS} granularities."
     words = (
@@ -94,38 +93,9 @@ def fit_in_words(group: Group) -> str | None:
 
 def losses_of(group: Group) -> dict[int, Summary]:
     """Granularity -> the lowest validation loss."""
-    found = {}
-    for variant, runs in group.variants.items():
-        amount, loss = granularity_of(variant), summarize(LOSS, runs)
-        if amount is not None and loss is not None:
-            found[amount] = loss
-    return found
+    found = {granularity_of(name): summarize(LOSS, runs) for name, runs in group.variants.items()}
+    return {amount: loss for amount, loss in found.items() if amount and loss}
 
 
-def _law(found: dict[int, Summary]) -> ScalingLaw | None:
+def law_of(found: dict[int, Summary]) -> ScalingLaw | None:
     return fit_scaling_law(list(found), [one.mean for one in found.values()])
-
-
-def granularity_figure(group: Group) -> list[Drawing]:
-    """Losses with their spread, and the fitted curve."""
-    found, name = losses_of(group), f"{group.slug}-law"
-    if not found:
-        return []
-    with matplotlib_style(name):
-        figure, axes = new_plot()
-        means = [one.mean for one in found.values()]
-        spreads = [one.spread or 0.0 for one in found.values()]
-        axes.errorbar(list(found), means, spreads, fmt="o", capsize=3, label="runs (mean ± spread)")
-        if (law := _law(found)) is not None:
-            dense = np.geomspace(min(found), max(found), 100)
-            label = f"{law.a:.3g} / Q^{law.b:.3g} + {law.c:.3g}"
-            axes.plot(dense, law.loss(dense), "--", label=label)
-        axes.set_xscale("log")
-        axes.set_xticks(list(found), map(str, found))
-        axes.set_xticks([], minor=True)
-        axes.set_xlabel("granularity Q (times as small as the coarse expert)")
-        axes.set_ylabel("validation loss (nats per token)")
-        legend(axes, 2)
-    caption = "Lowest validation loss against granularity Q."
-    ends = ", ".join(f"Q = {amount}: {one.mean:.4g}" for amount, one in found.items())
-    return [Drawing(name, caption, f"{caption} {ends}.", figure)]

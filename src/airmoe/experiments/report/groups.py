@@ -58,7 +58,7 @@ def title_of(variant: str) -> str:
 
 
 def place_of(variant: str) -> tuple[int, int, str]:
-    """Sorts variants: known ones in the paper's order, granularities as numbers, then by name."""
+    """The sort key of a variant: the paper's order, then granularity, then the name."""
     method = variant.partition(" (")[0]
     known = ORDER.index(method) if method in ORDER else len(ORDER)
     return known, granularity_of(variant) or 0, variant
@@ -70,38 +70,31 @@ def text_of(run: Run) -> tuple[str, str | None]:
 
 
 @dataclass(frozen=True)
-class Key:
-    """What makes runs comparable."""
-
-    suite: str | None
-    preset: str
-    data_sha256: str
-    budget: str
-
-
-@dataclass(frozen=True)
 class Group:
     """The runs of one table."""
 
-    key: Key
     runs: list[Run]
     title: str  # unique in a report
 
     @property
+    def suite(self) -> str | None:
+        return self.runs[0].suite
+
+    @property
+    def preset(self) -> str:
+        return self.runs[0].settings.preset
+
+    @property
     def slug(self) -> str:
         """Its name in files and anchors."""
-        key = self.key
-        parts = (
-            key.suite or "single",
-            key.preset,
-            key.budget.replace(",", ""),
-            key.data_sha256[:8],
-        )
+        first = self.runs[0]
+        budget = budget_of(first).replace(",", "")
+        parts = (self.suite or "single", self.preset, budget, first.data_sha256[:8])
         return re.sub(r"\W+", "-", "-".join(parts).lower())
 
     @property
     def is_sweep(self) -> bool:
-        """Whether its variants are granularities."""
+        """Whether its variants differ in granularity."""
         return all(granularity_of(variant) is not None for variant in self.variants)
 
     @cached_property
@@ -125,31 +118,29 @@ class Grouped:
 
 def group_runs(runs: Iterable[Run]) -> Grouped:
     """Sort runs into groups: suites in the order in which they are read, single runs last."""
-    by_key: dict[Key, list[Run]] = {}
+    comparable: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
-        by_key.setdefault(key_of(run), []).append(run)
+        key = (run.suite or "single runs", run.settings.preset, run.data_sha256, budget_of(run))
+        comparable.setdefault(key, []).append(run)
     grouped = Grouped([], [], [])
     places = {name: place for place, name in enumerate(SUITES)}
-    for key in sorted(by_key, key=lambda key: (places.get(key.suite or "", len(places)), str(key))):
-        named = _rows(by_key[key], grouped.left_out)
-        suite = (key.suite or "single runs").capitalize()
-        title = f"{suite}: {key.preset}, {text_of(named[0])[0]}, {key.budget}"
+    for key in sorted(comparable, key=lambda key: (places.get(key[0], len(places)), str(key))):
+        suite, preset, data_sha256, budget = key
+        named = _rows(comparable[key], grouped.left_out)
+        title = f"{suite.capitalize()}: {preset}, {text_of(named[0])[0]}, {budget}"
         if title in (group.title for group in grouped.groups):
-            title += f", data hash {key.data_sha256[:12]}"
-        grouped.groups.append(group := Group(key, named, title))
+            title += f", data hash {data_sha256[:12]}"
+        grouped.groups.append(group := Group(named, title))
         grouped.notes.extend(f"{title}: {note}" for note in _notes(group))
     return grouped
 
 
-def key_of(run: Run) -> Key:
-    settings = run.settings
-    training = settings.training
+def budget_of(run: Run) -> str:
+    training = run.settings.training
     if training.epochs is not None:
-        budget = f"{training.epochs} epoch{'' if training.epochs == 1 else 's'}"
-    else:
-        tokens = (training.steps or 0) * training.batch_size * settings.data.block_size
-        budget = f"{tokens:,} tokens"
-    return Key(run.suite, settings.preset, run.data_sha256, budget)
+        return f"{training.epochs} epoch{'' if training.epochs == 1 else 's'}"
+    tokens = (training.steps or 0) * training.batch_size * run.settings.data.block_size
+    return f"{tokens:,} tokens"
 
 
 def _rows(runs: list[Run], left_out: list[str]) -> list[Run]:
@@ -195,11 +186,11 @@ def _notes(group: Group) -> list[str]:
     for what, found in values.items():
         if len(found) > 1:
             notes.append(f"different {what} ({'; '.join(found)}): times do not compare")
-    suite = SUITES.get(group.key.suite or "")
+    suite = SUITES.get(group.suite or "")
     rules = ALL_RULES if suite is None else suite.rules
     firsts = {variant: runs[0].settings for variant, runs in group.variants.items()}
     broken = violations(firsts, rules)
-    return notes + [str(one) for one in broken if one.what not in (SEED, *TEXT_OPTIONS)]
+    return notes + [str(one) for one in broken if one.what not in TEXT_OPTIONS]
 
 
 def machines(runs: Sequence[Run]) -> list[str]:

@@ -38,6 +38,7 @@ from airmoe.experiments.report.tables import (
 from airmoe.training.presets import WEB_STEPS
 
 PRECISION = "fp16"
+LARGE = "large-openwebtext2"  # which the preset `large` is
 WIKITEXT_TOKENS = 10 * 121_000_000  # ten epochs
 SAME_LENGTH = 0.02  # epochs end where the text does
 
@@ -84,15 +85,15 @@ def _cells() -> dict[tuple[str, str], dict[str, float | None]]:
         }
 
 
-def paper_cell(suite: str | None, preset: str, variant: str) -> dict[str, float | None] | None:
-    """The paper's run that this variant of a suite repeats, if it has one."""
-    if suite == "ablations":
-        return _cells().get(("ablations", variant)) if preset == "small" else None
-    return _cells().get(("large-openwebtext2" if preset == "large" else preset, variant))
+def paper_cell(group: Group, variant: str) -> dict[str, float | None] | None:
+    """The paper's run that this variant repeats, if it has one."""
+    if group.suite == "ablations":
+        return _cells().get(("ablations", variant)) if group.preset == "small" else None
+    return _cells().get((LARGE if group.preset == "large" else group.preset, variant))
 
 
 def paper_perplexity(group: Group, variant: str) -> float | None:
-    cell = paper_cell(group.key.suite, group.key.preset, variant)
+    cell = paper_cell(group, variant)
     return None if cell is None else cell["perplexity"]
 
 
@@ -100,7 +101,7 @@ def paper_runs(preset: str) -> tuple[str, int]:
     """Corpus and tokens of the runs that a preset stands for; tokens are inferred (flops.md)."""
     if preset in ("small", "medium"):
         return "wikitext103", WIKITEXT_TOKENS
-    size, _, corpus = ("large-openwebtext2" if preset == "large" else preset).partition("-")
+    size, _, corpus = (LARGE if preset == "large" else preset).partition("-")
     tokens_per_step = 131_072 if size == "large" else 65_536
     return corpus, WEB_STEPS[f"{size}-{corpus}"] * tokens_per_step
 
@@ -118,34 +119,33 @@ def beside_paper(group: Group) -> Beside | None:
     cells = {
         variant: cell
         for variant in group.variants
-        if (cell := paper_cell(group.key.suite, group.key.preset, variant)) is not None
+        if (cell := paper_cell(group, variant)) is not None
     }
     if not cells:
         return None
-    columns = ["method"]
-    rows = [[Cell(text=title_of(variant))] for variant in cells]
+    titles, columns = ["method"], [[Cell(text=title_of(variant)) for variant in cells]]
     for title, name, metric in COMPARED:
-        papers = [cell[name] for cell in cells.values()]
         ours = [summarize(metric, group.variants[variant]) for variant in cells]
+        papers = [cell[name] for cell in cells.values()]
         theirs = [None if one is None else Summary(one) for one in papers]
-        if not any(theirs) or not any(ours):
-            continue
-        unit = unit_of(metric.kind, [one.mean for one in (*ours, *theirs) if one])
-        shown = {unit.titled(title) + ": ours": ours}
-        if metric is not tables.TEST:
-            shown["paper"] = theirs
-        for column, found in shown.items():
-            columns.append(column)
-            for row, one in zip(rows, found, strict=True):
-                value = None if one is None else one.mean
-                row.append(Cell(text=unit.written(one), value=value))
+        if any(ours) and any(theirs):
+            unit = unit_of(metric.kind, [one.mean for one in (*ours, *theirs) if one])
+            shown = {unit.titled(title) + ": ours": ours, "paper": theirs}
+            if metric is tables.TEST:  # its paper's number is that of the column before
+                del shown["paper"]
+            titles += shown
+            columns += [
+                [Cell(text=unit.written(one), value=one.mean if one else None) for one in found]
+                for found in shown.values()
+            ]
+    rows = list(map(list, zip(*columns, strict=True)))
     runs = [run for variant in cells for run in group.variants[variant]]
-    table = Table(caption=CAPTION, columns=columns, rows=rows, notes=note_on_test(runs))
+    table = Table(caption=CAPTION, columns=titles, rows=rows, notes=note_on_test(runs))
     return Beside(table, _differences(runs[0]))
 
 
 def _differences(run: Run) -> list[str]:
-    """Text, length and precision, each in a line."""
+    """A line each for text, length and precision, where they differ."""
     corpus, tokens = paper_runs(run.settings.preset)
     found, (text, _), precision = [], text_of(run), run.settings.training.precision
     if text != corpus:
@@ -211,7 +211,7 @@ def claims(group: Group) -> list[Claim]:
 
 
 def half_width(differences: Sequence[float]) -> float:
-    """Of the 95 % interval of their mean."""
+    """Half the width of the 95 % interval of their mean."""
     n = len(differences)
     if n < FEWEST_FOR_STUDENT:
         return SINGLE_PAIR / math.sqrt(n)
@@ -240,5 +240,5 @@ def _row(claim: Claim) -> list[Cell]:
 
 
 def _per_cent(log_ratio: float) -> str:
-    """A difference of logarithms as people read it: -1.6."""
+    """A difference of logarithms in per cent: -1.6."""
     return f"{100 * math.expm1(log_ratio):+.1f}"

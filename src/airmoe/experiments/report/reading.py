@@ -33,7 +33,7 @@ EVALUATION_FIELDS = (
     *("step", "tokens", "seconds", "flops", "executed_flops", "loss", "perplexity"),
     *ROUTING_FIELDS,
 )
-# No figure shows the loss: it is for readers who want to know whether training was smooth.
+# No figure shows the loss; a reader of the record can see whether training was smooth.
 TRAINING_FIELDS = ("step", "tokens", "tokens_per_second", "loss", *ROUTING_FIELDS, "staleness")
 PATHS = ("corpus", "folder", "validation", "tokenizer")  # options of data that may be paths
 
@@ -89,7 +89,7 @@ class Reader:
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:
-        """Turn what is wrong with a file into a problem."""
+        """Turn an error about a file into a problem."""
         try:
             yield
         except ConfigError as error:
@@ -98,7 +98,7 @@ class Reader:
             self._problem(name, f"cannot be read ({type(error).__name__}: {error})")
 
     def _read_suite(self, path: Path, name: str) -> None:
-        """Its runs, of which some may have crashed or not begun."""
+        """Its finished runs; a problem for each run that crashed, was stopped or has not begun."""
         suite = SuiteFolder(path)
         plan = suite.read()
         for run in plan.runs:
@@ -134,7 +134,7 @@ class Reader:
 
 
 def _below(path: Path) -> list[Path]:
-    """Folders and records in a folder; a report.json in it is no record of a run."""
+    """The folders and records in a folder, but not the report.json of a report."""
     return [
         child
         for child in sorted(path.iterdir())
@@ -150,7 +150,7 @@ def _below(path: Path) -> list[Path]:
 def finished_run(about: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     """Fields of a Run, from run.json (`about`) and result.json."""
     if about.get("balance") != BALANCE:
-        raise ValueError("its balance loss is the one of old, K times weaker than today's")
+        raise ValueError("its balance loss is the old one, K times weaker than today's")
     start = _start(result["log"])
     lines = [_timed(line, start) for line in result["log"]]
     logged = {kind: [one for one in lines if one["kind"] == kind] for kind in ("eval", "train")}

@@ -14,15 +14,15 @@ from airmoe.errors import ConfigError
 from airmoe.files import read_as, write_json
 from airmoe.training import RunConfig
 
-FORMAT = 3  # before: runs with the balance loss of old, too
+FORMAT = 3  # 2 also held runs with the old balance loss
 
 Number = int | float | None  # with `int`, files keep 360 from turning into 360.0
 # field -> values, None where a line lacks it; a field that no line has is missing
 Curve = dict[str, list[Number]]
 Numbers = dict[str, Number]
 
-LARGEST = 1e100  # nothing that is measured comes near, and its square is still a number
-# What reports read of the fields whose names are free.
+LARGEST = 1e100  # far above anything measured; its square is still finite
+# Keys that a report needs in fields which may have any.
 READ = {
     "recipe": ("corpus",),
     "versions": ("torch",),
@@ -31,8 +31,6 @@ READ = {
     "parameters": ("total", "active"),
     "best": ("perplexity",),
     "test": ("perplexity",),
-    "evaluations": ("step",),
-    "training": ("step",),
 }
 
 
@@ -71,7 +69,7 @@ class Run:
     whole_seconds: Number  # from start to end: compilers and evaluations too
 
     def __post_init__(self) -> None:
-        """Refuse what somebody may have changed in a file; its types are checked by then."""
+        """Refuse values that a file changed by hand may hold; types are checked already."""
         for name, keys in READ.items():
             values = getattr(self, name)
             if missing := [key for key in keys if values is not None and key not in values]:
@@ -89,12 +87,12 @@ class Run:
 
     @property
     def method(self) -> str:
-        """The variant that its settings make, whatever a table calls it."""
+        """The variant that its settings describe, whatever a table calls it."""
         return method_of(self.config["model"])
 
     @property
     def perplexity(self) -> float:
-        """The lowest; a run without one is not read."""
+        """The lowest of the run, always positive."""
         return self.best["perplexity"] or 0.0
 
     @property
@@ -112,7 +110,7 @@ class Record:
 
 
 def method_of(model: dict[str, Any]) -> str:
-    """The variant that a model's settings make, for runs outside a suite."""
+    """The variant that a model's settings describe, for runs outside a suite."""
     router, options = model.get("router", "air"), model.get("router_options") or {}
     if model.get("moe_layers") == []:
         return "dense"
@@ -144,7 +142,7 @@ def _check(values: Any) -> None:
 
 
 def _check_numbers(values: Any, name: str) -> None:
-    """Raise for a number that is not finite, or that nobody can have measured."""
+    """Raise for a number that is not finite or too large to be a measurement."""
     if isinstance(values, dict | list):
         for one in values.values() if isinstance(values, dict) else values:
             _check_numbers(one, name)

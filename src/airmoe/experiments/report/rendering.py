@@ -5,31 +5,26 @@ HTML, Markdown and LaTeX come from Jinja templates, which decide the order and t
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from airmoe.errors import ConfigError, visible
-from airmoe.experiments.report.curves import (
-    HEALTH,
-    PERPLEXITY,
-    QUALITY,
-    curve_figures,
-    reduction_figure,
-)
-from airmoe.experiments.report.drawing import Drawing, can_draw
-from airmoe.experiments.report.granularity import fit_in_words, granularity_figure
+from airmoe.experiments.report.granularity import fit_in_words
 from airmoe.experiments.report.groups import Group, group_runs, settings_of
 from airmoe.experiments.report.paper import Beside, beside_paper, claims_table
 from airmoe.experiments.report.reading import REPORT, read_all
 from airmoe.experiments.report.record import Record, Run, read_record, write_record
 from airmoe.experiments.report.tables import Cell, Table, group_table, settings_table
-from airmoe.experiments.report.usage import usage_figure
 from airmoe.files import write_bytes
+
+if TYPE_CHECKING:
+    from airmoe.experiments.report.drawing import Drawing
 
 TEMPLATES = Path(__file__).parent / "templates"
 FORMATS = ("md", "tex", "html")
@@ -82,7 +77,6 @@ class Written:
     """The files that were written, and what a reader must know about them."""
 
     files: list[Path]  # without the figures
-    records: list[Path]
     runs: int
     problems: list[str]
 
@@ -109,8 +103,8 @@ def write_report(
     write_record(record, folder / REPORT)
     for path, run in planned.items():
         write_record(Record(runs=[run], problems=[]), path)
-    files = [folder / name for name in (*texts, REPORT)]
-    return Written(files, [*planned], len(record.runs), report.problems)
+    files = [*(folder / name for name in (*texts, REPORT)), *planned]
+    return Written(files, len(record.runs), report.problems)
 
 
 def make_report(record: Record) -> Report:
@@ -132,17 +126,14 @@ def make_report(record: Record) -> Report:
     return Report(sections=sections, left_out=left_out, notes=grouped.notes)
 
 
+def can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def _figures(group: Group) -> dict[str, list[Drawing]]:
-    perplexity = curve_figures(group, PERPLEXITY)
-    if group.is_sweep:
-        return {"Granularity": [*granularity_figure(group), *perplexity]}
-    parts = {
-        "Perplexity through training": [*perplexity, *reduction_figure(group)],
-        "Expert usage": usage_figure(group),
-        "Against exact routing": curve_figures(group, QUALITY),
-        "Router health": curve_figures(group, HEALTH),
-    }
-    return {title: drawings for title, drawings in parts.items() if drawings}
+    from airmoe.experiments.report.figures import figures_of
+
+    return figures_of(group)
 
 
 def default_folder(paths: Sequence[Path]) -> Path:
@@ -154,7 +145,7 @@ def default_folder(paths: Sequence[Path]) -> Path:
 
 
 def plan_records(runs: Sequence[Run], folder: Path) -> dict[Path, Run]:
-    """The file of each run; raises where it would hold two runs, or another run than before."""
+    """The file of each run; raises if two runs would share one, or if it holds another run."""
     planned: dict[Path, Run] = {}
     for run in runs:
         path = folder / (run.suite or SINGLE) / f"{Path(run.name).name}.json"
@@ -209,20 +200,20 @@ def markdown(text: str) -> str:
     return MARKDOWN_SPECIAL.sub(r"\\\1", words).replace("&", "&amp;")
 
 
-def markdown_cell(cell: Cell) -> str:
-    """Markdown has no grey: the reference is in italics."""
-    text = markdown(cell.text)
-    text = f"**{text}**" if cell.bold else f"*{text}*" if cell.grey and text else text
-    return text + cell.mark
-
-
 def tex(text: str) -> str:
     """Text escaped for LaTeX."""
     return "".join(TEX.get(one, one) for one in text)
 
 
+def markdown_cell(cell: Cell) -> str:
+    return _marked(cell, markdown(cell.text), "**{}**", "*{}*")
+
+
 def tex_cell(cell: Cell) -> str:
-    """Bold, or in italics as in Markdown."""
-    text = tex(cell.text)
-    text = rf"\textbf{{{text}}}" if cell.bold else rf"\textit{{{text}}}" if cell.grey else text
-    return text + cell.mark
+    return _marked(cell, tex(cell.text), r"\textbf{{{}}}", r"\textit{{{}}}")
+
+
+def _marked(cell: Cell, text: str, bold: str, italic: str) -> str:
+    """The best is bold; the reference is in italics, because neither format has grey."""
+    form = bold if cell.bold else italic if cell.grey else "{}"
+    return form.format(text) + cell.mark

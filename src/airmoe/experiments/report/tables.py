@@ -1,4 +1,4 @@
-"""Tables as plain data: how each number is read from a run, summed up over seeds and written.
+"""Tables as plain data: how each number is read from a run, averaged over seeds and formatted.
 
 A row per variant, mean and spread over its seeds, the best of a column in bold.
 """
@@ -192,7 +192,7 @@ def unit_of(kind: Kind, values: Sequence[float]) -> Unit:
 
 def group_table(group: Group) -> Table:
     """The table of a group, with the columns of its suite."""
-    columns, caption = OF_SUITE.get(group.key.suite or "", OF_METHODS)
+    columns, caption = OF_SUITE.get(group.suite or "", OF_METHODS)
     return variant_table(group, columns, caption)
 
 
@@ -214,7 +214,8 @@ def _column(metric: Metric, group: Group) -> tuple[str, list[Cell]]:
     """Heading and cells."""
     found = {variant: summarize(metric, runs) for variant, runs in group.variants.items()}
     means = {variant: one.mean for variant, one in found.items() if one}
-    unit, best = unit_of(metric.kind, list(means.values())), _best(metric, means, group)
+    unit = unit_of(metric.kind, list(means.values()))
+    best = _best(metric, unit, means, group)
     cells = []
     for variant, runs in group.variants.items():
         text = unit.written(found[variant])
@@ -230,7 +231,7 @@ def _column(metric: Metric, group: Group) -> tuple[str, list[Cell]]:
     return unit.titled(metric.title), cells
 
 
-def _best(metric: Metric, means: dict[str, float], group: Group) -> list[str]:
+def _best(metric: Metric, unit: Unit, means: dict[str, float], group: Group) -> list[str]:
     """The variants with the best mean as printed; none where rows do not compare."""
     competing = {
         variant: runs
@@ -240,7 +241,6 @@ def _best(metric: Metric, means: dict[str, float], group: Group) -> list[str]:
     seeds = {frozenset(run.seed for run in runs) for runs in competing.values()}
     ideals = {metric.ideal and metric.ideal(runs[0]) for runs in competing.values()}
     is_moved = metric in MOVED_BY_SEEDS and len(seeds) > 1
-    unit = unit_of(metric.kind, list(means.values()))
     texts = {one: unit.written(Summary(means[one])) for one in competing}
     if metric.better is None or is_moved or len(ideals) > 1 or len(set(texts.values())) < 2:
         return []
@@ -262,7 +262,7 @@ def _notes(group: Group, shown: Sequence[Metric]) -> list[str]:
 
 
 def note_on_test(runs: Sequence[Run]) -> list[str]:
-    """What the test text is, where a run was measured on one of another origin."""
+    """What the test text is, if it comes from another source than the training text."""
     _, test = text_of(runs[0])
     return [f"Test text: {test}."] if test and summarize(TEST, runs) else []
 

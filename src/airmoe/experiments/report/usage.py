@@ -12,36 +12,17 @@ import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
 
-from airmoe.experiments.report.drawing import (
-    WIDTH,
-    Drawing,
-    label_of,
-    matplotlib_style,
-    plain_numbers,
-)
-from airmoe.experiments.report.groups import Group, title_of
+from airmoe.experiments.report.groups import Group
 from airmoe.experiments.report.record import ExpertMap
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LARGEST_SIDE = 128  # of what is kept: every second row (column) of 256, and so on
 DECADES = 3  # levels 1 to 255 reach from 10^-3 to 10^3 times the mean; 0 is no token at all
 LEVELS = 254
-UNUSED = "#e4e4e4"  # an expert without a token: a light grey, which the colour map lacks
-FRINGE = 0.5  # per cent of experts at either end that may lie beyond the colour scale
-CAPTION = (
-    "Tokens per expert over the validation text, relative to the mean, on one log scale; light "
-    "grey: none. PEER's experts are arranged by sub-keys, hierarchical ones by cluster (rows), the "
-    "others by number. Above each map: the share of the variance of log counts that rows and "
-    "columns explain, and in brackets that of shuffled experts. A router that couples experts "
-    "shows stripes; a product of sub-keys gives 100 %."
-)
 
 
 def read_usage(path: Path, model: dict[str, Any]) -> ExpertMap | None:
@@ -66,8 +47,8 @@ def grid_shape(num_experts: int, model: dict[str, Any]) -> tuple[int, int]:
 
 
 def expert_map(grid: np.ndarray) -> ExpertMap:
-    """A grid of counts, quantised; of a side that is too large, evenly spaced rows (columns)."""
-    rows, columns = _steps(grid.shape)
+    """A quantised grid of counts; large ones keep evenly spaced rows and columns."""
+    rows, columns = steps_of(grid.shape)
     packed = zlib.compress(quantised(grid)[::rows, ::columns].tobytes(), 9)
     return ExpertMap(
         shape=list(grid.shape),
@@ -76,8 +57,8 @@ def expert_map(grid: np.ndarray) -> ExpertMap:
     )
 
 
-def _steps(shape: Sequence[int]) -> list[int]:
-    """One row (column) in so many is kept."""
+def steps_of(shape: Sequence[int]) -> list[int]:
+    """Every how many rows and columns one is kept."""
     return [math.ceil(side / LARGEST_SIDE) for side in shape]
 
 
@@ -94,7 +75,7 @@ def quantised(grid: np.ndarray) -> np.ndarray:
 
 def relative_usage(found: ExpertMap) -> np.ndarray:
     """The kept grid as count / mean, NaN where there was no token."""
-    kept = [-(-side // step) for side, step in zip(found.shape, _steps(found.shape), strict=True)]
+    kept = [-(-side // step) for side, step in zip(found.shape, steps_of(found.shape), strict=True)]
     levels = np.frombuffer(zlib.decompress(base64.b64decode(found.levels)), np.uint8).reshape(kept)
     decades = (levels.astype(float) - 1) * 2 * DECADES / LEVELS - DECADES
     return np.where(levels > 0, 10.0**decades, np.nan)
@@ -128,61 +109,3 @@ def maps(group: Group) -> dict[str, ExpertMap]:
         for variant, runs in group.variants.items()
         if runs[0].method != "coarse" and (found := [run.usage for run in runs if run.usage])
     }
-
-
-def usage_figure(group: Group) -> list[Drawing]:
-    found = maps(group)
-    if not found:
-        return []
-    caption = CAPTION
-    if thinned := [title_of(name) for name, one in found.items() if max(_steps(one.shape)) > 1]:
-        caption += f" Only evenly spaced rows or columns are shown of {', '.join(thinned)}."
-    shares = ", ".join(f"{title_of(name)} {_stripes(one)}" for name, one in found.items())
-    alt = f"Maps of expert usage. Variance explained by rows and columns: {shares}."
-    name = f"{group.slug}-usage"
-    with matplotlib_style(name):
-        return [Drawing(name, caption, alt, _draw_maps(found), wide=True)]
-
-
-def _draw_maps(found: dict[str, ExpertMap]) -> Figure:
-    import matplotlib
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
-
-    grids = {variant: relative_usage(one) for variant, one in found.items()}
-    used = np.concatenate([grid[np.isfinite(grid)] for grid in grids.values()])
-    low, high = np.percentile(used, [FRINGE, 100 - FRINGE]) if used.size else (0.1, 10.0)
-    scale = LogNorm(min(low, 0.5), max(high, 2.0))
-    colours = matplotlib.colormaps["cividis"].with_extremes(bad=UNUSED)
-    columns = 3 if len(grids) > 4 else min(2, len(grids))
-    rows = math.ceil(len(grids) / columns)
-    side = WIDTH / max(columns, 2)
-    size = (side * columns, (side + 0.6) * rows + 0.8)
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
-    image = None
-    for axes, (variant, grid) in zip(panels, grids.items(), strict=False):
-        image = axes.imshow(grid, norm=scale, cmap=colours, aspect="auto", interpolation="none")
-        axes.set_title(f"{label_of(variant)}\n{_stripes(found[variant])}", fontsize=10)
-        axes.grid(visible=False)
-        axes.set(box_aspect=1, xticks=[], yticks=[])
-        height, width = found[variant].shape
-        axes.set_xlabel(f"{width} columns", fontsize=9)
-        axes.set_ylabel(f"{height} rows", fontsize=9)
-    for axes in panels[len(grids) :]:
-        axes.set_visible(False)
-    assert image is not None
-    label = "tokens / mean tokens of an expert"
-    bar = figure.colorbar(
-        image, ax=list(panels), location="bottom", label=label, shrink=0.8, aspect=30
-    )
-    bar.ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    plain_numbers(bar.ax.xaxis)
-    return figure
-
-
-def _stripes(one: ExpertMap) -> str:
-    if one.structure is None:
-        return "no rows and columns"
-    return f"stripes {100 * one.structure:.1f} % ({100 * structure_by_chance(one):.1f} %)"

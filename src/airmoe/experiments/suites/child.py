@@ -1,8 +1,8 @@
-"""One run of a suite in a process of its own, or in torchrun's.
+"""One run of a suite in a process of its own, or in torchrun's, so a crash stops no other run.
 
 python -m airmoe.experiments.suites.child OUT FOLDER [MODULE ...], modules with routers to import.
-So its peak memory and a hard crash are its own. It ends with its standard input, which the suite's
-process holds open: when a suite is killed, no run of it goes on training.
+The suite holds the standard input open; when that ends, so does the run. So none goes on training
+after its suite was killed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from airmoe.training import resume, train
 
 
 def end_with_parent() -> None:
-    """Kill this process as soon as its standard input ends; it may have ended already."""
+    """Kill this process as soon as its standard input ends, or now if it has ended already."""
     if select.select([0], [], [], 0)[0]:
         sys.exit("airmoe: the suite that started this run is gone")
     Thread(target=_wait_for_end, daemon=True).start()

@@ -46,7 +46,7 @@ class SuiteFolder:
         return (self.run(folder) / "result.json").exists()
 
     def locked(self) -> AbstractContextManager[None]:
-        """Keep a second command out."""
+        """Keep other commands out of this folder."""
         self.path.mkdir(parents=True, exist_ok=True)
         return locked(self.path, "out", "is being worked on")
 
@@ -109,7 +109,7 @@ def flat(values: Any, path: str = "") -> dict[str, Any]:
 
 
 def _different(before: Plan, now: Plan) -> str:
-    """In words; nothing where only seeds and methods were added."""
+    """What differs, in words; empty if only seeds and methods were added."""
     for name in ("suite", "preset"):
         old, new = getattr(before, name), getattr(now, name)
         if old != new:

@@ -98,7 +98,7 @@ def make_plan(
     epochs: int | None = None,
     also: Sequence[str] = (),
 ) -> Plan:
-    """The runs of a suite, checked: settings, length against warm-up, fairness.
+    """The runs of a suite; raises if settings are wrong, runs too short, or the comparison unfair.
 
     `overrides` change the run with AIR from which the variants are made, `also` names methods
     beside the suite's own. All variants of a seed come before the next seed, so that a suite that
@@ -112,8 +112,7 @@ def make_plan(
     check_count("seeds", num_seeds)
     base = override(named_run(preset), overrides)
     if tokens is not None or epochs is not None:
-        _check_only_length(overrides, tokens, epochs)
-        base = _with_training(base, epochs=epochs, steps=_steps(base, tokens))
+        base = _with_training(base, **_length(base, overrides, tokens, epochs))
     if base.training.steps is not None:
         check_warmup(base.training, base.training.steps)
     variants = SUITES[suite].variants(base)
@@ -142,8 +141,10 @@ def check_warmup(training: TrainingOptions, steps: int) -> None:
         )
 
 
-def _check_only_length(overrides: Sequence[str], tokens: int | None, epochs: int | None) -> None:
-    """Raise if a length is given twice."""
+def _length(
+    run: RunConfig, overrides: Sequence[str], tokens: int | None, epochs: int | None
+) -> dict[str, int | None]:
+    """Options for a length in passes, or in tokens: the whole steps that fit into so many."""
     one_of_them = "Give one of them."
     if tokens is not None and epochs is not None:
         raise ConfigError("epochs", epochs, "cannot be given with --tokens", one_of_them)
@@ -151,13 +152,10 @@ def _check_only_length(overrides: Sequence[str], tokens: int | None, epochs: int
         if assignment.partition("=")[0] in LENGTHS:
             rule = "cannot be given with --tokens or --epochs, which say the same"
             raise ConfigError("overrides", assignment, rule, one_of_them)
-    check_count("tokens" if epochs is None else "epochs", tokens if epochs is None else epochs)
-
-
-def _steps(run: RunConfig, tokens: int | None) -> int | None:
-    """Whole steps that fit into so many tokens."""
     if tokens is None:
-        return None
+        check_count("epochs", epochs)
+        return {"epochs": epochs, "steps": None}
+    check_count("tokens", tokens)
     per_step = run.training.batch_size * run.data.block_size
     if tokens < per_step:
         rule = (
@@ -165,7 +163,7 @@ def _steps(run: RunConfig, tokens: int | None) -> int | None:
             "data.block_size)"
         )
         raise ConfigError("tokens", tokens, rule, "Raise --tokens.")
-    return tokens // per_step
+    return {"epochs": None, "steps": tokens // per_step}
 
 
 def _with_training(run: RunConfig, **options: Any) -> RunConfig:

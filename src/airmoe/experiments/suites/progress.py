@@ -47,13 +47,13 @@ class Board:
         self, suite: SuiteFolder, runs: Sequence[PlannedRun], steps: int, console: Console
     ) -> None:
         self._suite, self._runs, self._steps, self._console = suite, runs, steps, console
-        self._messages: dict[str, str] = {}  # why runs failed
+        self._failed: dict[str, str] = {}  # folder -> why
         done = [run for run in runs if suite.is_finished(run.folder)]
         self._results = {run.folder: self._result(run) for run in done}
 
     @contextmanager
     def running(self, run: PlannedRun) -> Iterator[None]:
-        """Show a run while it goes on."""
+        """Show a run while it trains."""
         if not self._console.is_terminal:
             say(self._console, self.line(run))
             yield
@@ -75,14 +75,14 @@ class Board:
         say(self._console, f"{run.folder}  {how}  step {step}/{step}  {shown}  {took}")
 
     def failed(self, run: PlannedRun, message: str) -> None:
-        self._messages[run.folder] = message
+        self._failed[run.folder] = message
         say(self._console, f"{run.folder}  failed  {message}")
 
     def stopped(self, run: PlannedRun) -> None:
         say(self._console, f"Stopped in {run.folder}. Go on with the same command.")
 
     def line(self, run: PlannedRun) -> str:
-        """The run at work: its step, quality and speed, and the time left."""
+        """The running run: its step, quality and speed, and the time left."""
         log = newest(self._suite.run(run.folder) / "log.jsonl")
         step, seconds = log.get("step", 0), log.get("seconds")
         whole = seconds and seconds / step * self._steps  # of this run, at this speed
@@ -90,7 +90,7 @@ class Board:
         known += [whole] if whole else []
         # A run without log lines yet is taken to last as long as the others on average.
         left = (whole or mean(known)) - (seconds or 0.0) if known else None
-        waiting = len(self._runs) - len(self._results) - len(self._messages) - 1
+        waiting = len(self._runs) - len(self._results) - len(self._failed) - 1
         parts = [
             run.folder,
             f"step {step}/{self._steps}",
@@ -113,7 +113,7 @@ class Board:
                 numbers = ("done", f"{perplexity:.2f}", f"{minutes:.1f}")
             table.add_row(run.variant, str(run.seed), *numbers)
         self._console.print(table)
-        for folder, message in self._messages.items():
+        for folder, message in self._failed.items():
             say(
                 self._console,
                 f"{folder} failed: {message} (all it printed: {self._suite.printed(folder)})",

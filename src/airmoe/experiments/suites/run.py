@@ -27,7 +27,7 @@ from airmoe.training.loop import StopOnSignal
 from airmoe.training.text import blocks_of, prepared_data
 
 OURS = "airmoe: "  # before an error that a run expected
-# The line of a traceback that counts; torchrun's own error says only that there was one.
+# The line of a traceback that names the error; torchrun's own says only that there was one.
 RAISED = re.compile(r"(?!.*ChildFailedError)[\w.]*(Error|Exception|Interrupt)\b")
 POLL_SECONDS = 0.05
 
@@ -52,7 +52,7 @@ def run_suite(
         left = [run for run in plan.runs if not suite.is_finished(run.folder)]
         # All runs of a suite have the same text and recipe.
         steps = _known_steps(plan.runs[0].config, console, processes) if left else 0
-        # Only now, so that settings that were refused do not bind the next attempt.
+        # Only now: refused settings must not bind the next attempt.
         suite.write(plan)
         for line in chosen:
             say(console, line)
