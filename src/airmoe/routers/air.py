@@ -13,10 +13,9 @@ from airmoe.config import check_choice, check_count, check_number, config
 from airmoe.distributed import full_tensor
 from airmoe.flops import RouterCount, RouterLosses, Workload
 from airmoe.kernels.backend import use_triton
-from airmoe.kernels.best_experts import top_m
 from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
-from airmoe.kernels.cells import make_cells, make_reverse
+from airmoe.kernels.cells import make_cells
 from airmoe.kernels.noise import Stage, combine, make_noise
 from airmoe.kernels.norms import inverse_norms, unit_rows
 from airmoe.kernels.top_k import LONGEST_ROW
@@ -24,7 +23,15 @@ from airmoe.routers.base import CentroidRouter, Plan
 from airmoe.routers.codebook import Codebook, CodebookKind
 from airmoe.routers.costs import count_air
 from airmoe.routers.expert_choice import capacity_of, expert_choice_gates
-from airmoe.routers.lists import Due, Key, ListCache, Lists, TensorIdentity
+from airmoe.routers.lists import (
+    Due,
+    Key,
+    ListCache,
+    Lists,
+    TensorIdentity,
+    build_lists,
+    indexed,
+)
 from airmoe.routers.routing import CellRouting, Lazy, ScoredCells, Tokens, token_choice
 from airmoe.routers.settings import Amount, CentroidConfig, Fairness
 from airmoe.routers.tracking import how_to_track
@@ -278,30 +285,20 @@ class AirRouter(CentroidRouter):
     def _build_lists(
         self, due: Due, dtype: torch.dtype = torch.float32, micro_batch: Tensor | None = None
     ) -> Lists:
-        """What is due (Alg. 1, lines 1 and 4-7), with the jitter of this micro-batch or another.
-
-        On a GPU the operands of the products are rounded to a 16-bit `dtype`, which moves a score a
-        hundredth as far as jitter does.
-        """
+        """What is due, with the jitter of this micro-batch or another."""
         config, centroids = self.config, full_tensor(self.centroids.detach())
-        norms = inverse_norms(centroids) if config.normalize_centroids else None  # [E]
         if due == "norms":  # scores are exact under any shortlists
-            lists = replace(self._cache.view(), inverse_norms=norms)
-        else:
-            noise, codewords = None, self.codebook.codewords
-            if self.training and config.jitter_std > 0:
-                # The codebook's seed is equal on all ranks.
-                micro_batch = self.micro_batches if micro_batch is None else micro_batch
-                key = combine(self.codebook.seed, micro_batch)
-                noise = make_noise(key, Stage.SHORTLIST, config.num_codewords, config.jitter_std)
-            if centroids.is_cuda and dtype.itemsize == 2:
-                codewords, centroids = codewords.to(dtype), centroids.to(dtype)
-            size = config.shortlist_size
-            experts = top_m(codewords, centroids, size, inverse_norms=norms, noise=noise)  # [G, M]
-            lists = Lists(experts=experts, inverse_norms=norms, dtype=dtype)
-        if lists.entries is None and use_triton(lists.experts):
-            lists = replace(lists, **vars(make_reverse(lists.experts, config.num_experts)))
-        return lists
+            norms = inverse_norms(centroids) if config.normalize_centroids else None
+            return indexed(replace(self._cache.view(), inverse_norms=norms), config.num_experts)
+        noise = None
+        if self.training and config.jitter_std > 0:
+            # The codebook's seed is equal on all ranks.
+            micro_batch = self.micro_batches if micro_batch is None else micro_batch
+            key = combine(self.codebook.seed, micro_batch)
+            noise = make_noise(key, Stage.SHORTLIST, config.num_codewords, config.jitter_std)
+        size, normalize = config.shortlist_size, config.normalize_centroids
+        codewords = self.codebook.codewords
+        return build_lists(codewords, centroids, noise, size, normalize=normalize, dtype=dtype)
 
     def _key(self) -> Key:
         """What lists depend on.
