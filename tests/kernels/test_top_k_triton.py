@@ -128,7 +128,7 @@ def test_a_buffer_of_scattered_rows(dtype: torch.dtype, count: int) -> None:
 def test_rows_too_long_for_registers(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run in plain PyTorch, on any device."""
     monkeypatch.setattr("airmoe.kernels.top_k.LONGEST_ROW", 64)
-    monkeypatch.setattr("airmoe.kernels.top_k.top_k_gates_op", None)  # calling it would raise
+    monkeypatch.setattr("airmoe.kernels.top_k_triton.top_k_gates", None)  # calling it would raise
     valid = torch.tensor([True, True, False, True, True, True, False], device=DEVICE)
     scores = torch.randn(7, 100, device=DEVICE)
     forward(scores, count, valid)

@@ -6,10 +6,12 @@ expert -> its best tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import chunks, operator, own_precision, use_triton
+from airmoe.kernels.backend import chunks, operator, own_precision, use_triton, wide_dtype
 from airmoe.kernels.noise import Noise, noise_operands
 from airmoe.kernels.norms import inverse_norms
 from airmoe.kernels.top_k import POSITION, selection_keys, top_positions
@@ -40,7 +42,7 @@ def top_m(
         if plan_cuts(centroids.shape[0], size) is not None:
             pieces = noise_operands(noise)
             return top_m_op(codewords, centroids, size, inverse_norms, *pieces)
-    codewords = codewords.to(torch.promote_types(codewords.dtype, torch.float32))
+    codewords = codewords.to(wide_dtype(codewords))
     rows = min(CODEWORDS_PER_TILE, codewords.shape[0])
     # At least a few times the shortlist, or the merging would cost more than the scoring.
     tile = rows, max(CHUNK_ELEMENTS // rows, 4 * size)
@@ -94,13 +96,15 @@ def _without_the_rest(scores: Tensor, places: Tensor, count: int) -> tuple[Tenso
     return (best, places[columns]) if clear.all() else (scores, places)
 
 
+def _empty_ids(left: Tensor, _right: Tensor, count: int, *_: Any) -> Tensor:
+    return left.new_empty(left.shape[0], count, dtype=torch.int64)
+
+
 top_m_op = operator(
     "top_m(Tensor codewords, Tensor centroids, SymInt size, Tensor? inverse_norms, "
     "Tensor? row_keys, float noise_std) -> Tensor",
     "best_columns_triton",
-    fake=lambda codewords, _, size, *rest: codewords.new_empty(
-        codewords.shape[0], size, dtype=torch.int64
-    ),
+    fake=_empty_ids,
 )
 
 
@@ -126,7 +130,7 @@ def best_experts(
         if plan_cuts(experts.shape[0], count) is not None:
             pieces = noise_operands(noise)
             return best_experts_op(hidden, experts, count, *pieces, normalize)
-    work = torch.promote_types(torch.promote_types(hidden.dtype, experts.dtype), torch.float32)
+    work = wide_dtype(hidden, experts)
     num_experts, few = experts.shape[0], max(1, CHUNK_ELEMENTS // max(1, experts.shape[1]))
     scales = None
     if normalize:
@@ -140,9 +144,7 @@ best_experts_op = operator(
     "best_experts(Tensor hidden, Tensor experts, SymInt count, Tensor? row_keys, float noise_std, "
     "bool normalize) -> Tensor",
     "best_experts_triton",
-    fake=lambda hidden, _, count, *rest: hidden.new_empty(
-        hidden.shape[0], count, dtype=torch.int64
-    ),
+    fake=_empty_ids,
 )
 
 

@@ -182,12 +182,8 @@ def _empty_results(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Ten
 cell_experts_op = operator(
     "cell_experts(Tensor hidden, Tensor? gate, Tensor up, Tensor down, Tensor gates, "
     "Tensor[] layout, Tensor? counts, str activation, SymInt expert_size, bool keep) "
-    "-> (Tensor, Tensor, Tensor)",
+    "-> (Tensor output, Tensor pre_up, Tensor pre_gate)",
     "cell_experts_triton",
     fake=_empty_results,
-    gradient=Gradient(
-        of=("hidden", "gate", "up", "down", "gates"),
-        outputs=("output", "pre_up", "pre_gate"),
-        saved=("pre_up", "pre_gate"),
-    ),
+    gradient=Gradient(of=("hidden", "gate", "up", "down", "gates"), saved=("pre_up", "pre_gate")),
 )

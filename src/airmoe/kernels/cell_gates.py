@@ -108,14 +108,10 @@ def _empty_gates(*operands: Any) -> tuple[Tensor, ...]:
 # So their gradient arrives here with that of the gates, and one backward serves both.
 cell_gates_op = operator(
     f"cell_gates({ScoreInputs.SCHEMA}, Tensor valid, SymInt? top_k, Tensor? capacity, "
-    "bool carry_probs) -> (Tensor, Tensor, Tensor, Tensor)",
+    "bool carry_probs) -> (Tensor gates, Tensor log_z, Tensor probs, Tensor scores)",
     "cell_gates_triton",
     fake=_empty_gates,
-    gradient=Gradient(
-        of=("hidden", "centroids"),
-        outputs=("gates", "log_z", "probs", "scores"),
-        saved=("gates", "log_z", "scores"),
-    ),
+    gradient=Gradient(of=("hidden", "centroids"), saved=("gates", "log_z", "scores")),
 )
 
 

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import Gradient, chunks, operator, own_precision, use_triton
+from airmoe.kernels.backend import (
+    Gradient,
+    chunks,
+    operator,
+    own_precision,
+    use_triton,
+    wide_dtype,
+)
 from airmoe.kernels.cells import MANY_ROWS, CellLayout, Cells, RowAdder, read_rows
 from airmoe.kernels.noise import Noise, noise_operands
 
@@ -53,7 +60,7 @@ class _CellScores(torch.autograd.Function):
         noise: Noise | None,
     ) -> Tensor:
         token_ids, pools, ctx.spans = cells.token_ids, cells.pools, cells.spans()
-        work = torch.promote_types(hidden.dtype, torch.float32)
+        work = wide_dtype(hidden)
         scores = hidden.new_empty(token_ids.shape[0], pools.shape[1], dtype=work)  # [N, M]
         buffer = centroids.new_empty(pools.shape[1], centroids.shape[1])
         for cell, rows in ctx.spans:
@@ -158,8 +165,8 @@ def _empty_scores(*operands: Any) -> Tensor:
 
 
 cell_scores_op = operator(
-    f"cell_scores({ScoreInputs.SCHEMA}) -> Tensor",
+    f"cell_scores({ScoreInputs.SCHEMA}) -> Tensor scores",
     "cell_scores_triton",
     fake=_empty_scores,
-    gradient=Gradient(of=("hidden", "centroids"), outputs=("scores",)),
+    gradient=Gradient(of=("hidden", "centroids")),
 )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from airmoe.errors import ConfigError
-from airmoe.kernels.backend import operator, use_triton
+from airmoe.kernels.backend import operator, with_kernel
 
 SMALL_MEAN_ROWS = 32  # rows of the mean cell: with so few, some experts of a pool are not chosen
 MANY_ROWS = 32_768  # from so many on, matrices [N, M] take much memory
@@ -24,12 +25,15 @@ class ReverseIndex:
 
     def sum_by_expert(self, values: Tensor) -> Tensor:
         """Add up what an expert has in all its cells: [G, M] -> [E], in a fixed order."""
-        if use_triton(values):
-            return sum_by_expert_op(values, self.entries, self.starts)
-        wide = torch.float64 if values.is_floating_point() else torch.int64
-        ordered = values.flatten()[self.entries].to(wide).cumsum(0)
-        ends = torch.nn.functional.pad(ordered, (1, 0))[self.starts]
-        return ends.diff().to(values.dtype)
+        return sum_by_expert(values, self.entries, self.starts)
+
+
+@with_kernel("cells_triton")
+def sum_by_expert(values: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
+    """The sums of an index, given by its parts."""
+    wide = torch.float64 if values.is_floating_point() else torch.int64
+    ordered = values.flatten()[entries].to(wide).cumsum(0)
+    return F.pad(ordered, (1, 0))[starts].diff().to(values.dtype)
 
 
 def make_reverse(pools: Tensor, num_experts: int) -> ReverseIndex:
@@ -49,13 +53,6 @@ def make_reverse(pools: Tensor, num_experts: int) -> ReverseIndex:
     experts = torch.arange(num_experts + 1, device=pools.device, dtype=torch.int32)
     starts = torch.searchsorted(ordered, experts, out_int32=True)
     return ReverseIndex(entries.int(), starts)
-
-
-sum_by_expert_op = operator(
-    "sum_by_expert(Tensor values, Tensor entries, Tensor starts) -> Tensor",
-    "cells_triton",
-    fake=lambda values, entries, starts: values.new_empty(starts.shape[0] - 1),
-)
 
 
 @dataclass(frozen=True)
@@ -196,10 +193,13 @@ def sort_by_cell(cell_ids: Tensor, num_cells: int) -> tuple[Tensor, Tensor, Tens
         row_cells = narrow.to(cell_ids.dtype)
     else:
         row_cells, order = cell_ids.sort(stable=True)
-    if use_triton(row_cells):
-        return row_cells, order, cell_offsets_op(row_cells, num_cells)
-    cells = torch.arange(num_cells + 1, device=row_cells.device)
-    return row_cells, order, torch.searchsorted(row_cells, cells)
+    return row_cells, order, cell_offsets(row_cells, num_cells)
+
+
+@with_kernel("cells_triton")
+def cell_offsets(ordered: Tensor, num_cells: int) -> Tensor:
+    """Sorted cell ids [N] -> the first row of each cell: [G + 1]."""
+    return torch.searchsorted(ordered, torch.arange(num_cells + 1, device=ordered.device))
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -209,11 +209,6 @@ def version_of(tensor: Tensor) -> int | None:
     return tensor._version
 
 
-cell_offsets_op = operator(
-    "cell_offsets(Tensor ordered, SymInt num_cells) -> Tensor",
-    "cells_triton",
-    fake=lambda ordered, num_cells: ordered.new_empty(num_cells + 1, dtype=torch.int64),
-)
 # How many rows of each cell chose each of its experts: [G, M] int32. Only with Triton.
 counts_per_entry = operator(
     "counts_per_entry(Tensor gates, Tensor offsets, Tensor pools) -> Tensor",

@@ -213,7 +213,7 @@ def _nearest_of_few(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tenso
     return nearest
 
 
-def nearest_codeword(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
+def assign(hidden: Tensor, codewords: Tensor, *, euclidean: bool) -> Tensor:
     """hidden [T, D], codewords [G, D] float32 -> [T] int64, ties to the lowest id."""
     if hidden.shape[0] == 0:
         return torch.empty(0, dtype=torch.int64, device=hidden.device)
@@ -271,7 +271,7 @@ def _cell_sums_kernel(
 
 
 def codeword_sums(
-    hidden: Tensor, valid: Tensor, codeword_ids: Tensor, num_codewords: int, spherical: bool
+    hidden: Tensor, valid: Tensor, codeword_ids: Tensor, num_codewords: int, *, spherical: bool
 ) -> Tensor:
     """hidden [T, D], valid and codeword_ids [T] -> [G, D + 1] float32."""
     num_tokens, dim = hidden.shape
@@ -324,7 +324,7 @@ def _numbers_kernel(
 
 
 def rows_of_numbers(
-    hidden: Tensor, valid: Tensor, numbers: Tensor, first: Tensor, spherical: bool
+    hidden: Tensor, valid: Tensor, numbers: Tensor, first: Tensor, *, spherical: bool
 ) -> Tensor:
     """Tokens by their number among the valid ones of all ranks: [n, D] float32."""
     (num_tokens, dim), num_rows = hidden.shape, numbers.shape[0]

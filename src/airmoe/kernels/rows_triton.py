@@ -388,7 +388,7 @@ def chosen_logits(hidden: Tensor, experts: Tensor, ids: Tensor, normalize: bool)
 def chosen_logits_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
     """Gradients of the wanted of hidden and experts."""
     hidden, experts, ids = call.hidden.contiguous(), call.experts.contiguous(), call.ids
-    grads, ids, found = call.grad_logits.float(), ids.contiguous(), dict[str, Tensor]()
+    grads, ids, found = call.grad_output.float(), ids.contiguous(), dict[str, Tensor]()
     if "hidden" in wanted:
         norms = inverse_norms(experts) if call.normalize else None
         factors = grads if norms is None else _scale_by_rows(grads, ids, norms)

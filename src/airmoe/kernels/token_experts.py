@@ -115,14 +115,11 @@ def _empty_results(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Ten
 # The output [T, D], and the pre-activations of up and gate [T, K * S], empty where not kept.
 token_experts_op = operator(
     "token_experts(Tensor hidden, Tensor? gate, Tensor up, Tensor down, Tensor weights, "
-    "Tensor expert_ids, str activation, SymInt expert_size, bool keep) -> (Tensor, Tensor, Tensor)",
+    "Tensor expert_ids, str activation, SymInt expert_size, bool keep) "
+    "-> (Tensor output, Tensor pre_up, Tensor pre_gate)",
     "token_experts_triton",
     fake=_empty_results,
-    gradient=Gradient(
-        of=("hidden", "gate", "up", "down", "weights"),
-        outputs=("output", "pre_up", "pre_gate"),
-        saved=("pre_up", "pre_gate"),
-    ),
+    gradient=Gradient(of=("hidden", "gate", "up", "down", "weights"), saved=("pre_up", "pre_gate")),
 )
 
 # gates [T, M], pools [G, M], cell and token of each row [T] -> lists by token [T, count]:

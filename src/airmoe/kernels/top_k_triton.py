@@ -9,6 +9,8 @@ to find which of them come first.
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -123,8 +125,6 @@ def gates_from_scores(
     candidates, 0 for rows that are not valid.
     """
     rows, columns = scores.shape
-    if rows == 0 or columns == 0:
-        return
     block = triton.next_power_of_2(columns)
     _gates_kernel[(rows,)](
         scores, row_ids, valid, gates, log_z, columns, count, smallest_gate(gates.dtype),
@@ -132,15 +132,13 @@ def gates_from_scores(
     )  # fmt: skip
 
 
-def top_k_gates_backward(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
+def top_k_gates_backward(call: Any, _wanted: set[str]) -> dict[str, Tensor]:
     """Gradient of the scores; they are needed where the gate is the full-softmax probability."""
-    rows, columns = gates.shape
-    grad_scores = torch.empty_like(gates)
-    if rows == 0 or columns == 0:
-        return grad_scores
+    (rows, columns), grad_scores = call.output.shape, torch.empty_like(call.output)
+    scores = call.scores.contiguous() if call.count == 1 else None
     block = triton.next_power_of_2(columns)
     _grads_kernel[(rows,)](
-        grad_gates.contiguous(), gates, scores, grad_scores, columns,
+        call.grad_output, call.output, scores, grad_scores, columns,
         BLOCK=block, num_warps=max(1, min(16, block // 1024)),
     )  # fmt: skip
-    return grad_scores
+    return {"scores": grad_scores}
