@@ -17,13 +17,7 @@ from airmoe.kernels.backend import use_backend
 from airmoe.kernels.cell_experts import cell_experts
 from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
-from airmoe.kernels.cells import (
-    Cells,
-    counts_per_entry,
-    make_cells,
-    make_reverse,
-    sort_by_cell,
-)
+from airmoe.kernels.cells import Cells, counts_per_entry, make_cells, make_reverse, sort_by_cell
 from airmoe.kernels.cells_triton import block_rows, row_tiles, used_entries
 from airmoe.kernels.noise import Noise, Stage, make_noise
 from airmoe.kernels.token_experts import Activation, ExpertTables, is_gated

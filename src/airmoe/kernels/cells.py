@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from airmoe.errors import ConfigError
-from airmoe.kernels.backend import operator, with_kernel
+from airmoe.kernels.backend import operator, wide_dtype, with_kernel
 
 SMALL_MEAN_ROWS = 32  # rows of the mean cell: with so few, some experts of a pool are not chosen
 MANY_ROWS = 32_768  # from so many on, matrices [N, M] take much memory
@@ -123,7 +124,6 @@ class Cells:
     # At most one of each, made when a kernel first asks for it.
     _tiles: list[RowTiles] = field(default_factory=list, repr=False, compare=False)
     _reverse: list[ReverseIndex] = field(default_factory=list, repr=False, compare=False)
-    _spans: list[list[tuple[int, slice]]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def small(self) -> bool:
@@ -145,13 +145,12 @@ class Cells:
             self._reverse.append(make_reverse(self.pools, num_experts))
         return self._reverse[0]
 
+    @functools.cached_property
     def spans(self) -> list[tuple[int, slice]]:
         """(cell, its rows) for each cell that has rows. The host waits: for plain PyTorch only."""
-        if not self._spans:
-            cells, offsets = self.offsets.diff().nonzero().squeeze(-1), self.offsets
-            bounds = torch.stack([cells, offsets[cells], offsets[cells + 1]], -1).tolist()
-            self._spans.append([(cell, slice(start, stop)) for cell, start, stop in bounds])
-        return self._spans[0]
+        cells, offsets = self.offsets.diff().nonzero().squeeze(-1), self.offsets
+        bounds = torch.stack([cells, offsets[cells], offsets[cells + 1]], -1).tolist()
+        return [(cell, slice(start, stop)) for cell, start, stop in bounds]
 
     def check_current(self) -> None:
         """Pools are a cache, rewritten in place: an old routing must not read the new lists."""
@@ -231,8 +230,7 @@ class RowAdder:
     """Sums left.T @ right into rows of a gradient, in float32 or wider whatever the table is."""
 
     def __init__(self, table: Tensor, num_rows: int, work: torch.dtype) -> None:
-        wide = torch.promote_types(table.dtype, torch.float32)
-        self.total = torch.zeros(table.shape, dtype=wide, device=table.device)
+        self.total = torch.zeros(table.shape, dtype=wide_dtype(table), device=table.device)
         self.buffer = torch.empty(num_rows, table.shape[1], dtype=work, device=table.device)
 
     def add(self, ids: Tensor, left: Tensor, right: Tensor) -> None:

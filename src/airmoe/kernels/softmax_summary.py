@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import (
-    Gradient,
-    chunks,
-    operator,
-    own_precision,
-    use_triton,
-    wide_dtype,
-)
+from airmoe.kernels.backend import Gradient, chunks, operator, own_precision, use_triton, wide_dtype
 from airmoe.kernels.noise import Noise, noise_operands
 from airmoe.kernels.norms import unit_rows
 

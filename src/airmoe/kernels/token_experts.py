@@ -65,7 +65,7 @@ def is_gated(activation: str) -> bool:
     return activation in GATED
 
 
-def activate(activation: str, up: Tensor, gate: Tensor | None) -> Tensor:
+def activate(activation: str, up: Tensor, gate: Tensor | None = None) -> Tensor:
     """act(up), or act(gate) * up for gated experts; elementwise."""
     return PLAIN[activation](up) if gate is None else PLAIN[GATED[activation]](gate) * up
 
