@@ -144,14 +144,6 @@ def test_a_codeword_that_is_no_number_hides_no_other() -> None:
     assert torch.equal(nearest, wanted)
 
 
-def test_strided_operands() -> None:
-    hidden, words = torch.randn(5, 20, device=DEVICE), unit_rows(30, 20)
-    with use_backend("triton"):
-        wanted = assign(hidden, words, euclidean=True)
-        found = assign(hidden.T.contiguous().T, words.T.contiguous().T, euclidean=True)
-    assert torch.equal(found, wanted)
-
-
 @pytest.mark.usefixtures("_both_sizes")
 def test_ties_go_to_the_lowest_id() -> None:
     codewords = unit_rows(200, 16)
@@ -168,12 +160,6 @@ def test_three_parts_add_up_to_the_number() -> None:
     parts = bfloat16_parts(values)
     assert torch.equal(parts, parts.to(torch.bfloat16).to(parts.dtype))
     assert torch.equal(parts.double().sum(0), values.double())
-
-
-def test_no_tokens() -> None:
-    with use_backend("triton"):
-        nearest = assign(torch.empty(0, 16, device=DEVICE), unit_rows(30, 16), euclidean=False)
-    assert nearest.shape == (0,)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -96,13 +96,6 @@ def test_a_row_that_is_not_finite_spoils_no_other(spoiled: float) -> None:
     assert torch.equal(found[others], wanted[others])
 
 
-def test_no_rows_and_strided_ones() -> None:
-    table = some_rows(20, 30)
-    with use_backend("triton"):
-        assert inverse_norms(table[:0]).shape == (0,)
-        assert torch.equal(inverse_norms(table.T.contiguous().T), inverse_norms(table))
-
-
 def test_float64_is_left_to_the_reference() -> None:
     table = some_rows(5, 30).double()
     norms = inverse_norms(table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
+from airmoe.kernels.best_experts import best_experts, top_m
 from airmoe.kernels.cell_scores import ScoreInputs
 from airmoe.kernels.cells import CellLayout, make_cells
+from airmoe.kernels.codewords import assign
+from airmoe.kernels.norms import inverse_norms
+from airmoe.kernels.product_keys import best_pairs
+from airmoe.kernels.top_k import top_k_gates
 from tests.kernels.comparison import DEVICE, captured
 
 pytest.importorskip("triton")
@@ -193,6 +198,35 @@ def test_it_keeps_the_rules_of_operators(name: str) -> None:
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     arguments = tuple(example.arguments), example.options
     torch.library.opcheck(operator_of(name), *arguments, test_utils=tests)
+
+
+BY_CELL = ("cell_scores", "cell_gates", "cell_experts", "probs_per_entry")
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if not name.startswith(BY_CELL)])
+def test_operands_in_any_layout(name: str) -> None:
+    """Those of cells are made contiguous before."""
+    example, operator = EXAMPLES[name](), operator_of(name)
+    strided = [columns_first(operand) for operand in example.arguments]
+    wanted = example.run(operator)
+    for found, right in zip(replace(example, arguments=strided).run(operator), wanted, strict=True):
+        torch.testing.assert_close(found, right)
+
+
+def columns_first(operand: Any) -> Any:
+    """The same numbers, with others between them in memory."""
+    if not isinstance(operand, Tensor) or not operand.is_floating_point():
+        return operand
+    return torch.stack([operand.detach(), -operand.detach()], -1)[..., 0]
+
+
+def test_nothing_to_do() -> None:
+    none, table = floats(0, 16), floats(30, 16)
+    with use_backend("triton"):
+        assert best_experts(none, table, 4).shape == top_m(none, table, 4).shape == (0, 4)
+        assert assign(none, table, euclidean=False).shape == inverse_norms(none).shape == (0,)
+        assert top_k_gates(none, true(0), 3).shape == (0, 16)
+        assert best_pairs(floats(0, 2, 9), floats(0, 2, 9), 4).shape == (0, 2, 4)
 
 
 @every_example

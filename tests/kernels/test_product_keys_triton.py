@@ -142,10 +142,6 @@ def test_what_does_not_fit_into_registers(monkeypatch: pytest.MonkeyPatch) -> No
     check(*halves(1, 1, 5000), 3)
 
 
-def test_no_rows() -> None:
-    assert on_triton(*halves(0, 2, 9), 4).shape == (0, 2, 4)
-
-
 def test_no_gradient() -> None:
     first, second = halves(1, 1, 20)
     assert not on_triton(first.requires_grad_(), second, 3).requires_grad

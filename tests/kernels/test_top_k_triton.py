@@ -171,13 +171,6 @@ def test_gradients_of_rounded_gates_add_up_to_nothing() -> None:
     assert (grads.sum(-1).abs() <= eps * grads.abs().sum(-1)).all()
 
 
-def test_no_rows() -> None:
-    scores = torch.empty(0, 12, device=DEVICE)
-    with use_backend("triton"):
-        gates = top_k_gates(scores, torch.empty(0, dtype=torch.bool, device=DEVICE), 3)
-    assert gates.shape == (0, 12)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
