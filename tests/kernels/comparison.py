@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter's bfloat16 is wrong, so on a CPU there is none.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 FLOOR = 2  # units in the last place of the largest entry: a lucky reference may round less
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 Found = dict[str, Tensor]
 
 

@@ -30,8 +30,10 @@ from airmoe.kernels.device_triton import bfloat16_parts
 @pytest.fixture(params=["small batch", "large batch"])
 def _both_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of either size of batch, whatever the number of tokens."""
-    module = "airmoe.kernels.codewords_triton.SMALL_BATCH"
-    monkeypatch.setattr(module, 64 if request.param == "small batch" else 0)
+    small = request.param == "small batch"
+    monkeypatch.setattr(codewords_triton, "SMALL_BATCH", 64 if small else 0)
+    # So that programs take most words where there are hundreds, and fewest where there are less.
+    monkeypatch.setattr(codewords_triton, "ENOUGH_PROGRAMS", 16)
 
 
 def similarity(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
@@ -65,9 +67,7 @@ def check(hidden: Tensor, codewords: Tensor, euclidean: bool) -> None:
         (150, 130, 33),
         (40, 300, 64),
         (1, 300, 257),
-        (2, 9, 1),
         (8, 77, 1000),
-        (16, 2200, 20),
         (17, 130, 31),
         (64, 63, 515),
     ],
