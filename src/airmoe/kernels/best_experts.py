@@ -36,17 +36,22 @@ def top_m(
     as exact as float32 unless both have 16 bits. Memory is bounded whatever E and G.
     """
     fits = codewords.dtype in (torch.float32, centroids.dtype)
-    if fits and use_triton(codewords, centroids, inverse_norms):
-        from airmoe.kernels.best_columns_triton import plan_cuts
-
-        if plan_cuts(centroids.shape[0], size) is not None:
-            pieces = noise_operands(noise)
-            return top_m_op(codewords, centroids, size, inverse_norms, *pieces)
+    if fits and _on_triton(codewords, centroids, size):
+        return top_m_op(codewords, centroids, size, inverse_norms, *noise_operands(noise))
     codewords = codewords.to(wide_dtype(codewords))
     rows = min(CODEWORDS_PER_TILE, codewords.shape[0])
     # At least a few times the shortlist, or the merging would cost more than the scoring.
     tile = rows, max(CHUNK_ELEMENTS // rows, 4 * size)
     return _best_columns(codewords, centroids, size, tile, inverse_norms, noise, ordered=False)
+
+
+def _on_triton(left: Tensor, right: Tensor, count: int) -> bool:
+    """Whether Triton computes on them, and its lists are long enough for `count`."""
+    if not use_triton(left, right):
+        return False
+    from airmoe.kernels.best_columns_triton import plan_cuts
+
+    return plan_cuts(right.shape[0], count) is not None
 
 
 def _best_columns(
@@ -124,12 +129,8 @@ def best_experts(
     the lowest id. Operands may differ in dtype; scores are float32 (or wider) whatever they are,
     and no copy of the experts is made for it.
     """
-    if use_triton(hidden, experts):
-        from airmoe.kernels.best_columns_triton import plan_cuts
-
-        if plan_cuts(experts.shape[0], count) is not None:
-            pieces = noise_operands(noise)
-            return best_experts_op(hidden, experts, count, *pieces, normalize)
+    if _on_triton(hidden, experts, count):
+        return best_experts_op(hidden, experts, count, *noise_operands(noise), normalize)
     work = wide_dtype(hidden, experts)
     num_experts, few = experts.shape[0], max(1, CHUNK_ELEMENTS // max(1, experts.shape[1]))
     scales = None
