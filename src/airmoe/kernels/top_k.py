@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import Gradient, chunks, with_kernel
+from airmoe.kernels.backend import chunks, operator, use_triton
 
 POSITION = 0xFFFFFFFF  # the low half of a key: how many columns come after its own
 LONGEST_ROW = 16384  # of Triton: scores that fit into the registers of one program
@@ -42,12 +42,6 @@ def softmax_weights(logits: Tensor) -> Tensor:
     return logits.softmax(-1).clamp_min(torch.finfo(torch.float32).tiny)
 
 
-@with_kernel(
-    "top_k_triton",
-    when=lambda scores, *_: scores.shape[1] <= LONGEST_ROW,
-    fake=lambda scores, *_: torch.empty_like(scores, memory_format=torch.contiguous_format),
-    gradient=Gradient(of=("scores",), saved=("output",)),
-)
 def top_k_gates(scores: Tensor, valid: Tensor, count: int) -> Tensor:
     """scores [R, n] -> gates [R, n]: softmax over each row's `count` best, 0 elsewhere.
 
@@ -55,6 +49,8 @@ def top_k_gates(scores: Tensor, valid: Tensor, count: int) -> Tensor:
     ties go to the lowest position, and selection is on float32. With `count` = 1 the weight is
     the probability among all n (Switch), so that it has a gradient.
     """
+    if scores.shape[1] <= LONGEST_ROW and use_triton(scores):
+        return top_k_gates_op(scores, valid, count)
     return _TopKGates.apply(scores, valid, count)  # type: ignore[no-any-return]
 
 
@@ -92,3 +88,30 @@ class _TopKGates(torch.autograd.Function):
             scores, log_z = rest
             return weighted.addcmul_((scores - log_z).exp_(), total, value=-1), None, None
         return weighted.addcmul_(gates, total, value=-1), None, None
+
+
+top_k_gates_op = operator(
+    "top_k_gates(Tensor scores, Tensor valid, SymInt count) -> Tensor",
+    "top_k_triton",
+    fake=lambda scores, *_: torch.empty_like(scores, memory_format=torch.contiguous_format),
+)
+top_k_gates_backward_op = operator(
+    "top_k_gates_backward(Tensor grad_gates, Tensor gates, Tensor? scores) -> Tensor",
+    "top_k_triton",
+    fake=lambda grads, gates, _: torch.empty_like(gates),
+)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+    """Without the scores where the gradient needs only the gates: `Gradient` would keep them."""
+    scores, _, count = inputs
+    ctx.save_for_backward(output, scores if count == 1 else None)
+
+
+def _backward(ctx: Any, grad_gates: Tensor) -> tuple[Tensor, None, None]:
+    gates, scores = ctx.saved_tensors
+    scores = None if scores is None else scores.contiguous()
+    return top_k_gates_backward_op(grad_gates, gates, scores), None, None
+
+
+top_k_gates_op.register_autograd(_backward, setup_context=_save)

@@ -9,8 +9,6 @@ to find which of them come first.
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -132,13 +130,12 @@ def gates_from_scores(
     )  # fmt: skip
 
 
-def top_k_gates_backward(call: Any, _wanted: set[str]) -> dict[str, Tensor]:
+def top_k_gates_backward(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
     """Gradient of the scores; they are needed where the gate is the full-softmax probability."""
-    (rows, columns), grad_scores = call.output.shape, torch.empty_like(call.output)
-    scores = call.scores.contiguous() if call.count == 1 else None
+    (rows, columns), grad_scores = gates.shape, torch.empty_like(gates)
     block = triton.next_power_of_2(columns)
     _grads_kernel[(rows,)](
-        call.grad_output, call.output, scores, grad_scores, columns,
+        grad_gates.contiguous(), gates, scores, grad_scores, columns,
         BLOCK=block, num_warps=max(1, min(16, block // 1024)),
     )  # fmt: skip
-    return {"scores": grad_scores}
+    return grad_scores
