@@ -90,9 +90,10 @@ def _best_columns(
 
 
 def _without_the_rest(scores: Tensor, places: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """A tile's `count` best and their places, so that the others need no keys.
+    """A tile's `count` best scores and their places, so that keys are made of no others.
 
-    The whole tile where equal scores leave a choice, which keys decide, and where nobody may look.
+    The whole tile is kept if ties leave a choice, which is up to the keys, and where the host
+    cannot look for ties: on a GPU and under a compiler.
     """
     if scores.device.type != "cpu" or torch.compiler.is_compiling() or count >= scores.shape[1]:
         return scores, places

@@ -112,7 +112,7 @@ def loss_and_gradients(
 def tokens_that_count(hidden: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Which tokens are skipped [n, 1], and the states of all [n, D] in `dtype`.
 
-    A token that does not count may hold anything; as 0 it spoils nothing that all share.
+    Skipped tokens are set to 0: they may hold NaN, which would spoil sums that all tokens share.
     """
     skipped = (labels == IGNORE_INDEX).unsqueeze(-1)
     return skipped, hidden.masked_fill(skipped, 0).to(dtype)
@@ -141,9 +141,9 @@ def _softmax_minus_one_hot(
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the tokens' gradients, unscaled.
+    """The dtype of the gradients before they are scaled.
 
-    They do not fit half precision: a sum over tokens overflows, a small probability vanishes.
+    float16 has too small a range: a sum over tokens overflows, a small probability vanishes.
     bfloat16 has the range.
     """
     return torch.float32 if dtype == torch.float16 else dtype

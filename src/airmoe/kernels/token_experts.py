@@ -99,7 +99,7 @@ def token_experts(
 def empty_pre(
     hidden: Tensor, gate: Tensor | None, shape: Sequence[int], keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """For the pre-activations of up and of gate; empty where they are not kept or not there."""
+    """Buffers for the pre-activations of up and gate: empty if not kept, or if there is no gate."""
     return (
         hidden.new_empty(shape if keep else 0),
         hidden.new_empty(shape if keep and gate is not None else 0),
