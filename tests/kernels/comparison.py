@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import use_backend
+from airmoe.kernels.backend import use_backend, wide_dtype
+from airmoe.kernels.cell_gates import cell_gates
+from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import Cells, make_cells
-from airmoe.kernels.noise import Noise, normal
+from airmoe.kernels.noise import Noise, Stage, make_noise, normal
 from airmoe.kernels.top_k import selection_keys
+from airmoe.routers.routing import ScoredCells, Tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter's bfloat16 is wrong, so on a CPU there is none.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 FLOOR = 2  # units in the last place of the largest entry: a lucky reference may round less
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 Found = dict[str, Tensor]
+
+
+def any_noise(rows: int, std: float = 0.3) -> Noise:
+    keys = torch.randint(-(2**31), 2**31, (rows,), device=DEVICE).to(torch.int32)
+    return Noise(keys, std)
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,8 @@ class CellCase:
     experts: int = 70
     pool: int = 19
     rows_per_token: int = 1
+    jitter: bool = True
+    normalize: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -39,6 +52,57 @@ class CellCase:
         cell_ids = assignments[torch.randperm(assignments.numel())].view(-1, self.rows_per_token)
         pools = torch.rand(len(self.sizes), self.experts).argsort(-1)[:, : self.pool]
         return make_cells(cell_ids.to(DEVICE), pools.sort(-1).values.to(DEVICE))
+
+    def some_valid(self) -> Tensor:
+        """As a view that has gaps."""
+        valid = (torch.rand(self.num_tokens, 2, device=DEVICE) > 0.15)[:, 0]
+        valid[0] = True
+        return valid
+
+    def form(self, centroids: Tensor) -> dict[str, Any]:
+        """The norms and the jitter of this case's scores."""
+        seed = torch.full((), 5, device=DEVICE)  # no copy: a graph may hold it
+        noise = make_noise(seed, Stage.TOKEN, self.num_tokens, 0.3) if self.jitter else None
+        norms = centroids.detach().to(wide_dtype(centroids)).norm(dim=-1)
+        return {"inverse_norms": 1 / norms if self.normalize else None, "noise": noise}
+
+    def scored(self, hidden: Tensor, centroids: Tensor, cells: Cells, valid: Tensor) -> ScoredCells:
+        """The candidates of the definition."""
+        hidden = hidden.masked_fill(~valid.unsqueeze(-1), 0)
+        scores = cell_scores(hidden, centroids, cells, **self.form(centroids))
+        return ScoredCells(Tokens(hidden, valid), cells, scores, self.experts)
+
+    def gates(
+        self,
+        given: Found,
+        cells: Cells,
+        valid: Tensor,
+        top_k: int | None = None,
+        capacity: int | None = None,
+    ) -> Found:
+        """What the kernels choose, and its weights; without `top_k` experts choose."""
+        hidden, centroids = given["hidden"].masked_fill(~valid.unsqueeze(-1), 0), given["centroids"]
+        room = None if capacity is None else torch.full((), capacity, device=DEVICE)
+        form = self.form(centroids)
+        found = cell_gates(hidden, centroids, cells, valid, top_k, capacity=room, **form)
+        return {"gates": found.gates, "log_z": found.log_z, "probs": found.expert_probs()}
+
+    def defined_gates(
+        self, given: Found, cells: Cells, valid: Tensor, taken: Tensor, top_k: int | None = None
+    ) -> Found:
+        """The definition, with the choice given (`taken` [N, M]): dtypes must not change it."""
+        scored = self.scored(**given, cells=cells, valid=valid)
+        log_z = scored.log_z()
+        gates = scored.probs(log_z)
+        if top_k not in (1, None):
+            unused = ~taken & valid[cells.token_ids].unsqueeze(-1)  # no row without any: 0 / 0
+            gates = scored.scores.masked_fill(unused, -torch.inf).softmax(-1)
+        routing = scored.routing(gates * taken, None, lambda: log_z)
+        return {
+            "gates": routing.gates.to(given["hidden"].dtype),
+            "log_z": torch.where(valid, log_z, 0.0)[cells.token_ids],
+            "probs": routing.expert_probs,
+        }
 
 
 def results_and_grads(function: Callable[[Found], Found], inputs: Found, seed: int = 0) -> Found:

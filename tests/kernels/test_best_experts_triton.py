@@ -11,7 +11,7 @@ from torch import Tensor
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.best_experts import best_experts, top_m
 from airmoe.kernels.noise import Noise
-from tests.kernels.comparison import DEVICE, logits_of, unit_rows
+from tests.kernels.comparison import DEVICE, any_noise, logits_of, unit_rows
 from tests.tolerance import score_slack
 
 pytest.importorskip("triton")
@@ -41,11 +41,6 @@ def short_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{LISTS}.SPAN", 128)
     monkeypatch.setattr(f"{LISTS}.ROW_BLOCKS", 1)
     monkeypatch.setattr(f"{LISTS}.THIN_ELEMENTS", 4096)
-
-
-def any_noise(rows: int) -> Noise:
-    keys = torch.randint(-(2**31), 2**31, (rows,), device=DEVICE).to(torch.int32)
-    return Noise(keys, 0.3)
 
 
 def check(
@@ -237,12 +232,6 @@ def test_lists_too_long_to_rank_are_sorted(monkeypatch: pytest.MonkeyPatch) -> N
     ranked = check(hidden, table, 40)
     monkeypatch.setattr("airmoe.kernels.best_experts_triton.LARGEST_RANKED", 1)
     assert torch.equal(check(hidden, table, 40), ranked)
-
-
-def test_no_tokens() -> None:
-    with use_backend("triton"):
-        ids = best_experts(torch.empty(0, 16, device=DEVICE), torch.randn(30, 16, device=DEVICE), 4)
-    assert ids.shape == (0, 4)
 
 
 @pytest.mark.usefixtures("small_segments")

@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import silu
 
 from airmoe.errors import ConfigError
@@ -17,15 +16,8 @@ from airmoe.kernels.backend import use_backend
 from airmoe.kernels.cell_experts import cell_experts
 from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
-from airmoe.kernels.cells import (
-    Cells,
-    counts_per_entry,
-    make_cells,
-    make_reverse,
-    sort_by_cell,
-)
+from airmoe.kernels.cells import counts_per_entry, make_cells, make_reverse, sort_by_cell
 from airmoe.kernels.cells_triton import block_rows, row_tiles, used_entries
-from airmoe.kernels.noise import Noise, Stage, make_noise
 from airmoe.kernels.token_experts import Activation, ExpertTables, is_gated
 from tests.interpreter import exact_products
 from tests.kernels.comparison import (
@@ -36,6 +28,7 @@ from tests.kernels.comparison import (
     assert_as_good,
     assert_no_worse,
     chosen_mask,
+    doubles,
     results_and_grads,
 )
 
@@ -45,15 +38,9 @@ class Case(CellCase):
     top_k: int = 5
     expert_size: int = 1
     activation: Activation = "swiglu"
-    jitter: bool = True
-    normalize: bool = True
     sharpness: float = 1.0  # of the scores: where it is large, one expert has nearly all
     aligned: bool = False  # tokens and centroids point nearly the same way, as trained ones do
     counted: bool = False  # the backward knows what nobody chose, and passes over it
-
-    def noise(self) -> Noise | None:
-        key = torch.tensor(5, device=DEVICE)
-        return make_noise(key, Stage.TOKEN, self.num_tokens, 0.3) if self.jitter else None
 
 
 CASES = {
@@ -231,18 +218,13 @@ def score_inputs(case: Case, dtype: torch.dtype) -> Found:
     return inputs
 
 
-def norms_of(case: Case, centroids: Tensor) -> Tensor | None:
-    return 1 / centroids.detach().float().norm(dim=-1) if case.normalize else None
-
-
 @named(two=Case((9, 11, 4), rows_per_token=2))
 def test_scores(case: Case, dtype: torch.dtype) -> None:
-    cells, noise, inputs = case.cells(), case.noise(), score_inputs(case, dtype)
-    norms = norms_of(case, inputs["centroids"])
+    cells, inputs = case.cells(), score_inputs(case, dtype)
+    form = case.form(inputs["centroids"])
 
     def scores(leaves: Found) -> Found:
-        hidden, centroids = leaves.values()
-        return {"scores": cell_scores(hidden, centroids, cells, inverse_norms=norms, noise=noise)}
+        return {"scores": cell_scores(leaves["hidden"], leaves["centroids"], cells, **form)}
 
     assert_as_good(scores, inputs)
 
@@ -250,80 +232,35 @@ def test_scores(case: Case, dtype: torch.dtype) -> None:
 # -- gates ----------------------------------------------------------------------------------
 
 
-def plain_gates(case: Case, cells: Cells, noise: Noise | None, valid: Tensor, mask: Tensor) -> Any:
-    """The definition, with the choice given (`mask` [N, M]): dtypes must not change it."""
-    weights = valid.float() / valid.sum()
-
-    def gates(leaves: Found) -> Found:
-        hidden, centroids = leaves.values()
-        hidden = hidden.masked_fill(~valid.unsqueeze(-1), 0)
-        norms = norms_of(case, centroids)
-        work = torch.promote_types(hidden.dtype, torch.float32)
-        scale = None if norms is None else norms.to(work)
-        scores = cell_scores(hidden, centroids, cells, inverse_norms=scale, noise=noise)
-        row_valid = valid[cells.token_ids]
-        log_z = scores.logsumexp(-1)
-        chosen = scores.masked_fill(~mask, -torch.inf)
-        base = log_z if case.top_k == 1 else chosen.logsumexp(-1)
-        found = (chosen - base.unsqueeze(-1)).exp() * row_valid.unsqueeze(-1)
-        probs = (scores - log_z.unsqueeze(-1)).exp() * weights[cells.token_ids].unsqueeze(-1)
-        owners = cells.pools[cells.cell_of_row].flatten()
-        per_expert = probs.new_zeros(case.experts).index_add(0, owners, probs.flatten())
-        return {
-            "gates": found.to(hidden.dtype),
-            "log_z": torch.where(row_valid, log_z, 0.0),
-            "probs": per_expert,
-        }
-
-    return gates
-
-
 @named()
 def test_gates(case: Case, dtype: torch.dtype) -> None:
-    cells, noise, inputs = case.cells(), case.noise(), score_inputs(case, dtype)
-    valid = torch.rand(case.num_tokens, device=DEVICE) > 0.1
-    valid[0] = True
-    masked = inputs["hidden"].masked_fill(~valid.unsqueeze(-1), 0)
-    norms = norms_of(case, inputs["centroids"])
-
-    def fused(leaves: Found) -> Found:
-        hidden, centroids = leaves.values()
-        hidden = hidden.masked_fill(~valid.unsqueeze(-1), 0)
-        found = cell_gates(
-            hidden, centroids, cells, valid, case.top_k, inverse_norms=norms, noise=noise
-        )
-        return {"gates": found.gates, "log_z": found.log_z, "probs": found.expert_probs()}
-
+    cells, inputs, valid = case.cells(), score_inputs(case, dtype), case.some_valid()
     with use_backend("triton"):
-        fast = run(fused, inputs, dtype)
-    scores = cell_scores(
-        masked.double(),
-        inputs["centroids"].double(),
-        cells,
-        inverse_norms=None if norms is None else norms.double(),
-        noise=noise,
-    )
-    mask = fast["gates"] > 0
-    row_valid = valid[cells.token_ids]
-    assert (mask.sum(-1) == case.top_k * row_valid).all(), "exactly K"
-    lowest = scores.masked_fill(~mask, torch.inf).amin(-1)
-    best_missed = scores.masked_fill(mask, -torch.inf).amax(-1)
+        fast = results_and_grads(lambda given: case.gates(given, cells, valid, case.top_k), inputs)
+    scores = case.scored(**doubles(inputs), cells=cells, valid=valid).scores
+    taken, row_valid = fast["gates"] > 0, valid[cells.token_ids]
+    assert (taken.sum(-1) == case.top_k * row_valid).all(), "exactly K"
+    lowest = scores.masked_fill(~taken, torch.inf).amin(-1)
+    best_missed = scores.masked_fill(taken, -torch.inf).amax(-1)
     slack = 16 * torch.finfo(torch.float32).eps * scores.abs().max()
     assert (lowest + slack >= best_missed)[row_valid].all(), "the K best"
-    mask |= chosen_mask(scores.float(), case.top_k) & ~row_valid.unsqueeze(-1)  # no 0 / 0
-    function = plain_gates(case, cells, noise, valid, mask)
-    exact, plain = run(function, inputs, torch.float64), run(function, inputs, dtype)
+
+    def definition(given: Found) -> Found:
+        return case.defined_gates(given, cells, valid, taken, case.top_k)
+
+    with use_backend("reference"):
+        exact, plain = (results_and_grads(definition, each) for each in (doubles(inputs), inputs))
     assert_no_worse(fast, plain, exact)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_gates_whose_scores_are_made_again(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["ragged", "big tiles", "no jitter, raw centroids", "best only"])
+def test_gates_whose_scores_are_made_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in large batches, where all scores would take much memory."""
     monkeypatch.setattr("airmoe.kernels.cell_scores.MANY_ROWS", 0)
-    test_gates(case, torch.float16)
+    test_gates(CASES[name], torch.float16)
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"aligned"}))
+@pytest.mark.parametrize("name", ["ragged", "one huge", "wide", "peaked"])
 def test_gates_whose_partial_sums_are_scaled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As bfloat16's are, which the interpreter cannot run. Where most of a sum cancels ("aligned"),
     they are good enough for bfloat16, with an eighth of its error, and not for float16."""

@@ -11,17 +11,16 @@ from torch import Tensor
 from airmoe import AirRouter
 from airmoe.kernels import expert_choice_triton
 from airmoe.kernels.backend import use_backend
-from airmoe.kernels.cell_gates import CellGates, cell_gates
-from airmoe.kernels.cell_scores import cell_scores
+from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cells import Cells, make_cells
-from airmoe.kernels.noise import Noise, Stage, make_noise
-from airmoe.routers.routing import CellRouting, ScoredCells, Tokens
+from airmoe.routers.routing import CellRouting
 from tests.kernels.comparison import (
     DEVICE,
     DTYPES,
     CellCase,
     Found,
     assert_no_worse,
+    doubles,
     results_and_grads,
 )
 
@@ -54,42 +53,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_choice_triton, "ROW_BLOCK", 16)
 
 
-def some_valid(case: Case) -> Tensor:
-    """As a view that has gaps."""
-    valid = (torch.rand(case.num_tokens, 2, device=DEVICE) > 0.15)[:, 0]
-    valid[0] = True
-    return valid
-
-
-def norms_of(centroids: Tensor) -> Tensor:
-    wide = torch.promote_types(centroids.dtype, torch.float32)
-    return 1 / centroids.detach().to(wide).norm(dim=-1)
-
-
-def jitter(num_tokens: int) -> Noise:
-    seed = torch.full((), 5, device=DEVICE)  # no copy: a graph may hold it
-    return make_noise(seed, Stage.TOKEN, num_tokens, 0.3)
-
-
-def defined(hidden: Tensor, centroids: Tensor, cells: Cells, valid: Tensor) -> ScoredCells:
-    """The candidates of the definition: unit-norm centroids, with jitter."""
-    hidden = hidden.masked_fill(~valid.unsqueeze(-1), 0)
-    scale, noise = norms_of(centroids), jitter(valid.shape[0])
-    scores = cell_scores(hidden, centroids, cells, inverse_norms=scale, noise=noise)
-    return ScoredCells(Tokens(hidden, valid), cells, scores, centroids.shape[0])
-
-
-def taken_by_experts(
-    hidden: Tensor, centroids: Tensor, cells: Cells, valid: Tensor, capacity: int
-) -> CellGates:
-    hidden = hidden.masked_fill(~valid.unsqueeze(-1), 0)
-    room = torch.full((), capacity, device=DEVICE)  # no copy: a graph may hold it
-    scale, noise = norms_of(centroids), jitter(valid.shape[0])
-    return cell_gates(
-        hidden, centroids, cells, valid, None, capacity=room, inverse_norms=scale, noise=noise
-    )
-
-
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
     ("case", "dtype"),
@@ -101,32 +64,20 @@ def taken_by_experts(
     ],
 )
 def test_gates_and_gradients(case: Case, dtype: torch.dtype) -> None:
-    cells, inputs, valid = case.cells(), case.inputs(dtype), some_valid(case)
-
-    def fused(leaves: Found) -> Found:
-        found = taken_by_experts(**leaves, cells=cells, valid=valid, capacity=case.capacity)
-        return {"gates": found.gates, "log_z": found.log_z, "probs": found.expert_probs()}
-
+    cells, inputs, valid = case.cells(), case.inputs(dtype), case.some_valid()
     with use_backend("triton"):
-        fast = results_and_grads(fused, inputs)
+        fast = results_and_grads(
+            lambda given: case.gates(given, cells, valid, capacity=case.capacity), inputs
+        )
     taken = fast["gates"] > 0
     assert_best_are_taken(taken, inputs, cells, valid, case)
 
-    def plain(leaves: Found) -> Found:
-        """The definition with the choice given: dtypes must not change it."""
-        scored = defined(**leaves, cells=cells, valid=valid)
-        log_z = scored.log_z()
-        routing = scored.routing(scored.probs(log_z) * taken, None, lambda: log_z)
-        return {
-            "gates": routing.gates.to(leaves["hidden"].dtype),
-            "log_z": torch.where(valid, log_z, 0.0)[cells.token_ids],
-            "probs": routing.expert_probs,
-        }
+    def definition(given: Found) -> Found:
+        return case.defined_gates(given, cells, valid, taken)
 
     with use_backend("reference"):
-        wide = {name: value.double() for name, value in inputs.items()}
-        exact, same = results_and_grads(plain, wide), results_and_grads(plain, inputs)
-    assert_no_worse(fast, same, exact)
+        exact, plain = (results_and_grads(definition, each) for each in (doubles(inputs), inputs))
+    assert_no_worse(fast, plain, exact)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -139,10 +90,8 @@ def test_gates_whose_scores_are_made_again(monkeypatch: pytest.MonkeyPatch) -> N
 def assert_best_are_taken(
     taken: Tensor, inputs: Found, cells: Cells, valid: Tensor, case: Case
 ) -> None:
-    with use_backend("reference"):
-        wide = {name: value.double() for name, value in inputs.items()}
-        scored = defined(**wide, cells=cells, valid=valid)
-        probs = scored.probs(scored.log_z())
+    scored = case.scored(**doubles(inputs), cells=cells, valid=valid)
+    probs = scored.probs(scored.log_z())
     usable = valid[cells.token_ids].unsqueeze(-1).expand_as(taken)
     assert not (taken & ~usable).any(), "tokens that do not count are not taken"
     owners = cells.pools[cells.cell_of_row]
@@ -178,7 +127,7 @@ def test_small_probabilities_stay_chosen_in_half_precision() -> None:
     valid = torch.ones(case.num_tokens, dtype=torch.bool, device=DEVICE)
     inputs["hidden"] *= 6  # the least probable ones are below what float16 can hold
     with use_backend("triton"):
-        gates = taken_by_experts(**inputs, cells=cells, valid=valid, capacity=case.num_tokens).gates
+        gates = case.gates(inputs, cells, valid, capacity=case.num_tokens)["gates"]
     assert gates.dtype == torch.float16 and (gates.float() == 2.0**-24).any()
     assert (gates > 0).all()
 
@@ -189,7 +138,7 @@ def test_nan_shows() -> None:
     inputs["centroids"][int(cells.pools[0, 3])] = torch.nan
     valid = torch.ones(case.num_tokens, dtype=torch.bool, device=DEVICE)
     with use_backend("triton"):
-        gates = taken_by_experts(**inputs, cells=cells, valid=valid, capacity=2).gates
+        gates = case.gates(inputs, cells, valid, capacity=2)["gates"]
     assert gates[: int(cells.offsets[1])].isnan().all()
 
 

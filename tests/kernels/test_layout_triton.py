@@ -17,7 +17,6 @@ from tests.kernels.comparison import DEVICE
 
 pytest.importorskip("triton")
 from airmoe.kernels import cells_triton
-from airmoe.kernels.cells import cell_offsets_op
 from airmoe.kernels.cells_triton import block_rows, row_tiles
 
 BLOCKS = [32, 64]
@@ -132,13 +131,13 @@ def test_offsets_of_any_ids(ids: list[int], num_cells: int) -> None:
     """Ids outside of the cells too: whoever has such rows finds them in no cell."""
     ordered = torch.tensor(ids, dtype=torch.int64, device=DEVICE).sort().values
     wanted = find_offsets(ordered, num_cells)
-    assert_equal(cell_offsets_op(ordered, num_cells), wanted, "offsets")
+    assert_equal(cells_triton.cell_offsets(ordered, num_cells), wanted, "offsets")
 
 
 def test_strided_operands() -> None:
     ordered = random_ids(50, 9).flatten().sort().values
     offsets = find_offsets(ordered, 9)
-    assert_equal(cell_offsets_op(strided(ordered), 9), offsets, "offsets")
+    assert_equal(cells_triton.cell_offsets(strided(ordered), 9), offsets, "offsets")
     check_tiles(strided(offsets), 50, 32)
 
 

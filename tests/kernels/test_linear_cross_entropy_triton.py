@@ -128,9 +128,8 @@ def test_a_label_that_is_no_word_shows(wrong: int) -> None:
     clean = value_and_gradients(inputs)
     inputs["labels"][3] = wrong
     hidden, weight = inputs["hidden"].requires_grad_(), inputs["weight"].requires_grad_()
-    value = linear_cross_entropy_op(hidden, weight, inputs["labels"], torch.float32, [True, True])[
-        0
-    ]
+    arguments = hidden, weight, inputs["labels"], torch.float32, [True, True]
+    value = linear_cross_entropy_op(*arguments)[0]
     value.backward()
     assert value.isnan() and weight.grad is not None and weight.grad.isnan().all()
     assert hidden.grad is not None and hidden.grad[3].isnan().all()
@@ -184,9 +183,7 @@ def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> No
     small_chunks(monkeypatch, 16, inputs)
     hidden, weight, labels = inputs.values()
     with LargestTensor() as largest:
-        kernels.loss_and_gradients(
-            module.Problem(hidden, weight, labels, torch.float32, [True, True])
-        )
+        kernels.linear_cross_entropy(hidden, weight, labels, torch.float32, [True, True])
     assert largest.elements == 16 * 512 * (1 if DEVICE == "cuda" else 4)  # interpreted: as bytes
 
 

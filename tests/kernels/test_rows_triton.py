@@ -10,7 +10,7 @@ import torch
 
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.rows import chosen_logits, gather_dot, gather_total, scatter_total
-from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good
+from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good, dtypes
 
 pytest.importorskip("triton")
 from airmoe.kernels import rows_triton
@@ -55,8 +55,6 @@ CASES = {
     "no queries": Case(queries=0, list_size=4, dim=16, rows=3),
     "empty lists": Case(queries=3, list_size=0, dim=16, rows=3),
 }
-named = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @pytest.fixture
@@ -90,6 +88,7 @@ def unit_logits(given: Found) -> Found:
 
 FUNCTIONS = {"products": all_products, "logits": logits, "unit logits": unit_logits}
 functions = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+FEW = {"odd", "aligned", "popular and aligned"}  # the interpreter takes these in float16 too
 
 
 def run(function: Callable[[Found], Found], inputs: Found) -> None:
@@ -97,14 +96,21 @@ def run(function: Callable[[Found], Found], inputs: Found) -> None:
     assert_as_good(function, inputs, None if function is all_products else ("queries", "table"))
 
 
-@named
-@dtypes
 @functions
 @pytest.mark.usefixtures("_short_parts")
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, id=f"{name}-{dtype}")
+        for name in CASES
+        for dtype in DTYPES
+        if DEVICE == "cuda" or dtype == torch.float32 or name in FEW
+    ],
+)
 def test_values_and_gradients_equal_the_reference(
-    case: Case, dtype: torch.dtype, function: Callable[[Found], Found]
+    name: str, dtype: torch.dtype, function: Callable[[Found], Found]
 ) -> None:
-    run(function, case.inputs(dtype))
+    run(function, CASES[name].inputs(dtype))
 
 
 @pytest.mark.gpu
@@ -192,13 +198,3 @@ def test_values_are_those_of_the_formula() -> None:
         assert found.dtype == torch.float32
         assert (found - wanted).abs().max() <= 1e-5
         assert (found[given["ids"] == experts.shape[0] - 1] == 0).all()
-
-
-def test_a_zero_row_has_no_gradient() -> None:
-    given = CASES["odd"].inputs(torch.float32)
-    experts = given["table"].requires_grad_()
-    with use_backend("triton"):
-        logits = chosen_logits(given["queries"], experts, given["ids"], normalize=True)
-    (grad,) = torch.autograd.grad(logits.sum(), experts)
-    assert (given["ids"] == 8).any() and (grad[8] == 0).all()
-    assert (grad[:8] != 0).any()

@@ -19,7 +19,7 @@ from airmoe.kernels.token_experts import (
     token_experts,
     token_experts_op,
 )
-from tests.kernels.comparison import DEVICE, DTYPES, Found, assert_as_good, doubles
+from tests.kernels.comparison import DEVICE, Found, assert_as_good, doubles, dtypes
 
 pytest.importorskip("triton")
 from airmoe.kernels import rows_triton, token_experts_triton
@@ -74,7 +74,6 @@ CASES = {
 }
 TINY = Case(tokens=2, top_k=3, dim=16, experts=3)
 named = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @pytest.fixture(params=["small batch", "large batch"])
@@ -231,7 +230,7 @@ def test_nothing_is_kept_without_gradients() -> None:
     assert [tuple(tensor.shape) for tensor in kept] == [(2, 3), (2, 3)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@dtypes
 @pytest.mark.parametrize(("pool", "count"), [(19, 5), (16, 16), (70, 9)])
 def test_compact_gates_lists_the_chosen_of_tokens_in_order(
     pool: int, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

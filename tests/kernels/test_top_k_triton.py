@@ -128,7 +128,7 @@ def test_a_buffer_of_scattered_rows(dtype: torch.dtype, count: int) -> None:
 def test_rows_too_long_for_registers(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run in plain PyTorch, on any device."""
     monkeypatch.setattr("airmoe.kernels.top_k.LONGEST_ROW", 64)
-    monkeypatch.setattr("airmoe.kernels.top_k.top_k_gates_op", None)  # calling it would raise
+    monkeypatch.setattr("airmoe.kernels.top_k_triton.top_k_gates", None)  # calling it would raise
     valid = torch.tensor([True, True, False, True, True, True, False], device=DEVICE)
     scores = torch.randn(7, 100, device=DEVICE)
     forward(scores, count, valid)
@@ -169,13 +169,6 @@ def test_gradients_of_rounded_gates_add_up_to_nothing() -> None:
         grads = gradient(scores, valid, 8, upstream.half()).double()
     eps = torch.finfo(torch.float16).eps
     assert (grads.sum(-1).abs() <= eps * grads.abs().sum(-1)).all()
-
-
-def test_no_rows() -> None:
-    scores = torch.empty(0, 12, device=DEVICE)
-    with use_backend("triton"):
-        gates = top_k_gates(scores, torch.empty(0, dtype=torch.bool, device=DEVICE), 3)
-    assert gates.shape == (0, 12)
 
 
 @pytest.mark.gpu

@@ -50,22 +50,17 @@ def use_backend(name: Choice) -> Iterator[None]:
 
 def use_triton(*operands: Tensor | None) -> bool:
     """True when Triton computes on these operands, which must be on one device."""
-    device, dtypes = None, []
-    for operand in operands:
-        if operand is None:
-            continue
-        if device is None:
-            device = operand.device
-        elif operand.device != device:
+    tensors = [operand for operand in operands if operand is not None]
+    device = tensors[0].device
+    for tensor in tensors:
+        if tensor.device != device:
             raise ConfigError(
                 "device",
-                sorted({str(device), str(operand.device)}),
+                sorted({str(device), str(tensor.device)}),
                 "must be one device for all operands",
                 "Move the layer and its input to the same device.",
             )
-        if operand.dtype.is_floating_point:
-            dtypes.append(operand.dtype)
-    assert device is not None
+    dtypes = [tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point]
     return backend_for(device, *dtypes) == "triton"
 
 
@@ -144,14 +139,69 @@ def own_precision(operation: Callable[Arguments, Result]) -> Callable[Arguments,
     return without_autocast
 
 
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """The dtype of exact products of these tensors: float32, or wider if one of them is."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def chunks(total: int, step: int) -> Iterator[slice]:
+    """Cut `total` rows into runs of at most `step`."""
+    for start in range(0, total, step):
+        yield slice(start, min(start + step, total))
+
+
+@functools.cache
+def gpu_bytes(device: torch.device) -> int:
+    """The memory of a GPU, 0 of anything else."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
 @dataclass(frozen=True)
 class Gradient:
-    """An operator's gradient: `of` lists its differentiable inputs, `outputs` what it returns, and
-    `saved` those of the outputs that its backward needs."""
+    """An operator's gradient: `of` lists its differentiable inputs, and `saved` the outputs that
+    its backward needs."""
 
     of: tuple[str, ...]
-    outputs: tuple[str, ...]
     saved: tuple[str, ...] = ()
+
+
+def with_kernel(
+    module: str,
+    *,
+    when: Callable[..., bool] | None = None,
+    fake: Callable[..., Any] | None = None,
+    gradient: Gradient | None = None,
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Decorate a definition in plain PyTorch that has kernels in `module`, under the same name.
+
+    Where Triton computes on the operands, and `when` (if given) agrees, the operator
+    `airmoe::<name>` runs, else the definition. The operator has the definition's signature.
+    Without a `fake`, the definition also tells compilers which shapes the operator gives: one
+    contiguous tensor.
+    """
+
+    def decorate(definition: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        def contiguous(*args: Any, **kwargs: Any) -> Any:
+            result: Any = definition(*args, **kwargs)
+            return result.contiguous()
+
+        signature = torch.library.infer_schema(definition, mutates_args=())
+        schema = f"{definition.__name__}{signature}"
+        op = operator(schema, module, fake=fake or contiguous, gradient=gradient)
+
+        @functools.wraps(definition)
+        def choose(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            triton = use_triton(*(arg for arg in args if isinstance(arg, Tensor)))
+            if triton and (when is None or when(*args, **kwargs)):
+                return op(*args, **kwargs)
+            return definition(*args, **kwargs)
+
+        return choose
+
+    return decorate
 
 
 def operator(
@@ -163,14 +213,15 @@ def operator(
     With a `gradient`, the module's `<name>_backward` computes it. That function takes all inputs,
     saved outputs and gradients (`grad_<output>`, None where there is none) as attributes of one
     object, with `inputs` in order, and the names of those inputs that want a gradient; it returns
-    their gradients by name.
+    their gradients by name. Outputs have the names that the schema gives them; a single one needs
+    no name and is called `output`.
     """
     name = schema.partition("(")[0]
 
     def find(function: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(f"airmoe.kernels.{module}"), function)
 
-    op = _register(schema, lambda *args: find(name)(*args), fake)
+    op = _register(schema, lambda *args, **kwargs: find(name)(*args, **kwargs), fake)
     if gradient is not None:
         _Backward(name, op, gradient, lambda *args: find(f"{name}_backward")(*args))
     return op
@@ -180,27 +231,15 @@ def _register(schema: str, launch: Callable[..., Any], fake: Callable[..., Any])
     """Triton launches on the current device, so that is set to the one of the first tensor."""
     name, _, signature = schema.partition("(")
 
-    def on_its_device(*args: Any) -> Any:
+    def on_its_device(*args: Any, **kwargs: Any) -> Any:
         with torch.cuda.device_of(next(arg for arg in args if isinstance(arg, Tensor))):
-            return launch(*args)
+            return launch(*args, **kwargs)
 
     op = torch.library.custom_op(
         f"airmoe::{name}", on_its_device, mutates_args=(), schema=f"({signature}"
     )
     op.register_fake(fake)
     return op
-
-
-@functools.cache
-def gpu_bytes(device: torch.device) -> int:
-    """The memory of a GPU, 0 of anything else."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-
-
-def chunks(total: int, step: int) -> Iterator[slice]:
-    """Cut `total` rows into runs of at most `step`."""
-    for start in range(0, total, step):
-        yield slice(start, min(start + step, total))
 
 
 class _Backward:
@@ -211,12 +250,13 @@ class _Backward:
     ) -> None:
         schema = op._opoverload._schema
         inputs = [argument.name for argument in schema.arguments]
-        grads = [f"grad_{name}" for name in gradient.outputs]
+        outputs = [output.name or "output" for output in schema.returns]
+        grads = [f"grad_{name}" for name in outputs]
         self.function, self.of = function, gradient.of
         self.names = [*grads, *inputs, *gradient.saved]  # what the operator takes
         self.inputs = slice(len(grads), len(grads) + len(inputs))
         self.of_places = [inputs.index(name) for name in gradient.of]
-        self.saved_places = [gradient.outputs.index(name) for name in gradient.saved]
+        self.saved_places = [outputs.index(name) for name in gradient.saved]
         declared = str(schema).partition("(")[2].rpartition(") ->")[0]
         parts = [*(f"Tensor? {grad}" for grad in grads), declared]
         parts += [*(f"Tensor {name}" for name in gradient.saved), "bool[] wanted"]

@@ -6,10 +6,12 @@ expert -> its best tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import chunks, operator, own_precision, use_triton
+from airmoe.kernels.backend import chunks, operator, own_precision, use_triton, wide_dtype
 from airmoe.kernels.noise import Noise, noise_operands
 from airmoe.kernels.norms import inverse_norms
 from airmoe.kernels.top_k import POSITION, selection_keys, top_positions
@@ -34,17 +36,22 @@ def top_m(
     as exact as float32 unless both have 16 bits. Memory is bounded whatever E and G.
     """
     fits = codewords.dtype in (torch.float32, centroids.dtype)
-    if fits and use_triton(codewords, centroids, inverse_norms):
-        from airmoe.kernels.best_columns_triton import plan_cuts
-
-        if plan_cuts(centroids.shape[0], size) is not None:
-            pieces = noise_operands(noise)
-            return top_m_op(codewords, centroids, size, inverse_norms, *pieces)
-    codewords = codewords.to(torch.promote_types(codewords.dtype, torch.float32))
+    if fits and _on_triton(codewords, centroids, size):
+        return top_m_op(codewords, centroids, size, inverse_norms, *noise_operands(noise))
+    codewords = codewords.to(wide_dtype(codewords))
     rows = min(CODEWORDS_PER_TILE, codewords.shape[0])
     # At least a few times the shortlist, or the merging would cost more than the scoring.
     tile = rows, max(CHUNK_ELEMENTS // rows, 4 * size)
     return _best_columns(codewords, centroids, size, tile, inverse_norms, noise, ordered=False)
+
+
+def _on_triton(left: Tensor, right: Tensor, count: int) -> bool:
+    """Whether Triton computes on them, and its lists are long enough for `count`."""
+    if not use_triton(left, right):
+        return False
+    from airmoe.kernels.best_columns_triton import plan_cuts
+
+    return plan_cuts(right.shape[0], count) is not None
 
 
 def _best_columns(
@@ -83,9 +90,10 @@ def _best_columns(
 
 
 def _without_the_rest(scores: Tensor, places: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """A tile's `count` best and their places, so that the others need no keys.
+    """A tile's `count` best scores and their places, so that keys are made of no others.
 
-    The whole tile where equal scores leave a choice, which keys decide, and where nobody may look.
+    The whole tile is kept if ties leave a choice, which is up to the keys, and where the host
+    cannot look for ties: on a GPU and under a compiler.
     """
     if scores.device.type != "cpu" or torch.compiler.is_compiling() or count >= scores.shape[1]:
         return scores, places
@@ -94,13 +102,15 @@ def _without_the_rest(scores: Tensor, places: Tensor, count: int) -> tuple[Tenso
     return (best, places[columns]) if clear.all() else (scores, places)
 
 
+def _empty_ids(left: Tensor, _right: Tensor, count: int, *_: Any) -> Tensor:
+    return left.new_empty(left.shape[0], count, dtype=torch.int64)
+
+
 top_m_op = operator(
     "top_m(Tensor codewords, Tensor centroids, SymInt size, Tensor? inverse_norms, "
     "Tensor? row_keys, float noise_std) -> Tensor",
     "best_columns_triton",
-    fake=lambda codewords, _, size, *rest: codewords.new_empty(
-        codewords.shape[0], size, dtype=torch.int64
-    ),
+    fake=_empty_ids,
 )
 
 
@@ -120,13 +130,9 @@ def best_experts(
     the lowest id. Operands may differ in dtype; scores are float32 (or wider) whatever they are,
     and no copy of the experts is made for it.
     """
-    if use_triton(hidden, experts):
-        from airmoe.kernels.best_columns_triton import plan_cuts
-
-        if plan_cuts(experts.shape[0], count) is not None:
-            pieces = noise_operands(noise)
-            return best_experts_op(hidden, experts, count, *pieces, normalize)
-    work = torch.promote_types(torch.promote_types(hidden.dtype, experts.dtype), torch.float32)
+    if _on_triton(hidden, experts, count):
+        return best_experts_op(hidden, experts, count, *noise_operands(noise), normalize)
+    work = wide_dtype(hidden, experts)
     num_experts, few = experts.shape[0], max(1, CHUNK_ELEMENTS // max(1, experts.shape[1]))
     scales = None
     if normalize:
@@ -140,9 +146,7 @@ best_experts_op = operator(
     "best_experts(Tensor hidden, Tensor experts, SymInt count, Tensor? row_keys, float noise_std, "
     "bool normalize) -> Tensor",
     "best_experts_triton",
-    fake=lambda hidden, _, count, *rest: hidden.new_empty(
-        hidden.shape[0], count, dtype=torch.int64
-    ),
+    fake=_empty_ids,
 )
 
 

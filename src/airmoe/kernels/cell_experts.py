@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import Gradient, operator, own_precision, use_triton
+from airmoe.kernels.backend import Gradient, operator, own_precision, use_triton, wide_dtype
 from airmoe.kernels.cells import CellLayout, Cells, RowAdder, read_rows
 from airmoe.kernels.token_experts import (
     GATED,
@@ -86,12 +86,12 @@ class _CellExperts(torch.autograd.Function):
         keep = keep and any(ctx.needs_input_grad)
         work = hidden.dtype
         # A token may have many rows: their sum is kept in float32 whatever the products are in.
-        wide = torch.promote_types(work, torch.float32)
-        output = torch.zeros_like(hidden, dtype=wide)
-        pre_up = hidden.new_empty(cells.token_ids.shape[0] if keep else 0, pools.shape[1])
-        pre_gate = None if gate is None else torch.empty_like(pre_up)
+        output = torch.zeros_like(hidden, dtype=wide_dtype(hidden))
+        tables = {"up": up} if gate is None else {"up": up, "gate": gate}
+        num_kept = cells.token_ids.shape[0] if keep else 0
+        pre = {name: hidden.new_empty(num_kept, pools.shape[1]) for name in tables}
         read = partial(read_rows, up.new_empty(pools.shape[1], up.shape[1]))
-        for cell, rows in cells.spans():
+        for cell, rows in cells.spans:
             tokens, pool = cells.token_ids[rows], pools[cell]
             states = hidden.index_select(0, tokens)
             weights = gates[rows].to(work)
@@ -99,23 +99,20 @@ class _CellExperts(torch.autograd.Function):
                 # Decoding: most of the pool is not chosen.
                 chosen = (weights != 0).any(0).nonzero().squeeze(-1)
                 pool, weights = pool[chosen], weights[:, chosen]
-            own_up = pre_up[rows] if keep else pre_up.new_empty(weights.shape)
-            torch.mm(states, read(up, pool).to(work).T, out=own_up)
-            own_gate = None
-            if gate is not None and pre_gate is not None:
-                own_gate = pre_gate[rows] if keep else torch.empty_like(own_up)
-                torch.mm(states, read(gate, pool).to(work).T, out=own_gate)
-            weighted = activate(activation, own_up, own_gate) * weights
+            own = {}
+            for name, table in tables.items():
+                own[name] = pre[name][rows] if keep else hidden.new_empty(weights.shape)
+                torch.mm(states, read(table, pool).to(work).T, out=own[name])
+            weighted = activate(activation, **own) * weights
             if not math.isfinite(weighted.sum().item()):
                 # Experts that were not chosen add nothing, even if they overflow: act(0) is 0.
-                for part in (own_up, own_gate):
-                    if part is not None:
-                        part.masked_fill_(weights == 0, 0)
-                weighted = activate(activation, own_up, own_gate) * weights
-            output.index_add_(0, tokens, (weighted @ read(down, pool).to(work)).to(wide))
-        ctx.activation, ctx.spans = activation, cells.spans()
-        layout = cells.token_ids, pools
-        ctx.save_for_backward(hidden, gate, up, down, gates, *layout, pre_up, pre_gate)
+                for part in own.values():
+                    part.masked_fill_(weights == 0, 0)
+                weighted = activate(activation, **own) * weights
+            output.index_add_(0, tokens, (weighted @ read(down, pool).to(work)).to(output.dtype))
+        ctx.activation, ctx.spans = activation, cells.spans
+        layout, kept = (cells.token_ids, pools), (pre["up"], pre.get("gate"))
+        ctx.save_for_backward(hidden, gate, up, down, gates, *layout, *kept)
         return output.to(work)
 
     @staticmethod
@@ -125,8 +122,7 @@ class _CellExperts(torch.autograd.Function):
         hidden, gate, up, down, gates, token_ids, pools, pre_up, pre_gate = ctx.saved_tensors
         activation, work = ctx.activation, hidden.dtype
         grad_output = grad_output.to(work)
-        wide = torch.promote_types(work, torch.float32)
-        grad_hidden = torch.zeros_like(hidden, dtype=wide)
+        grad_hidden = torch.zeros_like(hidden, dtype=wide_dtype(hidden))
         grad_gates = torch.empty_like(gates)
         tables = {"gate": gate, "up": up, "down": down}
         neurons = pools.shape[1]
@@ -155,7 +151,7 @@ class _CellExperts(torch.autograd.Function):
                 if key in sums:
                     sums[key].add(pool, grad, states)
                 part = grad @ read(tables[key], pool).to(work)
-                grad_hidden.index_add_(0, tokens, part.to(wide))
+                grad_hidden.index_add_(0, tokens, part.to(grad_hidden.dtype))
         found = [sums[key].total.to(tables[key].dtype) if key in sums else None for key in tables]
         return grad_hidden.to(work), *found, grad_gates, *(None,) * 4
 
@@ -182,12 +178,8 @@ def _empty_results(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Ten
 cell_experts_op = operator(
     "cell_experts(Tensor hidden, Tensor? gate, Tensor up, Tensor down, Tensor gates, "
     "Tensor[] layout, Tensor? counts, str activation, SymInt expert_size, bool keep) "
-    "-> (Tensor, Tensor, Tensor)",
+    "-> (Tensor output, Tensor pre_up, Tensor pre_gate)",
     "cell_experts_triton",
     fake=_empty_results,
-    gradient=Gradient(
-        of=("hidden", "gate", "up", "down", "gates"),
-        outputs=("output", "pre_up", "pre_gate"),
-        saved=("pre_up", "pre_gate"),
-    ),
+    gradient=Gradient(of=("hidden", "gate", "up", "down", "gates"), saved=("pre_up", "pre_gate")),
 )

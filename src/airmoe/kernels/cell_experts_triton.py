@@ -8,7 +8,6 @@ activations between them are the only large buffer; a fused form would not fit w
 # pyright: reportReturnType=none, reportGeneralTypeIssues=none
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.cell_products_triton import make_parts, pool_products, row_products
+from airmoe.kernels.cell_products_triton import pool_products, table_gradients
 from airmoe.kernels.cell_scores_triton import products_tile
 from airmoe.kernels.cells import CellLayout
-from airmoe.kernels.cells_triton import used_entries
 from airmoe.kernels.device_triton import (
     ACTIVATION_CODES,
     activate,
@@ -160,63 +158,39 @@ def cell_experts(
     cells = CellLayout.of(layout)
     active = hidden.new_empty(cells.num_rows, cells.pool_width)  # gated activations
     pre_up, pre_gate = empty_pre(hidden, gate, active.shape, keep)
-    if cells.tiles.count:
-        grid, operands, sizes = _form(hidden.shape[1], tables, gates, cells)
-        _activations_kernel[grid](
-            hidden, gate, up, gates, pre_gate if keep else None, pre_up if keep else None, active,
-            *operands, num_warps=4, **sizes,
-        )  # fmt: skip
+    grid, operands, sizes = _form(hidden.shape[1], tables, gates, cells)
+    _activations_kernel[grid](
+        hidden, gate, up, gates, pre_gate if keep else None, pre_up if keep else None, active,
+        *operands, num_warps=4, **sizes,
+    )  # fmt: skip
     return pool_products([(active, down)], cells, hidden.shape[0]), pre_up, pre_gate
-
-
-@dataclass(frozen=True)
-class _ActivationGrads:
-    """[N, neurons] each."""
-
-    active: Tensor
-    gates: Tensor  # per neuron
-    gate: Tensor | None  # of the pre-activations
-    up: Tensor
-
-
-def _activation_backward(call: Any, tables: ExpertTables, layout: CellLayout) -> _ActivationGrads:
-    """Everything between the output's gradient and the products that end the backward."""
-    pre_up, gated = call.pre_up, tables.gate is not None
-    active, grad_up = torch.empty_like(pre_up), torch.empty_like(pre_up)
-    grad_gates = torch.empty_like(pre_up, dtype=call.gates.dtype)
-    grad_gate = torch.empty_like(pre_up) if gated else None
-    if layout.tiles.count:
-        grid, operands, sizes = _form(call.hidden.shape[1], tables, call.gates, layout)
-        _activation_grads_kernel[grid](
-            call.grad_output, tables.down, call.gates, call.pre_gate if gated else None, pre_up,
-            active, grad_gates, grad_gate, grad_up,
-            *operands, num_warps=8, **sizes,
-        )  # fmt: skip
-    return _ActivationGrads(active, grad_gates, grad_gate, grad_up)
 
 
 def cell_experts_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
     """Gradients of the wanted of hidden, gate, up, down and gates."""
     tables = ExpertTables(call.gate, call.up, call.down, call.activation, call.expert_size)
-    layout = CellLayout.of(call.layout)
-    found = _activation_backward(call, tables, layout)
-    hidden, counts, grads = call.hidden, call.counts, dict[str, Tensor]()
-    through = {"up": (found.up, tables.up)}
-    if tables.gate is not None and found.gate is not None:
-        through["gate"] = (found.gate, tables.gate)
+    layout, hidden, pre_up = CellLayout.of(call.layout), call.hidden, call.pre_up
+    active, grad_up = torch.empty_like(pre_up), torch.empty_like(pre_up)
+    grad_gates = torch.empty_like(pre_up, dtype=call.gates.dtype)  # per neuron
+    pre_gate = None if tables.gate is None else call.pre_gate
+    grad_gate = None if tables.gate is None else torch.empty_like(pre_up)
+    grid, operands, sizes = _form(hidden.shape[1], tables, call.gates, layout)
+    _activation_grads_kernel[grid](
+        call.grad_output, tables.down, call.gates, pre_gate, pre_up,
+        active, grad_gates, grad_gate, grad_up,
+        *operands, num_warps=8, **sizes,
+    )  # fmt: skip
+    products = {"up": (grad_up, hidden, tables.up)}
+    if tables.gate is not None and grad_gate is not None:
+        products["gate"] = (grad_gate, hidden, tables.gate)
+    grads: dict[str, Tensor] = {}
     if "hidden" in wanted:
-        grads["hidden"] = pool_products(list(through.values()), layout, hidden.shape[0])
-    reverse = layout.reverse_index(tables.up.shape[0])
-    parts = make_parts(layout, reverse, hidden.shape[1] * hidden.element_size())
-    if counts is not None:
-        reverse = used_entries(reverse, counts)
-    products = {name: (grad, hidden, table) for name, (grad, table) in through.items()}
-    products["down"] = (found.active, call.grad_output, tables.down)
-    for name, (x, values, table) in products.items():
-        if name in wanted:
-            grads[name] = row_products(x, values, table, layout, reverse, parts, counts=counts)
+        pairs = [(grad, table) for grad, _, table in products.values()]
+        grads["hidden"] = pool_products(pairs, layout, hidden.shape[0])
+    products["down"] = (active, call.grad_output, tables.down)
+    products = {name: product for name, product in products.items() if name in wanted}
+    grads |= table_gradients(products, layout, counts=call.counts)
     if "gates" in wanted:
-        grad_gates = found.gates
         if tables.size > 1:
             grad_gates = grad_gates.float().unflatten(-1, (-1, tables.size)).sum(-1)
         grads["gates"] = grad_gates.to(call.gates.dtype)

@@ -103,19 +103,15 @@ def _empty_gates(*operands: Any) -> tuple[Tensor, ...]:
     )
 
 
-# Gates, log Z, `probs` and the scores where they are kept, else nothing. `probs` is zero, there for
-# its gradient: the mean probabilities are computed only when they are read, and then added to it.
-# So their gradient arrives here with that of the gates, and one backward serves both.
+# The scores are empty unless they are kept. `probs` is zero and exists for its gradient: the mean
+# probabilities are computed when somebody reads them, and are then added to it. So their gradient
+# arrives here together with that of the gates, and one backward serves both.
 cell_gates_op = operator(
     f"cell_gates({ScoreInputs.SCHEMA}, Tensor valid, SymInt? top_k, Tensor? capacity, "
-    "bool carry_probs) -> (Tensor, Tensor, Tensor, Tensor)",
+    "bool carry_probs) -> (Tensor gates, Tensor log_z, Tensor probs, Tensor scores)",
     "cell_gates_triton",
     fake=_empty_gates,
-    gradient=Gradient(
-        of=("hidden", "centroids"),
-        outputs=("gates", "log_z", "probs", "scores"),
-        saved=("gates", "log_z", "scores"),
-    ),
+    gradient=Gradient(of=("hidden", "centroids"), saved=("gates", "log_z", "scores")),
 )
 
 

@@ -20,20 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.backend import chunks
-from airmoe.kernels.cell_products_triton import (
-    make_parts,
-    partial_dtype,
-    pool_products,
-    row_products,
-)
 from airmoe.kernels.cell_scores import ScoreInputs
 from airmoe.kernels.cell_scores_triton import (
     all_scores,
+    operand_gradients,
     score_tile,
     write_scores,
 )
 from airmoe.kernels.cells import SMALL_MEAN_ROWS
-from airmoe.kernels.cells_triton import used_entries
 from airmoe.kernels.device_triton import (
     block_size,
     dot_precision,
@@ -165,25 +159,12 @@ def _score_grads(scored: ScoreInputs, call: Any) -> Tensor:
 def cell_gates_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
     """Gradients of the wanted of hidden and centroids."""
     scored = ScoreInputs.of(*call.inputs)
-    grads = _score_grads(scored, call)
-    hidden, centroids, layout = scored.hidden, scored.centroids, scored.layout
-    found: dict[str, Tensor] = {}
-    if "hidden" in wanted:
-        found["hidden"] = pool_products([(grads, centroids)], layout, hidden.shape[0])
-    if "centroids" in wanted:
-        norms, reverse = scored.inverse_norms, layout.reverse_index(centroids.shape[0])
-        dim = hidden.shape[1]
-        dtype = partial_dtype(hidden.dtype, dim, projected=norms is not None)
-        parts = make_parts(layout, reverse, dim * dtype.itemsize)
-        counts = None
-        if layout.num_rows <= SMALL_MEAN_ROWS * layout.pools.shape[0]:  # some may have no rows
-            sizes = layout.offsets.diff().int().unsqueeze(-1)
-            counts = sizes.expand(layout.pools.shape).contiguous()
-            reverse = used_entries(reverse, counts)
-        found["centroids"] = row_products(
-            grads, hidden, centroids, layout, reverse, parts, inverse_norms=norms, counts=counts
-        )
-    return found
+    grads, layout, counts = _score_grads(scored, call), scored.layout, None
+    small = layout.num_rows <= SMALL_MEAN_ROWS * layout.pools.shape[0]
+    if small and "centroids" in wanted:  # some cells may have no rows
+        sizes = layout.offsets.diff().int().unsqueeze(-1)
+        counts = sizes.expand(layout.pools.shape).contiguous()
+    return operand_gradients(scored, grads, wanted, counts)
 
 
 @triton.jit

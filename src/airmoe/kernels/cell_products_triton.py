@@ -1,8 +1,7 @@
 """The two products over cells that gather rows of tables: X is [N, M], a row per token and cell.
 
     pool_products   out[token] = X[row] @ table[pool]
-    row_products    out[expert] = sum over its cells of X[rows, position].T @ values[tokens],
-                    the gradient of a table
+    table_gradients out[expert] = sum over its cells of X[rows, position].T @ values[tokens]
 
 For the second each cell writes partial sums, and each expert gathers its own. The partial sums of
 all experts would be a [G, M, D] tensor, so experts are cut into parts with about equally many
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from airmoe.kernels.backend import gpu_bytes
 from airmoe.kernels.cells import MANY_ROWS, CellLayout, ReverseIndex
+from airmoe.kernels.cells_triton import used_entries
 from airmoe.kernels.device_triton import (
     block_size,
     count_below,
@@ -298,7 +298,51 @@ def _reduce_kernel(
         tl.store(out + place, grad.to(out.dtype.element_ty), mask=column_mask)
 
 
-def partial_dtype(dtype: torch.dtype, dim: int, *, projected: bool) -> torch.dtype:
+def table_gradients(
+    products: dict[str, tuple[Tensor, Tensor, Tensor]],
+    layout: CellLayout,
+    *,
+    inverse_norms: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Gradients of tables [E, D] by name, from (X [N, M], values [T, D], table) of each.
+
+    Sums have a fixed order. With `inverse_norms` X is scaled by them already, and the part along
+    each row is taken out. With `counts` [G, M], X is 0 where they are.
+    """
+    found: dict[str, Tensor] = {}
+    if not products:
+        return found
+    x, values, table = next(iter(products.values()))  # the others are of the same kind
+    dim, pool, num_cells = values.shape[1], layout.pool_width, layout.pools.shape[0]
+    dtype = _partial_dtype(x.dtype, dim, projected=inverse_norms is not None)
+    reverse = layout.reverse_index(table.shape[0])
+    parts = make_parts(layout, reverse, dim * dtype.itemsize)
+    if counts is not None:
+        reverse = used_entries(reverse, counts)
+    partial = torch.empty(parts.rows, dim, dtype=dtype, device=x.device)
+    scaled = inverse_norms is not None and dtype == torch.float16
+    scales = torch.empty(parts.rows, dtype=torch.float32, device=x.device) if scaled else None
+    config = _partial_config(x, dim, pool, num_cells, parts.count, whole_rows=scaled)
+    grid = (triton.cdiv(dim, config["BLOCK_D"]), config["SPLITS"], num_cells)
+    width = triton.next_power_of_2(dim)
+    for name, (x, values, table) in products.items():
+        found[name] = torch.empty(table.shape, dtype=table.dtype, device=table.device)
+        for part in range(parts.count):
+            _partial_kernel[grid](
+                x, values, partial, scales, layout.offsets, layout.token_ids, parts.positions,
+                parts.shifts, counts, part,
+                POOL=pool, DIM=dim, PARTS=parts.count, PART=part_dtype(), **config,
+            )  # fmt: skip
+            _reduce_kernel[(min(REDUCE_PROGRAMS, table.shape[0]),)](
+                partial, scales, found[name], reverse.entries, reverse.starts, parts.shifts,
+                parts.experts, part, table, inverse_norms, POOL=pool, PARTS=parts.count, DIM=dim,
+                WIDTH=width, BLOCK_S=4, STAGES=3, num_warps=max(1, width // 256),
+            )  # fmt: skip
+    return found
+
+
+def _partial_dtype(dtype: torch.dtype, dim: int, *, projected: bool) -> torch.dtype:
     """Of the partial sums of a gradient: that of the products, unless most of it cancels.
 
     Then float32, or float16 with a scale for each row, whose error is an eighth of bfloat16's.
@@ -306,46 +350,6 @@ def partial_dtype(dtype: torch.dtype, dim: int, *, projected: bool) -> torch.dty
     if not projected:
         return dtype
     return torch.float16 if dtype in SCALED and dim <= WIDEST_SCALED else torch.float32
-
-
-def row_products(
-    x: Tensor,
-    values: Tensor,
-    table: Tensor,
-    layout: CellLayout,
-    reverse: ReverseIndex,
-    parts: Parts,
-    *,
-    inverse_norms: Tensor | None = None,
-    counts: Tensor | None = None,
-) -> Tensor:
-    """Gradient of `table` [E, D] from X [N, M] and values [T, D], in a fixed order of summation.
-
-    With `inverse_norms` X is scaled by them already, and the part along each row is taken out. That
-    part may be nearly all, so partial sums are more exact then (`partial_dtype`). With `counts`
-    [G, M], X is 0 where they are, and `reverse` is without those entries (`used_entries`).
-    """
-    dim, pool, num_cells = values.shape[1], layout.pool_width, layout.pools.shape[0]
-    dtype = partial_dtype(x.dtype, dim, projected=inverse_norms is not None)
-    partial = torch.empty(parts.rows, dim, dtype=dtype, device=x.device)
-    scaled = inverse_norms is not None and dtype == torch.float16
-    scales = torch.empty(parts.rows, dtype=torch.float32, device=x.device) if scaled else None
-    grad = torch.empty(table.shape, dtype=table.dtype, device=table.device)
-    config = _partial_config(x, dim, pool, num_cells, parts.count, whole_rows=scaled)
-    grid = (triton.cdiv(dim, config["BLOCK_D"]), config["SPLITS"], num_cells)
-    width = triton.next_power_of_2(dim)
-    for part in range(parts.count):
-        _partial_kernel[grid](
-            x, values, partial, scales, layout.offsets, layout.token_ids, parts.positions,
-            parts.shifts, counts, part,
-            POOL=pool, DIM=dim, PARTS=parts.count, PART=part_dtype(), **config,
-        )  # fmt: skip
-        _reduce_kernel[(min(REDUCE_PROGRAMS, table.shape[0]),)](
-            partial, scales, grad, reverse.entries, reverse.starts, parts.shifts, parts.experts,
-            part, table, inverse_norms, POOL=pool, PARTS=parts.count, DIM=dim, WIDTH=width,
-            BLOCK_S=4, STAGES=3, num_warps=max(1, width // 256),
-        )  # fmt: skip
-    return grad
 
 
 def _partial_config(

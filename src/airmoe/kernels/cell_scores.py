@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import Gradient, chunks, operator, own_precision, use_triton
+from airmoe.kernels.backend import Gradient, chunks, operator, own_precision, use_triton, wide_dtype
 from airmoe.kernels.cells import MANY_ROWS, CellLayout, Cells, RowAdder, read_rows
 from airmoe.kernels.noise import Noise, noise_operands
 
@@ -52,8 +52,8 @@ class _CellScores(torch.autograd.Function):
         cells: Cells,
         noise: Noise | None,
     ) -> Tensor:
-        token_ids, pools, ctx.spans = cells.token_ids, cells.pools, cells.spans()
-        work = torch.promote_types(hidden.dtype, torch.float32)
+        token_ids, pools, ctx.spans = cells.token_ids, cells.pools, cells.spans
+        work = wide_dtype(hidden)
         scores = hidden.new_empty(token_ids.shape[0], pools.shape[1], dtype=work)  # [N, M]
         buffer = centroids.new_empty(pools.shape[1], centroids.shape[1])
         for cell, rows in ctx.spans:
@@ -89,17 +89,11 @@ class _CellScores(torch.autograd.Function):
                     part = part * inverse_norms.index_select(0, pool)
                 own = read_rows(buffer, centroids, pool).to(work)
                 grad_hidden.index_add_(0, tokens, part @ own)
-        grad_centroids = None
-        if grad_unit is not None:
-            total = _through_norm(grad_unit.total, centroids, inverse_norms)
-            grad_centroids = total.to(centroids.dtype)
-        return (
-            grad_hidden.to(hidden.dtype) if want_hidden else None,
-            grad_centroids,
-            None,
-            None,
-            None,
-        )
+        found_hidden = grad_hidden.to(hidden.dtype) if want_hidden else None
+        if grad_unit is None:
+            return found_hidden, None, None, None, None
+        grad_centroids = _through_norm(grad_unit.total, centroids, inverse_norms)
+        return found_hidden, grad_centroids.to(centroids.dtype), None, None, None
 
 
 def _through_norm(grad_unit: Tensor, centroids: Tensor, inverse_norms: Tensor | None) -> Tensor:
@@ -158,8 +152,8 @@ def _empty_scores(*operands: Any) -> Tensor:
 
 
 cell_scores_op = operator(
-    f"cell_scores({ScoreInputs.SCHEMA}) -> Tensor",
+    f"cell_scores({ScoreInputs.SCHEMA}) -> Tensor scores",
     "cell_scores_triton",
     fake=_empty_scores,
-    gradient=Gradient(of=("hidden", "centroids"), outputs=("scores",)),
+    gradient=Gradient(of=("hidden", "centroids")),
 )

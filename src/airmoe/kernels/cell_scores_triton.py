@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.cell_products_triton import make_parts, pool_products, row_products
+from airmoe.kernels.cell_products_triton import pool_products, table_gradients
 from airmoe.kernels.cell_scores import ScoreInputs
 from airmoe.kernels.cells import CellLayout, RowTiles
 from airmoe.kernels.device_triton import (
@@ -106,8 +106,6 @@ def write_scores(scored: ScoreInputs, scores: Tensor, part: slice | None = None)
     layout, tiles = scored.layout, scored.layout.tiles
     dim, pool = scored.hidden.shape[1], layout.pool_width
     first, last = (0, tiles.count) if part is None else (part.start, part.stop)
-    if last == first:
-        return
     config = _config(scored.hidden.dtype, dim, pool, tiles)
     _scores_kernel[(triton.cdiv(pool, config["BLOCK_P"]), last - first)](
         scored.hidden, scored.centroids, scored.inverse_norms, scored.row_keys, scored.noise_std,
@@ -153,19 +151,26 @@ def cell_scores_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
     Products are float32: these scores are a float32 tensor of somebody's graph.
     """
     scored = ScoreInputs.of(*call.inputs)
+    grads = _scale_by_norms(call.grad_scores, scored.inverse_norms, scored.layout)
+    return operand_gradients(scored, grads, wanted)
+
+
+def operand_gradients(
+    scored: ScoreInputs, grads: Tensor, wanted: set[str], counts: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Gradients of the wanted of hidden and centroids, by products in the dtype of `grads`.
+
+    `grads` [N, M] are those of the scores times 1/|w|, and 0 where `counts` [G, M] are.
+    """
     hidden, centroids, layout = scored.hidden, scored.centroids, scored.layout
-    grads = _scale_by_norms(call.grad_scores, scored.inverse_norms, layout)
     found: dict[str, Tensor] = {}
     if "hidden" in wanted:
-        products = pool_products([(grads, centroids.float())], layout, hidden.shape[0])
+        products = pool_products([(grads, centroids.to(grads.dtype))], layout, hidden.shape[0])
         found["hidden"] = products.to(hidden.dtype)
     if "centroids" in wanted:
-        wide, reverse = hidden.float(), layout.reverse_index(centroids.shape[0])
-        parts = make_parts(layout, reverse, wide.shape[1] * wide.element_size())
+        products = {"centroids": (grads, hidden.to(grads.dtype), centroids)}
         norms = scored.inverse_norms
-        found["centroids"] = row_products(
-            grads, wide, centroids, layout, reverse, parts, inverse_norms=norms
-        )
+        found |= table_gradients(products, layout, inverse_norms=norms, counts=counts)
     return found
 
 
@@ -173,7 +178,7 @@ def _scale_by_norms(
     grad_scores: Tensor, inverse_norms: Tensor | None, layout: CellLayout
 ) -> Tensor:
     """grad_scores [N, M] times 1/|w| of each entry's expert."""
-    if inverse_norms is None or grad_scores.numel() == 0:
+    if inverse_norms is None:
         return grad_scores
     tiles, pool = layout.tiles, layout.pool_width
     out = torch.empty_like(grad_scores)

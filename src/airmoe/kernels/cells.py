@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from airmoe.errors import ConfigError
-from airmoe.kernels.backend import operator, use_triton
+from airmoe.kernels.backend import operator, wide_dtype, with_kernel
 
 SMALL_MEAN_ROWS = 32  # rows of the mean cell: with so few, some experts of a pool are not chosen
 MANY_ROWS = 32_768  # from so many on, matrices [N, M] take much memory
@@ -24,12 +26,15 @@ class ReverseIndex:
 
     def sum_by_expert(self, values: Tensor) -> Tensor:
         """Add up what an expert has in all its cells: [G, M] -> [E], in a fixed order."""
-        if use_triton(values):
-            return sum_by_expert_op(values, self.entries, self.starts)
-        wide = torch.float64 if values.is_floating_point() else torch.int64
-        ordered = values.flatten()[self.entries].to(wide).cumsum(0)
-        ends = torch.nn.functional.pad(ordered, (1, 0))[self.starts]
-        return ends.diff().to(values.dtype)
+        return sum_by_expert(values, self.entries, self.starts)
+
+
+@with_kernel("cells_triton")
+def sum_by_expert(values: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
+    """The sums of an index, given by its parts."""
+    wide = torch.float64 if values.is_floating_point() else torch.int64
+    ordered = values.flatten()[entries].to(wide).cumsum(0)
+    return F.pad(ordered, (1, 0))[starts].diff().to(values.dtype)
 
 
 def make_reverse(pools: Tensor, num_experts: int) -> ReverseIndex:
@@ -49,13 +54,6 @@ def make_reverse(pools: Tensor, num_experts: int) -> ReverseIndex:
     experts = torch.arange(num_experts + 1, device=pools.device, dtype=torch.int32)
     starts = torch.searchsorted(ordered, experts, out_int32=True)
     return ReverseIndex(entries.int(), starts)
-
-
-sum_by_expert_op = operator(
-    "sum_by_expert(Tensor values, Tensor entries, Tensor starts) -> Tensor",
-    "cells_triton",
-    fake=lambda values, entries, starts: values.new_empty(starts.shape[0] - 1),
-)
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,6 @@ class Cells:
     # At most one of each, made when a kernel first asks for it.
     _tiles: list[RowTiles] = field(default_factory=list, repr=False, compare=False)
     _reverse: list[ReverseIndex] = field(default_factory=list, repr=False, compare=False)
-    _spans: list[list[tuple[int, slice]]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def small(self) -> bool:
@@ -148,13 +145,12 @@ class Cells:
             self._reverse.append(make_reverse(self.pools, num_experts))
         return self._reverse[0]
 
+    @functools.cached_property
     def spans(self) -> list[tuple[int, slice]]:
         """(cell, its rows) for each cell that has rows. The host waits: for plain PyTorch only."""
-        if not self._spans:
-            cells, offsets = self.offsets.diff().nonzero().squeeze(-1), self.offsets
-            bounds = torch.stack([cells, offsets[cells], offsets[cells + 1]], -1).tolist()
-            self._spans.append([(cell, slice(start, stop)) for cell, start, stop in bounds])
-        return self._spans[0]
+        cells, offsets = self.offsets.diff().nonzero().squeeze(-1), self.offsets
+        bounds = torch.stack([cells, offsets[cells], offsets[cells + 1]], -1).tolist()
+        return [(cell, slice(start, stop)) for cell, start, stop in bounds]
 
     def check_current(self) -> None:
         """Pools are a cache, rewritten in place: an old routing must not read the new lists."""
@@ -196,10 +192,13 @@ def sort_by_cell(cell_ids: Tensor, num_cells: int) -> tuple[Tensor, Tensor, Tens
         row_cells = narrow.to(cell_ids.dtype)
     else:
         row_cells, order = cell_ids.sort(stable=True)
-    if use_triton(row_cells):
-        return row_cells, order, cell_offsets_op(row_cells, num_cells)
-    cells = torch.arange(num_cells + 1, device=row_cells.device)
-    return row_cells, order, torch.searchsorted(row_cells, cells)
+    return row_cells, order, cell_offsets(row_cells, num_cells)
+
+
+@with_kernel("cells_triton")
+def cell_offsets(ordered: Tensor, num_cells: int) -> Tensor:
+    """Sorted cell ids [N] -> the first row of each cell: [G + 1]."""
+    return torch.searchsorted(ordered, torch.arange(num_cells + 1, device=ordered.device))
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -209,11 +208,6 @@ def version_of(tensor: Tensor) -> int | None:
     return tensor._version
 
 
-cell_offsets_op = operator(
-    "cell_offsets(Tensor ordered, SymInt num_cells) -> Tensor",
-    "cells_triton",
-    fake=lambda ordered, num_cells: ordered.new_empty(num_cells + 1, dtype=torch.int64),
-)
 # How many rows of each cell chose each of its experts: [G, M] int32. Only with Triton.
 counts_per_entry = operator(
     "counts_per_entry(Tensor gates, Tensor offsets, Tensor pools) -> Tensor",
@@ -236,8 +230,7 @@ class RowAdder:
     """Sums left.T @ right into rows of a gradient, in float32 or wider whatever the table is."""
 
     def __init__(self, table: Tensor, num_rows: int, work: torch.dtype) -> None:
-        wide = torch.promote_types(table.dtype, torch.float32)
-        self.total = torch.zeros(table.shape, dtype=wide, device=table.device)
+        self.total = torch.zeros(table.shape, dtype=wide_dtype(table), device=table.device)
         self.buffer = torch.empty(num_rows, table.shape[1], dtype=work, device=table.device)
 
     def add(self, ids: Tensor, left: Tensor, right: Tensor) -> None:

@@ -161,11 +161,10 @@ def find_tiles(offsets: Tensor, num_rows: int, block: int) -> tuple[Tensor, ...]
         offsets, starts, num_cells, ROWS=block, BLOCK=SUM_BLOCK, num_warps=8
     )
     num_tiles = cells.shape[0]
-    if num_tiles:
-        _tiles_kernel[(triton.cdiv(num_tiles, TILE_BLOCK),)](
-            offsets, starts, cells, first_rows, rows, num_tiles, num_cells, num_cells.bit_length(),
-            ROWS=block, BLOCK=TILE_BLOCK, num_warps=4,
-        )  # fmt: skip
+    _tiles_kernel[(triton.cdiv(num_tiles, TILE_BLOCK),)](
+        offsets, starts, cells, first_rows, rows, num_tiles, num_cells, num_cells.bit_length(),
+        ROWS=block, BLOCK=TILE_BLOCK, num_warps=4,
+    )  # fmt: skip
     return cells, first_rows, rows, starts
 
 

@@ -8,20 +8,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import chunks, operator, own_precision, use_triton
+from airmoe.kernels.backend import chunks, operator, own_precision, use_triton, with_kernel
 
 CHUNK_ELEMENTS = 1 << 22
 
 
 @torch.no_grad()
 @own_precision
+@with_kernel(
+    "codewords_triton",
+    when=lambda _hidden, codewords, **_: codewords.dtype == torch.float32,
+    fake=lambda hidden, _, **__: hidden.new_empty(hidden.shape[0], dtype=torch.int64),
+)
 def assign(hidden: Tensor, codewords: Tensor, *, euclidean: bool) -> Tensor:
     """The nearest codeword of each token: [T] int64 (Alg. 1, lines 2-3).
 
     hidden [T, D], codewords [G, D] (unit norm unless `euclidean`). Ties go to the lowest id.
     """
-    if codewords.dtype == torch.float32 and use_triton(hidden, codewords):
-        return nearest_codeword(hidden, codewords, euclidean)
     nearest = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
     # |h - c|^2 = |h|^2 - 2 (<h, c> - |c|^2 / 2): the token's own norm changes no order.
     offset = codewords.square().sum(-1) / 2 if euclidean else None
@@ -33,13 +36,6 @@ def assign(hidden: Tensor, codewords: Tensor, *, euclidean: bool) -> Tensor:
     return nearest
 
 
-nearest_codeword = operator(
-    "nearest_codeword(Tensor hidden, Tensor codewords, bool euclidean) -> Tensor",
-    "codewords_triton",
-    fake=lambda hidden, *_: hidden.new_empty(hidden.shape[0], dtype=torch.int64),
-)
-
-
 def directions(rows: Tensor) -> Tensor:
     """Rows on the unit sphere however small they are (sums fade without end); 0 stays 0."""
     largest = rows.abs().amax(-1, keepdim=True)
@@ -49,6 +45,7 @@ def directions(rows: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+@with_kernel("codewords_triton")
 def codeword_sums(
     hidden: Tensor, valid: Tensor, codeword_ids: Tensor, num_codewords: int, *, spherical: bool
 ) -> Tensor:
@@ -57,27 +54,14 @@ def codeword_sums(
     The sum of each codeword's tokens (Alg. 2, lines 2-5), by direction where `spherical`; the last
     column is the number of valid tokens.
     """
-    if use_triton(hidden):
-        return codeword_sums_op(hidden.detach(), valid, codeword_ids, num_codewords, spherical)
-    states = hidden.float()
-    if spherical:
-        states = directions(states)
+    states = directions(hidden.float()) if spherical else hidden.float()
     counted = torch.cat([states, valid.float().unsqueeze(-1)], dim=-1)
     sums = counted.new_zeros(num_codewords, counted.shape[1])
     return sums.index_add_(0, codeword_ids, counted)
 
 
-codeword_sums_op = operator(
-    "codeword_sums(Tensor hidden, Tensor valid, Tensor codeword_ids, SymInt num_codewords, "
-    "bool spherical) -> Tensor",
-    "codewords_triton",
-    fake=lambda hidden, valid, ids, count, _: hidden.new_empty(
-        count, hidden.shape[1] + 1, dtype=torch.float32
-    ),
-)
-
-
 @torch.no_grad()
+@with_kernel("codewords_triton")
 def rows_of_numbers(
     hidden: Tensor, valid: Tensor, numbers: Tensor, first: Tensor, *, spherical: bool
 ) -> Tensor:
@@ -88,8 +72,6 @@ def rows_of_numbers(
     """
     if hidden.shape[0] == 0:
         return hidden.new_zeros(numbers.shape[0], hidden.shape[1], dtype=torch.float32)
-    if use_triton(hidden):
-        return rows_of_numbers_op(hidden.detach(), valid, numbers, first, spherical)
     seen = valid.cumsum(0)  # [T]
     local = numbers - first
     mine = (local >= 0) & (local < seen[-1])
@@ -97,16 +79,6 @@ def rows_of_numbers(
     states = hidden[place].float()
     states = directions(states) if spherical else states
     return states.masked_fill(~mine.unsqueeze(-1), 0)
-
-
-rows_of_numbers_op = operator(
-    "rows_of_numbers(Tensor hidden, Tensor valid, Tensor numbers, Tensor first, bool spherical) "
-    "-> Tensor",
-    "codewords_triton",
-    fake=lambda hidden, _valid, numbers, *_: hidden.new_empty(
-        numbers.shape[0], hidden.shape[1], dtype=torch.float32
-    ),
-)
 
 
 @dataclass(frozen=True)

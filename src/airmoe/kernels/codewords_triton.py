@@ -213,12 +213,24 @@ def _nearest_of_few(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tenso
     return nearest
 
 
-def nearest_codeword(hidden: Tensor, codewords: Tensor, euclidean: bool) -> Tensor:
+def assign(hidden: Tensor, codewords: Tensor, *, euclidean: bool) -> Tensor:
     """hidden [T, D], codewords [G, D] float32 -> [T] int64, ties to the lowest id."""
     if hidden.shape[0] == 0:
         return torch.empty(0, dtype=torch.int64, device=hidden.device)
     nearest = _nearest_of_few if hidden.shape[0] <= SMALL_BATCH else _nearest_of_many
     return nearest(hidden, codewords, euclidean)
+
+
+@triton.jit
+def _directions(states, AXIS: tl.constexpr):
+    """Rows (AXIS 1), or one (0), on the unit sphere: in two steps, so that no square overflows or
+    vanishes."""
+    largest = tl.max(tl.abs(states), axis=AXIS)
+    largest = tl.where(largest > 0, largest, 1.0)
+    states = states / (largest[:, None] if AXIS == 1 else largest)
+    norm = tl.sqrt_rn(tl.sum(states * states, axis=AXIS))
+    norm = tl.where(norm > 0, norm, 1.0)
+    return states / (norm[:, None] if AXIS == 1 else norm)
 
 
 @triton.jit
@@ -238,11 +250,8 @@ def _tile_sums_kernel(
             used = rows >= 0
             tokens = tl.load(order + rows, mask=used, other=0)
             states = load_rows(hidden, tokens, used, columns, DIM).to(tl.float32)
-            if SPHERICAL:  # in two steps, so that no square overflows or vanishes
-                largest = tl.max(tl.abs(states), axis=1)
-                states = states / tl.where(largest > 0, largest, 1.0)[:, None]
-                norm = tl.sqrt_rn(tl.sum(states * states, axis=1))
-                states = states / tl.where(norm > 0, norm, 1.0)[:, None]
+            if SPHERICAL:
+                states = _directions(states, 1)
             total += tl.sum(states, axis=0)
             count += tl.load(valid + tokens, mask=used, other=0).to(tl.float32)
         tl.store(sums + tile.to(tl.int64) * DIM + columns, total, mask=column_mask)
@@ -271,7 +280,7 @@ def _cell_sums_kernel(
 
 
 def codeword_sums(
-    hidden: Tensor, valid: Tensor, codeword_ids: Tensor, num_codewords: int, spherical: bool
+    hidden: Tensor, valid: Tensor, codeword_ids: Tensor, num_codewords: int, *, spherical: bool
 ) -> Tensor:
     """hidden [T, D], valid and codeword_ids [T] -> [G, D + 1] float32."""
     num_tokens, dim = hidden.shape
@@ -281,26 +290,16 @@ def codeword_sums(
     sums = torch.empty(tiles.count, dim, dtype=torch.float32, device=hidden.device)
     counts = torch.empty(tiles.count, dtype=torch.float32, device=hidden.device)
     width = triton.next_power_of_2(dim)
-    if tiles.count:
-        _tile_sums_kernel[(tiles.count,)](
-            hidden.contiguous(), valid, tiles.cells, tiles.rows, order, sums, counts,
-            DIM=dim, WIDTH=width, TILE=TILE_ROWS, ROWS=max(1, min(16, 4096 // width)),
-            SPHERICAL=spherical, num_warps=4,
-        )  # fmt: skip
+    _tile_sums_kernel[(tiles.count,)](
+        hidden.contiguous(), valid, tiles.cells, tiles.rows, order, sums, counts,
+        DIM=dim, WIDTH=width, TILE=TILE_ROWS, ROWS=max(1, min(16, 4096 // width)),
+        SPHERICAL=spherical, num_warps=4,
+    )  # fmt: skip
     _cell_sums_kernel[(num_codewords,)](
         sums, counts, tiles.starts, out,
         DIM=dim, WIDTH=width, ROWS=max(1, min(4, 4096 // width)), num_warps=4,
     )  # fmt: skip
     return out
-
-
-@triton.jit
-def _direction(states):
-    """A row on the unit sphere, in two steps, so that no square overflows or vanishes."""
-    largest = tl.max(tl.abs(states), axis=0)
-    states = states / tl.where(largest > 0, largest, 1.0)
-    norm = tl.sqrt_rn(tl.sum(states * states, axis=0))
-    return states / tl.where(norm > 0, norm, 1.0)
 
 
 @triton.jit
@@ -319,12 +318,12 @@ def _numbers_kernel(
     at = hidden + place.to(tl.int64) * DIM + columns
     states = tl.load(at, mask=column_mask & mine, other=0.0).to(tl.float32)
     if SPHERICAL:
-        states = _direction(states)
+        states = _directions(states, 0)
     tl.store(out + row * DIM + columns, states, mask=column_mask)
 
 
 def rows_of_numbers(
-    hidden: Tensor, valid: Tensor, numbers: Tensor, first: Tensor, spherical: bool
+    hidden: Tensor, valid: Tensor, numbers: Tensor, first: Tensor, *, spherical: bool
 ) -> Tensor:
     """Tokens by their number among the valid ones of all ranks: [n, D] float32."""
     (num_tokens, dim), num_rows = hidden.shape, numbers.shape[0]
@@ -362,7 +361,7 @@ def _move_kernel(
             if count != 0:
                 moved = tl.div_rn(total, count + tl.zeros_like(total))
         elif tl.max(tl.abs(total), axis=0) > 0:
-            moved = _direction(total)
+            moved = _directions(total, 0)
     tl.store(new_counts + cell, count)
     tl.store(new_sums + place, total, mask=mask)
     tl.store(new_codewords + place, moved, mask=mask)

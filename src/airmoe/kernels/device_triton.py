@@ -81,9 +81,8 @@ def bfloat16_parts(values: Tensor) -> Tensor:
     """[3, ...] bfloat16 numbers that add up to `values` exactly, the largest first."""
     parts = torch.empty(3, *values.shape, dtype=_bfloat16(), device=values.device)
     size = values.numel()
-    if size:
-        grid = (triton.cdiv(size, SPLIT_BLOCK),)
-        _split_kernel[grid](values.contiguous(), parts, size, BLOCK=SPLIT_BLOCK, num_warps=4)
+    grid = (triton.cdiv(size, SPLIT_BLOCK),)
+    _split_kernel[grid](values.contiguous(), parts, size, BLOCK=SPLIT_BLOCK, num_warps=4)
     return parts
 
 

@@ -8,8 +8,7 @@ are there, and the backward multiplies them by that factor: no second product of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,10 +50,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
 @own_precision
 def _apply(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
     wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
-    operands = (hidden, weight, labels, dtype, wanted)
-    if use_triton(hidden, weight, labels):
-        return linear_cross_entropy_op(*operands)[0]
-    return _LinearCrossEntropy.apply(*operands)  # type: ignore[no-any-return]
+    triton = use_triton(hidden, weight, labels)
+    apply: Any = linear_cross_entropy_op if triton else _LinearCrossEntropy.apply
+    return apply(hidden, weight, labels, dtype, wanted)[0]
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
@@ -85,57 +83,39 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What a loss is asked for, products in `dtype`."""
-
-    hidden: Tensor  # [T, D]
-    weight: Tensor  # [V, D]
-    labels: Tensor  # [T]
-    dtype: torch.dtype
-    wanted: list[bool]  # gradients: of hidden, of weight
-
-    def part(self, chunk: slice) -> tuple[Tensor, Tensor]:
-        """Some tokens: which are skipped [n, 1], and their states [n, D].
-
-        A token that does not count may hold anything; as 0 it spoils nothing that all share.
-        """
-        skipped = (self.labels[chunk] == IGNORE_INDEX).unsqueeze(-1)
-        return skipped, self.hidden[chunk].masked_fill(skipped, 0).to(self.dtype)
-
-
-@dataclass(frozen=True)
-class LossAndGradients:
-    loss: Tensor  # scalar, float32 or wider
-    hidden: Tensor | None  # [T, D] gradient, where it was asked for
-    weight: Tensor | None  # [V, D] gradient, float32 or wider
-
-
-def loss_and_gradients(problem: Problem) -> LossAndGradients:
-    """The summed loss and the gradients that are wanted."""
-    hidden, weight, dtype = problem.hidden, problem.weight, problem.dtype
-    want_hidden, want_weight = problem.wanted
-    exact = torch.promote_types(dtype, torch.float32)
-    grad_dtype = gradient_dtype(dtype)
+def loss_and_gradients(
+    hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss and the gradients of hidden and weight, empty if unwanted."""
+    want_hidden, want_weight = wanted
+    loss, grad_hidden, grad_weight = _empty_results(hidden, weight, labels, dtype, wanted)
+    grad_weight.zero_()
     rows = weight.to(dtype)
-    gradient_rows = rows.to(grad_dtype)  # the same tensor but for half precision
-    losses = torch.empty(hidden.shape[0], dtype=exact, device=hidden.device)  # [T]
-    grad_hidden = torch.empty_like(hidden, dtype=grad_dtype) if want_hidden else None
-    grad_weight = torch.zeros_like(weight, dtype=exact) if want_weight else None
+    gradient_rows = rows.to(grad_hidden.dtype)  # the same tensor but for half precision
+    losses = loss.new_empty(hidden.shape[0])  # [T]
     for chunk in token_chunks(hidden, weight.shape[0]):
-        skipped, states = problem.part(chunk)
-        targets = problem.labels[chunk].unsqueeze(-1).masked_fill(skipped, 0)  # [n, 1]
-        log_probs = torch.log_softmax(states @ rows.T, -1, dtype=exact)  # [n, V]
+        skipped, states = tokens_that_count(hidden[chunk], labels[chunk], dtype)
+        targets = labels[chunk].unsqueeze(-1).masked_fill(skipped, 0)  # [n, 1]
+        log_probs = torch.log_softmax(states @ rows.T, -1, dtype=losses.dtype)  # [n, V]
         target_log_probs = log_probs.gather(1, targets)
         losses[chunk] = -target_log_probs.masked_fill(skipped, 0).squeeze(-1)
-        if not (want_hidden or want_weight):
+        if not any(wanted):
             continue
-        grad_logits = _softmax_minus_one_hot(log_probs, targets, target_log_probs, grad_dtype)
-        if grad_hidden is not None:
-            grad_hidden[chunk] = (grad_logits @ gradient_rows).masked_fill_(skipped, 0)
-        if grad_weight is not None:
-            grad_weight += grad_logits.T @ states.to(grad_dtype)
-    return LossAndGradients(losses.sum(), grad_hidden, grad_weight)
+        grads = _softmax_minus_one_hot(log_probs, targets, target_log_probs, gradient_rows.dtype)
+        if want_hidden:
+            grad_hidden[chunk] = (grads @ gradient_rows).masked_fill_(skipped, 0)
+        if want_weight:
+            grad_weight += grads.T @ states.to(grads.dtype)
+    return losses.sum(), grad_hidden, grad_weight
+
+
+def tokens_that_count(hidden: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Which tokens are skipped [n, 1], and the states of all [n, D] in `dtype`.
+
+    Skipped tokens are set to 0: they may hold NaN, which would spoil sums that all tokens share.
+    """
+    skipped = (labels == IGNORE_INDEX).unsqueeze(-1)
+    return skipped, hidden.masked_fill(skipped, 0).to(dtype)
 
 
 def token_chunks(hidden: Tensor, num_words: int) -> Iterator[slice]:
@@ -160,51 +140,51 @@ def _softmax_minus_one_hot(
     return grad.scatter_(1, targets, (target_log_probs.exp() - 1).to(dtype))
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        result = loss_and_gradients(Problem(hidden, weight, *rest))
-        ctx.save_for_backward(result.hidden, result.weight)
-        ctx.dtypes = hidden.dtype, weight.dtype
-        return result.loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled_gradients(grad, ctx.saved_tensors, ctx.dtypes), *(None,) * 3
-
-
-def scaled_gradients(
-    grad: Tensor, gradients: Iterable[Tensor | None], dtypes: Iterable[torch.dtype]
-) -> list[Tensor | None]:
-    """Backward: the gradients, found beside the loss, times what came after it, in `dtypes`."""
-    if torch.is_grad_enabled():  # create_graph=True
-        # The gradients were saved as constants, so their own derivative would be silently 0.
-        raise RuntimeError("linear_cross_entropy has no second derivative: use create_graph=False")
-    # Not in place: a graph that is retained comes here again. Multiplied before the cast, so
-    # that a loss scale reaches half precision's range with the small gradients it is for.
-    return [
-        None if saved is None else (saved * grad).to(dtype)
-        for saved, dtype in zip(gradients, dtypes, strict=True)
-    ]
-
-
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the tokens' gradients, unscaled.
+    """The dtype of the gradients before they are scaled.
 
-    They do not fit half precision: a sum over tokens overflows, a small probability vanishes.
+    float16 has too small a range: a sum over tokens overflows, a small probability vanishes.
     bfloat16 has the range.
     """
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def _empty_results(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _labels, dtype, (want_hidden, want_weight) = rest
-    none = hidden.new_empty(0)
+def _empty_results(
+    hidden: Tensor, weight: Tensor, _labels: Tensor, dtype: torch.dtype, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    exact = torch.promote_types(dtype, torch.float32)
     return (
-        hidden.new_empty((), dtype=torch.float32),
-        hidden.new_empty(hidden.shape, dtype=gradient_dtype(dtype)) if want_hidden else none,
-        weight.new_empty(weight.shape, dtype=torch.float32) if want_weight else hidden.new_empty(0),
+        hidden.new_empty((), dtype=exact),
+        hidden.new_empty(hidden.shape if wanted[0] else 0, dtype=gradient_dtype(dtype)),
+        weight.new_empty(weight.shape if wanted[1] else 0, dtype=exact),
     )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, *_, ctx.wanted = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.dtypes = hidden.dtype, weight.dtype
+    ctx.save_for_backward(*output[1:])
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients, found beside the loss, times what came after it."""
+    if torch.is_grad_enabled():  # create_graph=True
+        # The gradients were saved as constants, so their own derivative would be silently 0.
+        raise RuntimeError("linear_cross_entropy has no second derivative: use create_graph=False")
+    # Not in place: a graph that is retained comes here again. Multiplied before the cast, so
+    # that a loss scale reaches half precision's range with the small gradients it is for.
+    scaled = (
+        (saved * grad).to(dtype) if want else None
+        for saved, dtype, want in zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted, strict=True)
+    )
+    return *scaled, None, None, None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    forward = staticmethod(loss_and_gradients)
+    setup_context = staticmethod(_setup)
+    backward = staticmethod(_backward)
 
 
 # The summed loss and the gradients of hidden and weight, for a factor of 1; empty if unwanted. A
@@ -215,20 +195,6 @@ linear_cross_entropy_op = operator(
     "linear_cross_entropy_triton",
     fake=_empty_results,
 )
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, *_, (want_hidden, want_weight) = inputs
-    _loss, grad_hidden, grad_weight = output
-    ctx.mark_non_differentiable(grad_hidden, grad_weight)
-    ctx.dtypes = hidden.dtype, weight.dtype
-    ctx.save_for_backward(
-        grad_hidden if want_hidden else None, grad_weight if want_weight else None
-    )
-
-
-def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *scaled_gradients(grad, ctx.saved_tensors, ctx.dtypes), *(None,) * 3
 
 
 linear_cross_entropy_op.register_autograd(_backward, setup_context=_setup)

@@ -10,7 +10,6 @@ two products for the gradients, whose sums are float32 from the first chunk to t
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -21,10 +20,9 @@ from airmoe.kernels.backend import chunks
 from airmoe.kernels.device_triton import INFINITY
 from airmoe.kernels.linear_cross_entropy import (
     IGNORE_INDEX,
-    LossAndGradients,
-    Problem,
     chunk_bytes,
     gradient_dtype,
+    tokens_that_count,
 )
 
 # One program per multiprocessor, so that its row of 256 KB stays in the caches for the second pass.
@@ -160,44 +158,33 @@ def _unscaled_(sums: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *form: Any
+    hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The summed loss and the gradients of hidden and weight, empty if unwanted."""
-    result = loss_and_gradients(Problem(hidden, weight, labels.contiguous(), *form))
-    grads = (result.hidden, result.weight)
-    grad_hidden, grad_weight = (hidden.new_empty(0) if g is None else g for g in grads)
-    return result.loss, grad_hidden, grad_weight
-
-
-def loss_and_gradients(problem: Problem) -> LossAndGradients:
-    """The summed loss and the gradients that are wanted."""
-    hidden, weight, dtype = problem.hidden, problem.weight, problem.dtype
-    want_hidden, want_weight = problem.wanted
+    want_hidden, want_weight = wanted
     num_tokens, num_words = hidden.shape[0], weight.shape[0]
-    rows = _padded_rows(weight, dtype)  # [padded, D]
+    rows, labels = _padded_rows(weight, dtype), labels.contiguous()  # [padded, D], [T]
     step = chunk_size(num_tokens, rows)
     logits = rows.new_empty(step, rows.shape[0])
     losses = hidden.new_empty(num_tokens, dtype=torch.float32)
-    grad_hidden, grad_weight = None, None
-    if want_hidden:
-        grad_hidden = hidden.new_empty(hidden.shape, dtype=gradient_dtype(dtype))
+    grad_hidden = hidden.new_empty(hidden.shape if want_hidden else 0, dtype=gradient_dtype(dtype))
+    grad_rows = None
     for chunk in chunks(num_tokens, step):
-        skipped, states = problem.part(chunk)
+        skipped, states = tokens_that_count(hidden[chunk], labels[chunk], dtype)
         found = torch.mm(states, rows.T, out=logits[: states.shape[0]])  # [n, padded]
         losses_and_gradients_(
-            found, problem.labels[chunk], losses[chunk], num_words=num_words,
-            gradients=want_hidden or want_weight,
-        )  # fmt: skip
-        if grad_hidden is not None:
+            found, labels[chunk], losses[chunk], num_words=num_words, gradients=any(wanted)
+        )
+        if want_hidden:
             sums = _sum_over_words(found, rows)  # [n, D]
             grad_hidden[chunk] = _unscaled_(sums, dtype).masked_fill_(skipped, 0)
         if want_weight:
-            grad_weight = _add_product(grad_weight, found.T, states)
-    if want_weight:
-        if grad_weight is None:  # no tokens
-            grad_weight = torch.zeros_like(rows, dtype=torch.float32)
-        grad_weight = _unscaled_(grad_weight[:num_words], dtype)
-    return LossAndGradients(losses.sum(), grad_hidden, grad_weight)
+            grad_rows = _add_product(grad_rows, found.T, states)
+    if grad_rows is None:  # unwanted, or there are no tokens
+        grad_weight = weight.new_zeros(weight.shape if want_weight else 0, dtype=torch.float32)
+    else:
+        grad_weight = _unscaled_(grad_rows[:num_words], dtype)
+    return losses.sum(), grad_hidden, grad_weight
 
 
 def chunk_size(num_tokens: int, rows: Tensor) -> int:

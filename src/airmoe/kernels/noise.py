@@ -15,7 +15,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import operator, use_triton
+from airmoe.kernels.backend import operator, use_triton, with_kernel
 
 
 class Stage(IntEnum):
@@ -39,33 +39,23 @@ class Noise:
 
     def rows(self, chosen: Tensor | slice, columns: Tensor) -> Tensor:
         """Jitter for some rows at all the given columns: [rows, columns] float32."""
-        keys = self.row_keys[chosen]
-        if use_triton(keys):
-            return noise_rows(keys, columns, self.std)
-        return normal(keys.unsqueeze(-1), columns).mul_(self.std)
+        return noise_rows(self.row_keys[chosen], columns, self.std)
 
     def pairs(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Jitter for (row, column) pairs of one broadcast shape."""
-        keys = self.row_keys[rows]
-        if use_triton(keys):
-            return noise_pairs(keys, columns, self.std)
-        return normal(keys, columns).mul_(self.std)
+        return noise_pairs(self.row_keys[rows], columns, self.std)
 
 
-noise_rows = operator(
-    "noise_rows(Tensor row_keys, Tensor columns, float std) -> Tensor",
-    "noise_triton",
-    fake=lambda keys, columns, _: keys.new_empty(
-        keys.shape[0], columns.shape[0], dtype=torch.float32
-    ),
-)
-noise_pairs = operator(
-    "noise_pairs(Tensor row_keys, Tensor columns, float std) -> Tensor",
-    "noise_triton",
-    fake=lambda keys, columns, _: keys.new_empty(
-        torch.broadcast_shapes(keys.shape, columns.shape), dtype=torch.float32
-    ),
-)
+@with_kernel("noise_triton")
+def noise_rows(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
+    """Every row at every column: row_keys [R] int32, columns [C] -> [R, C] float32."""
+    return normal(row_keys.unsqueeze(-1), columns).mul_(std)
+
+
+@with_kernel("noise_triton")
+def noise_pairs(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
+    """row_keys int32 and columns, broadcast against each other -> float32 of that shape."""
+    return normal(row_keys, columns).mul_(std)
 
 
 def noise_operands(noise: Noise | None) -> tuple[Tensor | None, float]:

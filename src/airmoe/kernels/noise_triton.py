@@ -101,12 +101,11 @@ def noise_rows(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
     """Every row at every column: row_keys [R] int32, columns [C] -> [R, C] float32."""
     num_rows, num_columns = row_keys.shape[0], columns.shape[0]
     out = torch.empty(num_rows, num_columns, dtype=torch.float32, device=row_keys.device)
-    if out.numel():
-        grid = (triton.cdiv(num_rows, ROWS), triton.cdiv(num_columns, COLUMNS))
-        _rows_kernel[grid](
-            row_keys.contiguous(), columns.contiguous(), out, num_rows, num_columns, std,
-            ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
-        )  # fmt: skip
+    grid = (triton.cdiv(num_rows, ROWS), triton.cdiv(num_columns, COLUMNS))
+    _rows_kernel[grid](
+        row_keys.contiguous(), columns.contiguous(), out, num_rows, num_columns, std,
+        ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -114,11 +113,10 @@ def noise_pairs(row_keys: Tensor, columns: Tensor, std: float) -> Tensor:
     """Two int tensors that broadcast to one shape -> float32 of that shape."""
     row_keys, columns = torch.broadcast_tensors(row_keys, columns)
     out = torch.empty(row_keys.shape, dtype=torch.float32, device=row_keys.device)
-    if out.numel():
-        _pairs_kernel[(triton.cdiv(out.numel(), PAIRS),)](
-            row_keys.contiguous(), columns.contiguous(), out, out.numel(), std,
-            BLOCK=PAIRS, num_warps=8,
-        )  # fmt: skip
+    _pairs_kernel[(triton.cdiv(out.numel(), PAIRS),)](
+        row_keys.contiguous(), columns.contiguous(), out, out.numel(), std,
+        BLOCK=PAIRS, num_warps=8,
+    )  # fmt: skip
     return out
 
 
@@ -167,14 +165,13 @@ def combine_keys(first: Tensor, tensors: list[Tensor], numbers: list[int]) -> Te
     shape = torch.broadcast_shapes(first.shape, *(tensor.shape for tensor in tensors))
     out = torch.empty(shape, dtype=torch.int64, device=first.device)
     kinds = [_kind(part) for part in parts] + [3] * (MOST_PARTS - len(parts))
-    if out.numel():
-        _combine_kernel[(triton.cdiv(out.numel(), KEYS),)](
-            first.contiguous(),
-            *(p.contiguous() if isinstance(p, Tensor) else p for p in parts),
-            *(0,) * (MOST_PARTS - len(parts)),
-            out, out.numel(),
-            FIRST=_kind(first), PART_1=kinds[0], PART_2=kinds[1], PART_3=kinds[2], BLOCK=KEYS,
-        )  # fmt: skip
+    _combine_kernel[(triton.cdiv(out.numel(), KEYS),)](
+        first.contiguous(),
+        *(p.contiguous() if isinstance(p, Tensor) else p for p in parts),
+        *(0,) * (MOST_PARTS - len(parts)),
+        out, out.numel(),
+        FIRST=_kind(first), PART_1=kinds[0], PART_2=kinds[1], PART_3=kinds[2], BLOCK=KEYS,
+    )  # fmt: skip
     return out
 
 

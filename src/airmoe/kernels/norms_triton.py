@@ -32,13 +32,12 @@ def inverse_norms(rows: Tensor) -> Tensor:
     """1/|w| of every row: [E, D] -> [E] float32."""
     num_rows, dim = rows.shape
     inverse = torch.empty(num_rows, dtype=torch.float32, device=rows.device)
-    if num_rows:
-        block_d = block_size(dim, WIDEST)
-        block_r = TILE_ELEMENTS // block_d
-        _norms_kernel[(triton.cdiv(num_rows, block_r),)](
-            as_stored(rows), inverse, num_rows,
-            DIM=dim, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=4,
-        )  # fmt: skip
+    block_d = block_size(dim, WIDEST)
+    block_r = TILE_ELEMENTS // block_d
+    _norms_kernel[(triton.cdiv(num_rows, block_r),)](
+        as_stored(rows), inverse, num_rows,
+        DIM=dim, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=4,
+    )  # fmt: skip
     return inverse
 
 
@@ -60,10 +59,9 @@ def finite_rows(hidden: Tensor) -> Tensor:
     """True where the squared norm of a row is finite: [T, D] -> [T]."""
     num_rows, dim = hidden.shape
     out = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
-    if num_rows:
-        block = min(triton.next_power_of_2(dim), 1024)
-        rows = max(1, TILE_ELEMENTS // block)
-        _finite_kernel[(triton.cdiv(num_rows, rows),)](
-            hidden.contiguous(), out, num_rows, DIM=dim, ROWS=rows, BLOCK_D=block, num_warps=8
-        )
+    block = min(triton.next_power_of_2(dim), 1024)
+    rows = max(1, TILE_ELEMENTS // block)
+    _finite_kernel[(triton.cdiv(num_rows, rows),)](
+        hidden.contiguous(), out, num_rows, DIM=dim, ROWS=rows, BLOCK_D=block, num_warps=8
+    )
     return out

@@ -5,11 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import operator, use_triton
+from airmoe.kernels.backend import with_kernel
 from airmoe.kernels.top_k import top_positions
+
+LONGEST_SIDE, MOST_PAIRS = 4096, 1024  # scores and pairs of ranks that fit into a GPU's registers
+
+
+def _fits_kernel(first: Tensor, _second: Tensor, count: int) -> bool:
+    side = first.shape[-1]
+    short = side <= LONGEST_SIDE and num_rank_pairs(side, count) <= MOST_PAIRS
+    return short and first.dtype == torch.float32
+
+
+def _empty_ids(first: Tensor, _second: Tensor, count: int) -> Tensor:
+    return first.new_empty(*first.shape[:2], count, dtype=torch.int64)
 
 
 @torch.no_grad()
+@with_kernel("product_keys_triton", when=_fits_kernel, fake=_empty_ids)
 def best_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
     """Expert ids i * side + j of the `count` largest a_i + b_j: [T, P, count] int64, best first.
 
@@ -17,11 +30,6 @@ def best_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
     lowest id. The one exception are sums that only rounding made equal: a pair whose halves are
     both no better than those of `count` other pairs is not chosen, even if its id is lower.
     """
-    if first.dtype == torch.float32 and use_triton(first, second):
-        from airmoe.kernels.product_keys_triton import in_registers
-
-        if in_registers(first.shape[-1], count):
-            return best_pairs_op(first, second, count)
     side = first.shape[-1]
     depth = min(count, side)
     best_first, best_second = top_positions(first, depth), top_positions(second, depth)
@@ -31,13 +39,6 @@ def best_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
     places = places.sort(-1).values
     sums = first.gather(-1, places // side) + second.gather(-1, places % side)
     return places.gather(-1, top_positions(sums, count))
-
-
-best_pairs_op = operator(
-    "best_pairs(Tensor first, Tensor second, SymInt count) -> Tensor",
-    "product_keys_triton",
-    fake=lambda first, _, count: first.new_empty(*first.shape[:2], count, dtype=torch.int64),
-)
 
 
 def num_rank_pairs(side: int, count: int) -> int:

@@ -27,28 +27,11 @@ from airmoe.kernels.device_triton import (
 )
 from airmoe.kernels.product_keys import num_rank_pairs
 
-MOST_PAIRS = 1024  # pairs of ranks that fit into the registers of one program
-LONGEST_SIDE = 4096
 MOST_PROGRAMS = 16384  # several times what a GPU holds at once, few enough for a small scratch
 MAX_REGISTERS = 96  # 21 warps on an SM; without a limit the compiler takes 128
 SHORTEST_SORT = 16  # a longer list needs fewer steps to find what to sort
 LEAST_KEY = tl.constexpr(-(2**63))
 LANES = tl.constexpr(32)  # threads of a warp
-
-
-def block_size(size: int, least: int) -> int:
-    """The next power of two."""
-    return 1 << (max(size, least) - 1).bit_length()
-
-
-def row_warps(side_block: int) -> int:
-    """Warps for one row: one where it fits, so that counting needs no barrier."""
-    return max(1, side_block // 1024)
-
-
-def in_registers(side: int, count: int) -> bool:
-    """Whether the kernel takes halves of this length and this many pairs."""
-    return side <= LONGEST_SIDE and num_rank_pairs(side, count) <= MOST_PAIRS
 
 
 @triton.jit
@@ -237,8 +220,10 @@ def best_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
     if out.numel() == 0:
         return out
     depth, num_pairs = min(count, side), num_rank_pairs(side, count)
-    side_block, pairs_block = block_size(side, 32), block_size(num_pairs, 32)
-    count_block = block_size(count, SHORTEST_SORT)
+    side_block, pairs_block = (max(32, triton.next_power_of_2(n)) for n in (side, num_pairs))
+    depth_block, count_block = (
+        max(SHORTEST_SORT, triton.next_power_of_2(n)) for n in (depth, count)
+    )
     programs = min(num_rows, MOST_PROGRAMS)
     pairs = out.new_empty(pairs_block, dtype=torch.int32)
     lists = out.new_empty(programs, count_block, dtype=torch.int32)
@@ -249,8 +234,8 @@ def best_pairs(first: Tensor, second: Tensor, count: int) -> Tensor:
         first, second, out, pairs, lists, values, positions, num_rows, heads,
         first.stride(0), first.stride(1), second.stride(0), second.stride(1),
         SIDE=side, DEPTH=depth, COUNT=count, NUM_PAIRS=num_pairs, SIDE_BLOCK=side_block,
-        DEPTH_BLOCK=block_size(depth, SHORTEST_SORT), PAIRS_BLOCK=pairs_block,
-        COUNT_BLOCK=count_block, num_warps=row_warps(side_block), num_stages=1,
-        maxnreg=MAX_REGISTERS,
+        DEPTH_BLOCK=depth_block, PAIRS_BLOCK=pairs_block, COUNT_BLOCK=count_block,
+        num_warps=max(1, side_block // 1024),  # one where it fits: counting needs no barrier
+        num_stages=1, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     return out

@@ -19,48 +19,57 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import Gradient, chunks, operator, own_precision, use_triton
+from airmoe.kernels.backend import (
+    Gradient,
+    chunks,
+    operator,
+    own_precision,
+    use_triton,
+    wide_dtype,
+    with_kernel,
+)
 from airmoe.kernels.norms import unit_rows
 
 CHUNK_ELEMENTS = 1 << 17  # gathered elements held at once in `_dot`: half a megabyte stays in cache
 
 
-@own_precision
 def gather_dot(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     """<queries[q], table[ids[q, j]]>: [Q, D], [R, D], [Q, J] -> [Q, J]."""
-    if use_triton(queries, table, ids):
-        return gather_dot_op(queries, table, ids)
-    return _Product.apply(queries, table, ids, "dot")  # type: ignore[no-any-return]
+    return _multiply("dot", queries, table, ids)
 
 
-@own_precision
 def gather_total(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     """sum_j weights[q, j] * table[ids[q, j]]: [Q, J], [R, D], [Q, J] -> [Q, D]."""
-    if use_triton(weights, table, ids):
-        return gather_total_op(weights, table, ids)
-    return _Product.apply(weights, table, ids, "total")  # type: ignore[no-any-return]
+    return _multiply("total", weights, table, ids)
 
 
-@own_precision
 def scatter_total(weights: Tensor, rows: Tensor, ids: Tensor, num_out: int) -> Tensor:
     """Add weights[q, j] * rows[q] into row ids[q, j] of the result: -> [num_out, D]."""
-    if use_triton(weights, rows, ids):
-        return scatter_total_op(weights, rows, ids, num_out)
-    return _Product.apply(weights, rows, ids, "scatter", num_out)  # type: ignore[no-any-return]
+    return _multiply("scatter", weights, rows, ids, num_out)
 
 
 @own_precision
-def chosen_logits(hidden: Tensor, experts: Tensor, ids: Tensor, *, normalize: bool) -> Tensor:
+@with_kernel(
+    "rows_triton",
+    fake=lambda hidden, _, ids, *__: hidden.new_empty(ids.shape, dtype=torch.float32),
+    gradient=Gradient(of=("hidden", "experts")),
+)
+def chosen_logits(hidden: Tensor, experts: Tensor, ids: Tensor, normalize: bool) -> Tensor:
     """<h_t, w_id>, with `normalize` divided by |w_id|: [T, K], float32 or wider.
 
     hidden [T, D], experts [E, D], ids [T, K]. A zero row gives 0. The gradient goes through the
     norm; gradients are in the dtype of their operand. Operands may differ in dtype.
     """
-    if use_triton(hidden, experts, ids):
-        return chosen_logits_op(hidden, experts, ids, normalize)
-    work = torch.promote_types(torch.promote_types(hidden.dtype, experts.dtype), torch.float32)
+    work = wide_dtype(hidden, experts)
     rows = unit_rows(experts) if normalize else experts
     return gather_dot(hidden.to(work), rows.to(work), ids)
+
+
+@own_precision
+def _multiply(product: str, left: Tensor, rows: Tensor, ids: Tensor, *num_out: int) -> Tensor:
+    if use_triton(left, rows, ids):
+        return _TRITON[product](left, rows, ids, *num_out)
+    return _Product.apply(left, rows, ids, product, *num_out)  # type: ignore[no-any-return]
 
 
 def _dot(queries: Tensor, table: Tensor, ids: Tensor) -> Tensor:
@@ -140,39 +149,26 @@ class _Product(torch.autograd.Function):
         return _gradients(ctx.product, _PLAIN, ctx, grad)
 
 
-gather_dot_op = operator(
-    "gather_dot(Tensor queries, Tensor table, Tensor ids) -> Tensor",
-    "rows_triton",
-    fake=lambda queries, _, ids: queries.new_empty(ids.shape),
-)
-gather_total_op = operator(
-    "gather_total(Tensor weights, Tensor table, Tensor ids) -> Tensor",
-    "rows_triton",
-    fake=lambda _, table, ids: table.new_empty(ids.shape[0], table.shape[1]),
-)
-scatter_total_op = operator(
-    "scatter_total(Tensor weights, Tensor rows, Tensor ids, SymInt num_out) -> Tensor",
-    "rows_triton",
-    fake=lambda _, rows, ids, num_out: rows.new_empty(num_out, rows.shape[1]),
-)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
 
 
 _TRITON: dict[str, Any] = {
-    "dot": gather_dot_op,
-    "total": gather_total_op,
-    "scatter": scatter_total_op,
+    "dot": operator(
+        "gather_dot(Tensor queries, Tensor table, Tensor ids) -> Tensor",
+        "rows_triton",
+        fake=lambda queries, _, ids: queries.new_empty(ids.shape),
+    ),
+    "total": operator(
+        "gather_total(Tensor weights, Tensor table, Tensor ids) -> Tensor",
+        "rows_triton",
+        fake=lambda _, table, ids: table.new_empty(ids.shape[0], table.shape[1]),
+    ),
+    "scatter": operator(
+        "scatter_total(Tensor weights, Tensor rows, Tensor ids, SymInt num_out) -> Tensor",
+        "rows_triton",
+        fake=lambda _, rows, ids, num_out: rows.new_empty(num_out, rows.shape[1]),
+    ),
 }
 for _name, _op in _TRITON.items():
     _op.register_autograd(partial(_gradients, _name, _TRITON), setup_context=_save)
-
-
-chosen_logits_op = operator(
-    "chosen_logits(Tensor hidden, Tensor experts, Tensor ids, bool normalize) -> Tensor",
-    "rows_triton",
-    fake=lambda hidden, _, ids, normalize: hidden.new_empty(ids.shape, dtype=torch.float32),
-    gradient=Gradient(of=("hidden", "experts"), outputs=("logits",)),
-)

@@ -11,7 +11,7 @@ Every sum is taken in float32 and in an order that depends on the lists only: no
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
-# pyright: reportReturnType=none
+# pyright: reportReturnType=none, reportGeneralTypeIssues=none
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -55,18 +55,28 @@ def pair(values: Sequence[T]) -> tuple[T, T | None]:
 
 
 @triton.jit
-def add_products(
-    query, table_1, table_2, rows, mask, columns, total_1, total_2, DIM: tl.constexpr
+def query_times_rows(
+    query, table_1, table_2, rows, mask,
+    DIM: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
-    """(rows of table_1, totals of each table): a query times rows, elementwise, added up."""
-    query_values = tl.load(query + columns, mask=columns < DIM, other=0.0)
-    query_values = query_values.to(tl.float32)[None, :]
-    values_1 = load_rows(table_1, rows, mask, columns, DIM)
-    if table_2 is not None:
-        values_2 = load_rows(table_2, rows, mask, columns, DIM)
-        total_2 += values_2.to(tl.float32) * query_values
-    values_1 = values_1.to(tl.float32)
-    return values_1, total_1 + values_1 * query_values, total_2
+    """A query times rows of table_1 and of table_2, elementwise, and the squares of those of
+    table_1: [BLOCK_J, BLOCK_D] each, still to be added up along the columns."""
+    total_1 = tl.zeros((BLOCK_J, BLOCK_D), tl.float32)
+    total_2 = tl.zeros((BLOCK_J, BLOCK_D), tl.float32)
+    squares = tl.zeros((BLOCK_J, BLOCK_D), tl.float32)
+    for column in range(0, DIM, BLOCK_D):
+        columns = column + tl.arange(0, BLOCK_D)
+        query_values = tl.load(query + columns, mask=columns < DIM, other=0.0)
+        query_values = query_values.to(tl.float32)[None, :]
+        values_1 = load_rows(table_1, rows, mask, columns, DIM)
+        if table_2 is not None:
+            values_2 = load_rows(table_2, rows, mask, columns, DIM)
+            total_2 += values_2.to(tl.float32) * query_values
+        values_1 = values_1.to(tl.float32)
+        total_1 += values_1 * query_values
+        if SQUARES:
+            squares += values_1 * values_1
+    return total_1, total_2, squares
 
 
 @triton.jit
@@ -87,16 +97,9 @@ def _dots_kernel(
         rows = next_ids.to(tl.int64)
         # The ids of the next tile come while the rows of this one are on their way.
         next_ids = tl.load(ids + own + places + BLOCK_J, mask=places + BLOCK_J < last, other=0)
-        total_1 = tl.zeros((BLOCK_J, BLOCK_D), tl.float32)
-        total_2 = tl.zeros((BLOCK_J, BLOCK_D), tl.float32)
-        squares = tl.zeros((BLOCK_J, BLOCK_D), tl.float32)
-        for column in range(0, DIM, BLOCK_D):
-            columns = column + tl.arange(0, BLOCK_D)
-            values_1, total_1, total_2 = add_products(
-                queries + query * DIM, table_1, table_2, rows, mask, columns, total_1, total_2, DIM
-            )
-            if NORMALIZE:
-                squares += values_1 * values_1
+        total_1, total_2, squares = query_times_rows(
+            queries + query * DIM, table_1, table_2, rows, mask, DIM, BLOCK_J, BLOCK_D, NORMALIZE
+        )
         sum_1 = tl.sum(total_1, axis=1)
         if NORMALIZE:
             sum_1 *= inverse_root(tl.sum(squares, axis=1))
@@ -354,10 +357,9 @@ def _scale_kernel(grads, ids, inverse, scaled, size, BLOCK: tl.constexpr):
 def _scale_by_rows(grads: Tensor, ids: Tensor, inverse: Tensor) -> Tensor:
     """grads [T, K] float32 times inverse[ids]."""
     scaled = torch.empty_like(grads)
-    if grads.numel():
-        _scale_kernel[(triton.cdiv(grads.numel(), SCALE_BLOCK),)](
-            grads, ids, inverse, scaled, grads.numel(), BLOCK=SCALE_BLOCK, num_warps=NUM_WARPS
-        )
+    _scale_kernel[(triton.cdiv(grads.numel(), SCALE_BLOCK),)](
+        grads, ids, inverse, scaled, grads.numel(), BLOCK=SCALE_BLOCK, num_warps=NUM_WARPS
+    )
     return scaled
 
 
@@ -388,7 +390,7 @@ def chosen_logits(hidden: Tensor, experts: Tensor, ids: Tensor, normalize: bool)
 def chosen_logits_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
     """Gradients of the wanted of hidden and experts."""
     hidden, experts, ids = call.hidden.contiguous(), call.experts.contiguous(), call.ids
-    grads, ids, found = call.grad_logits.float(), ids.contiguous(), dict[str, Tensor]()
+    grads, ids, found = call.grad_output.float(), ids.contiguous(), dict[str, Tensor]()
     if "hidden" in wanted:
         norms = inverse_norms(experts) if call.normalize else None
         factors = grads if norms is None else _scale_by_rows(grads, ids, norms)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import Gradient, chunks, operator, own_precision, use_triton
+from airmoe.kernels.backend import Gradient, chunks, operator, own_precision, use_triton, wide_dtype
 from airmoe.kernels.noise import Noise, noise_operands
 from airmoe.kernels.norms import unit_rows
 
@@ -44,7 +44,7 @@ def softmax_summary(
     if use_triton(hidden, experts):
         pieces = noise_operands(noise)
         return Summary(*softmax_summary_op(hidden, experts, token_weights, *pieces, normalize))
-    work = torch.promote_types(torch.promote_types(hidden.dtype, experts.dtype), torch.float32)
+    work = wide_dtype(hidden, experts)
     rows = unit_rows(experts) if normalize else experts
     operands = hidden.to(work), rows.to(work), token_weights.to(work)
     return Summary(*_SoftmaxSummary.apply(*operands, noise))
@@ -107,11 +107,11 @@ def _token_chunks(hidden: Tensor, experts: Tensor) -> Iterator[slice]:
 
 softmax_summary_op = operator(
     "softmax_summary(Tensor hidden, Tensor experts, Tensor weights, Tensor? row_keys, "
-    "float noise_std, bool normalize) -> (Tensor, Tensor)",
+    "float noise_std, bool normalize) -> (Tensor log_z, Tensor mean_probs)",
     "softmax_summary_triton",
     fake=lambda hidden, experts, *_: (
         hidden.new_empty(hidden.shape[0], dtype=torch.float32),
         hidden.new_empty(experts.shape[0], dtype=torch.float32),
     ),
-    gradient=Gradient(of=("hidden", "experts"), outputs=("log_z", "mean_probs"), saved=("log_z",)),
+    gradient=Gradient(of=("hidden", "experts"), saved=("log_z",)),
 )

@@ -17,8 +17,8 @@ The gradient of a score exists in registers only. All sums have a fixed order.
 # pyright: reportReturnType=none
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,20 +49,12 @@ Upstream = tuple[Tensor, Tensor, Tensor]
 TILE_REGISTERS = 168  # three programs of four warps share a multiprocessor
 
 
-@dataclass(frozen=True)
-class _Operand:
-    """A table as the matrix units take it."""
-
-    table: Tensor  # [count, N, D], or [1, N, D] to be cut
-    count: int  # parts of a number
-    cut: bool  # out of the number where it is used, or stored as parts
-
-    @classmethod
-    def of(cls, table: Tensor, dtype: torch.dtype, *, whole: bool) -> _Operand:
-        """`whole`: numbers are multiplied as they are, if they are not stored in parts."""
-        if table.shape[0] > 1 or dtype == torch.bfloat16 or whole:
-            return cls(table, table.shape[0], False)
-        return cls(table, 2 if dtype == torch.float16 else 3, True)
+def _parts(table: Tensor, dtype: torch.dtype, *, whole: bool = False) -> tuple[int, bool]:
+    """How many parts a number of the table [parts, N, D] has for the matrix units, and whether they
+    are cut out of it where it is used. `whole` numbers are multiplied as they are."""
+    if table.shape[0] > 1 or dtype == torch.bfloat16 or whole:
+        return table.shape[0], False
+    return 2 if dtype == torch.float16 else 3, True
 
 
 class Chunks:
@@ -73,6 +65,9 @@ class Chunks:
         self.hidden, self.experts, self.noise = hidden, experts, noise
         self.scales = inverse_norms(experts) if normalize else None
         self.tables = exact_tables(hidden, experts)
+        whole = hidden.dtype == experts.dtype == torch.float16
+        self.hidden_parts, self.hidden_cut = _parts(self.tables.rows, hidden.dtype, whole=whole)
+        self.expert_parts, self.expert_cut = _parts(self.tables.columns, experts.dtype, whole=whole)
         self.columns = triton.cdiv(self.num_experts, COLUMNS) * COLUMNS
         self.step, self.block_rows = self._sizes()
         rows = triton.cdiv(self.step, self.block_rows) * self.block_rows
@@ -93,37 +88,25 @@ class Chunks:
     def slices(self) -> Iterator[slice]:
         return chunks(self.num_tokens, self.step)
 
-    def _operands(self, *, together: bool) -> tuple[_Operand, _Operand]:
-        """Of tokens and experts. Multiplied `together`, two tables of float16 are left whole."""
-        whole = together and self.hidden.dtype == self.experts.dtype == torch.float16
-        return (
-            _Operand.of(self.tables.rows, self.hidden.dtype, whole=whole),
-            _Operand.of(self.tables.columns, self.experts.dtype, whole=whole),
-        )
-
     def _tile_config(self) -> dict[str, int]:
         """Three programs share a multiprocessor: one multiplies while others jitter."""
-        tokens, experts = self._operands(together=True)
-        single = tokens.count * experts.count == 1
-        depth = block_size(self.dim, 64 if single else 32)
+        products = self.hidden_parts * self.expert_parts
         return {
-            "BLOCK_C": 64, "BLOCK_D": depth,
-            "num_warps": 4, "num_stages": 2 if tokens.count * experts.count > 3 else 3,
-            "maxnreg": TILE_REGISTERS,
+            "BLOCK_C": 64, "BLOCK_D": block_size(self.dim, 64 if products == 1 else 32),
+            "num_warps": 4, "num_stages": 2 if products > 3 else 3, "maxnreg": TILE_REGISTERS,
         }  # fmt: skip
 
     def _run_tiles(self, chunk: slice, log_z: Tensor | None, grad_mean: Tensor | None) -> None:
-        tokens, experts = self._operands(together=True)
-        rows = tokens.table[:, chunk]
+        rows, columns = self.tables.rows[:, chunk], self.tables.columns
         (row_keys, noise_std), num_tokens = self.noise, rows.shape[1]
         grid = triton.cdiv(num_tokens, self.block_rows) * (self.columns // self.config["BLOCK_C"])
         tile_kernel[(grid,)](
-            rows, experts.table, self.scales, None if row_keys is None else row_keys[chunk],
+            rows, columns, self.scales, None if row_keys is None else row_keys[chunk],
             log_z, grad_mean, self.buffer, self.tile_sums, self.tile_peaks,
-            num_tokens, self.num_experts, self.dim, rows.stride(0), experts.table.stride(0),
+            num_tokens, self.num_experts, self.dim, rows.stride(0), columns.stride(0),
             self.columns, noise_std,
-            DIM=self.dim, HIDDEN_PARTS=tokens.count, EXPERT_PARTS=experts.count,
-            HIDDEN_CUT=tokens.cut, EXPERT_CUT=experts.cut,
+            DIM=self.dim, HIDDEN_PARTS=self.hidden_parts, EXPERT_PARTS=self.expert_parts,
+            HIDDEN_CUT=self.hidden_cut, EXPERT_CUT=self.expert_cut,
             BLOCK_R=self.block_rows, PART=part_dtype(), **self.config,
         )  # fmt: skip
 
@@ -159,24 +142,19 @@ class Chunks:
 
     def hidden_grads(self, upstream: Upstream, grad_hidden: Tensor) -> None:
         """Gradient of a chunk's hidden states from the probabilities in the buffer."""
-        experts = self._operands(together=False)[1]
-        num_tokens = grad_hidden.shape[0]
+        table, num_tokens = self.tables.columns, grad_hidden.shape[0]
+        parts, cut = _parts(table, self.experts.dtype)
         config = self._grads_config()
-        tiles = triton.cdiv(self.dim, config["BLOCK_D"]) * triton.cdiv(num_tokens, self.block_rows)
+        tiles = (triton.cdiv(self.dim, config["BLOCK_D"]), triton.cdiv(num_tokens, self.block_rows))
         steps = triton.cdiv(self.num_experts, config["BLOCK_K"])
-        steps_per_split = triton.cdiv(steps, min(steps, triton.cdiv(PROGRAMS, tiles)))
+        steps_per_split = triton.cdiv(steps, min(steps, triton.cdiv(PROGRAMS, math.prod(tiles))))
         splits = triton.cdiv(steps, steps_per_split)
         partial = self.empty(splits, num_tokens, self.dim)
-        grid = (
-            triton.cdiv(self.dim, config["BLOCK_D"]),
-            triton.cdiv(num_tokens, self.block_rows),
-            splits,
-        )
-        hidden_grads_kernel[grid](
-            self.buffer, experts.table, self.scales, *upstream, partial,
-            num_tokens, self.num_experts, experts.table.stride(0), self.columns,
+        hidden_grads_kernel[(*tiles, splits)](
+            self.buffer, table, self.scales, *upstream, partial,
+            num_tokens, self.num_experts, table.stride(0), self.columns,
             steps_per_split * config["BLOCK_K"],
-            DIM=self.dim, PARTS=experts.count, CUT=experts.cut,
+            DIM=self.dim, PARTS=parts, CUT=cut,
             REACH=3 if grad_hidden.dtype == torch.float32 else 2,
             BLOCK_R=self.block_rows, PART=part_dtype(), **config,
         )  # fmt: skip
@@ -184,15 +162,15 @@ class Chunks:
 
     def expert_grads(self, chunk: slice, upstream: Upstream, sums: Tensor) -> None:
         """sums [E, D] += a chunk's gradients of the scores times its hidden states."""
-        tokens = self._operands(together=False)[0]
-        rows = tokens.table[:, chunk]
+        rows = self.tables.rows[:, chunk]
+        parts, cut = _parts(rows, self.hidden.dtype)
         config = self._grads_config()
         config["BLOCK_K"] = min(config["BLOCK_K"], self.block_rows)  # the buffer has no more rows
         grid = triton.cdiv(self.dim, config["BLOCK_D"]) * (self.columns // COLUMNS)
         expert_grads_kernel[(grid,)](
             self.buffer, rows, *upstream, sums,
             rows.shape[1], self.num_experts, rows.stride(0), self.columns, int(chunk.start == 0),
-            DIM=self.dim, PARTS=tokens.count, CUT=tokens.cut,
+            DIM=self.dim, PARTS=parts, CUT=cut,
             BLOCK_E=COLUMNS, PART=part_dtype(), **config,
         )  # fmt: skip
 

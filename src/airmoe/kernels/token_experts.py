@@ -65,7 +65,7 @@ def is_gated(activation: str) -> bool:
     return activation in GATED
 
 
-def activate(activation: str, up: Tensor, gate: Tensor | None) -> Tensor:
+def activate(activation: str, up: Tensor, gate: Tensor | None = None) -> Tensor:
     """act(up), or act(gate) * up for gated experts; elementwise."""
     return PLAIN[activation](up) if gate is None else PLAIN[GATED[activation]](gate) * up
 
@@ -99,7 +99,7 @@ def token_experts(
 def empty_pre(
     hidden: Tensor, gate: Tensor | None, shape: Sequence[int], keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """For the pre-activations of up and of gate; empty where they are not kept or not there."""
+    """Buffers for the pre-activations of up and gate: empty if not kept, or if there is no gate."""
     return (
         hidden.new_empty(shape if keep else 0),
         hidden.new_empty(shape if keep and gate is not None else 0),
@@ -115,14 +115,11 @@ def _empty_results(hidden: Tensor, gate: Tensor | None, *rest: Any) -> tuple[Ten
 # The output [T, D], and the pre-activations of up and gate [T, K * S], empty where not kept.
 token_experts_op = operator(
     "token_experts(Tensor hidden, Tensor? gate, Tensor up, Tensor down, Tensor weights, "
-    "Tensor expert_ids, str activation, SymInt expert_size, bool keep) -> (Tensor, Tensor, Tensor)",
+    "Tensor expert_ids, str activation, SymInt expert_size, bool keep) "
+    "-> (Tensor output, Tensor pre_up, Tensor pre_gate)",
     "token_experts_triton",
     fake=_empty_results,
-    gradient=Gradient(
-        of=("hidden", "gate", "up", "down", "weights"),
-        outputs=("output", "pre_up", "pre_gate"),
-        saved=("pre_up", "pre_gate"),
-    ),
+    gradient=Gradient(of=("hidden", "gate", "up", "down", "weights"), saved=("pre_up", "pre_gate")),
 )
 
 # gates [T, M], pools [G, M], cell and token of each row [T] -> lists by token [T, count]:

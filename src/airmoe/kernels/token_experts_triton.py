@@ -25,8 +25,8 @@ from airmoe.kernels.device_triton import (
     load_rows,
 )
 from airmoe.kernels.rows_triton import (
-    add_products,
     pair,
+    query_times_rows,
     row_dots,
     row_sums,
     row_totals,
@@ -192,13 +192,9 @@ def _small_batch_kernel(
     experts = tl.load(expert_ids + slots, mask=mask, other=0).to(tl.int64)
     factors = tl.load(weights + slots, mask=mask, other=0.0).to(tl.float32)
     rows = experts * SIZE + places % SIZE
-    up_total = tl.zeros((BLOCK_J, BLOCK_D), tl.float32)
-    gate_total = tl.zeros((BLOCK_J, BLOCK_D), tl.float32)
-    for column in range(0, DIM, BLOCK_D):
-        columns = column + tl.arange(0, BLOCK_D)
-        _, up_total, gate_total = add_products(
-            hidden + token * DIM, up, gate, rows, mask, columns, up_total, gate_total, DIM
-        )
+    up_total, gate_total, _ = query_times_rows(
+        hidden + token * DIM, up, gate, rows, mask, DIM, BLOCK_J, BLOCK_D, False
+    )
     up_dots = tl.sum(up_total, axis=1)
     gate_dots = up_dots if gate is None else tl.sum(gate_total, axis=1)
     if pre_up is not None:
@@ -295,10 +291,9 @@ def compact_gates(
     (num_rows, pool), device = gates.shape, gates.device
     expert_ids = torch.empty(num_rows, count, dtype=pools.dtype, device=device)
     weights = torch.empty(num_rows, count, dtype=gates.dtype, device=device)
-    if expert_ids.numel():
-        _compact_kernel[(num_rows,)](
-            gates.contiguous(), pools.contiguous(), cell_of_row, token_ids, expert_ids, weights,
-            POOL=pool, COUNT=count, BLOCK_M=min(triton.next_power_of_2(pool), COMPACT_BLOCK),
-            BLOCK_C=min(triton.next_power_of_2(count), COMPACT_BLOCK), num_warps=NUM_WARPS,
-        )  # fmt: skip
+    _compact_kernel[(num_rows,)](
+        gates.contiguous(), pools.contiguous(), cell_of_row, token_ids, expert_ids, weights,
+        POOL=pool, COUNT=count, BLOCK_M=min(triton.next_power_of_2(pool), COMPACT_BLOCK),
+        BLOCK_C=min(triton.next_power_of_2(count), COMPACT_BLOCK), num_warps=NUM_WARPS,
+    )  # fmt: skip
     return expert_ids, weights

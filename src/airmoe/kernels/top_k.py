@@ -103,6 +103,7 @@ top_k_gates_backward_op = operator(
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+    """Without the scores where the gradient needs only the gates: `Gradient` would keep them."""
     scores, _, count = inputs
     ctx.save_for_backward(output, scores if count == 1 else None)
 

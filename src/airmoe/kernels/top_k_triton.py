@@ -123,8 +123,6 @@ def gates_from_scores(
     candidates, 0 for rows that are not valid.
     """
     rows, columns = scores.shape
-    if rows == 0 or columns == 0:
-        return
     block = triton.next_power_of_2(columns)
     _gates_kernel[(rows,)](
         scores, row_ids, valid, gates, log_z, columns, count, smallest_gate(gates.dtype),
@@ -134,10 +132,7 @@ def gates_from_scores(
 
 def top_k_gates_backward(grad_gates: Tensor, gates: Tensor, scores: Tensor | None) -> Tensor:
     """Gradient of the scores; they are needed where the gate is the full-softmax probability."""
-    rows, columns = gates.shape
-    grad_scores = torch.empty_like(gates)
-    if rows == 0 or columns == 0:
-        return grad_scores
+    (rows, columns), grad_scores = gates.shape, torch.empty_like(gates)
     block = triton.next_power_of_2(columns)
     _grads_kernel[(rows,)](
         grad_gates.contiguous(), gates, scores, grad_scores, columns,

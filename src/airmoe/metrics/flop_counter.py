@@ -117,6 +117,7 @@ def _all_pairs(args: Arguments, left: str, right: str) -> int:
 
 
 FORMULAS: dict[str, Callable[[Arguments], int]] = {
+    "assign": lambda args: _all_pairs(args, "hidden", "codewords"),
     "best_experts": lambda args: _all_pairs(args, "hidden", "experts"),
     "cell_experts": _cell_experts,
     "cell_experts_backward": _cell_experts_backward,
@@ -131,7 +132,6 @@ FORMULAS: dict[str, Callable[[Arguments], int]] = {
     "linear_cross_entropy": lambda args: (
         (1 + sum(args["wanted"])) * _all_pairs(args, "hidden", "weight")
     ),
-    "nearest_codeword": lambda args: _all_pairs(args, "hidden", "codewords"),
     # Scores that were kept are read, not computed.
     "probs_per_entry": lambda args: 0 if math.prod(args["scores"]) else _cells(args),
     "scatter_total": lambda args: _lists(args, "ids", "rows"),
