@@ -35,9 +35,9 @@ def top_m(
     """
     fits = codewords.dtype in (torch.float32, centroids.dtype)
     if fits and use_triton(codewords, centroids, inverse_norms):
-        from airmoe.kernels.best_columns_triton import plan_cuts
+        from airmoe.kernels.best_columns_triton import can_select
 
-        if plan_cuts(centroids.shape[0], size) is not None:
+        if can_select(centroids.shape[0], size):
             pieces = noise_operands(noise)
             return top_m_op(codewords, centroids, size, inverse_norms, *pieces)
     codewords = codewords.to(torch.promote_types(codewords.dtype, torch.float32))
@@ -121,9 +121,9 @@ def best_experts(
     and no copy of the experts is made for it.
     """
     if use_triton(hidden, experts):
-        from airmoe.kernels.best_columns_triton import plan_cuts
+        from airmoe.kernels.best_columns_triton import can_select
 
-        if plan_cuts(experts.shape[0], count) is not None:
+        if can_select(experts.shape[0], count):
             pieces = noise_operands(noise)
             return best_experts_op(hidden, experts, count, *pieces, normalize)
     work = torch.promote_types(torch.promote_types(hidden.dtype, experts.dtype), torch.float32)
