@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tests.kernels.comparison import DEVICE, any_noise, logits_of, unit_rows
 from tests.tolerance import score_slack
 
 pytest.importorskip("triton")
-from airmoe.kernels.best_columns_triton import Cut, plan_cuts
+from airmoe.kernels.best_columns_triton import Cut
 from airmoe.kernels.best_experts_triton import exact_tables
 from airmoe.kernels.stream_triton import can_stream, stream_columns
 
@@ -24,13 +25,23 @@ LISTS = "airmoe.kernels.stream_triton"
 
 
 @pytest.fixture
-def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several levels of thinning and several pieces of everything, at sizes a test can pay for."""
-    monkeypatch.setattr(f"{COLUMNS}.SEGMENT", 64)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists thinned many times and several pieces of everything, at sizes a test can pay for."""
+    monkeypatch.setattr("airmoe.kernels.best_experts.LONGEST_LIST", 48)
+    monkeypatch.setattr(f"{COLUMNS}.LONGEST_ROW", 64)
+    monkeypatch.setattr(f"{COLUMNS}.LEAST_CAPACITY", 32)
     monkeypatch.setattr(f"{COLUMNS}.ROWS", 4)
+    monkeypatch.setattr(f"{COLUMNS}.LEAST_PART", 20)
     monkeypatch.setattr(f"{COLUMNS}.SCORE_ELEMENTS", 500)
-    monkeypatch.setattr(f"{COLUMNS}.CANDIDATE_ELEMENTS", 300)
     monkeypatch.setattr("airmoe.kernels.best_experts_triton.SORT_ELEMENTS", 20)
+
+
+@pytest.fixture(params=["a list per row", "lists of parts"])
+def either_list(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, small_pieces: None
+) -> None:
+    if request.param == "lists of parts":
+        monkeypatch.setattr(f"{COLUMNS}.ROWS", 16)
 
 
 @pytest.fixture
@@ -99,16 +110,27 @@ def test_one_segment(
 
 
 @either
-@pytest.mark.usefixtures("small_segments")
-@pytest.mark.parametrize("count", [1, 7, 16])
-def test_many_segments(find: Any, count: int) -> None:
+@pytest.mark.usefixtures("either_list")
+@pytest.mark.parametrize("count", [1, 7, 16, 48])
+def test_many_pieces(find: Any, count: int) -> None:
     hidden, table = torch.randn(5, 20, device=DEVICE), torch.randn(400, 20, device=DEVICE)
-    cuts = plan_cuts(400, count)
-    assert cuts is not None and len(cuts) == (3 if count == 16 else 2)
+    assert len(Cut.of(5, 400, count).borders) > 3
     find(hidden, table, count, any_noise(5))
 
 
-@pytest.mark.usefixtures("small_segments")
+@either
+@pytest.mark.usefixtures("either_list")
+@pytest.mark.parametrize("slope", [1, -1, 0])
+def test_rising_falling_and_equal_scores(find: Any, slope: int) -> None:
+    """Of rising ones all pass the floor of those before them, of the others none."""
+    row, table = torch.full((1, 16), slope / 256, device=DEVICE), torch.zeros(300, 16)
+    table[:, 0] = torch.arange(300)
+    ids = find(row, table.to(DEVICE), 20)
+    expected = range(280, 300) if slope > 0 else range(20)
+    assert ids[0].sort().values.tolist() == list(expected)
+
+
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("dim", [16, 40])
 def test_both_tables_in_three_parts(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("airmoe.kernels.best_experts_triton.SPLIT_TOKENS", 1)
@@ -116,7 +138,7 @@ def test_both_tables_in_three_parts(dim: int, monkeypatch: pytest.MonkeyPatch) -
     check(hidden, table, 9, any_noise(5))
 
 
-@pytest.mark.usefixtures("small_segments")
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("count", [1, 25])
 def test_ties_go_to_the_lowest_id(count: int) -> None:
     rows = torch.eye(8, device=DEVICE)[:3]
@@ -234,7 +256,7 @@ def test_lists_too_long_to_rank_are_sorted(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(check(hidden, table, 40), ranked)
 
 
-@pytest.mark.usefixtures("small_segments")
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("row", [0, 5])
 def test_a_codeword_that_is_not_finite_leaves_the_others_alone(row: int) -> None:
     codewords, centroids = unit_rows(6, 16), torch.randn(150, 16, device=DEVICE)
@@ -248,33 +270,32 @@ def test_a_codeword_that_is_not_finite_leaves_the_others_alone(row: int) -> None
         assert out.min() >= 0 and out.max() < 150  # nobody may be led outside the tables
 
 
-@pytest.mark.usefixtures("small_segments")
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_codewords_of_16_bits(dtype: torch.dtype) -> None:
     centroids = torch.randn(200, 24, device=DEVICE).to(dtype)
-    for size in (20, 30):  # by the kernels, and too long for them
+    for size in (20, 50):  # by the kernels, and too long for them
         check_shortlists(unit_rows(6, 24).to(dtype), centroids, size)
 
 
-@pytest.mark.usefixtures("small_segments")
+@pytest.mark.usefixtures("small_pieces")
 def test_a_list_too_long_for_the_kernel_is_the_references() -> None:
     codewords, centroids = unit_rows(3, 16), torch.randn(200, 16, device=DEVICE)
-    assert plan_cuts(200, 50) is None
     check_shortlists(codewords, centroids, 50)
     check(codewords, centroids, 50)
 
 
-def test_the_plan_of_large_tables() -> None:
-    assert plan_cuts(65_536, 2048) == [Cut(65_536, 4, 16_384), Cut(8192, 1, 8192)]
-    cuts = plan_cuts(1_048_576, 2048)
-    assert cuts is not None and [cut.segments for cut in cuts] == [64, 8, 1]
-    for columns in (16_384, 16_385, 70_001, 999_999, 1 << 22):
-        for count in (1, 100, 512, 2048, 4096):
-            cuts = plan_cuts(columns, count)
-            assert cuts is not None
-            for cut in cuts:
-                assert cut.width <= 16_384 and cut.segments * cut.width >= cut.columns
-                assert cut.columns - (cut.segments - 1) * cut.width >= count
+@pytest.mark.parametrize("rows", [1, 8, 100, 511, 1024])
+@pytest.mark.parametrize("columns", [16_384, 16_385, 70_001, 999_999, 1 << 22])
+@pytest.mark.parametrize("count", [1, 512, 2048, 8192])
+def test_parts_of_large_tables_are_long_enough(rows: int, columns: int, count: int) -> None:
+    cut = Cut.of(rows, columns, count)
+    assert cut.borders[0] == 0 and cut.borders[-1] == columns
+    for begin, end in pairwise(cut.borders):
+        assert 0 < (end - begin) * cut.rows <= max(1 << 23, columns) + 16 * cut.rows
+        if cut.parts > 1:
+            assert (end - begin) // cut.parts - 16 >= count
+            assert cut.rows * cut.parts <= 512
 
 
 @pytest.mark.gpu

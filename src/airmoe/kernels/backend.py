@@ -48,19 +48,23 @@ def use_backend(name: Choice) -> Iterator[None]:
         _chosen.pop()
 
 
-def use_triton(*operands: Tensor | None) -> bool:
-    """True when Triton computes on these operands, which must be on one device."""
-    tensors = [operand for operand in operands if operand is not None]
-    device = tensors[0].device
-    for tensor in tensors:
-        if tensor.device != device:
+def use_triton(*operands: object) -> bool:
+    """True when Triton computes on the tensors among these, which must be on one device."""
+    device, dtypes = None, []
+    for operand in operands:
+        if not isinstance(operand, Tensor):
+            continue
+        device = device or operand.device
+        if operand.device != device:
             raise ConfigError(
                 "device",
-                sorted({str(device), str(tensor.device)}),
+                sorted({str(device), str(operand.device)}),
                 "must be one device for all operands",
                 "Move the layer and its input to the same device.",
             )
-    dtypes = [tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point]
+        if operand.dtype.is_floating_point:
+            dtypes.append(operand.dtype)
+    assert device is not None
     return backend_for(device, *dtypes) == "triton"
 
 
@@ -194,8 +198,7 @@ def with_kernel(
 
         @functools.wraps(definition)
         def choose(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            triton = use_triton(*(arg for arg in args if isinstance(arg, Tensor)))
-            if triton and (when is None or when(*args, **kwargs)):
+            if use_triton(*args) and (when is None or when(*args, **kwargs)):
                 return op(*args, **kwargs)
             return definition(*args, **kwargs)
 

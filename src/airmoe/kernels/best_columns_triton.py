@@ -1,13 +1,12 @@
-"""The best columns of a product of two tables, tile by tile: top-M experts of codewords or tokens.
+"""The best columns of a product of two tables: top-M experts of codewords or tokens.
 
     1. some rows times some columns: float32 scores in a buffer that stays in the cache
-    2. every row is cut into segments of at most 16,384 scores; a program holds one in registers
-       and writes its `count` best, ids ascending, as candidates
-    3. the candidates of all segments are cut and thinned again, until one segment is left
+    2. a sieve passes the scores that beat a row's floor to a short list of that row, columns
+       ascending
+    3. a list that is full is thinned to its `count` best, and the floor rises to the least of them
 
-Every score is written once and read twice. Candidates stand in the order of their ids, so a tie
-between positions is a tie between ids. `best_experts_triton` uses the same, with a few
-tokens as rows.
+After n columns only count / n of the next ones pass, so nearly all scores are written once, read
+once and compared once. A few rows would leave most of a GPU idle: their pieces are sieved in parts.
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
@@ -35,12 +34,13 @@ from airmoe.kernels.device_triton import (
 )
 from airmoe.kernels.noise_triton import normal
 from airmoe.kernels.top_k import LONGEST_ROW
-from airmoe.kernels.top_k_triton import MAX_REGISTERS, row_warps
 
-SEGMENT = LONGEST_ROW
 SCORE_ELEMENTS = 1 << 23  # scores that exist at once: 32 MiB
-CANDIDATE_ELEMENTS = 1 << 22  # candidates that exist at once (or 16 per column, if that is more)
-ROWS = 512  # rows handled together at least, where there are so many
+ROWS = 512  # rows, or parts of fewer rows, that are sieved at once
+LEAST_PART = 8192  # columns of a part at least
+LEAST_CAPACITY = 2048  # of a list
+TILES = 4  # in a list that is full: a tile is sieved at once
+LIST_REGISTERS = 64  # so that 32 warps, 512 lists on an H200, run side by side
 
 
 def _product_config(rows: int, dim: int, products: int, float32: bool) -> dict[str, Any]:
@@ -132,65 +132,103 @@ def _scores_kernel(
 
 @triton.jit
 def _border(scores_ptr, length, count, BLOCK: tl.constexpr):
-    """What tells the `count` largest of a segment from the others; see `largest`."""
+    """What tells the `count` largest of a list from the others; see `largest`."""
     position = tl.arange(0, BLOCK)
     scores = tl.load(scores_ptr + position, mask=position < length, other=-INFINITY)
-    return largest(finite_from_above(scores), position, length, count, BLOCK)
+    return largest(scores, position, length, count, BLOCK)
 
 
 @triton.jit
-def _segment_kernel(
-    scores_ptr, ids_ptr, best_scores_ptr, best_ids_ptr, num_columns, width, score_stride,
-    best_stride, first_id, count, BLOCK: tl.constexpr, TILE: tl.constexpr,
+def _keep(
+    scores_ptr, ids_ptr, best_scores_ptr, best_ids_ptr, held, count,
+    CAPACITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * width
-    length = tl.minimum(width, num_columns - first)
-    scores_ptr += row * score_stride + first
-    threshold, last = _border(scores_ptr, length, count, BLOCK)
-    next_slot = row * best_stride + tl.program_id(1) * count
+    """Copy the `count` best of a list in their order; returns the least score, and their number.
+
+    A list can be copied to its own front.
+    """
+    tl.debug_barrier()  # other threads wrote the list
+    threshold, last = _border(scores_ptr, held, count, CAPACITY)
+    kept = held * 0
     # What was in registers is read again: the slots of all scores would not fit beside them.
-    for start in range(0, length, TILE):
+    for start in range(0, held, TILE):
         position = start + tl.arange(0, TILE)
-        scores = tl.load(scores_ptr + position, mask=position < length, other=-INFINITY)
-        scores = finite_from_above(scores)
-        chosen = (scores > threshold) | ((scores == threshold) & (position <= last))
+        real = position < held
+        scores = tl.load(scores_ptr + position, mask=real, other=-INFINITY)
+        ids = tl.load(ids_ptr + position, mask=real, other=0)
+        chosen = real & ((scores > threshold) | ((scores == threshold) & (position <= last)))
         taken = chosen.to(tl.int32)
-        slot = next_slot - 1 + tl.cumsum(taken, axis=0)
-        ids = first_id + first + position
-        if ids_ptr is not None:
-            ids = tl.load(ids_ptr + row * score_stride + first + position, mask=chosen, other=0)
+        slot = kept - 1 + tl.cumsum(taken, axis=0)
+        tl.debug_barrier()  # all have read what may be overwritten
         tl.store(best_ids_ptr + slot, ids.to(best_ids_ptr.dtype.element_ty), mask=chosen)
         if best_scores_ptr is not None:
-            tl.store(best_scores_ptr + slot, scores + 0.0, mask=chosen)  # -0 and 0 are a tie
-        next_slot += tl.sum(taken, axis=0)
+            tl.store(best_scores_ptr + slot, scores, mask=chosen)
+        kept += tl.sum(taken, axis=0)
+    return threshold, kept
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A row of `columns` in segments of equal `width`, the last one shorter."""
-
-    columns: int
-    segments: int
-    width: int
+@triton.jit
+def _part_border(num_columns, part, parts):
+    """Where a part of a row begins: parts are equally long, up to what aligned loads ask for."""
+    border = (part.to(tl.int64) * num_columns // parts // 16 * 16).to(tl.int32)
+    return tl.where(part == parts, num_columns, border)
 
 
-def cut_row(columns: int) -> Cut:
-    segments = triton.cdiv(columns, SEGMENT)
-    width = triton.cdiv(triton.cdiv(columns, segments), 16) * 16  # aligned rows load faster
-    return Cut(columns, segments, width)
+@triton.jit
+def _sieve_kernel(
+    scores_ptr, ids_ptr, list_scores_ptr, list_ids_ptr, held_ptr, floors_ptr,
+    num_columns, score_stride, first_id, count,
+    FIRST: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    begin, end = _part_border(num_columns, part, parts), _part_border(num_columns, part + 1, parts)
+    scores_ptr += row * score_stride
+    number = row * parts + part
+    list_scores_ptr += number * CAPACITY
+    list_ids_ptr += number * CAPACITY
+    if FIRST:
+        held = begin * 0
+        floor = tl.full((), float("nan"), tl.float32)  # nothing is below it
+    else:
+        held = tl.load(held_ptr + number)
+        floor = tl.load(floors_ptr + number)
+    for start in range(begin, end, TILE):
+        if held + tl.minimum(TILE, end - start) > CAPACITY:
+            floor, held = _keep(
+                list_scores_ptr, list_ids_ptr, list_scores_ptr, list_ids_ptr, held, count,
+                CAPACITY, TILE,
+            )  # fmt: skip
+        position = start + tl.arange(0, TILE)
+        real = position < end
+        scores = tl.load(scores_ptr + position, mask=real, other=-INFINITY)
+        scores = finite_from_above(scores) + 0.0  # -0 and 0 are a tie
+        passed = real & ((scores <= floor) == 0)  # a tie is lost to those that came before
+        taken = passed.to(tl.int32)
+        slot = held - 1 + tl.cumsum(taken, axis=0)
+        ids = first_id + position
+        if ids_ptr is not None:
+            ids = tl.load(ids_ptr + row * score_stride + position, mask=passed, other=0)
+        tl.store(list_scores_ptr + slot, scores, mask=passed)
+        tl.store(list_ids_ptr + slot, ids, mask=passed)
+        held += tl.sum(taken, axis=0)
+    tl.store(held_ptr + number, held)
+    tl.store(floors_ptr + number, floor)
 
 
-def plan_cuts(columns: int, count: int) -> list[Cut] | None:
-    """How the columns are thinned to `count`, or None where segments would be too short."""
-    cuts = [cut_row(columns)]
-    while cuts[-1].segments > 1:
-        cut = cuts[-1]
-        # Twice as many as are kept, or thinning would not end; `count` in the last one too.
-        if cut.width < 2 * count or cut.columns - (cut.segments - 1) * cut.width < count:
-            return None
-        cuts.append(cut_row(cut.segments * count))
-    return cuts
+@triton.jit
+def _best_kernel(
+    list_scores_ptr, list_ids_ptr, held_ptr, best_scores_ptr, best_ids_ptr, best_stride, count,
+    CAPACITY: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    number = row * tl.num_programs(1) + part
+    place = row * best_stride + part * count
+    if best_scores_ptr is not None:
+        best_scores_ptr += place
+    _keep(
+        list_scores_ptr + number * CAPACITY, list_ids_ptr + number * CAPACITY, best_scores_ptr,
+        best_ids_ptr + place, tl.load(held_ptr + number), count, CAPACITY, TILE,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -231,63 +269,106 @@ def whole(table: Tensor) -> Tensor:
     return as_stored(table).unsqueeze(0)
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How rows are cut: a piece of them is multiplied at a time, and its parts sieved at once."""
+
+    rows: int  # handled together
+    borders: list[int]  # of the pieces
+    parts: int  # of a piece; with one, a row has one list for all its pieces
+
+    @classmethod
+    def of(cls, num_rows: int, num_columns: int, count: int) -> Cut:
+        rows = min(num_rows, ROWS)
+        pieces = triton.cdiv(num_columns, max(16, SCORE_ELEMENTS // rows))
+        borders = [num_columns * piece // pieces // 16 * 16 for piece in range(pieces)]
+        parts = min(ROWS // rows, num_columns // pieces // max(2 * count, LEAST_PART))
+        return cls(rows, [*borders, num_columns], max(1, parts))
+
+
+class Sieve:
+    """A list for every row, or part of a row, of its best scores so far and some others."""
+
+    def __init__(self, num_lists: int, capacity: int, count: int, device: torch.device) -> None:
+        wanted = int(triton.next_power_of_2(max(capacity, LEAST_CAPACITY)))
+        capacity = min(wanted, LONGEST_ROW)
+        self.count, shape = count, (num_lists, capacity)
+        self.scores = torch.empty(shape, dtype=torch.float32, device=device)
+        self.ids = torch.empty(shape, dtype=torch.int32, device=device)
+        self.held = torch.empty(num_lists, dtype=torch.int32, device=device)
+        self.floors = torch.empty(num_lists, dtype=torch.float32, device=device)
+        self.config = {
+            "CAPACITY": capacity, "TILE": capacity // TILES,
+            "num_warps": max(2, capacity // 1024), "maxnreg": LIST_REGISTERS,
+        }  # fmt: skip
+
+    def add(
+        self, scores: Tensor, ids: Tensor | None, columns: slice, parts: int = 1, first: bool = True
+    ) -> None:
+        """Pass scores [rows, >= columns] to the lists, which are empty before the `first`.
+
+        `ids` [rows, columns]; without them a score's id is its column.
+        """
+        _sieve_kernel[(scores.shape[0], parts)](
+            scores, ids, self.scores, self.ids, self.held, self.floors,
+            columns.stop - columns.start, scores.stride(0), columns.start, self.count,
+            FIRST=first, **self.config,
+        )  # fmt: skip
+
+    def write(self, scores: Tensor | None, ids: Tensor, parts: int = 1) -> None:
+        """The best of every list, ids ascending: [rows, parts * count]."""
+        _best_kernel[(ids.shape[0], parts)](
+            self.scores, self.ids, self.held, scores, ids, ids.stride(0), self.count, **self.config
+        )
+
+
 def best_columns(tables: Tables, ids: Tensor, scores: Tensor | None = None) -> None:
     """Write the best columns of every row: ids [N, count] ascending, and scores.
 
     Some rows at a time, in buffers that are used again.
     """
-    (num_rows, count), device = ids.shape, ids.device
-    cuts = plan_cuts(tables.columns.shape[1], count)
-    assert cuts is not None, "the caller checks that lists are short enough"
-    first = cuts[0]
-    step, segments = _sizes(num_rows, count, first)
-    buffer = torch.empty(step, segments * first.width, dtype=torch.float32, device=device)
-    candidates = [
-        tuple(
-            torch.empty(step, cut.segments * count, dtype=dtype, device=device)
-            for dtype in (torch.float32, torch.int32)
-        )
-        for cut in cuts[:-1]
-    ]
-    for rows in chunks(num_rows, step):
-        size = rows.stop - rows.start
-        levels = [*candidates, (None if scores is None else scores[rows], ids[rows])]
-        for segment in range(0, first.segments, segments):
-            stop = min((segment + segments) * first.width, first.columns)
-            columns = slice(segment * first.width, stop)
-            tables.score(rows, columns, buffer)
-            found = (each if each is None else each[:, segment * count :] for each in levels[0])
-            _thin(buffer, None, size, columns, first.width, count, *found)
-        for (source, found), cut in zip(pairwise(levels), cuts[1:], strict=True):
-            _thin(*source, size, slice(0, cut.columns), cut.width, count, *found)
+    (num_rows, count), num_columns, device = ids.shape, tables.columns.shape[1], ids.device
+    cut = Cut.of(num_rows, num_columns, count)
+    pieces = [slice(*border) for border in pairwise(cut.borders)]
+    widest = triton.cdiv(max(piece.stop - piece.start for piece in pieces), 16) * 16
+    buffer = torch.empty(cut.rows, widest, dtype=torch.float32, device=device)
+    if cut.parts > 1:
+        best_of_parts(tables, ids, scores, buffer, pieces, cut.parts)
+        return
+    sieve = Sieve(cut.rows, 4 * count, count, device)
+    for rows in chunks(num_rows, cut.rows):
+        for piece in pieces:
+            some = buffer[: rows.stop - rows.start]
+            tables.score(rows, piece, some)
+            sieve.add(some, None, piece, first=piece is pieces[0])
+        sieve.write(None if scores is None else scores[rows], ids[rows])
 
 
-def _sizes(num_rows: int, count: int, first: Cut) -> tuple[int, int]:
-    """Rows, and segments of them, whose scores exist at once."""
-    candidates = max(CANDIDATE_ELEMENTS, 16 * first.columns) // (first.segments * count)
-    wanted = min(num_rows, max(ROWS, SCORE_ELEMENTS // first.columns))
-    rows = max(1, min(wanted, candidates if first.segments > 1 else wanted))
-    return rows, max(1, min(SCORE_ELEMENTS // (rows * first.width), first.segments))
-
-
-def _thin(
-    scores: Tensor,
-    ids: Tensor | None,
-    num_rows: int,
-    columns: slice,
-    width: int,
-    count: int,
-    best_scores: Tensor | None,
-    best_ids: Tensor,
+def best_of_parts(
+    tables: Tables,
+    ids: Tensor,
+    scores: Tensor | None,
+    buffer: Tensor,
+    pieces: list[slice],
+    parts: int,
 ) -> None:
-    """Keep the `count` best of every segment; without `ids` those of `columns` are meant."""
-    num_columns = columns.stop - columns.start
-    block = triton.next_power_of_2(width)
-    _segment_kernel[(num_rows, triton.cdiv(num_columns, width))](
-        scores, ids, best_scores, best_ids, num_columns, width,
-        scores.stride(0), best_ids.stride(0), columns.start, count,
-        BLOCK=block, TILE=max(16, block // 4), num_warps=row_warps(block), maxnreg=MAX_REGISTERS,
-    )  # fmt: skip
+    """A few rows: the best of each part are candidates, and a second sieve takes the best of them.
+
+    Candidates stand in the order of their ids, so a tie between them goes to the lowest id.
+    """
+    (num_rows, count), device = ids.shape, ids.device
+    width = len(pieces) * parts * count
+    dtypes = torch.float32, torch.int32
+    found = [torch.empty(num_rows, width, dtype=dtype, device=device) for dtype in dtypes]
+    sieve = Sieve(num_rows * parts, LONGEST_ROW, count, device)
+    for number, piece in enumerate(pieces):
+        tables.score(slice(0, num_rows), piece, buffer)
+        sieve.add(buffer, None, piece, parts)
+        mine = slice(number * parts * count, (number + 1) * parts * count)
+        sieve.write(*(each[:, mine] for each in found), parts)
+    final = Sieve(num_rows, LONGEST_ROW, count, device)
+    final.add(*found, slice(0, width))
+    final.write(scores, ids)
 
 
 def top_m(

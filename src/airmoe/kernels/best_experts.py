@@ -14,7 +14,7 @@ from torch import Tensor
 from airmoe.kernels.backend import chunks, operator, own_precision, use_triton, wide_dtype
 from airmoe.kernels.noise import Noise, noise_operands
 from airmoe.kernels.norms import inverse_norms
-from airmoe.kernels.top_k import POSITION, selection_keys, top_positions
+from airmoe.kernels.top_k import LONGEST_LIST, POSITION, selection_keys, top_positions
 
 CHUNK_ELEMENTS = 1 << 22  # scores of a tile
 CODEWORDS_PER_TILE = 256
@@ -36,22 +36,13 @@ def top_m(
     as exact as float32 unless both have 16 bits. Memory is bounded whatever E and G.
     """
     fits = codewords.dtype in (torch.float32, centroids.dtype)
-    if fits and _on_triton(codewords, centroids, size):
+    if fits and size <= LONGEST_LIST and use_triton(codewords, centroids):
         return top_m_op(codewords, centroids, size, inverse_norms, *noise_operands(noise))
     codewords = codewords.to(wide_dtype(codewords))
     rows = min(CODEWORDS_PER_TILE, codewords.shape[0])
     # At least a few times the shortlist, or the merging would cost more than the scoring.
     tile = rows, max(CHUNK_ELEMENTS // rows, 4 * size)
     return _best_columns(codewords, centroids, size, tile, inverse_norms, noise, ordered=False)
-
-
-def _on_triton(left: Tensor, right: Tensor, count: int) -> bool:
-    """Whether Triton computes on them, and its lists are long enough for `count`."""
-    if not use_triton(left, right):
-        return False
-    from airmoe.kernels.best_columns_triton import plan_cuts
-
-    return plan_cuts(right.shape[0], count) is not None
 
 
 def _best_columns(
@@ -130,7 +121,7 @@ def best_experts(
     the lowest id. Operands may differ in dtype; scores are float32 (or wider) whatever they are,
     and no copy of the experts is made for it.
     """
-    if _on_triton(hidden, experts, count):
+    if count <= LONGEST_LIST and use_triton(hidden, experts):
         return best_experts_op(hidden, experts, count, *noise_operands(noise), normalize)
     work = wide_dtype(hidden, experts)
     num_experts, few = experts.shape[0], max(1, CHUNK_ELEMENTS // max(1, experts.shape[1]))

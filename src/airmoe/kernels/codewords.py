@@ -105,9 +105,8 @@ def moved(
     totals [G, 2 D + 1]: of each codeword the sum of its tokens, their number, and the token that
     replaces it if it is dead. Without tokens (`num_tokens`, 0-dim) nothing moves.
     """
-    old = state.codewords, state.counts, state.sums
     if use_triton(state.codewords):
-        form = decay, dead_below, euclidean
+        old, form = (state.codewords, state.counts, state.sums), (decay, dead_below, euclidean)
         return CodebookState(*move_codewords_op(*old, totals, num_tokens, *form))
     dim = state.codewords.shape[1]
     batch_sums, batch_counts, spare = totals.split([dim, 1, dim], dim=-1)
@@ -116,9 +115,13 @@ def moved(
     dead = counts < dead_below
     counts = counts.masked_fill(dead, 1.0)
     sums = torch.where(dead.unsqueeze(-1), spare, sums)
-    new = projected(sums, counts, state.codewords, euclidean=euclidean), counts, sums
+    codewords = projected(sums, counts, state.codewords, euclidean=euclidean)
     some = num_tokens > 0
-    return CodebookState(*(torch.where(some, *pair) for pair in zip(new, old, strict=True)))
+    return CodebookState(
+        codewords=torch.where(some, codewords, state.codewords),
+        counts=torch.where(some, counts, state.counts),
+        sums=torch.where(some, sums, state.sums),
+    )
 
 
 def projected(sums: Tensor, counts: Tensor, old: Tensor, *, euclidean: bool) -> Tensor:

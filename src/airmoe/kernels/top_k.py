@@ -12,6 +12,7 @@ from airmoe.kernels.backend import chunks, operator, use_triton
 
 POSITION = 0xFFFFFFFF  # the low half of a key: how many columns come after its own
 LONGEST_ROW = 16384  # of Triton: scores that fit into the registers of one program
+LONGEST_LIST = 12288  # of the best of a longer row, with room for a quarter of LONGEST_ROW beside
 CPU_CHUNK_ELEMENTS = 1 << 18  # keeps the int64 keys of one chunk inside the cache
 CUDA_CHUNK_ELEMENTS = 1 << 22
 
