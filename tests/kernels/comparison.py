@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import use_backend, wide_dtype
+from airmoe.kernels.backend import use_backend
 from airmoe.kernels.cell_gates import cell_gates
 from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import Cells, make_cells
@@ -63,7 +63,9 @@ class CellCase:
         """The norms and the jitter of this case's scores."""
         seed = torch.full((), 5, device=DEVICE)  # no copy: a graph may hold it
         noise = make_noise(seed, Stage.TOKEN, self.num_tokens, 0.3) if self.jitter else None
-        norms = centroids.detach().to(wide_dtype(centroids)).norm(dim=-1)
+        norms = (
+            centroids.detach().to(torch.promote_types(centroids.dtype, torch.float32)).norm(dim=-1)
+        )
         return {"inverse_norms": 1 / norms if self.normalize else None, "noise": noise}
 
     def scored(self, hidden: Tensor, centroids: Tensor, cells: Cells, valid: Tensor) -> ScoredCells:

@@ -16,8 +16,8 @@ from airmoe.kernels.codewords import (
     assign,
     codeword_sums,
     directions,
+    drawn_tokens,
     moved,
-    rows_of_numbers,
 )
 from tests.kernels.comparison import DEVICE, DTYPES, unit_rows
 from tests.tolerance import score_slack
@@ -195,21 +195,29 @@ def test_directions_of_tiny_and_huge_tokens() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spherical", [True, False])
 @pytest.mark.parametrize(("tokens", "dim"), [(60, 24), (1, 300)])
-def test_tokens_by_their_number(dtype: torch.dtype, spherical: bool, tokens: int, dim: int) -> None:
+def test_drawn_tokens(dtype: torch.dtype, spherical: bool, tokens: int, dim: int) -> None:
+    """Every key draws from all ranks' tokens, or from its own part; other ranks' are 0 here."""
     hidden = torch.randn(tokens, dim, device=DEVICE).to(dtype)
     valid = torch.rand(tokens, device=DEVICE) > 0.3
     hidden = hidden.masked_fill(~valid.unsqueeze(-1), 0)
-    first = torch.tensor(4, device=DEVICE)  # other ranks have tokens before and after
-    numbers = torch.cat([torch.arange(tokens + 8), torch.tensor([5, 5])]).to(DEVICE)
-    with use_backend("triton"):
-        found = rows_of_numbers(hidden, valid, numbers, first, spherical=spherical)
-    wanted = torch.zeros(numbers.shape[0], dim, dtype=torch.float64, device=DEVICE)
     own = hidden[valid].double()
-    for row, number in enumerate(numbers.tolist()):
-        if 4 <= number < 4 + own.shape[0]:
-            wanted[row] = own[number - 4]
-    wanted = directions(wanted) if spherical else wanted
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-7)
+    first, total = 4, 4 + own.shape[0] + 5  # other ranks have tokens before and after
+    keys = torch.randint(-(2**63), 2**63 - 1, (80,))
+    for strata in (False, True):
+        borders = [place * total // 80 for place in range(81)]
+        wanted = torch.zeros(80, dim, dtype=torch.float64, device=DEVICE)
+        for row, key in enumerate(keys.tolist()):
+            low, high = (borders[row], borders[row + 1]) if strata else (0, total)
+            number = low + ((key & (2**63 - 1)) >> 1) % max(high - low, 1) - first
+            if 0 <= number < own.shape[0]:
+                wanted[row] = own[number]
+        wanted = directions(wanted) if spherical else wanted
+        scalars = torch.tensor(total, device=DEVICE), torch.tensor(first, device=DEVICE)
+        options = {"strata": strata, "spherical": spherical}
+        for backend in ("triton", "reference"):
+            with use_backend(backend):
+                found = drawn_tokens(hidden, valid, keys.to(DEVICE), *scalars, **options)
+            torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("euclidean", [True, False])

@@ -130,7 +130,10 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "assign": lambda: Example((floats(5, 16), floats(6, 16)), options={"euclidean": True}),
     "assign, many": lambda: Example((floats(65, 16), floats(6, 16)), options={"euclidean": True}),
     "codeword_sums": lambda: codeword_tokens(ids(7, 40), 7),
-    "rows_of_numbers": lambda: codeword_tokens(ids(40, 7), ids(3)),
+    "drawn_tokens": lambda: Example(
+        (floats(40, 16), true(40), ids(2**40, 7), torch.tensor(50), torch.tensor(3)),
+        options={"strata": True, "spherical": True},
+    ),
     "move_codewords": lambda: Example(
         (floats(6, 16), floats(6), floats(6, 16), floats(6, 33), ids(9), 0.95, 1.0, False)
     ),

@@ -143,14 +143,6 @@ def own_precision(operation: Callable[Arguments, Result]) -> Callable[Arguments,
     return without_autocast
 
 
-def wide_dtype(*tensors: Tensor) -> torch.dtype:
-    """The dtype of exact products of these tensors: float32, or wider if one of them is."""
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
-
-
 def chunks(total: int, step: int) -> Iterator[slice]:
     """Cut `total` rows into runs of at most `step`."""
     for start in range(0, total, step):

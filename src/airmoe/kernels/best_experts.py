@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import chunks, operator, own_precision, use_triton, wide_dtype
+from airmoe.kernels.backend import chunks, operator, own_precision, use_triton
 from airmoe.kernels.noise import Noise, noise_operands
 from airmoe.kernels.norms import inverse_norms
 from airmoe.kernels.top_k import LONGEST_LIST, POSITION, selection_keys, top_positions
@@ -38,7 +38,7 @@ def top_m(
     fits = codewords.dtype in (torch.float32, centroids.dtype)
     if fits and size <= LONGEST_LIST and use_triton(codewords, centroids):
         return top_m_op(codewords, centroids, size, inverse_norms, *noise_operands(noise))
-    codewords = codewords.to(wide_dtype(codewords))
+    codewords = codewords.to(torch.promote_types(codewords.dtype, torch.float32))
     rows = min(CODEWORDS_PER_TILE, codewords.shape[0])
     # At least a few times the shortlist, or the merging would cost more than the scoring.
     tile = rows, max(CHUNK_ELEMENTS // rows, 4 * size)
@@ -62,6 +62,7 @@ def _best_columns(
     """
     ids = torch.empty(left.shape[0], count, dtype=torch.int64, device=left.device)
     num_columns = right.shape[0]
+    looks = left.device.type == "cpu" and not torch.compiler.is_compiling()  # without waiting
     for rows in chunks(left.shape[0], tile[0]):
         best = ids[rows, :0]
         for columns in chunks(num_columns, tile[1]):
@@ -72,25 +73,17 @@ def _best_columns(
             places = torch.arange(columns.start, columns.stop, device=left.device)
             if noise is not None:
                 scores = scores + noise.rows(rows, places)
-            scores, places = _without_the_rest(scores.float(), places, count)
+            scores = scores.float()
+            if looks and count < scores.shape[1]:
+                # Keys of the tile's best alone, unless equal scores leave a choice.
+                some, positions = scores.topk(count, dim=-1, sorted=False)
+                clear = (scores >= some.amin(-1, keepdim=True)).sum(-1) == count
+                scores, places = (some, places[positions]) if clear.all() else (scores, places)
             keys = selection_keys(scores, places, num_columns)
             best = keys if columns.start == 0 else torch.cat([best, keys], dim=-1)
             best = best.topk(min(count, best.shape[1]), dim=-1, sorted=ordered).values
         ids[rows] = num_columns - 1 - (best & POSITION)
     return ids if ordered else ids.sort(-1).values
-
-
-def _without_the_rest(scores: Tensor, places: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """A tile's `count` best scores and their places, so that keys are made of no others.
-
-    The whole tile is kept if ties leave a choice, which is up to the keys, and where the host
-    cannot look for ties: on a GPU and under a compiler.
-    """
-    if scores.device.type != "cpu" or torch.compiler.is_compiling() or count >= scores.shape[1]:
-        return scores, places
-    best, columns = scores.topk(count, dim=-1, sorted=False)
-    clear = (scores >= best.amin(-1, keepdim=True)).sum(-1) == count
-    return (best, places[columns]) if clear.all() else (scores, places)
 
 
 def _empty_ids(left: Tensor, _right: Tensor, count: int, *_: Any) -> Tensor:
@@ -123,7 +116,7 @@ def best_experts(
     """
     if count <= LONGEST_LIST and use_triton(hidden, experts):
         return best_experts_op(hidden, experts, count, *noise_operands(noise), normalize)
-    work = wide_dtype(hidden, experts)
+    work = torch.promote_types(torch.promote_types(hidden.dtype, experts.dtype), torch.float32)
     num_experts, few = experts.shape[0], max(1, CHUNK_ELEMENTS // max(1, experts.shape[1]))
     scales = None
     if normalize:

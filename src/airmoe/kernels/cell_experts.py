@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import Gradient, operator, own_precision, use_triton, wide_dtype
+from airmoe.kernels.backend import Gradient, operator, own_precision, use_triton
 from airmoe.kernels.cells import CellLayout, Cells, RowAdder, read_rows
 from airmoe.kernels.token_experts import (
     GATED,
@@ -46,8 +46,9 @@ def cell_experts(
     """
     gate, up, down = tables.gate, tables.up, tables.down
     if not use_triton(hidden, gate, up, down):
-        pools, keep = tables.neurons(cells.pools), training or torch.is_grad_enabled()
+        pools, keep = cells.pools, training or torch.is_grad_enabled()
         if tables.size > 1:
+            pools = tables.neurons(pools)
             gates = gates.repeat_interleave(tables.size, dim=-1)  # [N, neurons]
         operands = hidden, gate, up, down, gates, pools, cells, tables.activation, keep
         return _CellExperts.apply(*operands)  # type: ignore[no-any-return]
@@ -86,12 +87,14 @@ class _CellExperts(torch.autograd.Function):
         keep = keep and any(ctx.needs_input_grad)
         work = hidden.dtype
         # A token may have many rows: their sum is kept in float32 whatever the products are in.
-        output = torch.zeros_like(hidden, dtype=wide_dtype(hidden))
+        output = torch.zeros_like(hidden, dtype=torch.promote_types(hidden.dtype, torch.float32))
         tables = {"up": up} if gate is None else {"up": up, "gate": gate}
         num_kept = cells.token_ids.shape[0] if keep else 0
-        pre = {name: hidden.new_empty(num_kept, pools.shape[1]) for name in tables}
+        pre_up = hidden.new_empty(num_kept, pools.shape[1])
+        pre = {"up": pre_up} if gate is None else {"up": pre_up, "gate": torch.empty_like(pre_up)}
         read = partial(read_rows, up.new_empty(pools.shape[1], up.shape[1]))
-        for cell, rows in cells.spans:
+        for cell, start, stop in cells.spans:
+            rows = slice(start, stop)
             tokens, pool = cells.token_ids[rows], pools[cell]
             states = hidden.index_select(0, tokens)
             weights = gates[rows].to(work)
@@ -122,7 +125,9 @@ class _CellExperts(torch.autograd.Function):
         hidden, gate, up, down, gates, token_ids, pools, pre_up, pre_gate = ctx.saved_tensors
         activation, work = ctx.activation, hidden.dtype
         grad_output = grad_output.to(work)
-        grad_hidden = torch.zeros_like(hidden, dtype=wide_dtype(hidden))
+        grad_hidden = torch.zeros_like(
+            hidden, dtype=torch.promote_types(hidden.dtype, torch.float32)
+        )
         grad_gates = torch.empty_like(gates)
         tables = {"gate": gate, "up": up, "down": down}
         neurons = pools.shape[1]
@@ -130,7 +135,8 @@ class _CellExperts(torch.autograd.Function):
         # Frozen weights get no gradient, and no buffer of their size.
         wanted = dict(zip(tables, ctx.needs_input_grad[1:4], strict=True))
         sums = {key: RowAdder(tables[key], neurons, work) for key, want in wanted.items() if want}
-        for cell, rows in ctx.spans:
+        for cell, start, stop in ctx.spans:
+            rows = slice(start, stop)
             tokens, pool = token_ids[rows], pools[cell]
             states = hidden.index_select(0, tokens)
             tokens_grad = grad_output.index_select(0, tokens)

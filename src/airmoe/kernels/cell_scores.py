@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import Gradient, chunks, operator, own_precision, use_triton, wide_dtype
+from airmoe.kernels.backend import Gradient, chunks, operator, own_precision, use_triton
 from airmoe.kernels.cells import MANY_ROWS, CellLayout, Cells, RowAdder, read_rows
 from airmoe.kernels.noise import Noise, noise_operands
 
@@ -53,10 +53,11 @@ class _CellScores(torch.autograd.Function):
         noise: Noise | None,
     ) -> Tensor:
         token_ids, pools, ctx.spans = cells.token_ids, cells.pools, cells.spans
-        work = wide_dtype(hidden)
+        work = torch.promote_types(hidden.dtype, torch.float32)
         scores = hidden.new_empty(token_ids.shape[0], pools.shape[1], dtype=work)  # [N, M]
         buffer = centroids.new_empty(pools.shape[1], centroids.shape[1])
-        for cell, rows in ctx.spans:
+        for cell, start, stop in ctx.spans:
+            rows = slice(start, stop)
             pool, tokens = pools[cell], token_ids[rows]
             own = read_rows(buffer, centroids, pool).to(work)
             tokens_hidden = hidden.index_select(0, tokens).to(work)
@@ -79,7 +80,8 @@ class _CellScores(torch.autograd.Function):
         buffer = centroids.new_empty(pools.shape[1], centroids.shape[1])
         # The gradient of w / |w|; it goes through the norm once, at the end.
         grad_unit = RowAdder(centroids, pools.shape[1], work) if want_centroids else None
-        for cell, rows in ctx.spans:
+        for cell, start, stop in ctx.spans:
+            rows = slice(start, stop)
             pool, tokens = pools[cell], token_ids[rows]
             part = grad_scores[rows]
             if grad_unit is not None:

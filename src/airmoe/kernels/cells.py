@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from airmoe.errors import ConfigError
-from airmoe.kernels.backend import operator, wide_dtype, with_kernel
+from airmoe.kernels.backend import operator, with_kernel
 
 SMALL_MEAN_ROWS = 32  # rows of the mean cell: with so few, some experts of a pool are not chosen
 MANY_ROWS = 32_768  # from so many on, matrices [N, M] take much memory
@@ -146,11 +146,13 @@ class Cells:
         return self._reverse[0]
 
     @functools.cached_property
-    def spans(self) -> list[tuple[int, slice]]:
-        """(cell, its rows) for each cell that has rows. The host waits: for plain PyTorch only."""
+    def spans(self) -> list[list[int]]:
+        """[cell, its first row, the row after its last] for each cell that has rows.
+
+        The host waits for the device: for plain PyTorch only.
+        """
         cells, offsets = self.offsets.diff().nonzero().squeeze(-1), self.offsets
-        bounds = torch.stack([cells, offsets[cells], offsets[cells + 1]], -1).tolist()
-        return [(cell, slice(start, stop)) for cell, start, stop in bounds]
+        return torch.stack([cells, offsets[cells], offsets[cells + 1]], -1).tolist()
 
     def check_current(self) -> None:
         """Pools are a cache, rewritten in place: an old routing must not read the new lists."""
@@ -230,7 +232,9 @@ class RowAdder:
     """Sums left.T @ right into rows of a gradient, in float32 or wider whatever the table is."""
 
     def __init__(self, table: Tensor, num_rows: int, work: torch.dtype) -> None:
-        self.total = torch.zeros(table.shape, dtype=wide_dtype(table), device=table.device)
+        self.total = torch.zeros(
+            table.shape, dtype=torch.promote_types(table.dtype, torch.float32), device=table.device
+        )
         self.buffer = torch.empty(num_rows, table.shape[1], dtype=work, device=table.device)
 
     def add(self, ids: Tensor, left: Tensor, right: Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from airmoe.kernels.backend import chunks, operator, own_precision, use_triton, with_kernel
 
 CHUNK_ELEMENTS = 1 << 22
+LARGEST = 2**63 - 1  # makes an int64 positive
 
 
 @torch.no_grad()
@@ -62,16 +63,28 @@ def codeword_sums(
 
 @torch.no_grad()
 @with_kernel("codewords_triton")
-def rows_of_numbers(
-    hidden: Tensor, valid: Tensor, numbers: Tensor, first: Tensor, *, spherical: bool
+def drawn_tokens(
+    hidden: Tensor,
+    valid: Tensor,
+    keys: Tensor,
+    total: Tensor,
+    first: Tensor,
+    *,
+    strata: bool,
+    spherical: bool,
 ) -> Tensor:
-    """Tokens by their number among the valid ones of all ranks: [n, D] float32.
+    """A token for each of n random keys, drawn from the `total` valid tokens of all ranks.
 
-    `first` is the number of this rank's first valid token; other ranks' tokens are 0 here. Tokens
-    count by direction where `spherical`.
+    With `strata` the i-th is drawn from the i-th of n equal parts of them. This rank's first valid
+    token has the number `first`; tokens of other ranks are 0 here. Tokens count by direction where
+    `spherical`. -> [n, D] float32.
     """
+    num_keys, dim = keys.shape[0], hidden.shape[1]
     if hidden.shape[0] == 0:
-        return hidden.new_zeros(numbers.shape[0], hidden.shape[1], dtype=torch.float32)
+        return hidden.new_zeros(num_keys, dim, dtype=torch.float32)
+    places = torch.arange(num_keys + 1, device=keys.device)
+    borders = places * total // num_keys if strata else torch.stack([total * 0, total])
+    numbers = borders[:-1] + ((keys & LARGEST) >> 1) % borders.diff().clamp_min(1)
     seen = valid.cumsum(0)  # [T]
     local = numbers - first
     mine = (local >= 0) & (local < seen[-1])

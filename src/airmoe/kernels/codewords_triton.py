@@ -303,14 +303,18 @@ def codeword_sums(
 
 
 @triton.jit
-def _numbers_kernel(
-    hidden, seen, numbers, first, out, num_tokens, steps,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, SPHERICAL: tl.constexpr,
+def _draw_kernel(
+    hidden, seen, keys, total, first, out, num_keys, num_tokens, steps,
+    STRATA: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPHERICAL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     column_mask = columns < DIM
-    number = tl.load(numbers + row) - tl.load(first)
+    begin, end = row * 0, tl.load(total)
+    if STRATA:
+        begin, end = row * end // num_keys, (row + 1) * end // num_keys
+    draw = (tl.load(keys + row) & 0x7FFFFFFFFFFFFFFF) >> 1
+    number = begin + draw % tl.maximum(end - begin, 1) - tl.load(first)
     place = tl.max(
         count_below(seen, num_tokens, number + 1 + tl.zeros((1,), tl.int64), steps), axis=0
     )
@@ -322,16 +326,23 @@ def _numbers_kernel(
     tl.store(out + row * DIM + columns, states, mask=column_mask)
 
 
-def rows_of_numbers(
-    hidden: Tensor, valid: Tensor, numbers: Tensor, first: Tensor, *, spherical: bool
+def drawn_tokens(
+    hidden: Tensor,
+    valid: Tensor,
+    keys: Tensor,
+    total: Tensor,
+    first: Tensor,
+    *,
+    strata: bool,
+    spherical: bool,
 ) -> Tensor:
-    """Tokens by their number among the valid ones of all ranks: [n, D] float32."""
-    (num_tokens, dim), num_rows = hidden.shape, numbers.shape[0]
-    out = torch.empty(num_rows, dim, dtype=torch.float32, device=hidden.device)
+    """A token for each key: [n, D] float32."""
+    (num_tokens, dim), num_keys = hidden.shape, keys.shape[0]
+    out = torch.empty(num_keys, dim, dtype=torch.float32, device=hidden.device)
     width = triton.next_power_of_2(dim)
-    _numbers_kernel[(num_rows,)](
-        hidden.contiguous(), valid.cumsum(0), numbers.contiguous(), first, out, num_tokens,
-        num_tokens.bit_length(),
+    _draw_kernel[(num_keys,)](
+        hidden.contiguous(), valid.cumsum(0), keys.contiguous(), total, first, out, num_keys,
+        num_tokens, num_tokens.bit_length(), STRATA=strata,
         DIM=dim, WIDTH=width, SPHERICAL=spherical, num_warps=max(1, min(8, width // 256)),
     )  # fmt: skip
     return out

@@ -98,12 +98,6 @@ combine_keys = operator(
 )
 
 
-def uniform_index(keys: Tensor, bound: Tensor) -> Tensor:
-    """One whole number in [0, bound) per key; 0 where the bound is 0."""
-    spread = (keys & 0x7FFFFFFFFFFFFFFF) >> 1
-    return torch.where(bound > 0, spread % bound.clamp_min(1), torch.zeros_like(spread))
-
-
 def normal(row_keys: Tensor, columns: Tensor) -> Tensor:
     """Standard normal numbers for every (row key, column) pair, broadcast against each other.
 

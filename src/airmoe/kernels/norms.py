@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import wide_dtype, with_kernel
+from airmoe.kernels.backend import with_kernel
 
 
 def unit_rows(rows: Tensor) -> Tensor:
@@ -13,7 +13,7 @@ def unit_rows(rows: Tensor) -> Tensor:
 
     The parameter keeps its own norm; a zero row stays zero instead of becoming NaN.
     """
-    rows = rows.to(wide_dtype(rows))
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     return rows * _inverse_norms(rows).unsqueeze(-1)
 
 
@@ -21,7 +21,7 @@ def unit_rows(rows: Tensor) -> Tensor:
 @with_kernel("norms_triton")
 def inverse_norms(rows: Tensor) -> Tensor:
     """1/|w_e| in float32 or wider, 0 for a zero row: [E, D] -> [E], a constant to autograd."""
-    return _inverse_norms(rows.to(wide_dtype(rows)))
+    return _inverse_norms(rows.to(torch.promote_types(rows.dtype, torch.float32)))
 
 
 def _inverse_norms(rows: Tensor) -> Tensor:

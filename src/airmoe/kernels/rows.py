@@ -25,7 +25,6 @@ from airmoe.kernels.backend import (
     operator,
     own_precision,
     use_triton,
-    wide_dtype,
     with_kernel,
 )
 from airmoe.kernels.norms import unit_rows
@@ -60,7 +59,7 @@ def chosen_logits(hidden: Tensor, experts: Tensor, ids: Tensor, normalize: bool)
     hidden [T, D], experts [E, D], ids [T, K]. A zero row gives 0. The gradient goes through the
     norm; gradients are in the dtype of their operand. Operands may differ in dtype.
     """
-    work = wide_dtype(hidden, experts)
+    work = torch.promote_types(torch.promote_types(hidden.dtype, experts.dtype), torch.float32)
     rows = unit_rows(experts) if normalize else experts
     return gather_dot(hidden.to(work), rows.to(work), ids)
 

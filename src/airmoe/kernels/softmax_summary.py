@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import Gradient, chunks, operator, own_precision, use_triton, wide_dtype
+from airmoe.kernels.backend import Gradient, chunks, operator, own_precision, use_triton
 from airmoe.kernels.noise import Noise, noise_operands
 from airmoe.kernels.norms import unit_rows
 
@@ -44,7 +44,7 @@ def softmax_summary(
     if use_triton(hidden, experts):
         pieces = noise_operands(noise)
         return Summary(*softmax_summary_op(hidden, experts, token_weights, *pieces, normalize))
-    work = wide_dtype(hidden, experts)
+    work = torch.promote_types(torch.promote_types(hidden.dtype, experts.dtype), torch.float32)
     rows = unit_rows(experts) if normalize else experts
     operands = hidden.to(work), rows.to(work), token_weights.to(work)
     return Summary(*_SoftmaxSummary.apply(*operands, noise))

@@ -18,7 +18,7 @@ from airmoe.kernels.cell_scores import cell_scores
 from airmoe.kernels.cells import make_cells
 from airmoe.kernels.noise import Stage, combine, make_noise
 from airmoe.kernels.norms import inverse_norms, unit_rows
-from airmoe.kernels.top_k import LONGEST_ROW
+from airmoe.kernels.top_k import LONGEST_ROW, top_k_gates
 from airmoe.routers.base import CentroidRouter, Plan
 from airmoe.routers.codebook import Codebook, CodebookKind
 from airmoe.routers.costs import count_air
@@ -32,7 +32,7 @@ from airmoe.routers.lists import (
     build_lists,
     indexed,
 )
-from airmoe.routers.routing import CellRouting, Lazy, ScoredCells, Tokens, token_choice
+from airmoe.routers.routing import CellRouting, Lazy, ScoredCells, Tokens
 from airmoe.routers.settings import Amount, CentroidConfig, Fairness
 from airmoe.routers.tracking import how_to_track
 
@@ -217,7 +217,7 @@ class AirRouter(CentroidRouter):
             scores = cell_scores(tokens.hidden, centroids, cells, **operands)
             scored = ScoredCells(tokens, cells, scores, config.num_experts)
             if capacity is None:
-                gates = token_choice(scored, config.top_k)
+                gates = top_k_gates(scores, tokens.valid[cells.token_ids], config.top_k)
             else:
                 gates = expert_choice_gates(scored, capacity)
             return scored.routing(gates, max_per_token, cell_probs)

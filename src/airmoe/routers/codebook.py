@@ -21,11 +21,11 @@ from airmoe.kernels.codewords import (
     assign,
     codeword_sums,
     directions,
+    drawn_tokens,
     moved,
     projected,
-    rows_of_numbers,
 )
-from airmoe.kernels.noise import Stage, combine, normal, uniform_index
+from airmoe.kernels.noise import Stage, combine, normal
 from airmoe.routers.routing import Tokens, read_tokens
 
 CodebookKind = Literal["spherical", "euclidean", "static"]
@@ -154,15 +154,10 @@ class Codebook(Float32State):
     def _start(self, tokens: Tokens, total: Tensor, first: Tensor) -> None:
         """Codewords from distinct tokens, one drawn from each of G equal strata of the batch."""
         codes = torch.arange(self.num_codewords, device=self.counts.device)
-        low = codes * total // self.num_codewords
-        high = (codes + 1) * total // self.num_codewords
         keys = combine(self.seed, int(Stage.FIRST_BATCH), codes)
-        numbers = low + uniform_index(keys, high - low)
-        drawn = all_reduce_sum(
-            rows_of_numbers(
-                tokens.hidden, tokens.valid, numbers, first, spherical=not self.euclidean
-            )
-        )
+        counted, spherical = (tokens.hidden, tokens.valid), not self.euclidean
+        draw: dict[str, Any] = {"strata": True, "spherical": spherical}
+        drawn = all_reduce_sum(drawn_tokens(*counted, keys, total, first, **draw))
         starts = (total > 0) & ~self.initialized  # the host may not know
         share = total.float() / self.num_codewords
         ones, old = torch.ones_like(self.counts), self.codewords
@@ -175,13 +170,13 @@ class Codebook(Float32State):
     def _step(self, tokens: Tokens, total: Tensor, first: Tensor) -> None:
         """Alg. 2, lines 3-13: assign, EMA of counts and sums, replace the dead, project."""
         codeword_ids = self.assign(tokens)  # where spherical, norms do not matter
-        keys = combine(self.seed, int(Stage.REPLACE), self.updates)
         codes = torch.arange(self.num_codewords, device=self.counts.device)
-        spare = uniform_index(combine(keys, codes), total)
+        keys = combine(combine(self.seed, int(Stage.REPLACE), self.updates), codes)
         counted, spherical = (tokens.hidden, tokens.valid), not self.euclidean
         batch_sums = codeword_sums(*counted, codeword_ids, self.num_codewords, spherical=spherical)
-        spare_rows = rows_of_numbers(*counted, spare, first, spherical=spherical)
-        totals = all_reduce_sum(torch.cat([batch_sums, spare_rows], dim=-1))  # [G, 2 D + 1]
+        draw: dict[str, Any] = {"strata": False, "spherical": spherical}
+        spare = drawn_tokens(*counted, keys, total, first, **draw)
+        totals = all_reduce_sum(torch.cat([batch_sums, spare], dim=-1))  # [G, 2 D + 1]
         form: dict[str, Any] = {"decay": self.decay, "dead_below": self.dead_below}
         state = CodebookState(self.codewords, self.counts, self.sums)
         state = moved(state, totals, total, euclidean=self.euclidean, **form)
