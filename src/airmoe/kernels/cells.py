@@ -151,8 +151,9 @@ class Cells:
 
         The host waits for the device: for plain PyTorch only.
         """
-        cells, offsets = self.offsets.diff().nonzero().squeeze(-1), self.offsets
-        return torch.stack([cells, offsets[cells], offsets[cells + 1]], -1).tolist()
+        cells, sizes = self.cell_of_row.unique_consecutive(return_counts=True)
+        stops = sizes.cumsum(0)
+        return torch.stack([cells, stops - sizes, stops], -1).tolist()
 
     def check_current(self) -> None:
         """Pools are a cache, rewritten in place: an old routing must not read the new lists."""

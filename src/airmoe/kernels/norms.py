@@ -39,4 +39,4 @@ def finite_rows(hidden: Tensor) -> Tensor:
     """
     # `vector_norm` makes no [T, D] tensor of squares. It does not square a single entry either, so
     # the norm is squared: the sum of squares must be finite, whatever the width.
-    return torch.linalg.vector_norm(hidden.float(), dim=-1).square().isfinite()
+    return torch.linalg.vector_norm(hidden.float(), dim=-1).square() < torch.inf

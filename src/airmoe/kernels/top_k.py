@@ -61,34 +61,34 @@ class _TopKGates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, valid: Tensor, count: int) -> Tensor:
         gates = torch.empty_like(scores)
-        log_z = scores.new_empty(scores.shape[0], 1)  # log of the softmax denominators
-        elements = CPU_CHUNK_ELEMENTS if scores.device.type == "cpu" else CUDA_CHUNK_ELEMENTS
+        looks = scores.device.type == "cpu" and not torch.compiler.is_compiling()  # without waiting
+        elements = CPU_CHUNK_ELEMENTS if looks else CUDA_CHUNK_ELEMENTS
         step = max(1, elements // max(1, scores.shape[1]))
         for rows in chunks(scores.shape[0], step):
             part = scores[rows]
-            keys = selection_keys(part)
-            mask = keys >= keys.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+            ranked = part.float() if looks else selection_keys(part)
+            mask = ranked >= ranked.topk(count, sorted=False).values.amin(-1, keepdim=True)
+            if looks and not (mask.sum(-1) == count).all():  # equal scores, or NaN: keys decide
+                ranked = selection_keys(part)
+                mask = ranked >= ranked.topk(count, sorted=False).values.amin(-1, keepdim=True)
             kept = part.masked_fill(~mask, -torch.inf)
-            part_log_z = (part if count == 1 else kept).logsumexp(-1, keepdim=True)
+            log_z = (part if count == 1 else kept).logsumexp(-1, keepdim=True)
             # A chosen gate never underflows to 0, because 0 means "not chosen".
             tiny = torch.finfo(torch.float32).tiny
-            part_gates = kept.sub_(part_log_z).exp_().clamp_min_(tiny)
+            part_gates = kept.sub_(log_z).exp_().clamp_min_(tiny)
             unused = ~(mask & valid[rows].unsqueeze(-1))
             gates[rows] = part_gates.masked_fill_(unused, 0.0)
-            log_z[rows] = part_log_z
-        ctx.save_for_backward(gates, *((scores, log_z) if count == 1 else ()))
+        ctx.save_for_backward(gates, scores if count == 1 else None)
         return gates
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_gates: Tensor) -> tuple[Tensor, None, None]:
-        gates, *rest = ctx.saved_tensors
+        gates, scores = ctx.saved_tensors
         weighted = grad_gates * gates
         total = weighted.sum(-1, keepdim=True)
-        if rest:
-            scores, log_z = rest
-            return weighted.addcmul_((scores - log_z).exp_(), total, value=-1), None, None
-        return weighted.addcmul_(gates, total, value=-1), None, None
+        probs = gates if scores is None else scores.softmax(-1)
+        return weighted.addcmul_(probs, total, value=-1), None, None
 
 
 top_k_gates_op = operator(
