@@ -102,3 +102,18 @@ def test_state_travels(name: str) -> None:
             mine, theirs = router(hidden).to_token_routing(), copied(hidden).to_token_routing()
             assert torch.equal(mine.expert_ids, theirs.expert_ids)
             assert torch.equal(mine.weights, theirs.weights)
+
+
+def test_single_tokens_give_what_the_batch_gives(name: str) -> None:
+    """As in generation, also for tokens that are masked or not finite."""
+    layer = MoELayer(build(name), GranularExperts(EXPERTS, DIM))
+    x, mask = torch.randn(1, 9, DIM), torch.ones(1, 9, dtype=torch.bool)
+    layer(x)
+    layer.eval()
+    x[0, 3], mask[0, 5] = torch.nan, False
+    with torch.no_grad():
+        whole = layer.forward_with_routing(x, mask)
+        if whole.routing.experts_choose:  # so a token's experts depend on the others
+            return
+        alone = [layer(x[:, place : place + 1], mask[:, place : place + 1]) for place in range(9)]
+    torch.testing.assert_close(torch.cat(alone, 1), whole.hidden, equal_nan=True)

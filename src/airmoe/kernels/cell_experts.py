@@ -113,7 +113,7 @@ class _CellExperts(torch.autograd.Function):
                 for part in own.values():
                     part.masked_fill_(weights == 0, 0)
                 weighted = activate(activation, **own) * weights
-            if decoding and down.dtype == work == torch.float32:
+            if decoding and pool.numel() and down.dtype == work == torch.float32:
                 # Reads the rows without a copy: a third of the time.
                 ids = pool.expand(weighted.shape)
                 part = F.embedding_bag(ids, down, per_sample_weights=weighted, mode="sum")

@@ -162,7 +162,8 @@ def check_device(run: RunConfig, num_processes: int, *, resumes: bool = False) -
         check_bfloat16("training.precision", "cuda" if torch.cuda.is_available() else "cpu")
     obstacle = against_cuda_graph(options, Machine.this(num_processes))
     if options.cuda_graph is True and obstacle is not None:
-        rule, remedy = f"is impossible, because {obstacle}", "Set training.cuda_graph=auto."
+        rule = f"is impossible, because {obstacle}"
+        remedy = "Set training.cuda_graph=auto, or change that."
         raise ConfigError("training.cuda_graph", True, rule, remedy)
     if options.sharding == "fsdp2" and num_processes == 1 and not resumes:
         remedy = "Start with: torchrun --nproc-per-node N -m airmoe train ..., or leave it at none."

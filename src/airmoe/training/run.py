@@ -150,6 +150,7 @@ def _prepared_on_every_process(config: RunConfig, console: Console) -> Prepared:
 def _run(run: RunFolder, prepared: Prepared, console: Console, checkpoint: Path | None) -> Finished:
     config, options = run.config, run.config.training
     transformers_logging.disable_progress_bar()  # one bar, and it is ours
+    blocks_of(config, prepared)  # refuses a text that is too short before anything is built
     set_seed(options.seed)
     model = build_model(config, prepared)
     speed, chosen = settle_speed(options, Machine.this(world_size()))
