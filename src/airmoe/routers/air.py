@@ -184,8 +184,10 @@ class AirRouter(CentroidRouter):
         if self.training:  # the next micro-batch moves them, maybe before this plan is used
             codewords = codewords.clone()
             own_bytes = codewords.nbytes
-            if lists.experts is not self.training_lists.experts:
-                own_bytes += lists.experts.nbytes
+            cached = vars(self.training_lists.view())
+            for name, value in vars(lists).items():
+                if isinstance(value, Tensor) and value is not cached[name]:
+                    own_bytes += value.nbytes
         return AirPlan(
             **vars(lists),
             noise_key=super().plan(tokens).noise_key,
