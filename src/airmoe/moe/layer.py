@@ -49,9 +49,11 @@ class MoELayer(nn.Module):
             step()
 
     The warm-up steps compile the kernels and let the host learn that the codebook has started; the
-    last of them leaves the shortlists stale, so that their rebuilding is part of the graph.
-    Python's counters stand still while graphs are replayed: `layer.eval()` (a change of mode) makes
-    the shortlists of evaluation follow, or `router.on_parameters_changed()` without one.
+    last of them leaves the shortlists out of date, so that rebuilding them is part of the graph.
+    A graph repeats what was due when it was captured, so this needs `refresh_every=1`: with more,
+    the shortlists would be rebuilt in every replay or in none. Nor do Python's counters move:
+    before you evaluate, call `layer.eval()` (which must change the mode) or
+    `router.on_parameters_changed()`, or evaluation uses old lists.
     """
 
     def __init__(

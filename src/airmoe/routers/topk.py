@@ -53,7 +53,7 @@ class TopKRouter(CentroidRouter):
     def route(self, tokens: Tokens, plan: Plan) -> TokenRouting:
         top_k, normalize = self.config.top_k, self.config.normalize_centroids
         hidden, num_tokens = tokens.hidden, tokens.hidden.shape[0]
-        centroids = self.operand(hidden)
+        centroids = self.centroids_for(hidden)
         noise = self.noise(plan, Stage.TOKEN, num_tokens)
         expert_ids = best_experts(hidden, centroids, top_k, noise, normalize=normalize)
 
