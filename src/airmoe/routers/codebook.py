@@ -175,12 +175,12 @@ class Codebook(Float32State):
         codeword_ids = self.assign(tokens)  # where spherical, norms do not matter
         codes = torch.arange(self.num_codewords, device=self.counts.device)
         keys = combine(combine(self.seed, int(Stage.REPLACE), self.updates), codes)
-        hidden, valid, spherical = tokens.hidden, tokens.valid, not self.euclidean
+        spherical = not self.euclidean
         batch_sums = codeword_sums(
-            hidden, valid, codeword_ids, self.num_codewords, spherical=spherical
+            tokens.hidden, tokens.valid, codeword_ids, self.num_codewords, spherical=spherical
         )
         replacements = drawn_tokens(
-            hidden, valid, keys, total, first, strata=False, spherical=spherical
+            tokens.hidden, tokens.valid, keys, total, first, strata=False, spherical=spherical
         )
         totals = all_reduce_sum(torch.cat([batch_sums, replacements], dim=-1))  # [G, 2 D + 1]
         state = moved(
