@@ -267,6 +267,8 @@ def test_layers_refuse_bad_hidden_states(training: bool) -> None:
     ):
         with pytest.raises(ConfigError, match=r": got .*, must .*\. \w+"):
             layer(bad)
+    job, rule = partial(layer, torch.zeros(2, 3, 9)), "must have width dim = 8"
+    assert_refused(job, "MoELayer.x", (2, 3, 9), rule, "this width")
 
 
 @pytest.mark.parametrize("training", [True, False])

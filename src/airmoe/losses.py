@@ -26,7 +26,7 @@ from airmoe.routers.routing import CellRouting, Routing, check_routing
 
 # How records of runs name this convention. Older records, whose f summed to 1 (a loss K times
 # weaker), lack it.
-BALANCE = "f sums to K"
+BALANCE_CONVENTION = "f sums to K"
 
 
 def load_balance_loss(routing: Routing, *, total_tokens: Tensor | int | None = None) -> Tensor:

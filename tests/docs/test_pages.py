@@ -16,7 +16,7 @@ from airmoe import ROUTERS, AirRouter
 from airmoe.cli import app
 from airmoe.kernels.noise import normal
 from airmoe.model import model_size, parameter_counts
-from airmoe.moe.replay import KEPT_PLANS
+from airmoe.moe.recomputation import KEPT_PLANS
 from tests.docs.common import (
     PAGES,
     ROOT,

@@ -13,7 +13,7 @@ from airmoe.experiments.report.groups import KNOWN, Group, group_runs
 from airmoe.experiments.report.reading import read_all
 from airmoe.experiments.suites import SUITES, Plan, PlannedRun
 from airmoe.files import read_json, write_json
-from airmoe.losses import BALANCE
+from airmoe.losses import BALANCE_CONVENTION
 from airmoe.training import RunConfig, override, preset
 from airmoe.training.checkpoints import FORMAT
 
@@ -50,7 +50,7 @@ def write_run(
         "versions": VERSIONS,
         "git": {"commit": "c" * 40, "changed": False},
         "machine": MACHINE,
-        "balance": BALANCE,
+        "balance": BALANCE_CONVENTION,
     } | numbers.pop("about", {})
     test, memory = numbers.pop("test", None), numbers.pop("memory", None)
     lines = _lines(perplexity, numbers)

@@ -69,7 +69,11 @@ def test_a_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_triton_asked_for_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with use_backend("triton"), pytest.raises(ConfigError, match="Triton has no cpu device"):
+    said = "use_backend: got 'triton', cannot run here: Triton has no cpu device"
+    with use_backend("triton"), pytest.raises(ConfigError, match=said):
+        backend_for(CPU, torch.float32)
+    monkeypatch.setenv("AIRMOE_BACKEND", "triton")
+    with pytest.raises(ConfigError, match="AIRMOE_BACKEND: got 'triton'"):
         backend_for(CPU, torch.float32)
 
 
@@ -81,8 +85,8 @@ def test_float64_on_a_gpu_uses_the_reference_and_says_so_once(
         for _ in range(3):
             assert backend_for(CUDA, torch.float64) == "reference"
     assert [record.message for record in caplog.records] == [
-        "The plain PyTorch kernels are used, slower: Triton kernels take float32, float16 and "
-        "bfloat16, not torch.float64."
+        "Plain PyTorch computes instead of Triton, which is slower: Triton kernels take float32, "
+        "float16 and bfloat16, not torch.float64."
     ]
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import airmoe
 from airmoe.kernels.backend import use_backend
 from airmoe.training import capture
-from airmoe.training.capture import CapturedSteps
+from airmoe.training.capture import CapturedMicroBatches
 from tests.state.common import CASES, assert_same, batch, build_layer, losses, snapshot
 
 # -- without a GPU: tensors on the meta device have no values to read --------------------------
@@ -107,7 +107,7 @@ def test_there_is_one_graph_for_each_answer_to_what_is_due(
     optimizer = torch.optim.AdamW(layer.parameters())
     airmoe.track_optimizer(layer, optimizer)
 
-    def step(inputs: dict[str, Tensor]) -> Tensor:
+    def forward_backward(inputs: dict[str, Tensor]) -> Tensor:
         loss = layer(inputs["hidden"]).sum()
         loss.backward()
         return loss.detach()
@@ -117,15 +117,17 @@ def test_there_is_one_graph_for_each_answer_to_what_is_due(
     def capture_by_running(self: Any) -> Any:
         captures.append(self._due()[0])
         return SimpleNamespace(
-            loss=step(self._inputs), due=self._due(), graph=SimpleNamespace(replay=lambda: None)
+            loss=forward_backward(self._inputs),
+            due=self._due(),
+            graph=SimpleNamespace(replay=lambda: None),
         )
 
-    monkeypatch.setattr(CapturedSteps, "_capture", capture_by_running)
-    monkeypatch.setattr(capture, "PLAIN_STEPS", 0)
-    steps = CapturedSteps(layer, step)
+    monkeypatch.setattr(CapturedMicroBatches, "_capture", capture_by_running)
+    monkeypatch.setattr(capture, "PLAIN_MICRO_BATCHES", 0)
+    micro_batches = CapturedMicroBatches(layer, forward_backward)
     for index in range(14):
         due_at.append(layer.router.lists_due)
-        steps.run({"hidden": batch(index)})
+        micro_batches.run({"hidden": batch(index)})
         assert layer.router.lists_due == "nothing"
         if index % 2:
             optimizer.step()

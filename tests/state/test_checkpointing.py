@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import airmoe
-from airmoe.moe import replay
+from airmoe.moe import recomputation
 from tests.state.common import (
     CASES,
     Block,
@@ -205,18 +205,42 @@ def test_forwards_without_learning_find_their_plan(use_reentrant: bool) -> None:
     assert_same(run(checkpointed), run(lambda function, *arguments: function(*arguments)))
 
 
+@pytest.mark.parametrize("others", [1, recomputation.KEPT_PLANS])
+def test_a_plan_for_another_number_of_tokens_is_never_used(others: int) -> None:
+    """Neither one whose sampled rows are equal, nor the newest one in place of a lost plan."""
+    layer = build_layer("air")
+    x = batch(0, 9).requires_grad_()
+    torch.manual_seed(3)
+    output: Any = checkpoint(layer, x[:8].unsqueeze(0), use_reentrant=False)
+    for _ in range(others):
+        torch.manual_seed(3)
+        layer(x.detach().unsqueeze(0))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        output.pow(3).sum().backward()
+    assert x.grad is not None and (x.grad[:8].abs().sum(-1) > 0).all()
+    assert len(said) == (others > 1)
+    assert all("preserve_rng_state" in str(warning.message) for warning in said)
+
+
 def test_plans_that_own_much_memory_are_kept_for_fewer_forwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An untracked router builds lists for every forward, and each plan keeps its own."""
     layer = build_layer("air").train()
-    own_bytes = layer.router.codebook.codewords.nbytes + layer.router.shortlists().nbytes
-    monkeypatch.setattr(replay, "PLAN_BYTES", 6 * own_bytes)
+    lists = layer.router._lists()
+    own_bytes = layer.router.codebook.codewords.nbytes + lists.experts.nbytes
+    own_bytes += lists.inverse_norms.nbytes
+    monkeypatch.setattr(recomputation, "PLAN_BYTES", 6 * own_bytes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is untracked
         for seed in range(9):
             layer(batch(seed))
     assert len(layer._plans._kept) == 6
-    monkeypatch.setattr(replay, "PLAN_BYTES", 0)
+    monkeypatch.setattr(recomputation, "PLAN_BYTES", 0)
     layer(batch(9))
-    assert len(layer._plans._kept) == replay.LEAST_PLANS
+    assert len(layer._plans._kept) == recomputation.LEAST_PLANS
+    optimizer = torch.optim.SGD(layer.parameters())
+    airmoe.track_optimizer(layer, optimizer)
+    layer(batch(10))
+    assert layer._plans._kept[-1].plan.own_bytes == layer.router.codebook.codewords.nbytes

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import airmoe
 from airmoe.kernels.backend import use_backend
-from airmoe.moe.replay import PlanLog
+from airmoe.moe.recomputation import PlanLog
 from tests.model.common import VOCABULARY
 from tests.model.common import build as build_model
 from tests.state.common import (

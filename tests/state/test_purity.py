@@ -57,6 +57,18 @@ def test_evaluation_has_no_jitter_and_observes_nothing(case: str) -> None:
     assert not torch.equal(layer(batch(1)), calm(batch(1)))
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_default_device_does_not_matter(case: str) -> None:
+    layers = [build_layer(case) for _ in range(2)]
+    x, states = batch(0), []
+    for layer, device in zip(layers, ("cpu", "meta"), strict=True):
+        with torch.device(device):
+            torch.manual_seed(1)
+            layer(x).pow(3).sum().backward()
+        states.append({**snapshot(layer), "random": torch.get_rng_state()})
+    assert_same(states[1], states[0])
+
+
 def test_a_training_forward_nobody_observed_leaves_the_next_rebuild_alone() -> None:
     """Peeking after a step must not use up the refresh that belongs to the next observe."""
     pairs = [tracked_layer(), tracked_layer()]

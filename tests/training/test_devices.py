@@ -128,8 +128,8 @@ def test_steps_run_plainly_where_graphs_are_refused(
 ) -> None:
     """With the same bits as a run that never tried."""
 
-    def refuse(steps: capturing.CapturedSteps) -> Any:
-        for router in steps._routers:  # as far as a real capture may come
+    def refuse(micro_batches: capturing.CapturedMicroBatches) -> Any:
+        for router in micro_batches._routers:  # as far as a real capture may come
             router.lists_renewed("lists")
         raise RuntimeError("operation not permitted when stream is capturing\nand a trace")
 
@@ -138,7 +138,7 @@ def test_steps_run_plainly_where_graphs_are_refused(
 
     monkeypatch.setattr("airmoe.training.run.settle_speed", forced)
     if fault == "capture":
-        monkeypatch.setattr(capturing.CapturedSteps, "_capture", refuse)
+        monkeypatch.setattr(capturing.CapturedMicroBatches, "_capture", refuse)
     else:
         monkeypatch.setattr(capturing, "has_hooks", lambda _: True)
     with caplog.at_level(logging.WARNING, logger="airmoe"):
@@ -152,6 +152,10 @@ def test_steps_run_plainly_where_graphs_are_refused(
 
 def test_hooks_are_seen() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    assert not capturing.has_hooks(model)
+    of_all_modules = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert capturing.has_hooks(model)
+    of_all_modules.remove()
     assert not capturing.has_hooks(model)
     model[0].register_full_backward_hook(lambda *_: None)
     assert capturing.has_hooks(model)

@@ -103,9 +103,8 @@ def _decide(
     if reason is None and (choice == "triton" or device_type == "cuda"):
         return "triton"
     if choice == "triton" and device_type != "cuda":
-        raise ConfigError(
-            "backend", "triton", f"cannot run here: {reason}", "Use backend auto or reference."
-        )
+        setting = "use_backend" if _chosen else "AIRMOE_BACKEND"
+        raise ConfigError(setting, choice, f"cannot run here: {reason}", "Use auto or reference.")
     if device_type == "cuda" and reason is not None:
         _say_once(reason)
     return "reference"
@@ -126,7 +125,7 @@ def _why_not_triton(
 
 @functools.cache
 def _say_once(reason: str) -> None:
-    _log.warning("The plain PyTorch kernels are used, slower: %s.", reason)
+    _log.warning("Plain PyTorch computes instead of Triton, which is slower: %s.", reason)
 
 
 def own_precision(operation: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -174,9 +173,10 @@ def with_kernel(
     """Decorate a definition in plain PyTorch that has kernels in `module`, under the same name.
 
     Where Triton computes on the operands, and `when` (if given) agrees, the operator
-    `airmoe::<name>` runs, else the definition. The operator has the definition's signature.
-    Without a `fake`, the definition also tells compilers which shapes the operator gives: one
-    contiguous tensor.
+    `airmoe::<name>` runs, else the definition. The operator has the definition's signature. To
+    find the device only tensors passed by position are looked at: pass at least one so. Without a
+    `fake`, the definition also tells compilers which shapes the operator gives: one contiguous
+    tensor.
     """
 
     def decorate(definition: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -12,9 +12,9 @@ from torch import Tensor
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import operator, with_kernel
 
-SMALL_MEAN_ROWS = 32  # rows of the mean cell: with so few, some experts of a pool are not chosen
-MANY_ROWS = 32_768  # from so many on, matrices [N, M] take much memory
-MANY_KEYS = 2048  # fewer are sorted by one program
+SMALL_MEAN_ROWS = 32  # up to this mean number of rows, a cell leaves experts of its pool unused
+MANY_ROWS = 32_768  # with more rows, or as many, matrices [N, M] take much memory
+MANY_KEYS = 2048  # a GPU sorts fewer in a single program, so casting them first saves nothing
 
 
 @dataclass(frozen=True)

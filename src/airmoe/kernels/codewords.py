@@ -84,6 +84,7 @@ def drawn_tokens(
         return hidden.new_zeros(num_keys, dim, dtype=torch.float32)
     places = torch.arange(num_keys + 1, device=keys.device)
     borders = places * total // num_keys if strata else torch.stack([total * 0, total])
+    # The mask drops the sign. The shift is not needed, but without it other tokens are drawn.
     numbers = borders[:-1] + ((keys & LARGEST) >> 1) % borders.diff().clamp_min(1)
     seen = valid.cumsum(0)  # [T]
     local = numbers - first
@@ -122,12 +123,12 @@ def moved(
         old, form = (state.codewords, state.counts, state.sums), (decay, dead_below, euclidean)
         return CodebookState(*move_codewords_op(*old, totals, num_tokens, *form))
     dim = state.codewords.shape[1]
-    batch_sums, batch_counts, spare = totals.split([dim, 1, dim], dim=-1)
+    batch_sums, batch_counts, replacements = totals.split([dim, 1, dim], dim=-1)
     counts = state.counts * decay + batch_counts.squeeze(-1) * (1 - decay)
     sums = state.sums * decay + batch_sums * (1 - decay)
     dead = counts < dead_below
     counts = counts.masked_fill(dead, 1.0)
-    sums = torch.where(dead.unsqueeze(-1), spare, sums)
+    sums = torch.where(dead.unsqueeze(-1), replacements, sums)
     codewords = projected(sums, counts, state.codewords, euclidean=euclidean)
     some = num_tokens > 0
     return CodebookState(

@@ -36,10 +36,10 @@ def softmax_summary(
 ) -> Summary:
     """log Z per token and the weighted mean of the softmax over experts, differentiable.
 
-    hidden [T, D], experts [E, D]; token_weights [T] sum to 1 over the tokens that count (0 for the
-    others, which may hold anything: they spoil no more than their own log Z). With `normalize`
-    logits are <h, w_e> / |w_e|, 0 for a zero row, and the gradient goes through the norm. Operands
-    may differ in dtype; results are float32 or wider, gradients in the dtype of their operand.
+    hidden [T, D], experts [E, D]; token_weights [T] sum to 1 over the tokens that count. Others
+    have 0, and may even be NaN, which affects their own log Z only. With `normalize` logits are
+    <h, w_e> / |w_e|, 0 for a zero row, and the gradient goes through the norm. Operands may differ
+    in dtype; results are float32 or wider, gradients in the dtype of their operand.
     """
     if use_triton(hidden, experts):
         pieces = noise_operands(noise)

@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from airmoe.kernels.backend import chunks, operator, use_triton
 
 POSITION = 0xFFFFFFFF  # the low half of a key: how many columns come after its own
-LONGEST_ROW = 16384  # of Triton: scores that fit into the registers of one program
-LONGEST_LIST = 12288  # of the best of a longer row, with room for a quarter of LONGEST_ROW beside
+LONGEST_ROW = 16384  # scores that fit into the registers of one Triton program
+LONGEST_LIST = 12288  # best scores of a longer row that fit there beside LONGEST_ROW / 4 new ones
 CPU_CHUNK_ELEMENTS = 1 << 18  # keeps the int64 keys of one chunk inside the cache
 CUDA_CHUNK_ELEMENTS = 1 << 22
 
@@ -21,8 +21,8 @@ def selection_keys(scores: Tensor, places: Tensor | None = None, width: int = 0)
     """Distinct int64 keys in the order (score descending, position ascending).
 
     The float32 bits become an order-preserving integer in the high half, the reversed position
-    the low half, so any top-K of the keys picks exactly K and breaks ties the same way. The
-    columns may be some of a row of `width`, at these places.
+    the low half, so any top-K of the keys picks exactly K and breaks ties the same way. With
+    `places`, scores are those of some columns only, at these places in a row of `width`.
     """
     if places is None:
         width = scores.shape[-1]

@@ -211,7 +211,7 @@ class AirMoeModel(AirMoePreTrainedModel):
 def token_mask_of(attention_mask: Tensor | None, length: int) -> Tensor | None:
     """Which of the newest `length` tokens are real: [B, past + L] -> [B, L] bool.
 
-    None if all are, or if the mask is one between positions.
+    None if no mask was given, or one that says which positions may attend to which.
     """
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
         return None

@@ -28,7 +28,8 @@ from airmoe.routers.routing import CellRouting, ExpertRouting, Routing, TokenRou
 
 
 class _Experts(nn.Module):
-    """E feed-forward experts of S neurons: sum over neurons of act(gate.h) * (up.h) * down."""
+    """E feed-forward experts of S neurons. An expert is the sum over its neurons of
+    act(gate.h) * (up.h) * down if it is gated, of act(up.h) * down if not."""
 
     def __init__(
         self, num_experts: int, dim: int, activation: Activation = "swiglu", expert_size: int = 1

@@ -13,7 +13,7 @@ from airmoe.config import check_choice
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 from airmoe.moe.experts import CoarseExperts, GranularExperts
-from airmoe.moe.replay import PlanLog, inside_backward, unseen_by_checkpointing
+from airmoe.moe.recomputation import PlanLog, inside_backward, unseen_by_checkpointing
 from airmoe.routers.base import Plan, Router, run_eagerly
 from airmoe.routers.codebook import Codebook
 from airmoe.routers.planning import new_handle, traced_plan
@@ -49,9 +49,11 @@ class MoELayer(nn.Module):
             step()
 
     The warm-up steps compile the kernels and let the host learn that the codebook has started; the
-    last of them leaves the shortlists stale, so that their rebuilding is part of the graph.
-    Python's counters stand still while graphs are replayed: `layer.eval()` (a change of mode) makes
-    the shortlists of evaluation follow, or `router.on_parameters_changed()` without one.
+    last of them leaves the shortlists out of date, so that rebuilding them is part of the graph.
+    A graph repeats what was due when it was captured, so this needs `refresh_every=1`: with more,
+    the shortlists would be rebuilt in every replay or in none. Nor do Python's counters move:
+    before you evaluate, call `layer.eval()` (which must change the mode) or
+    `router.on_parameters_changed()`, or evaluation uses old lists.
     """
 
     def __init__(
@@ -106,6 +108,10 @@ class MoELayer(nn.Module):
         if x.ndim < 2:
             rule = "must have shape [batch, length, dim]"
             raise ConfigError("MoELayer.x", tuple(x.shape), rule, "Add a batch.")
+        if x.shape[-1] != self.experts.dim:
+            rule = f"must have width dim = {self.experts.dim}"
+            remedy = "Pass hidden states of this width, or build router and experts with yours."
+            raise ConfigError("MoELayer.x", tuple(x.shape), rule, remedy)
         hidden = for_products(x.reshape(-1, x.shape[-1]))  # [T, D]
         mask = None if mask is None else _flat_mask(mask, x.shape[:-1])
         # A forward of training may be recomputed, and the router learns from its tokens.
@@ -118,7 +124,7 @@ class MoELayer(nn.Module):
             if training:
                 # Checkpointing restores the random state before it recomputes a forward, so the
                 # ticket names that forward, in whatever order the backwards arrive.
-                ticket = int(torch.randint(2**62, ()))
+                ticket = int(torch.randint(2**62, (), device="cpu"))
                 plan = self.make_plan(tokens, ticket, learn)
         routing = router(hidden, mask, plan, tokens)  # hidden and mask are for forward hooks
         output = self.experts(tokens.hidden, routing)

@@ -65,7 +65,7 @@ class AirRouter(CentroidRouter):
         codebook: CodebookKind = "spherical"
         gate: Gate = "token_choice"
         capacity_factor: float = 1.0  # of the expert-choice gate
-        refresh_every: int = 1  # rebuild the shortlists after so many optimizer steps
+        refresh_every: int = 1  # rebuild the shortlists every n optimizer steps
 
         def check(self) -> None:
             super().check()
@@ -164,7 +164,7 @@ class AirRouter(CentroidRouter):
             return
         key = self._key()
         due = self.training_lists.due(key)
-        if due in ("lists", "norms"):
+        if due in ("lists", "norms"):  # lists of other tensors are built in the forward, not kept
             lists = self._build_lists(due, tokens.hidden.dtype)
             self.training_lists.store(lists, due, key, self.micro_batches)
 
@@ -184,8 +184,10 @@ class AirRouter(CentroidRouter):
         if self.training:  # the next micro-batch moves them, maybe before this plan is used
             codewords = codewords.clone()
             own_bytes = codewords.nbytes
-            if lists.experts is not self.training_lists.experts:
-                own_bytes += lists.experts.nbytes
+            cached = vars(self.training_lists.view())
+            for name, value in vars(lists).items():
+                if isinstance(value, Tensor) and value is not cached[name]:
+                    own_bytes += value.nbytes
         return AirPlan(
             **vars(lists),
             noise_key=super().plan(tokens).noise_key,
@@ -197,7 +199,7 @@ class AirRouter(CentroidRouter):
     def route(self, tokens: Tokens, plan: AirPlan) -> CellRouting:
         """The fine stage: exact scores of every token's shortlist and gates of the best K."""
         config, device = self.config, tokens.hidden.device
-        centroids = self.operand(tokens.hidden)
+        centroids = self.centroids_for(tokens.hidden)
         cells = make_cells(plan.codeword_ids.unsqueeze(-1), plan.experts, plan.reverse)
         noise = self.noise(plan, Stage.TOKEN, tokens.hidden.shape[0])
         operands: dict[str, Any] = {"inverse_norms": plan.inverse_norms, "noise": noise}
@@ -267,7 +269,8 @@ class AirRouter(CentroidRouter):
                 return self.training_lists.view()
             return self._build_lists(due, dtype)
         cache, gradients = self.evaluation_lists, torch.is_grad_enabled()
-        # The model may be trained in evaluation mode, and is if there was a backward.
+        # Untracked centroids may have been stepped in evaluation mode too; where they have a
+        # gradient, they are trained so.
         unsure = gradients and self.centroids.requires_grad and not self.tracked
         if unsure:
             self.on_parameters_changed()
@@ -276,7 +279,7 @@ class AirRouter(CentroidRouter):
         with cache.lock:
             key = self._key()
             due = cache.due(key)
-            if unsure or (gradients and due == "replaced"):
+            if unsure or (gradients and due == "other_tensors"):
                 return self._build_lists(due)  # a backward may need the cached ones
             if due != "nothing":
                 cache.store(self._build_lists(due), due, key, self.micro_batches)

@@ -38,8 +38,8 @@ class Plan:
 
 
 class Router(nn.Module, ABC):
-    """hidden [T, D] -> Routing. A forward changes nothing but caches, and gives the same routing at
-    the same micro-batch counter. Learning without gradients happens in `observe`."""
+    """hidden [T, D] -> Routing. A forward changes nothing but caches: calling it twice without
+    `observe` in between gives the same routing. Learning without gradients happens in `observe`."""
 
     Config: ClassVar[type[RouterConfig]]  # beside each router, its own settings
     config: Any  # an instance of it
@@ -51,9 +51,10 @@ class Router(nn.Module, ABC):
         self.noise_seed = nn.Buffer(torch.zeros((), dtype=torch.int64))
         self.micro_batches = nn.Buffer(torch.zeros((), dtype=torch.int64))
         self.parameter_changes = 0
-        self._hooks: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # report its steps
+        # Of tracked optimizers, to whose steps this router listens.
+        self._step_hooks: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         # The same dict by another name: compilers assume that `_forward_hooks` never changes.
-        self._hooks_now = self._forward_hooks
+        self._forward_hooks_alias = self._forward_hooks
         self._handle = new_handle(self)
         self.register_load_state_dict_post_hook(_after_load)
 
@@ -158,29 +159,29 @@ class Router(nn.Module, ABC):
     @property
     def tracked(self) -> bool:
         """True while the hook of a living optimizer reports its steps to this router."""
-        return len(self._hooks) > 0
+        return len(self._step_hooks) > 0
 
     def follow(self, optimizer: Optimizer) -> bool:
         """Have `on_optimizer_step` called after each step; False if it already is."""
-        if optimizer in self._hooks:
+        if optimizer in self._step_hooks:
             return False
         hook = optimizer.register_step_post_hook(lambda *_: self.on_optimizer_step())
-        self._hooks[optimizer] = hook
+        self._step_hooks[optimizer] = hook
         return True
 
     def unfollow(self, optimizer: Optimizer) -> None:
         """Undo `follow`."""
-        hook = self._hooks.pop(optimizer, None)
+        hook = self._step_hooks.pop(optimizer, None)
         if hook is not None:
             hook.remove()
             self.on_parameters_changed()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_hooks": None}  # a copy is not known to the optimizer
+        return {**self.__dict__, "_step_hooks": None}  # a copy is not known to the optimizer
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._hooks = WeakKeyDictionary()
+        self._step_hooks = WeakKeyDictionary()
         self._handle = new_handle(self)
 
     # -- plans ------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ class Router(nn.Module, ABC):
         kind = type(self)
         packs_plans = kind.plan is Router.plan or kind.plan_layout is not Router.plan_layout
         # `len`, because a compiler does not notice that an empty dict is true later on.
-        if len(self._hooks_now) > 0 or not packs_plans:
+        if len(self._forward_hooks_alias) > 0 or not packs_plans:
             return False
         return use_triton(hidden, *self._parameters.values())
 
@@ -220,10 +221,10 @@ class CentroidRouter(Router):
         super().reset_parameters()
         init_centroids(self.centroids, self.config.centroid_init)
 
-    def operand(self, hidden: Tensor) -> Tensor:
-        """The centroids as products with these hidden states take them."""
-        narrow = hidden.is_cuda and hidden.dtype.itemsize == 2
-        return self.centroids.to(hidden.dtype) if narrow else self.centroids
+    def centroids_for(self, hidden: Tensor) -> Tensor:
+        """The centroids, on a GPU rounded to the dtype of hidden states of 16 bits."""
+        rounded = hidden.is_cuda and hidden.dtype.itemsize == 2
+        return self.centroids.to(hidden.dtype) if rounded else self.centroids
 
     def full_logits(self, hidden: Tensor) -> Tensor:
         """Exact jitter-free logits over all experts: [T, D] -> [T, E]."""

@@ -79,13 +79,14 @@ class Codebook(Float32State):
         self.euclidean = kind == "euclidean"
         self.decay, self.dead_below = decay, dead_below
         self.frozen = False
-        # For caches: how often codewords were replaced (loaded, reset), and how often they learned.
+        # For caches: how often codewords were loaded or reset, and how often they learned.
         self.version = (0, 0)
         self._seen_first_batch = False
         self._warned = False
         rows = torch.empty(num_codewords, dim, dtype=torch.float32)
         self.codewords = nn.Buffer(rows)  # [G, D]
-        self.counts = nn.Buffer(rows.new_empty(num_codewords))  # [G] per micro-batch, global
+        # [G] running mean of tokens per micro-batch, over all ranks
+        self.counts = nn.Buffer(rows.new_empty(num_codewords))
         self.sums = nn.Buffer(torch.empty_like(rows))  # [G, D]
         self.initialized = nn.Buffer(torch.tensor(False))  # whether the first batch was seen
         self.seed = nn.Buffer(torch.empty((), dtype=torch.int64))
@@ -155,9 +156,11 @@ class Codebook(Float32State):
         """Codewords from distinct tokens, one drawn from each of G equal strata of the batch."""
         codes = torch.arange(self.num_codewords, device=self.counts.device)
         keys = combine(self.seed, int(Stage.FIRST_BATCH), codes)
-        counted, spherical = (tokens.hidden, tokens.valid), not self.euclidean
-        draw: dict[str, Any] = {"strata": True, "spherical": spherical}
-        drawn = all_reduce_sum(drawn_tokens(*counted, keys, total, first, **draw))
+        spherical = not self.euclidean
+        drawn = drawn_tokens(
+            tokens.hidden, tokens.valid, keys, total, first, strata=True, spherical=spherical
+        )
+        drawn = all_reduce_sum(drawn)
         starts = (total > 0) & ~self.initialized  # the host may not know
         share = total.float() / self.num_codewords
         ones, old = torch.ones_like(self.counts), self.codewords
@@ -172,14 +175,22 @@ class Codebook(Float32State):
         codeword_ids = self.assign(tokens)  # where spherical, norms do not matter
         codes = torch.arange(self.num_codewords, device=self.counts.device)
         keys = combine(combine(self.seed, int(Stage.REPLACE), self.updates), codes)
-        counted, spherical = (tokens.hidden, tokens.valid), not self.euclidean
-        batch_sums = codeword_sums(*counted, codeword_ids, self.num_codewords, spherical=spherical)
-        draw: dict[str, Any] = {"strata": False, "spherical": spherical}
-        spare = drawn_tokens(*counted, keys, total, first, **draw)
-        totals = all_reduce_sum(torch.cat([batch_sums, spare], dim=-1))  # [G, 2 D + 1]
-        form: dict[str, Any] = {"decay": self.decay, "dead_below": self.dead_below}
-        state = CodebookState(self.codewords, self.counts, self.sums)
-        state = moved(state, totals, total, euclidean=self.euclidean, **form)
+        spherical = not self.euclidean
+        batch_sums = codeword_sums(
+            tokens.hidden, tokens.valid, codeword_ids, self.num_codewords, spherical=spherical
+        )
+        replacements = drawn_tokens(
+            tokens.hidden, tokens.valid, keys, total, first, strata=False, spherical=spherical
+        )
+        totals = all_reduce_sum(torch.cat([batch_sums, replacements], dim=-1))  # [G, 2 D + 1]
+        state = moved(
+            CodebookState(self.codewords, self.counts, self.sums),
+            totals,
+            total,
+            decay=self.decay,
+            dead_below=self.dead_below,
+            euclidean=self.euclidean,
+        )
         self.codewords.copy_(state.codewords)
         self.counts.copy_(state.counts)
         self.sums.copy_(state.sums)

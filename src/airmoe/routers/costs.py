@@ -38,7 +38,10 @@ def summary(part: flops.Part, config: RouterConfig) -> Term:
 
 
 def slots_of(config: Any, tokens: int) -> int:
-    """How many of so many tokens an expert takes: T K / E * factor, rounded up."""
+    """The slots of an expert for this many tokens: ceil(T K / E * factor), at most all of them.
+
+    `ExpertChoiceRouter` has as many; `capacity_of` says how many of them it fills.
+    """
     share = tokens * config.top_k / config.num_experts * config.capacity_factor
     return min(tokens, math.ceil(share))
 
@@ -51,7 +54,7 @@ def choice_by_tokens(
     switch = active == 1  # its weight is the probability among all of them
     yield flops.both(FINE, "selection", flops.top_k(candidates, active, gradient=True))
     yield flops.both(FINE, "weights", flops.softmax(candidates if switch else active))
-    yield from router_losses(config, workload, losses, candidates, counted=switch)
+    yield from count_router_losses(config, workload, losses, candidates, counted=switch)
 
 
 def choice_by_experts(
@@ -61,7 +64,7 @@ def choice_by_experts(
     slots = slots_of(config, workload.tokens_per_micro_batch)
     yield flops.both(FINE, "probabilities", flops.softmax(candidates))
     yield flops.both(FINE, "selection", flops.top_k(candidates, slots))
-    yield from router_losses(config, workload, losses, candidates, counted=True)
+    yield from count_router_losses(config, workload, losses, candidates, counted=True)
 
 
 def active_by_experts(config: Any, workload: Workload) -> float:
@@ -70,7 +73,7 @@ def active_by_experts(config: Any, workload: Workload) -> float:
     return config.num_experts * slots_of(config, tokens) / tokens
 
 
-def router_losses(
+def count_router_losses(
     config: RouterConfig,
     workload: Workload,
     losses: RouterLosses,

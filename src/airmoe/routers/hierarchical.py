@@ -113,7 +113,7 @@ class HierarchicalRouter(CentroidRouter):
         cells = make_cells(chosen, experts[:-1].view(config.num_clusters, -1), reverse)
         expert_scores = cell_scores(
             tokens.hidden,
-            self.operand(tokens.hidden),
+            self.centroids_for(tokens.hidden),
             cells,
             inverse_norms=inverse_norms(self.centroids.detach()) if normalize else None,
             noise=self.noise(plan, Stage.TOKEN, num_tokens),

@@ -17,10 +17,12 @@ from airmoe.kernels.noise import Noise
 from airmoe.kernels.norms import inverse_norms
 from airmoe.routers.codebook import Codebook, Float32State
 
-# What must be rebuilt.
+# What must be rebuilt, and why.
 Due = Literal[
     "nothing",
-    "replaced",  # nothing, but other tensors stand in for those the lists were built from
+    # The centroids are other tensors (`functional_call`, `.data = other`): lists are built for
+    # this forward, and in training they are not kept.
+    "other_tensors",
     "norms",  # only the inverse norms, because shortlists may be older than one step
     "lists",  # the shortlists, and with them the norms and the reverse index
 ]
@@ -171,7 +173,7 @@ class ListCache(Float32State):
             return "lists"
         if (key.changes, key.triton) != (now.changes, now.triton):
             return "norms"
-        return "nothing" if key.tensors == now.tensors else "replaced"
+        return "nothing" if key.tensors == now.tensors else "other_tensors"
 
     def view(self) -> Lists:
         """The cached lists themselves, not a copy."""

@@ -75,9 +75,9 @@ assume_constant(_call_number)
     "airmoe::draw_ticket", mutates_args=(), tags=[torch.Tag.nondeterministic_seeded]
 )
 def _draw_ticket(handle: Tensor, call: int) -> Tensor:
-    """The ticket that a layer draws without a compiler: [1] int64 on the CPU, as the handle tells
-    compilers.
+    """The ticket, drawn as a layer draws it without a compiler: [1] int64 on the CPU.
 
+    Compilers take an operator to run on its inputs' device, and the handle is on the CPU.
     `call` differs from call to call, or a compiler would merge two of them into one.
     """
     return torch.randint(2**62, (1,), device="cpu")
@@ -106,7 +106,7 @@ def _plan(
     compiler would drop the call.
     """
     planner = _planners[int(handle)]
-    # A router may have a part that it calls `router`.
+    # A layer has its router in `router`. Routers are recognised first: one may have such a part.
     router = planner if hasattr(planner, "plan_layout") else planner.router
     with torch.set_grad_enabled(gradients):
         tokens = router.read(hidden, mask)

@@ -44,15 +44,14 @@ class Tokens:
 
 
 def for_products(hidden: Tensor) -> Tensor:
-    """Hidden states as products take them: under autocast on a GPU in its dtype.
+    """On a GPU under autocast, cast float32 hidden states to its dtype; elsewhere unchanged.
 
     Sums, scores and selection are float32 all the same.
     """
     device = hidden.device.type
-    if device != "cuda" or not torch.is_autocast_enabled(device):
+    if device != "cuda" or hidden.dtype != torch.float32 or not torch.is_autocast_enabled(device):
         return hidden
-    narrow = hidden.dtype == torch.float32
-    return hidden.to(torch.get_autocast_dtype(device)) if narrow else hidden
+    return hidden.to(torch.get_autocast_dtype(device))
 
 
 def read_tokens(label: str, dim: int, hidden: Tensor | Tokens, mask: Tensor | None) -> Tokens:

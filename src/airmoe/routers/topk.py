@@ -1,4 +1,5 @@
-"""Exact top-K over all experts (Eq. 1-2): the granular yardstick, and with K = 1 the coarse MoE."""
+"""Exact top-K over all experts (Eq. 1-2), to which granular routers are compared. With K = 1 it is
+the router of the coarse MoE."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class TopKRouter(CentroidRouter):
         """Settings of exact top-K."""
 
         def count_flops(self, workload: Workload, losses: RouterLosses) -> RouterCount:
-            """The gradient reaches the scores of all experts in a dense [T, E], in ours those of
-            the chosen."""
+            """Algorithmic: a dense [T, E] of scores, with gradients for all of them. Executed: no
+            such tensor, and gradients for the scores of the chosen experts."""
             experts, active, dim = self.num_experts, self.top_k, self.dim
             terms = [
                 *costs.unit_centroids(self, workload),
@@ -53,7 +54,7 @@ class TopKRouter(CentroidRouter):
     def route(self, tokens: Tokens, plan: Plan) -> TokenRouting:
         top_k, normalize = self.config.top_k, self.config.normalize_centroids
         hidden, num_tokens = tokens.hidden, tokens.hidden.shape[0]
-        centroids = self.operand(hidden)
+        centroids = self.centroids_for(hidden)
         noise = self.noise(plan, Stage.TOKEN, num_tokens)
         expert_ids = best_experts(hidden, centroids, top_k, noise, normalize=normalize)
 

@@ -37,9 +37,10 @@ def how_to_track() -> str:
 
 @dataclass(frozen=True)
 class Tracking:
-    """A live connection; after `remove()` the routers rebuild their lists in each forward.
+    """What `track_optimizer` started, for these routers; `remove()` ends it.
 
-    Routers that were tracked before stay so: each connection ends only what it began.
+    Routers that no optimizer reports to rebuild their lists in each forward. Routers that were
+    tracked before stay so.
     """
 
     routers: list[Router]

@@ -16,7 +16,7 @@ from airmoe.config import check_count
 from airmoe.distributed import all_reduce_sum, is_distributed, rank, world_size
 from airmoe.metrics import RoutingMeter, shortlist_staleness, unlisted_experts
 from airmoe.metrics.quality import ALL
-from airmoe.moe.replay import inside_backward
+from airmoe.moe.recomputation import inside_backward
 from airmoe.routers import AirRouter, PeerRouter, Router, Routing
 from airmoe.training.capture import uncompiled
 

@@ -31,7 +31,7 @@ from airmoe.model import AirMoeForCausalLM
 from airmoe.model.objective import ROUTER_LOSSES
 from airmoe.routers import Router, track_optimizer
 from airmoe.training import checkpoints
-from airmoe.training.capture import CapturedSteps, uncompiled
+from airmoe.training.capture import CapturedMicroBatches, uncompiled
 from airmoe.training.config import TrainingOptions
 from airmoe.training.devices import autocast_of, checkpoint_activations, placed
 from airmoe.training.evaluation import RoutingWatch, evaluate
@@ -72,7 +72,9 @@ class TrainingLoop:
         if any(isinstance(module, Router) for module in model.modules()):
             track_optimizer(model, self.optimizer)
         self.watch = RoutingWatch(model, options.quality_tokens)
-        self._graphs = CapturedSteps(model, self._forward_backward) if speed.cuda_graph else None
+        self._graphs = (
+            CapturedMicroBatches(model, self._forward_backward) if speed.cuda_graph else None
+        )
         self._router_losses: dict[str, Tensor] = {}  # of the last watched micro-batch
         self._last_logged = 0
         # On the device: reading them at every step would make the host wait for the GPU.

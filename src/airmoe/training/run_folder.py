@@ -40,7 +40,7 @@ from airmoe.files import (
     write_bytes,
     write_json,
 )
-from airmoe.losses import BALANCE
+from airmoe.losses import BALANCE_CONVENTION
 from airmoe.model import AirMoeConfig, parameter_counts
 from airmoe.training.checkpoints import FORMAT, LOG, USAGE, check_format
 from airmoe.training.config import RunConfig
@@ -142,7 +142,7 @@ def create_run(path: Path, config: RunConfig, prepared: Prepared) -> RunFolder:
         "git": git_state(),
         "machine": machine(),
     }
-    more = {"data_recipe": asdict(prepared.manifest.recipe), "balance": BALANCE}
+    more = {"data_recipe": asdict(prepared.manifest.recipe), "balance": BALANCE_CONVENTION}
     write_json(path / "run.json", {**started, **more})
     return RunFolder(path, config, started)
 

@@ -17,7 +17,7 @@ from airmoe.experiments.report.record import Curve, Numbers, Record, Run, method
 from airmoe.experiments.report.usage import read_usage, relative_usage
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.files import build, read_json
-from airmoe.losses import BALANCE
+from airmoe.losses import BALANCE_CONVENTION
 from airmoe.training.checkpoints import USAGE
 from airmoe.training.run_folder import open_run
 
@@ -149,7 +149,7 @@ def _below(path: Path) -> list[Path]:
 
 def finished_run(about: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     """Fields of a Run, from run.json (`about`) and result.json."""
-    if about.get("balance") != BALANCE:
+    if about.get("balance") != BALANCE_CONVENTION:
         raise ValueError("its balance loss is the old one, K times weaker than today's")
     start = _start(result["log"])
     lines = [_timed(line, start) for line in result["log"]]

@@ -28,6 +28,7 @@ SAMPLED_ROWS = 4
 @dataclass(frozen=True)
 class _Kept:
     ticket: int
+    num_tokens: int
     sample: Tensor  # a few rows of the input
     plan: Plan
 
@@ -55,7 +56,7 @@ class PlanLog:
             self._kept.clear()
             self._parameter_changes = changes
         kept = self._kept
-        kept.append(_Kept(ticket, _sample(hidden), plan))
+        kept.append(_Kept(ticket, hidden.shape[0], _sample(hidden), plan))
         while len(kept) > LEAST_PLANS and sum(one.plan.own_bytes for one in kept) > PLAN_BYTES:
             kept.popleft()
 
@@ -63,24 +64,27 @@ class PlanLog:
         """The plan of the forward being recomputed: by ticket, and by content where that fails.
 
         Contents are compared (which waits for the device) only when the random state was not
-        restored, or when several forwards started from the same one.
+        restored, or when several forwards started from the same one. None if there is no plan for
+        this number of tokens.
         """
-        same_ticket = [kept for kept in self._kept if kept.ticket == ticket]
+        fitting = [kept for kept in self._kept if kept.num_tokens == hidden.shape[0]]
+        same_ticket = [kept for kept in fitting if kept.ticket == ticket]
         if len(same_ticket) == 1:
             return same_ticket[0].plan
         sample = _sample(hidden)
-        for kept in reversed(same_ticket or self._kept):
-            if kept.sample.shape == sample.shape and torch.equal(kept.sample, sample):
+        for kept in reversed(same_ticket or fitting):
+            if torch.equal(kept.sample, sample):
                 return kept.plan
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "MoELayer is recomputed from other inputs than it first saw, or more forwards wait "
-                "for their backward than plans are kept; the newest plan is used. Gradients are "
-                "those of a slightly different routing.",
+                "MoELayer is recomputed, but the plan of its first forward is gone, so gradients "
+                "are those of a slightly different routing. Either its inputs have changed, or too "
+                "many forwards wait for their backward, or it was in evaluation mode in between. "
+                "Keep the model in training mode until backward, and preserve_rng_state on.",
                 stacklevel=4,
             )
-        return self._kept[-1].plan if self._kept else None
+        return fitting[-1].plan if fitting else None
 
 
 def inside_backward() -> bool:
