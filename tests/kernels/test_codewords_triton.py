@@ -12,12 +12,11 @@ from torch import Tensor
 
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.codewords import (
-    CodebookState,
     assign,
     codeword_sums,
     directions,
     drawn_tokens,
-    moved,
+    move,
 )
 from tests.kernels.comparison import DEVICE, DTYPES, unit_rows
 from tests.tolerance import score_slack
@@ -234,10 +233,10 @@ def test_codewords_move(euclidean: bool, num_tokens: int) -> None:
     size = torch.tensor(num_tokens, device=DEVICE)
 
     def after(dtype: torch.dtype) -> list[Tensor]:
-        state = CodebookState(*(part.to(dtype) for part in before))
+        codewords, counts, sums = (part.to(dtype, copy=True) for part in before)
         options: dict[str, Any] = {"decay": 0.75, "dead_below": 1.0, "euclidean": euclidean}
-        state = moved(state, totals.to(dtype), size, **options)
-        return [state.codewords, state.counts, state.sums]
+        move(codewords, counts, sums, totals.to(dtype), size, **options)
+        return [codewords, counts, sums]
 
     with use_backend("triton"):
         found = after(torch.float32)

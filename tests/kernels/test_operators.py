@@ -134,9 +134,6 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
         (floats(40, 16), true(40), ids(2**40, 7), torch.tensor(50), torch.tensor(3)),
         options={"strata": True, "spherical": True},
     ),
-    "move_codewords": lambda: Example(
-        (floats(6, 16), floats(6), floats(6, 16), floats(6, 33), ids(9), 0.95, 1.0, False)
-    ),
     "inverse_norms": lambda: Example((floats(20, 30),)),
     "finite_rows": lambda: Example((floats(20, 30),)),
     "noise_rows": lambda: Example((int32(99, 4), ids(99, 5), 0.1)),

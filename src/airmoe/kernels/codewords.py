@@ -3,12 +3,10 @@ they move (Alg. 2)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import chunks, operator, own_precision, use_triton, with_kernel
+from airmoe.kernels.backend import chunks, own_precision, use_triton, with_kernel
 
 CHUNK_ELEMENTS = 1 << 22
 LARGEST = 2**63 - 1  # makes an int64 positive
@@ -95,47 +93,45 @@ def drawn_tokens(
     return states.masked_fill(~mine.unsqueeze(-1), 0)
 
 
-@dataclass(frozen=True)
-class CodebookState:
-    """Codewords with the running counts and sums of their tokens."""
-
-    codewords: Tensor  # [G, D]
-    counts: Tensor  # [G]
-    sums: Tensor  # [G, D]
-
-
 @torch.no_grad()
-def moved(
-    state: CodebookState,
+def move(
+    codewords: Tensor,
+    counts: Tensor,
+    sums: Tensor,
     totals: Tensor,
     num_tokens: Tensor,
     *,
     decay: float,
     dead_below: float,
     euclidean: bool,
-) -> CodebookState:
-    """Alg. 2, lines 6-13: running counts and sums, replacements of dead codewords, projection.
+) -> None:
+    """Alg. 2, lines 6-13, in place: running counts and sums, replacements of dead codewords,
+    projection.
 
-    totals [G, 2 D + 1]: of each codeword the sum of its tokens, their number, and the token that
-    replaces it if it is dead. Without tokens (`num_tokens`, 0-dim) nothing moves.
+    codewords [G, D], counts [G], sums [G, D]; totals [G, 2 D + 1]: of each codeword the sum of its
+    tokens, their number, and the token that replaces it if it is dead. Without tokens
+    (`num_tokens`, 0-dim) nothing moves.
     """
-    if use_triton(state.codewords):
-        old, form = (state.codewords, state.counts, state.sums), (decay, dead_below, euclidean)
-        return CodebookState(*move_codewords_op(*old, totals, num_tokens, *form))
-    dim = state.codewords.shape[1]
+    if use_triton(codewords):  # no operator: codebooks learn outside of compiled graphs
+        from airmoe.kernels.codewords_triton import move_in_place
+
+        with torch.cuda.device_of(codewords):
+            state, form = (codewords, counts, sums), (decay, dead_below, euclidean)
+            move_in_place(*state, totals, num_tokens, *form)
+        torch.autograd.graph.increment_version(state)  # as any other change in place
+        return
+    dim = codewords.shape[1]
     batch_sums, batch_counts, replacements = totals.split([dim, 1, dim], dim=-1)
-    counts = state.counts * decay + batch_counts.squeeze(-1) * (1 - decay)
-    sums = state.sums * decay + batch_sums * (1 - decay)
-    dead = counts < dead_below
-    counts = counts.masked_fill(dead, 1.0)
-    sums = torch.where(dead.unsqueeze(-1), replacements, sums)
-    codewords = projected(sums, counts, state.codewords, euclidean=euclidean)
+    new_counts = counts * decay + batch_counts.squeeze(-1) * (1 - decay)
+    new_sums = sums * decay + batch_sums * (1 - decay)
+    dead = new_counts < dead_below
+    new_counts = new_counts.masked_fill(dead, 1.0)
+    new_sums = torch.where(dead.unsqueeze(-1), replacements, new_sums)
+    new_codewords = projected(new_sums, new_counts, codewords, euclidean=euclidean)
     some = num_tokens > 0
-    return CodebookState(
-        codewords=torch.where(some, codewords, state.codewords),
-        counts=torch.where(some, counts, state.counts),
-        sums=torch.where(some, sums, state.sums),
-    )
+    codewords.copy_(torch.where(some, new_codewords, codewords))
+    counts.copy_(torch.where(some, new_counts, counts))
+    sums.copy_(torch.where(some, new_sums, sums))
 
 
 def projected(sums: Tensor, counts: Tensor, old: Tensor, *, euclidean: bool) -> Tensor:
@@ -144,13 +140,3 @@ def projected(sums: Tensor, counts: Tensor, old: Tensor, *, euclidean: bool) -> 
         empty = (counts == 0).unsqueeze(-1)
         return torch.where(empty, old, sums / counts.unsqueeze(-1))
     return torch.where((sums == 0).all(-1, keepdim=True), old, directions(sums))
-
-
-move_codewords_op = operator(
-    "move_codewords(Tensor codewords, Tensor counts, Tensor sums, Tensor totals, "
-    "Tensor num_tokens, float decay, float dead_below, bool euclidean) -> (Tensor, Tensor, Tensor)",
-    "codewords_triton",
-    fake=lambda codewords, counts, sums, *_: tuple(
-        map(torch.empty_like, (codewords, counts, sums))
-    ),
-)

@@ -350,8 +350,7 @@ def drawn_tokens(
 
 @triton.jit
 def _move_kernel(
-    codewords, counts, sums, totals, num_tokens, new_codewords, new_counts, new_sums,
-    decay, rest, dead_below,
+    codewords, counts, sums, totals, num_tokens, decay, rest, dead_below,
     DIM: tl.constexpr, WIDTH: tl.constexpr, EUCLIDEAN: tl.constexpr,
 ):  # fmt: skip
     cell = tl.program_id(0).to(tl.int64)
@@ -373,21 +372,26 @@ def _move_kernel(
                 moved = tl.div_rn(total, count + tl.zeros_like(total))
         elif tl.max(tl.abs(total), axis=0) > 0:
             moved = _directions(total, 0)
-    tl.store(new_counts + cell, count)
-    tl.store(new_sums + place, total, mask=mask)
-    tl.store(new_codewords + place, moved, mask=mask)
+    tl.debug_barrier()  # all threads have read what is overwritten
+    tl.store(counts + cell, count)
+    tl.store(sums + place, total, mask=mask)
+    tl.store(codewords + place, moved, mask=mask)
 
 
-def move_codewords(
-    codewords: Tensor, counts: Tensor, sums: Tensor, totals: Tensor, num_tokens: Tensor, *form: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """New codewords, counts and sums."""
-    (num_codewords, dim), (decay, dead_below, euclidean) = codewords.shape, form
-    new = torch.empty_like(codewords), torch.empty_like(counts), torch.empty_like(sums)
+def move_in_place(
+    codewords: Tensor,
+    counts: Tensor,
+    sums: Tensor,
+    totals: Tensor,
+    num_tokens: Tensor,
+    decay: float,
+    dead_below: float,
+    euclidean: bool,
+) -> None:
+    """`codewords.move`; codewords, counts and sums are contiguous."""
+    num_codewords, dim = codewords.shape
     width = triton.next_power_of_2(dim)
     _move_kernel[(num_codewords,)](
-        codewords.contiguous(), counts.contiguous(), sums.contiguous(), totals.contiguous(),
-        num_tokens, *new, decay, 1 - decay, dead_below,
+        codewords, counts, sums, totals, num_tokens, decay, 1 - decay, dead_below,
         DIM=dim, WIDTH=width, EUCLIDEAN=euclidean, num_warps=max(1, min(8, width // 256)),
     )  # fmt: skip
-    return new

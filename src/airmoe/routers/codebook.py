@@ -17,12 +17,11 @@ from airmoe.config import check_choice, check_count, check_number
 from airmoe.distributed import all_gather_rows, all_reduce_sum, is_distributed, rank, world_size
 from airmoe.kernels.backend import use_backend
 from airmoe.kernels.codewords import (
-    CodebookState,
     assign,
     codeword_sums,
     directions,
     drawn_tokens,
-    moved,
+    move,
     projected,
 )
 from airmoe.kernels.noise import Stage, combine, normal
@@ -183,17 +182,16 @@ class Codebook(Float32State):
             tokens.hidden, tokens.valid, keys, total, first, strata=False, spherical=spherical
         )
         totals = all_reduce_sum(torch.cat([batch_sums, replacements], dim=-1))  # [G, 2 D + 1]
-        state = moved(
-            CodebookState(self.codewords, self.counts, self.sums),
+        move(
+            self.codewords,
+            self.counts,
+            self.sums,
             totals,
             total,
             decay=self.decay,
             dead_below=self.dead_below,
             euclidean=self.euclidean,
         )
-        self.codewords.copy_(state.codewords)
-        self.counts.copy_(state.counts)
-        self.sums.copy_(state.sums)
 
     @property
     def learning(self) -> bool:
