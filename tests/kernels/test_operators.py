@@ -37,10 +37,15 @@ class Example:
     options: dict[str, Any] = field(default_factory=dict)
 
     def run(self, operator: Callable[..., Any]) -> list[Tensor]:
-        """What the operator returns, and the gradients of all of that."""
+        """What the operator returns, and the gradients of all of that; or what it wrote to."""
         floats = [self.arguments[place].requires_grad_() for place in self.differentiable]
-        found = operator(*self.arguments, **self.options)
-        results = [found] if isinstance(found, Tensor) else list(found)
+        arguments = list(self.arguments)
+        if not floats:
+            arguments = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
+        found = operator(*arguments, **self.options)
+        results = [found] if isinstance(found, Tensor) else list(found or ())
+        if not results:
+            return [argument for argument in arguments if isinstance(argument, Tensor)]
         if not floats:
             return [result.clone() for result in results]
         sums = [each.sin().sum() for each in results if each.requires_grad]
@@ -133,6 +138,9 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "drawn_tokens": lambda: Example(
         (floats(40, 16), true(40), ids(2**40, 7), torch.tensor(50), torch.tensor(3)),
         options={"strata": True, "spherical": True},
+    ),
+    "move_codewords": lambda: Example(
+        (floats(6, 16), floats(6), floats(6, 16), floats(6, 33), ids(9), 0.95, 1.0, False)
     ),
     "inverse_norms": lambda: Example((floats(20, 30),)),
     "finite_rows": lambda: Example((floats(20, 30),)),

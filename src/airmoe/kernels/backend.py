@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -230,8 +231,9 @@ def _register(schema: str, launch: Callable[..., Any], fake: Callable[..., Any])
         with torch.cuda.device_of(next(arg for arg in args if isinstance(arg, Tensor))):
             return launch(*args, **kwargs)
 
+    written = re.findall(r"!\) (\w+)", signature)
     op = torch.library.custom_op(
-        f"airmoe::{name}", on_its_device, mutates_args=(), schema=f"({signature}"
+        f"airmoe::{name}", on_its_device, mutates_args=written, schema=f"({signature}"
     )
     op.register_fake(fake)
     return op

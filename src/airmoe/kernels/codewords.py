@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import chunks, own_precision, use_triton, with_kernel
+from airmoe.kernels.backend import chunks, operator, own_precision, use_triton, with_kernel
 
 CHUNK_ELEMENTS = 1 << 22
 LARGEST = 2**63 - 1  # makes an int64 positive
@@ -112,13 +112,9 @@ def move(
     tokens, their number, and the token that replaces it if it is dead. Without tokens
     (`num_tokens`, 0-dim) nothing moves.
     """
-    if use_triton(codewords):  # no operator: codebooks learn outside of compiled graphs
-        from airmoe.kernels.codewords_triton import move_in_place
-
-        with torch.cuda.device_of(codewords):
-            state, form = (codewords, counts, sums), (decay, dead_below, euclidean)
-            move_in_place(*state, totals, num_tokens, *form)
-        torch.autograd.graph.increment_version(state)  # as any other change in place
+    if use_triton(codewords):
+        state, form = (codewords, counts, sums), (decay, dead_below, euclidean)
+        move_codewords(*state, totals, num_tokens, *form)
         return
     dim = codewords.shape[1]
     batch_sums, batch_counts, replacements = totals.split([dim, 1, dim], dim=-1)
@@ -140,3 +136,11 @@ def projected(sums: Tensor, counts: Tensor, old: Tensor, *, euclidean: bool) -> 
         empty = (counts == 0).unsqueeze(-1)
         return torch.where(empty, old, sums / counts.unsqueeze(-1))
     return torch.where((sums == 0).all(-1, keepdim=True), old, directions(sums))
+
+
+move_codewords = operator(
+    "move_codewords(Tensor(a!) codewords, Tensor(b!) counts, Tensor(c!) sums, Tensor totals, "
+    "Tensor num_tokens, float decay, float dead_below, bool euclidean) -> ()",
+    "codewords_triton",
+    fake=lambda *_: None,
+)

@@ -378,7 +378,7 @@ def _move_kernel(
     tl.store(codewords + place, moved, mask=mask)
 
 
-def move_in_place(
+def move_codewords(
     codewords: Tensor,
     counts: Tensor,
     sums: Tensor,
