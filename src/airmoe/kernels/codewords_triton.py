@@ -327,14 +327,7 @@ def _draw_kernel(
 
 
 def drawn_tokens(
-    hidden: Tensor,
-    valid: Tensor,
-    keys: Tensor,
-    total: Tensor,
-    first: Tensor,
-    *,
-    strata: bool,
-    spherical: bool,
+    hidden: Tensor, valid: Tensor, keys: Tensor, total: Tensor, first: Tensor, **form: bool
 ) -> Tensor:
     """A token for each key: [n, D] float32."""
     (num_tokens, dim), num_keys = hidden.shape, keys.shape[0]
@@ -342,8 +335,8 @@ def drawn_tokens(
     width = triton.next_power_of_2(dim)
     _draw_kernel[(num_keys,)](
         hidden.contiguous(), valid.cumsum(0), keys.contiguous(), total, first, out, num_keys,
-        num_tokens, num_tokens.bit_length(), STRATA=strata,
-        DIM=dim, WIDTH=width, SPHERICAL=spherical, num_warps=max(1, min(8, width // 256)),
+        num_tokens, num_tokens.bit_length(), STRATA=form["strata"], SPHERICAL=form["spherical"],
+        DIM=dim, WIDTH=width, num_warps=max(1, min(8, width // 256)),
     )  # fmt: skip
     return out
 
@@ -379,17 +372,10 @@ def _move_kernel(
 
 
 def move_codewords(
-    codewords: Tensor,
-    counts: Tensor,
-    sums: Tensor,
-    totals: Tensor,
-    num_tokens: Tensor,
-    decay: float,
-    dead_below: float,
-    euclidean: bool,
+    codewords: Tensor, counts: Tensor, sums: Tensor, totals: Tensor, num_tokens: Tensor, *form: Any
 ) -> None:
     """`codewords.move`; codewords, counts and sums are contiguous."""
-    num_codewords, dim = codewords.shape
+    (num_codewords, dim), (decay, dead_below, euclidean) = codewords.shape, form
     width = triton.next_power_of_2(dim)
     _move_kernel[(num_codewords,)](
         codewords, counts, sums, totals, num_tokens, decay, 1 - decay, dead_below,
