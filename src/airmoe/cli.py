@@ -66,10 +66,10 @@ def main() -> None:
         _stop(f"{error.filename}: {error.strerror}. Choose a path that can be used.", 2)
     except KeyboardInterrupt:
         _stop("interrupted", 128 + signal.SIGINT)
-    finally:  # under torchrun a process that just exits can make the others abort
-        distributed = sys.modules.get("torch.distributed")
-        if distributed is not None and distributed.is_initialized():
-            distributed.destroy_process_group()
+    finally:
+        distributed = sys.modules.get("airmoe.distributed")  # not loaded: there is no group
+        if distributed is not None:
+            distributed.leave_group()
 
 
 def _let_waiting_threads_sleep() -> None:

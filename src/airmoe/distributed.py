@@ -30,6 +30,15 @@ def rank() -> int:
     return dist.get_rank() if is_distributed() else 0
 
 
+def leave_group() -> None:
+    """End the process group, if there is one, before this process exits.
+
+    Under torchrun a process that just exits can abort, or make the others abort.
+    """
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def on_first_rank(job: Callable[[], Result]) -> Result:
     """Run `job` on the first rank; all ranks return its result or raise its error."""
     if not is_distributed():

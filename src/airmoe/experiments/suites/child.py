@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from threading import Thread
 
+from airmoe.distributed import leave_group
 from airmoe.errors import ConfigError, RunError, visible
 from airmoe.experiments.suites.folder import SuiteFolder
 from airmoe.routers import import_modules
@@ -43,6 +44,8 @@ def main() -> None:
     except (ConfigError, RunError) as error:
         print(visible(f"airmoe: {error}"), file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    finally:
+        leave_group()
     if finished.stopped_by is not None:
         name = signal.Signals(finished.stopped_by).name
         print(f"Stopped by {name} after step {finished.step}", flush=True)
