@@ -64,6 +64,10 @@ def int32(most: int, *shape: int) -> Tensor:
     return ids(most, *shape).int()
 
 
+def number(value: int) -> Tensor:
+    return torch.tensor(value, device=DEVICE)
+
+
 def true(size: int) -> Tensor:
     return torch.ones(size, dtype=torch.bool, device=DEVICE)
 
@@ -136,7 +140,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "assign, many": lambda: Example((floats(65, 16), floats(6, 16)), options={"euclidean": True}),
     "codeword_sums": lambda: codeword_tokens(ids(7, 40), 7),
     "drawn_tokens": lambda: Example(
-        (floats(40, 16), true(40), ids(2**40, 7), torch.tensor(50), torch.tensor(3)),
+        (floats(40, 16), true(40), ids(2**40, 7), number(50), number(3)),
         options={"strata": True, "spherical": True},
     ),
     "move_codewords": lambda: Example(
