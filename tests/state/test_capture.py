@@ -102,7 +102,8 @@ def test_the_device_knows_whether_a_codebook_has_started(
 def test_there_is_one_graph_for_each_answer_to_what_is_due(
     refresh_every: int, graphs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not for each step, nor anew after an evaluation."""
+    """Not for each step, nor anew after an evaluation. Here nothing is due in the second
+    micro-batch of a step, the one whose gradients add up."""
     layer = build_layer("air", refresh_every=refresh_every)
     optimizer = torch.optim.AdamW(layer.parameters())
     airmoe.track_optimizer(layer, optimizer)
@@ -119,6 +120,7 @@ def test_there_is_one_graph_for_each_answer_to_what_is_due(
         return SimpleNamespace(
             loss=forward_backward(self._inputs),
             due=self._due(),
+            grads={one: one.grad for one in layer.parameters()},
             graph=SimpleNamespace(replay=lambda: None),
         )
 
@@ -131,12 +133,58 @@ def test_there_is_one_graph_for_each_answer_to_what_is_due(
         assert layer.router.lists_due == "nothing"
         if index % 2:
             optimizer.step()
+            optimizer.zero_grad()
             with torch.no_grad():
                 layer.eval()(batch(99))
             layer.train()
     assert captures == graphs
     built = [index // 2 for index, due in enumerate(due_at) if due == "lists"]
     assert built == list(range(0, 7, refresh_every))
+
+
+def test_gradients_of_replayed_micro_batches_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the buffers of the first graph, even where the step began with a plain micro-batch."""
+    layer = torch.nn.Linear(3, 1, bias=False)
+    weight, plain = layer.weight, torch.zeros(1, 3)
+
+    def forward_backward(inputs: dict[str, Tensor]) -> Tensor:
+        loss = layer(inputs["hidden"]).sum()
+        loss.backward()
+        return loss.detach()
+
+    class Replay:
+        """Writes or adds to the gradient's buffer, as a graph captured in this state would."""
+
+        def __init__(self, given: dict[str, Tensor]) -> None:
+            self.given, self.adds = given, weight.grad is not None
+            self.grad = weight.grad if weight.grad is not None else torch.empty(1, 3)
+
+        def replay(self) -> None:
+            new = self.given["hidden"].sum(0, keepdim=True)
+            self.grad.copy_(self.grad + new if self.adds else new)
+
+    def capture_by_replay(self: Any) -> Any:
+        graph = Replay(self._inputs)
+        found = {"loss": torch.zeros(()), "due": self._due(), "grads": {weight: graph.grad}}
+        return SimpleNamespace(graph=graph, **found)
+
+    monkeypatch.setattr(CapturedMicroBatches, "_capture", capture_by_replay)
+    monkeypatch.setattr(capture, "PLAIN_MICRO_BATCHES", 1)  # so the second finds a gradient
+    micro_batches, buffers = CapturedMicroBatches(layer, forward_backward), set()
+    for index in range(9):
+        hidden = torch.randn(5, 3)
+        if index == 6:  # watched, as a step that is logged
+            forward_backward({"hidden": hidden})
+        else:
+            micro_batches.run({"hidden": hidden})
+        plain += hidden.sum(0, keepdim=True)
+        if index % 3 == 2:
+            assert weight.grad is not None
+            torch.testing.assert_close(weight.grad, plain)
+            buffers.add(weight.grad.data_ptr())
+            plain = torch.zeros(1, 3)
+            layer.zero_grad()
+    assert len(buffers) == 2  # of the plain step, and of all others
 
 
 # -- on a GPU ----------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """Micro-batches as CUDA graphs.
 
 A small model spends more time launching kernels than running them. A CUDA graph repeats what the
-device did, without the side effects of the Python code. The one thing Python decides between
-micro-batches is which cached lists are due, so there is one graph per answer. Where a capture is
-refused, or modules have hooks, micro-batches run without graphs, and one line says why.
+device did, without the side effects of the Python code. Python decides two things between
+micro-batches: which cached lists are due, and whether gradients are new or add to those of earlier
+micro-batches. There is one graph per answer. Where a capture is refused, or modules have hooks,
+micro-batches run without graphs, and one line says why.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     loss: Tensor
     due: tuple[Due, ...]  # of the lists afterwards
+    grads: dict[nn.Parameter, Tensor]  # where it writes them
 
 
 class CapturedMicroBatches:
@@ -47,10 +49,11 @@ class CapturedMicroBatches:
     def __init__(self, model: nn.Module, forward_backward: ForwardBackward) -> None:
         self._model, self._forward_backward = model, forward_backward
         self._plain_left = PLAIN_MICRO_BATCHES
+        self._parameters = [one for one in model.parameters() if one.requires_grad]
         self._routers = [one for one in model.modules() if isinstance(one, AirRouter)]
         self._inputs: Inputs = {}  # a graph reads and writes at fixed addresses: these,
-        self._grads: dict[nn.Parameter, Tensor] = {}  # and these
-        self._graphs: dict[tuple[Due, ...], _Graph] = {}
+        self._grads: dict[nn.Parameter, Tensor] = {}  # and these, where gradients add up
+        self._graphs: dict[tuple[bool, tuple[Due, ...]], _Graph] = {}
         self._is_on = True
 
     def run(self, inputs: Inputs) -> Tensor:
@@ -61,22 +64,29 @@ class CapturedMicroBatches:
         if has_hooks(self._model):
             self._switch_off("a module has a hook, which a graph would not call")
             return self._forward_backward(inputs)
+        first = all(one.grad is None for one in self._parameters)  # of its step
+        if not first and not self._grads:
+            return self._forward_backward(inputs)  # captures begin with a step
         if not self._inputs:
             self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
-            parameters = [one for one in self._model.parameters() if one.requires_grad]
-            self._grads = {one: torch.zeros_like(one) for one in parameters}
         for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor)
-        self._use_own_gradients()
+        if not first:
+            self._use_own_gradients()
         before = self._due()
-        if before not in self._graphs:
+        if (first, before) not in self._graphs:
             try:
-                self._graphs[before] = self._capture()
+                self._graphs[first, before] = self._capture()
             except RuntimeError as error:
                 self._switch_off(str(error).strip().partition("\n")[0])
+                if first:
+                    self._model.zero_grad()  # the capture may have left gradients that nobody wrote
                 return self._forward_backward(inputs)
-        captured = self._graphs[before]
+        captured = self._graphs[first, before]
         captured.graph.replay()
+        for parameter, grad in captured.grads.items():
+            parameter.grad = grad
+        self._grads = self._grads or captured.grads
         for router, due, left in zip(self._routers, before, captured.due, strict=True):
             if left != due:
                 router.lists_renewed(due)
@@ -93,23 +103,19 @@ class CapturedMicroBatches:
         return tuple(router.lists_due for router in self._routers)
 
     def _use_own_gradients(self) -> None:
-        """Put the graph's buffers into `parameter.grad`, with what earlier micro-batches added."""
-        fresh = []
+        """Have gradients where graphs add to them, with what earlier micro-batches added."""
         for parameter, grad in self._grads.items():
-            if parameter.grad is None:
-                fresh.append(grad)
-            elif parameter.grad is not grad:
+            if parameter.grad is not None and parameter.grad is not grad:
                 grad.copy_(parameter.grad)
-            parameter.grad = grad
-        if fresh:
-            torch._foreach_zero_(fresh)  # pyright: ignore[reportPrivateImportUsage]
+                parameter.grad = grad
 
     def _capture(self) -> _Graph:
         graph = torch.cuda.CUDAGraph()
         # Other threads (a data loader's) may use the device meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             loss = self._forward_backward(self._inputs)
-        return _Graph(graph, loss, self._due())
+        grads = {one: one.grad for one in self._parameters if one.grad is not None}
+        return _Graph(graph, loss, self._due(), grads)
 
 
 def has_hooks(model: nn.Module) -> bool:
