@@ -146,6 +146,12 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "move_codewords": lambda: Example(
         (floats(6, 16), floats(6), floats(6, 16), floats(6, 33), ids(9), 0.95, 1.0, False)
     ),
+    "add_rms_norm": lambda: Example((floats(6, 9), None, floats(9), 1e-5, torch.float16)),
+    "add_rms_norm, of a sum": lambda: Example(
+        (floats(6, 9), floats(6, 9), floats(9), 1e-5, torch.float32)
+    ),
+    "swiglu": lambda: Example((floats(3, 4, 18),), (0,)),
+    "rotary_heads": lambda: Example((floats(2, 5, 24), floats(1, 5, 4), floats(1, 5, 4), 1), (0,)),
     "inverse_norms": lambda: Example((floats(20, 30),)),
     "finite_rows": lambda: Example((floats(20, 30),)),
     "noise_rows": lambda: Example((int32(99, 4), ids(99, 5), 0.1)),

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from airmoe.errors import ConfigError
-from airmoe.model.blocks import Attention, FeedForward
+from airmoe.model.blocks import Attention, FeedForward, add_and_norm
 from airmoe.model.configuration import AirMoeConfig
 from airmoe.model.initialization import initialize_ours
 from airmoe.model.objective import model_losses, router_losses, weighted_sum
@@ -89,15 +89,17 @@ class AirMoeDecoderLayer(GradientCheckpointingLayer):
         The losses are returned as a tensor beside the hidden states, because their gradients would
         not pass through activation checkpointing any other way.
         """
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **attention)
-        hidden_states = hidden_states + attended
-        normed = self.post_attention_layernorm(hidden_states)
+        hidden, normed = add_and_norm(self.input_layernorm, hidden_states, for_products=True)
+        attended, _ = self.self_attn(normed, **attention)
+        norm = self.post_attention_layernorm
         if not isinstance(self.mlp, MoELayer):
-            return hidden_states + self.mlp(normed), None
+            hidden, normed = add_and_norm(norm, hidden, attended, for_products=True)
+            return hidden + self.mlp(normed), None
+        hidden, normed = add_and_norm(norm, hidden, attended)
         whole = not torch.compiler.is_compiling() or self.mlp.compiles(normed)
         mix = self._mix if whole else self._mix_eagerly
         mixed, losses = mix(self.mlp, normed, token_mask, learn)
-        return hidden_states + mixed, losses
+        return hidden + mixed, losses
 
     def _mix(
         self, layer: MoELayer, hidden: Tensor, token_mask: Tensor | None, learn: bool
@@ -202,7 +204,7 @@ class AirMoeModel(AirMoePreTrainedModel):
             if layer_losses is not None:
                 losses.append(layer_losses)
         return AirMoeModelOutput(
-            last_hidden_state=self.norm(hidden),
+            last_hidden_state=add_and_norm(self.norm, hidden)[1],
             past_key_values=past_key_values,
             router_losses=torch.stack(losses) if losses else None,
         )
