@@ -83,6 +83,11 @@ def test_keys_are_those_of_the_reference() -> None:
         with use_backend("triton"):
             found = combine(first, *rest)
         assert torch.equal(found, combine(first, *rest))
+    for dtype in (torch.int64, torch.int32):
+        with use_backend("triton"):
+            found = combine(keys, count, 3, rows=1500, dtype=dtype)
+        assert torch.equal(found, combine(keys, count, 3, rows=1500, dtype=dtype))
+        assert torch.equal(found, combine(keys, count, 3, rows).to(dtype))
 
 
 def test_jitter_as_a_tensor() -> None:

@@ -12,16 +12,16 @@ import importlib.util
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.nn import Parameter
 
 from airmoe.config import check_choice
 from airmoe.errors import ConfigError
@@ -137,7 +137,10 @@ def own_precision(operation: Callable[Arguments, Result]) -> Callable[Arguments,
     def without_autocast(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         first = args[0] if isinstance(args[0], Tensor) else args[1]
         assert isinstance(first, Tensor)
-        with torch.autocast(first.device.type, enabled=False):
+        device = first.device.type
+        if not torch.is_autocast_enabled(device):
+            return operation(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
             return operation(*args, **kwargs)
 
     return without_autocast
@@ -202,7 +205,7 @@ def with_kernel(
 
 def operator(
     schema: str, module: str, *, fake: Callable[..., Any], gradient: Gradient | None = None
-) -> CustomOpDef:
+) -> Operator:
     """The operator `airmoe::<schema>`. The function of its name in `module`, one of the files of
     Triton kernels, computes it; `fake` gives empty results of the same shapes.
 
@@ -215,50 +218,122 @@ def operator(
     name = schema.partition("(")[0]
 
     def find(function: str) -> Callable[..., Any]:
-        return getattr(importlib.import_module(f"airmoe.kernels.{module}"), function)
+        return getattr(_kernels(module), function)
 
-    op = _register(schema, lambda *args, **kwargs: find(name)(*args, **kwargs), fake)
+    op = Operator(schema, lambda *args, **kwargs: find(name)(*args, **kwargs), fake)
     if gradient is not None:
         _Backward(name, op, gradient, lambda *args: find(f"{name}_backward")(*args))
     return op
 
 
-def _register(schema: str, launch: Callable[..., Any], fake: Callable[..., Any]) -> CustomOpDef:
-    """Triton launches on the current device, so that is set to the one of the first tensor."""
-    name, _, signature = schema.partition("(")
+@functools.cache
+def _kernels(module: str) -> Any:
+    return importlib.import_module(f"airmoe.kernels.{module}")
 
-    def on_its_device(*args: Any, **kwargs: Any) -> Any:
-        with torch.cuda.device_of(next(arg for arg in args if isinstance(arg, Tensor))):
-            return launch(*args, **kwargs)
 
-    written = re.findall(r"!\) (\w+)", signature)
-    op = torch.library.custom_op(
-        f"airmoe::{name}", on_its_device, mutates_args=written, schema=f"({signature}"
+class Operator:
+    """An operator registered with torch, which compilers and dispatch modes see.
+
+    Where nobody looks, a call goes straight to the kernels: torch's machinery for operators in
+    Python takes longer than launching a kernel.
+    """
+
+    def __init__(self, schema: str, launch: Callable[..., Any], fake: Callable[..., Any]) -> None:
+        name, _, signature = schema.partition("(")
+        self.name, self.launch = name, launch
+        self.written = re.findall(r"!\) (\w+)", signature)
+        op = torch.library.custom_op(
+            f"airmoe::{name}", self._run, mutates_args=self.written, schema=f"({signature}"
+        )
+        op.register_fake(fake)
+        self.definition, self.registered = op, op._opoverload
+        self.schema = self.registered._schema
+        names = [argument.name for argument in self.schema.arguments]
+        self._written_places = [names.index(name) for name in self.written]
+        self._function: type[torch.autograd.Function] | None = None
+
+    def register_autograd(
+        self, backward: Callable[..., Any], *, setup_context: Callable[..., None]
+    ) -> None:
+        """As of torch's own operators."""
+        self.definition.register_autograd(backward, setup_context=setup_context)
+
+        def forward(ctx: Any, *args: Any) -> Any:
+            output = self._run(*args)
+            setup_context(ctx, args, output)
+            return output
+
+        def direct_backward(ctx: Any, *grads: Tensor | None) -> Any:
+            # Here a list is one argument; to the dispatcher each of its tensors is one.
+            found = backward(ctx, *grads)
+            return tuple(None if isinstance(grad, list) else grad for grad in found)
+
+        methods = {"forward": forward, "backward": direct_backward}
+        methods = {name: staticmethod(method) for name, method in methods.items()}
+        self._function = type(self.name, (torch.autograd.Function,), methods)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or _watched(args):
+            return self.registered(*args, **kwargs)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            if self._function is None or kwargs:
+                return self.registered(*args, **kwargs)
+            return self._function.apply(*args)
+        result = self._run(*args, **kwargs)
+        for place in self._written_places:
+            torch.autograd.graph.increment_version(args[place])
+        return result
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Triton launches on the current device, so that is set to the one of the first tensor."""
+        tensor = next(arg for arg in args if isinstance(arg, Tensor))
+        if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+            return self.launch(*args, **kwargs)
+        with torch.cuda.device_of(tensor):
+            return self.launch(*args, **kwargs)
+
+
+def _watched(args: tuple[Any, ...]) -> bool:
+    """True where an operator must be seen by name: by a mode (selective activation checkpointing,
+    counters, tracing), a transform of torch.func, or a tensor that is not torch's own."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._is_tracing()
+        or not _plain(args)
     )
-    op.register_fake(fake)
-    return op
+
+
+def _plain(args: Sequence[Any]) -> bool:
+    for arg in args:
+        if isinstance(arg, list):
+            if not _plain(arg):
+                return False
+        elif isinstance(arg, Tensor) and type(arg) not in (Tensor, Parameter):
+            return False
+    return True
 
 
 class _Backward:
     """The operator `<name>_backward`, and what autograd keeps for it."""
 
     def __init__(
-        self, name: str, op: CustomOpDef, gradient: Gradient, function: Callable[..., Any]
+        self, name: str, op: Operator, gradient: Gradient, function: Callable[..., Any]
     ) -> None:
-        schema = op._opoverload._schema
-        inputs = [argument.name for argument in schema.arguments]
-        outputs = [output.name or "output" for output in schema.returns]
+        inputs = [argument.name for argument in op.schema.arguments]
+        outputs = [output.name or "output" for output in op.schema.returns]
         grads = [f"grad_{name}" for name in outputs]
         self.function, self.of = function, gradient.of
         self.names = [*grads, *inputs, *gradient.saved]  # what the operator takes
         self.inputs = slice(len(grads), len(grads) + len(inputs))
         self.of_places = [inputs.index(name) for name in gradient.of]
         self.saved_places = [outputs.index(name) for name in gradient.saved]
-        declared = str(schema).partition("(")[2].rpartition(") ->")[0]
+        declared = str(op.schema).partition("(")[2].rpartition(") ->")[0]
         parts = [*(f"Tensor? {grad}" for grad in grads), declared]
         parts += [*(f"Tensor {name}" for name in gradient.saved), "bool[] wanted"]
         schema = f"{name}_backward({', '.join(parts)}) -> Tensor[]"
-        self.operator = _register(schema, self.run, self.fake)
+        self.operator = Operator(schema, self.run, self.fake)
         op.register_autograd(self.backward, setup_context=self.save)
 
     def run(self, *args: Any) -> list[Tensor]:
@@ -277,14 +352,20 @@ class _Backward:
         output = output if isinstance(output, tuple) else (output,)
         values = [*inputs, *(output[place] for place in self.saved_places)]
         ctx.set_materialize_grads(False)
-        leaves, ctx.structure = tree_flatten(values)
+        leaves: list[Any] = []
+        for value in values:
+            leaves += value if isinstance(value, list) else [value]
+        ctx.lengths = [len(value) if isinstance(value, list) else None for value in values]
         ctx.save_for_backward(*(leaf if isinstance(leaf, Tensor) else None for leaf in leaves))
         ctx.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         pairs = zip(ctx.saved_tensors, ctx.constants, strict=True)
-        leaves = [constant if tensor is None else tensor for tensor, constant in pairs]
-        values = tree_unflatten(leaves, ctx.structure)
+        leaves = iter([constant if tensor is None else tensor for tensor, constant in pairs])
+        values = [
+            next(leaves) if length is None else list(islice(leaves, length))
+            for length in ctx.lengths
+        ]
         inputs = values[: len(ctx.needs_input_grad)]
         found: list[Any] = [[None] * len(x) if isinstance(x, list) else None for x in inputs]
         if any(grad is not None for grad in grads):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +92,6 @@ class _CellExperts(torch.autograd.Function):
         num_kept = cells.token_ids.shape[0] if keep else 0
         pre_up = hidden.new_empty(num_kept, pools.shape[1])
         pre = {"up": pre_up} if gate is None else {"up": pre_up, "gate": torch.empty_like(pre_up)}
-        read = partial(read_rows, up.new_empty(pools.shape[1], up.shape[1]))
         for cell, start, stop in cells.spans:
             rows = slice(start, stop)
             tokens, pool = cells.token_ids[rows], pools[cell]
@@ -106,7 +104,7 @@ class _CellExperts(torch.autograd.Function):
             own = {}
             for name, table in tables.items():
                 own[name] = pre[name][rows] if keep else hidden.new_empty(weights.shape)
-                torch.mm(states, read(table, pool).to(work).T, out=own[name])
+                torch.mm(states, read_rows(table, pool).to(work).T, out=own[name])
             weighted = activate(activation, **own) * weights
             if not math.isfinite(weighted.sum().item()):
                 # Experts that were not chosen add nothing, even if they overflow: act(0) is 0.
@@ -118,7 +116,7 @@ class _CellExperts(torch.autograd.Function):
                 ids = pool.expand(weighted.shape)
                 part = F.embedding_bag(ids, down, per_sample_weights=weighted, mode="sum")
             else:
-                part = weighted @ read(down, pool).to(work)
+                part = weighted @ read_rows(down, pool).to(work)
             output.index_add_(0, tokens, part.to(output.dtype))
         ctx.activation, ctx.spans = activation, cells.spans
         layout, kept = (cells.token_ids, pools), (pre["up"], pre.get("gate"))
@@ -138,7 +136,6 @@ class _CellExperts(torch.autograd.Function):
         grad_gates = torch.empty_like(gates)
         tables = {"gate": gate, "up": up, "down": down}
         neurons = pools.shape[1]
-        read = partial(read_rows, up.new_empty(neurons, up.shape[1]))
         # Frozen weights get no gradient, and no buffer of their size.
         wanted = dict(zip(tables, ctx.needs_input_grad[1:4], strict=True))
         sums = {key: RowAdder(tables[key], neurons, work) for key, want in wanted.items() if want}
@@ -148,7 +145,7 @@ class _CellExperts(torch.autograd.Function):
             states = hidden.index_select(0, tokens)
             tokens_grad = grad_output.index_select(0, tokens)
             weights = gates[rows].to(work)
-            grad_weighted = tokens_grad @ read(down, pool).to(work).T  # [rows, neurons]
+            grad_weighted = tokens_grad @ read_rows(down, pool).to(work).T  # [rows, neurons]
             if not math.isfinite(grad_weighted.sum().item()):
                 grad_weighted.masked_fill_(weights == 0, 0)
             active, grads = _activation_backward(
@@ -163,7 +160,7 @@ class _CellExperts(torch.autograd.Function):
             for key, grad in grads.items():
                 if key in sums:
                     sums[key].add(pool, grad, states)
-                part = grad @ read(tables[key], pool).to(work)
+                part = grad @ read_rows(tables[key], pool).to(work)
                 grad_hidden.index_add_(0, tokens, part.to(grad_hidden.dtype))
         found = [sums[key].total.to(tables[key].dtype) if key in sums else None for key in tables]
         return grad_hidden.to(work), *found, grad_gates, *(None,) * 4

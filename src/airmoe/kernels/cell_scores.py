@@ -55,11 +55,10 @@ class _CellScores(torch.autograd.Function):
         token_ids, pools, ctx.spans = cells.token_ids, cells.pools, cells.spans
         work = torch.promote_types(hidden.dtype, torch.float32)
         scores = hidden.new_empty(token_ids.shape[0], pools.shape[1], dtype=work)  # [N, M]
-        buffer = centroids.new_empty(pools.shape[1], centroids.shape[1])
         for cell, start, stop in ctx.spans:
             rows = slice(start, stop)
             pool, tokens = pools[cell], token_ids[rows]
-            own = read_rows(buffer, centroids, pool).to(work)
+            own = read_rows(centroids, pool).to(work)
             tokens_hidden = hidden.index_select(0, tokens).to(work)
             part = torch.mm(tokens_hidden, own.T, out=scores[rows])
             if inverse_norms is not None:
@@ -77,7 +76,6 @@ class _CellScores(torch.autograd.Function):
         work = grad_scores.dtype
         want_hidden, want_centroids = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=work)
-        buffer = centroids.new_empty(pools.shape[1], centroids.shape[1])
         # The gradient of w / |w|; it goes through the norm once, at the end.
         grad_unit = RowAdder(centroids, pools.shape[1], work) if want_centroids else None
         for cell, start, stop in ctx.spans:
@@ -89,7 +87,7 @@ class _CellScores(torch.autograd.Function):
             if want_hidden:
                 if inverse_norms is not None:
                     part = part * inverse_norms.index_select(0, pool)
-                own = read_rows(buffer, centroids, pool).to(work)
+                own = read_rows(centroids, pool).to(work)
                 grad_hidden.index_add_(0, tokens, part @ own)
         found_hidden = grad_hidden.to(hidden.dtype) if want_hidden else None
         if grad_unit is None:

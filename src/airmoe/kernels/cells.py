@@ -219,18 +219,25 @@ counts_per_entry = operator(
 )
 
 
-# Helpers of the plain-PyTorch kernels. They read rows of a table, and add products to them, through
-# reused buffers, because on a CPU fresh memory costs more than the copy into it: a pool of 1,024
-# rows is a megabyte, and there are hundreds of pools in one forward.
+# Helpers of the plain-PyTorch kernels.
 
 
-def read_rows(buffer: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    """table[ids], in the first rows of the buffer."""
-    return torch.index_select(table, 0, ids, out=buffer[: ids.shape[0]])
+def read_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """table[ids]: on a CPU by bags of one row each.
+
+    embedding_bag asks for rows ahead of time, which `index_select` does not: half the time. Float64
+    is not among what it is fast for.
+    """
+    if table.device.type != "cpu" or table.dtype == torch.float64:
+        return table.index_select(0, ids)
+    return torch.embedding_bag(table, ids, torch.arange(ids.shape[0]))[0]
 
 
 class RowAdder:
-    """Sums left.T @ right into rows of a gradient, in float32 or wider whatever the table is."""
+    """Sums left.T @ right into rows of a gradient, in float32 or wider whatever the table is.
+
+    Products go through one buffer, because on a CPU fresh memory costs more than writing to it.
+    """
 
     def __init__(self, table: Tensor, num_rows: int, work: torch.dtype) -> None:
         self.total = torch.zeros(

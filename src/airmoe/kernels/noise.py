@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,36 +66,50 @@ def noise_operands(noise: Noise | None) -> tuple[Tensor | None, float]:
 
 def make_noise(key: Tensor, stage: Stage, num_rows: int, std: float) -> Noise:
     """One stream per row from a micro-batch key (int64 scalar)."""
-    rows = torch.arange(num_rows, device=key.device)
-    return Noise(combine(key, int(stage), rows).to(torch.int32), std)
+    return Noise(combine(key, int(stage), rows=num_rows, dtype=torch.int32), std)
 
 
-def combine(first: Tensor, *rest: Tensor | int) -> Tensor:
-    """Fold whole numbers, at most three after the first, into one int64 key, broadcasting.
+def combine(
+    first: Tensor,
+    *rest: Tensor | int,
+    rows: int | None = None,
+    dtype: torch.dtype = torch.int64,
+) -> Tensor:
+    """Fold whole numbers, at most three after the first, into one key, broadcasting.
 
-    Tensors are int64, scalars or vectors of one length; numbers are not negative.
+    Tensors are int64, scalars or vectors of one length; numbers are not negative. With `rows` the
+    last number is 0 in the first of so many keys, 1 in the second, and so on. An int32 key is the
+    lower half of the int64 one.
     """
     if use_triton(first):
         tensors = [part for part in rest if isinstance(part, Tensor)]
-        return combine_keys(first, tensors, [-1 if isinstance(p, Tensor) else p for p in rest])
+        numbers = [-1 if isinstance(part, Tensor) else part for part in rest]
+        return combine_keys(first, tensors, numbers, rows, dtype)
+    own = () if rows is None else (torch.arange(rows, device=first.device),)
     key = first
-    for part in (None, *rest):
+    for part in (None, *rest, *own):
         key = (key if part is None else key ^ part) + 0x1E3779B97F4A7C15
         # A bijective scrambling of int64, the split_mix64 finaliser; masks make the shifts logical.
         key = (key ^ ((key >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
         key = (key ^ ((key >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
         key = key ^ ((key >> 31) & 0x1FFFFFFFF)
-    return key
+    return key.to(dtype)
+
+
+def empty_keys(
+    first: Tensor, tensors: list[Tensor], _numbers: Any, rows: int | None, dtype: torch.dtype
+) -> Tensor:
+    vectors = [tensor.shape for tensor in (first, *tensors) if tensor.ndim]
+    shape = vectors[0] if vectors else () if rows is None else (rows,)
+    return first.new_empty(shape, dtype=dtype)
 
 
 # `combine` in one launch: the n-th part is numbers[n], or tensors in turn where that is -1.
 combine_keys = operator(
-    "combine_keys(Tensor first, Tensor[] tensors, SymInt[] numbers) -> Tensor",
+    "combine_keys(Tensor first, Tensor[] tensors, SymInt[] numbers, SymInt? rows, "
+    "ScalarType dtype) -> Tensor",
     "noise_triton",
-    fake=lambda first, tensors, _: first.new_empty(
-        torch.broadcast_shapes(first.shape, *(tensor.shape for tensor in tensors)),
-        dtype=torch.int64,
-    ),
+    fake=empty_keys,
 )
 
 

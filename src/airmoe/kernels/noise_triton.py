@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.backend import interpreted
+from airmoe.kernels.noise import empty_keys
 
 INTERPRETED = tl.constexpr(interpreted())
 # The halves of $1 as the last bits of 2^23, which is faster than a conversion; then
@@ -130,13 +131,15 @@ def _mix64(bits):
 
 @triton.jit
 def _read(values, place, mask, KIND: tl.constexpr):
-    """A part: a number (kind 0), one value in memory (1), or one for each key (2)."""
+    """A part: a number (kind 0), one value in memory (1), one for each key (2), its place (3)."""
     if KIND == 0:
         return values
     elif KIND == 1:
         return tl.load(values) + tl.zeros_like(place)
-    else:
+    elif KIND == 2:
         return tl.load(values + place, mask=mask, other=0)
+    else:
+        return place
 
 
 @triton.jit
@@ -145,31 +148,37 @@ def _combine_kernel(
     FIRST: tl.constexpr, PART_1: tl.constexpr, PART_2: tl.constexpr, PART_3: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Kinds of parts are those of `_read`, and 3 for none."""
+    """Kinds of parts are those of `_read`, and 4 for none."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < size
     key = _mix64(_read(first, place, mask, FIRST))
-    if PART_1 != 3:
+    if PART_1 != 4:
         key = _mix64(key ^ _read(part_1, place, mask, PART_1))
-    if PART_2 != 3:
+    if PART_2 != 4:
         key = _mix64(key ^ _read(part_2, place, mask, PART_2))
-    if PART_3 != 3:
+    if PART_3 != 4:
         key = _mix64(key ^ _read(part_3, place, mask, PART_3))
-    tl.store(out + place, key, mask=mask)
+    tl.store(out + place, key.to(out.dtype.element_ty), mask=mask)
 
 
-def combine_keys(first: Tensor, tensors: list[Tensor], numbers: list[int]) -> Tensor:
+def combine_keys(
+    first: Tensor,
+    tensors: list[Tensor],
+    numbers: list[int],
+    rows: int | None,
+    dtype: torch.dtype,
+) -> Tensor:
     """`noise.combine` in one launch instead of some thirty small operations."""
+    out = empty_keys(first, tensors, numbers, rows, dtype)
     left = iter(tensors)
-    parts = [next(left) if number == -1 else number for number in numbers]
-    shape = torch.broadcast_shapes(first.shape, *(tensor.shape for tensor in tensors))
-    out = torch.empty(shape, dtype=torch.int64, device=first.device)
-    kinds = [_kind(part) for part in parts] + [3] * (MOST_PARTS - len(parts))
+    parts = [next(left).contiguous() if number == -1 else number for number in numbers]
+    kinds = [_kind(part) for part in parts]
+    if rows is not None:
+        parts, kinds = [*parts, 0], [*kinds, 3]
+    missing = MOST_PARTS - len(parts)
+    parts, kinds = [*parts, *[0] * missing], [*kinds, *[4] * missing]
     _combine_kernel[(triton.cdiv(out.numel(), KEYS),)](
-        first.contiguous(),
-        *(p.contiguous() if isinstance(p, Tensor) else p for p in parts),
-        *(0,) * (MOST_PARTS - len(parts)),
-        out, out.numel(),
+        first.contiguous(), *parts, out, out.numel(),
         FIRST=_kind(first), PART_1=kinds[0], PART_2=kinds[1], PART_3=kinds[2], BLOCK=KEYS,
     )  # fmt: skip
     return out

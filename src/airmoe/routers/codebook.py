@@ -97,10 +97,10 @@ class Codebook(Float32State):
     def reset_parameters(self) -> None:
         """Random directions until the first batch, so that a forward always works."""
         self.seed.copy_(torch.randint(2**62, ()))
-        rows = torch.arange(self.num_codewords, device=self.seed.device)
         # A model may be built on a device without the backend of its training.
         with use_backend("reference"):
-            keys = combine(self.seed, int(Stage.RANDOM_CODEWORDS), rows).to(torch.int32)
+            stage, rows = int(Stage.RANDOM_CODEWORDS), self.num_codewords
+            keys = combine(self.seed, stage, rows=rows, dtype=torch.int32)
             drawn = normal(keys.unsqueeze(-1), torch.arange(self.dim, device=self.seed.device))
             self.codewords.copy_(directions(drawn))
         self.sums.zero_()
@@ -153,8 +153,7 @@ class Codebook(Float32State):
 
     def _start(self, tokens: Tokens, total: Tensor, first: Tensor) -> None:
         """Codewords from distinct tokens, one drawn from each of G equal strata of the batch."""
-        codes = torch.arange(self.num_codewords, device=self.counts.device)
-        keys = combine(self.seed, int(Stage.FIRST_BATCH), codes)
+        keys = combine(self.seed, int(Stage.FIRST_BATCH), rows=self.num_codewords)
         spherical = not self.euclidean
         drawn = drawn_tokens(
             tokens.hidden, tokens.valid, keys, total, first, strata=True, spherical=spherical
@@ -172,8 +171,8 @@ class Codebook(Float32State):
     def _step(self, tokens: Tokens, total: Tensor, first: Tensor) -> None:
         """Alg. 2, lines 3-13: assign, EMA of counts and sums, replace the dead, project."""
         codeword_ids = self.assign(tokens)  # where spherical, norms do not matter
-        codes = torch.arange(self.num_codewords, device=self.counts.device)
-        keys = combine(combine(self.seed, int(Stage.REPLACE), self.updates), codes)
+        key = combine(self.seed, int(Stage.REPLACE), self.updates)
+        keys = combine(key, rows=self.num_codewords)
         spherical = not self.euclidean
         batch_sums = codeword_sums(
             tokens.hidden, tokens.valid, codeword_ids, self.num_codewords, spherical=spherical
