@@ -27,7 +27,6 @@ from airmoe.kernels.cell_scores_triton import (
     score_tile,
     write_scores,
 )
-from airmoe.kernels.cells import SMALL_MEAN_ROWS
 from airmoe.kernels.device_triton import (
     block_size,
     dot_precision,
@@ -159,12 +158,7 @@ def _score_grads(scored: ScoreInputs, call: Any) -> Tensor:
 def cell_gates_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
     """Gradients of the wanted of hidden and centroids."""
     scored = ScoreInputs.of(*call.inputs)
-    grads, layout, counts = _score_grads(scored, call), scored.layout, None
-    small = layout.num_rows <= SMALL_MEAN_ROWS * layout.pools.shape[0]
-    if small and "centroids" in wanted:  # some cells may have no rows
-        sizes = layout.offsets.diff().int().unsqueeze(-1)
-        counts = sizes.expand(layout.pools.shape).contiguous()
-    return operand_gradients(scored, grads, wanted, counts)
+    return operand_gradients(scored, _score_grads(scored, call), wanted)
 
 
 @triton.jit

@@ -41,6 +41,7 @@ PART_SHARE = 128
 SCALED = (torch.bfloat16,)  # dtypes of X whose projected sums are held in float16 with scales
 WIDEST_SCALED = 256  # columns of a row that a program holds whole
 SMALLEST_SCALE = tl.constexpr(1e-30)
+NOWHERE = tl.constexpr(-(2**30))  # a shift that leaves every position negative
 SEARCH_BLOCK, SUM_BLOCK = 32, 1024
 
 
@@ -138,7 +139,8 @@ class Parts:
 
     experts: Tensor  # [parts + 1] int32: first expert of each part
     positions: Tensor  # [G, parts + 1] int32: first pool position of each part
-    shifts: Tensor  # [G, parts] int32: row of a partial sum = its position + this
+    # [G, parts] int32: row of a partial sum = its position + this, negative if there is none
+    shifts: Tensor
     count: int
     rows: int  # the most partial sums of one part
 
@@ -150,10 +152,11 @@ def _positions_kernel(
 ):  # fmt: skip
     part = tl.program_id(1)
     cells = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mark = tl.minimum(part * share, total) + tl.zeros((BLOCK,), tl.int32)
-    bound = count_below(starts, num_experts + 1, mark, expert_steps)
     # Experts that occur nowhere belong to some part all the same: their gradient is 0.
-    bound = tl.where(part == 0, 0, tl.where(part == PARTS, num_experts, bound))
+    bound = tl.where(part == 0, 0, num_experts) + tl.zeros((BLOCK,), tl.int32)
+    if (part > 0) & (part < PARTS):
+        mark = tl.minimum(part * share, total) + tl.zeros((BLOCK,), tl.int32)
+        bound = count_below(starts, num_experts + 1, mark, expert_steps)
     own = tl.minimum(cells, num_cells - 1).to(tl.int64)
     position = count_below(pools + own * POOL, POOL, bound, POOL_STEPS)
     tl.store(positions + own * (PARTS + 1) + part, position, mask=cells < num_cells)
@@ -161,16 +164,22 @@ def _positions_kernel(
 
 
 @triton.jit
-def _shifts_kernel(positions, shifts, num_cells, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _shifts_kernel(
+    positions, offsets, shifts, num_cells, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
     part = tl.program_id(0)
     before = 0
     for start in range(0, num_cells, BLOCK):
         cells = start + tl.arange(0, BLOCK)
         mask = cells < num_cells
         place = cells.to(tl.int64) * (PARTS + 1) + part
+        cell = offsets + cells
+        rows = tl.load(cell + 1, mask=mask, other=0) - tl.load(cell, mask=mask, other=0)
         low = tl.load(positions + place, mask=mask, other=0)
         sizes = tl.load(positions + place + 1, mask=mask, other=0) - low
+        sizes = tl.where(rows > 0, sizes, 0)  # cells without tokens leave no partial sums
         shift = before + tl.cumsum(sizes, axis=0) - sizes - low
+        shift = tl.where(rows > 0, shift, NOWHERE)
         tl.store(shifts + cells.to(tl.int64) * PARTS + part, shift, mask=mask)
         before += tl.sum(sizes, axis=0)
 
@@ -192,7 +201,9 @@ def make_parts(layout: CellLayout, reverse: ReverseIndex, row_bytes: int) -> Par
         (num_experts + 1).bit_length(), POOL=pool, POOL_STEPS=pool.bit_length(), PARTS=count,
         BLOCK=SEARCH_BLOCK, num_warps=1,
     )  # fmt: skip
-    _shifts_kernel[(count,)](positions, shifts, num_cells, PARTS=count, BLOCK=SUM_BLOCK)
+    _shifts_kernel[(count,)](
+        positions, layout.offsets, shifts, num_cells, PARTS=count, BLOCK=SUM_BLOCK
+    )
     # One expert more than a share may be in: it has at most one entry per cell.
     return Parts(experts, positions, shifts, count, share + num_cells)
 
@@ -228,9 +239,7 @@ def _partial_kernel(
     first = tl.load(offsets + cell)
     last = tl.load(offsets + cell + 1)
     small = last - first <= BLOCK_R  # the usual cell: one program takes it, the others leave
-    mine = (split == 0) | (last - first > BLOCK_R)
-    if counts is not None:
-        mine &= last > first
+    mine = (last > first) & ((split == 0) | (last - first > BLOCK_R))
     if (begin + split < high) & mine:
         shift = tl.load(shifts + cell * PARTS + part)
         columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -266,36 +275,53 @@ def _partial_kernel(
 
 
 @triton.jit
+def _lists(starts, experts, last):
+    """Where the entries of some experts begin and end."""
+    real = experts < last
+    begin = tl.load(starts + experts, mask=real, other=0)
+    return begin, tl.load(starts + experts + 1, mask=real, other=0)
+
+
+@triton.jit
 def _reduce_kernel(
     partial, scales, out, entries, starts, shifts, part_experts, part, table, inverse_norms,
     POOL: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first = tl.load(part_experts + part)
     last = tl.load(part_experts + part + 1)
     columns = tl.arange(0, WIDTH)
-    column_mask = columns < DIM
-    for expert in range(first + tl.program_id(0), last, tl.num_programs(0)):
-        begin = tl.load(starts + expert)
-        end = tl.load(starts + expert + 1)
-        total = tl.zeros((BLOCK_S, WIDTH), tl.float32)
+    step = EXPERTS * tl.num_programs(0)
+    experts = first + EXPERTS * tl.program_id(0) + tl.arange(0, EXPERTS)
+    begin, end = _lists(starts, experts, last)
+    for _ in range(first + EXPERTS * tl.program_id(0), last, step):
+        real = experts < last
+        # Where the next lists are comes while the rows of these are on their way.
+        next_begin, next_end = _lists(starts, experts + step, last)
+        longest = tl.max(end - begin, axis=0)
+        total = tl.zeros((EXPERTS, WIDTH), tl.float32)
         # Lists of hundreds take one program long: more of their rows must be on the way at once.
-        for start in tl.range(begin, end, BLOCK_S, num_stages=STAGES):
-            places = start + tl.arange(0, BLOCK_S)
-            mask = places < end
+        for start in tl.range(0, longest, ROWS, num_stages=STAGES):
+            places = begin[None, :] + start + tl.arange(0, ROWS)[:, None]  # [ROWS, EXPERTS]
+            mask = places < end[None, :]
             entry = tl.load(entries + places, mask=mask, other=0)
             row = entry % POOL + tl.load(shifts + entry // POOL * PARTS + part, mask=mask, other=0)
-            sums = load_rows(partial, row, mask, columns, DIM).to(tl.float32)
+            mask &= row >= 0
+            sums = tl.load(
+                partial + row.to(tl.int64)[:, :, None] * DIM + columns[None, None, :],
+                mask=mask[:, :, None] & (columns < DIM)[None, None, :],
+                other=0.0,
+            ).to(tl.float32)
             if scales is not None:
-                sums *= tl.load(scales + row, mask=mask, other=0.0)[:, None]
-            total += sums
-        grad = tl.sum(total, axis=0)
-        place = (tl.zeros((WIDTH,), tl.int64) + expert) * DIM + columns
+                sums *= tl.load(scales + row, mask=mask, other=0.0)[:, :, None]
+            total += tl.sum(sums, axis=0)
         if inverse_norms is not None:  # the gradient came through w / |w|: drop its radial part
-            unit = tl.load(table + place, mask=column_mask, other=0.0).to(tl.float32)
-            unit *= tl.load(inverse_norms + expert)
-            grad -= unit * tl.sum(grad * unit, axis=0)
-        tl.store(out + place, grad.to(out.dtype.element_ty), mask=column_mask)
+            unit = load_rows(table, experts, real, columns, DIM).to(tl.float32)
+            unit *= tl.load(inverse_norms + experts, mask=real, other=0.0)[:, None]
+            total -= unit * tl.sum(total * unit, axis=1)[:, None]
+        store_rows(out, experts, real, columns, total, DIM)
+        experts += step
+        begin, end = next_begin, next_end
 
 
 def table_gradients(
@@ -325,7 +351,7 @@ def table_gradients(
     scales = torch.empty(parts.rows, dtype=torch.float32, device=x.device) if scaled else None
     config = _partial_config(x, dim, pool, num_cells, parts.count, whole_rows=scaled)
     grid = (triton.cdiv(dim, config["BLOCK_D"]), config["SPLITS"], num_cells)
-    width = triton.next_power_of_2(dim)
+    sums = _reduce_config(dim, layout.pools.numel() // table.shape[0])
     for name, (x, values, table) in products.items():
         found[name] = torch.empty(table.shape, dtype=table.dtype, device=table.device)
         for part in range(parts.count):
@@ -334,12 +360,25 @@ def table_gradients(
                 parts.shifts, counts, part,
                 POOL=pool, DIM=dim, PARTS=parts.count, PART=part_dtype(), **config,
             )  # fmt: skip
-            _reduce_kernel[(min(REDUCE_PROGRAMS, table.shape[0]),)](
+            _reduce_kernel[(min(REDUCE_PROGRAMS, triton.cdiv(table.shape[0], sums["EXPERTS"])),)](
                 partial, scales, found[name], reverse.entries, reverse.starts, parts.shifts,
-                parts.experts, part, table, inverse_norms, POOL=pool, PARTS=parts.count, DIM=dim,
-                WIDTH=width, BLOCK_S=4, STAGES=3, num_warps=max(1, width // 256),
+                parts.experts, part, table, inverse_norms,
+                POOL=pool, PARTS=parts.count, DIM=dim, **sums,
             )  # fmt: skip
     return found
+
+
+def _reduce_config(dim: int, mean: int) -> dict[str, int]:
+    """Where lists are short, with `mean` entries, a program sums those of several experts."""
+    width = triton.next_power_of_2(dim)
+    experts = max(1, min(8, 16 // max(mean, 1), 2048 // width))
+    return {
+        "WIDTH": width,
+        "EXPERTS": 1 << experts.bit_length() - 1,
+        "ROWS": 4,
+        "STAGES": 3 if experts == 1 else 1,
+        "num_warps": max(1, min(8, experts * width // 256)),
+    }
 
 
 def _partial_dtype(dtype: torch.dtype, dim: int, *, projected: bool) -> torch.dtype:

@@ -155,12 +155,10 @@ def cell_scores_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
     return operand_gradients(scored, grads, wanted)
 
 
-def operand_gradients(
-    scored: ScoreInputs, grads: Tensor, wanted: set[str], counts: Tensor | None = None
-) -> dict[str, Tensor]:
+def operand_gradients(scored: ScoreInputs, grads: Tensor, wanted: set[str]) -> dict[str, Tensor]:
     """Gradients of the wanted of hidden and centroids, by products in the dtype of `grads`.
 
-    `grads` [N, M] are those of the scores times 1/|w|, and 0 where `counts` [G, M] are.
+    `grads` [N, M] are those of the scores times 1/|w|.
     """
     hidden, centroids, layout = scored.hidden, scored.centroids, scored.layout
     found: dict[str, Tensor] = {}
@@ -170,7 +168,7 @@ def operand_gradients(
     if "centroids" in wanted:
         products = {"centroids": (grads, hidden.to(grads.dtype), centroids)}
         norms = scored.inverse_norms
-        found |= table_gradients(products, layout, inverse_norms=norms, counts=counts)
+        found |= table_gradients(products, layout, inverse_norms=norms)
     return found
 
 
