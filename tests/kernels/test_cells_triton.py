@@ -49,6 +49,7 @@ CASES = {
     "one huge": Case((2, 100, 1, 0, 3)),
     "all in one": Case((0, 0, 37, 0)),
     "single rows": Case((1,) * 9),
+    "long lists": Case((2,) * 64, pool=19),
     "wide": Case((20, 30, 5), dim=80, pool=33, top_k=17),
     "big tiles": Case((70, 90), dim=40),
     "no jitter, raw centroids": Case((9, 11, 4), jitter=False, normalize=False),

@@ -34,6 +34,8 @@ from airmoe.kernels.device_triton import (
 )
 
 REDUCE_PROGRAMS = 132 * 128
+FEW_ENTRIES = 16  # of all experts that one program sums at once
+REDUCE_ELEMENTS = 2048  # of their gradients
 # Memory for the partial sums of one part: so much, or a share of the GPU's if that is more. Where
 # there are many rows, several matrices [N, M] are there at the same time.
 PART_BYTES, PART_BYTES_OF_MANY_ROWS = 512 * 2**20, 256 * 2**20
@@ -164,9 +166,7 @@ def _positions_kernel(
 
 
 @triton.jit
-def _shifts_kernel(
-    positions, offsets, shifts, num_cells, PARTS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _shifts_kernel(positions, offsets, shifts, num_cells, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     part = tl.program_id(0)
     before = 0
     for start in range(0, num_cells, BLOCK):
@@ -371,13 +371,15 @@ def table_gradients(
 def _reduce_config(dim: int, mean: int) -> dict[str, int]:
     """Where lists are short, with `mean` entries, a program sums those of several experts."""
     width = triton.next_power_of_2(dim)
-    experts = max(1, min(8, 16 // max(mean, 1), 2048 // width))
+    experts = 1
+    while 2 * experts * max(mean, 1) <= FEW_ENTRIES and 2 * experts * width <= REDUCE_ELEMENTS:
+        experts *= 2
     return {
         "WIDTH": width,
-        "EXPERTS": 1 << experts.bit_length() - 1,
+        "EXPERTS": experts,
         "ROWS": 4,
         "STAGES": 3 if experts == 1 else 1,
-        "num_warps": max(1, min(8, experts * width // 256)),
+        "num_warps": max(1, min(16, experts * width // 256)),
     }
 
 
