@@ -34,8 +34,8 @@ from airmoe.kernels.device_triton import (
 )
 
 REDUCE_PROGRAMS = 132 * 128
-FEW_ENTRIES = 16  # of all experts that one program sums at once
-REDUCE_ELEMENTS = 2048  # of their gradients
+SHORT_LISTS = 8  # up to this mean number of entries, a program sums those of several experts
+SHORT_ELEMENTS = 1024  # of their gradients
 # Memory for the partial sums of one part: so much, or a share of the GPU's if that is more. Where
 # there are many rows, several matrices [N, M] are there at the same time.
 PART_BYTES, PART_BYTES_OF_MANY_ROWS = 512 * 2**20, 256 * 2**20
@@ -275,53 +275,84 @@ def _partial_kernel(
 
 
 @triton.jit
-def _lists(starts, experts, last):
-    """Where the entries of some experts begin and end."""
-    real = experts < last
-    begin = tl.load(starts + experts, mask=real, other=0)
-    return begin, tl.load(starts + experts + 1, mask=real, other=0)
+def _row_of(entry, shifts, mask, part, POOL: tl.constexpr, PARTS: tl.constexpr):
+    """Rows of the partial sums of some entries, and which of these have one."""
+    row = entry % POOL + tl.load(shifts + entry // POOL * PARTS + part, mask=mask, other=0)
+    return row, mask & (row >= 0)
+
+
+@triton.jit
+def _partial_sums(partial, scales, row, mask, columns, DIM: tl.constexpr):
+    """Rows of partial sums, float32; 0 where the mask is not set."""
+    sums = load_rows(partial, row, mask, columns, DIM).to(tl.float32)
+    if scales is not None:
+        sums *= tl.load(scales + row, mask=mask, other=0.0)[:, None]
+    return sums
 
 
 @triton.jit
 def _reduce_kernel(
     partial, scales, out, entries, starts, shifts, part_experts, part, table, inverse_norms,
     POOL: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    EXPERTS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """One expert after another: for lists so long that a program waits little in between."""
     first = tl.load(part_experts + part)
     last = tl.load(part_experts + part + 1)
     columns = tl.arange(0, WIDTH)
-    step = EXPERTS * tl.num_programs(0)
-    experts = first + EXPERTS * tl.program_id(0) + tl.arange(0, EXPERTS)
-    begin, end = _lists(starts, experts, last)
-    for _ in range(first + EXPERTS * tl.program_id(0), last, step):
-        real = experts < last
-        # Where the next lists are comes while the rows of these are on their way.
-        next_begin, next_end = _lists(starts, experts + step, last)
-        longest = tl.max(end - begin, axis=0)
-        total = tl.zeros((EXPERTS, WIDTH), tl.float32)
-        # Lists of hundreds take one program long: more of their rows must be on the way at once.
-        for start in tl.range(0, longest, ROWS, num_stages=STAGES):
-            places = begin[None, :] + start + tl.arange(0, ROWS)[:, None]  # [ROWS, EXPERTS]
-            mask = places < end[None, :]
-            entry = tl.load(entries + places, mask=mask, other=0)
-            row = entry % POOL + tl.load(shifts + entry // POOL * PARTS + part, mask=mask, other=0)
-            mask &= row >= 0
-            sums = tl.load(
-                partial + row.to(tl.int64)[:, :, None] * DIM + columns[None, None, :],
-                mask=mask[:, :, None] & (columns < DIM)[None, None, :],
-                other=0.0,
-            ).to(tl.float32)
-            if scales is not None:
-                sums *= tl.load(scales + row, mask=mask, other=0.0)[:, :, None]
-            total += tl.sum(sums, axis=0)
+    column_mask = columns < DIM
+    for expert in range(first + tl.program_id(0), last, tl.num_programs(0)):
+        begin = tl.load(starts + expert)
+        end = tl.load(starts + expert + 1)
+        total = tl.zeros((BLOCK_S, WIDTH), tl.float32)
+        for start in tl.range(begin, end, BLOCK_S, num_stages=STAGES):
+            places = start + tl.arange(0, BLOCK_S)
+            entry = tl.load(entries + places, mask=places < end, other=0)
+            row, mask = _row_of(entry, shifts, places < end, part, POOL, PARTS)
+            total += _partial_sums(partial, scales, row, mask, columns, DIM)
+        grad = tl.sum(total, axis=0)
+        place = (tl.zeros((WIDTH,), tl.int64) + expert) * DIM + columns
         if inverse_norms is not None:  # the gradient came through w / |w|: drop its radial part
-            unit = load_rows(table, experts, real, columns, DIM).to(tl.float32)
-            unit *= tl.load(inverse_norms + experts, mask=real, other=0.0)[:, None]
-            total -= unit * tl.sum(total * unit, axis=1)[:, None]
-        store_rows(out, experts, real, columns, total, DIM)
-        experts += step
-        begin, end = next_begin, next_end
+            unit = tl.load(table + place, mask=column_mask, other=0.0).to(tl.float32)
+            unit *= tl.load(inverse_norms + expert)
+            grad -= unit * tl.sum(grad * unit, axis=0)
+        tl.store(out + place, grad.to(out.dtype.element_ty), mask=column_mask)
+
+
+@triton.jit
+def _reduce_short_kernel(
+    partial, scales, out, entries, starts, shifts, part_experts, part, table, inverse_norms,
+    POOL: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Some experts at once, each in the order of its list; other programs hide the waiting.
+
+    A program takes no more experts in a loop: the longest list of the first ones would be the bound
+    for all, because Triton (3.6 and 3.7) moves what it reduces of loop-carried lists out of a loop.
+    """
+    experts = tl.load(part_experts + part) + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    real = experts < tl.load(part_experts + part + 1)
+    columns = tl.arange(0, WIDTH)
+    begin = tl.load(starts + experts, mask=real, other=0)
+    end = tl.load(starts + experts + 1, mask=real, other=0)
+    total = tl.zeros((EXPERTS, WIDTH), tl.float32)
+    for step in range(0, tl.max(end - begin, axis=0), ROWS):
+        entry = ()  # all loads that do not depend on others first: then they wait together
+        for ahead in tl.static_range(ROWS):
+            place = begin + step + ahead
+            entry += (tl.load(entries + place, mask=place < end, other=0),)
+        sums = ()
+        for ahead in tl.static_range(ROWS):
+            mask = begin + step + ahead < end
+            row, mask = _row_of(entry[ahead], shifts, mask, part, POOL, PARTS)
+            sums += (_partial_sums(partial, scales, row, mask, columns, DIM),)
+        for ahead in tl.static_range(ROWS):
+            total += sums[ahead]
+    if inverse_norms is not None:  # as above
+        unit = load_rows(table, experts, real, columns, DIM).to(tl.float32)
+        unit *= tl.load(inverse_norms + experts, mask=real, other=0.0)[:, None]
+        total -= unit * tl.sum(total * unit, axis=1)[:, None]
+    store_rows(out, experts, real, columns, total, DIM)
 
 
 def table_gradients(
@@ -351,7 +382,11 @@ def table_gradients(
     scales = torch.empty(parts.rows, dtype=torch.float32, device=x.device) if scaled else None
     config = _partial_config(x, dim, pool, num_cells, parts.count, whole_rows=scaled)
     grid = (triton.cdiv(dim, config["BLOCK_D"]), config["SPLITS"], num_cells)
-    sums = _reduce_config(dim, layout.pools.numel() // table.shape[0])
+    short = layout.pools.numel() <= SHORT_LISTS * table.shape[0]
+    reduce, sums = _reduce_short_kernel if short else _reduce_kernel, _reduce_config(dim, short)
+    programs = min(REDUCE_PROGRAMS, table.shape[0])
+    if short:
+        programs = triton.cdiv(table.shape[0], sums["EXPERTS"])  # any part may have most experts
     for name, (x, values, table) in products.items():
         found[name] = torch.empty(table.shape, dtype=table.dtype, device=table.device)
         for part in range(parts.count):
@@ -360,7 +395,7 @@ def table_gradients(
                 parts.shifts, counts, part,
                 POOL=pool, DIM=dim, PARTS=parts.count, PART=part_dtype(), **config,
             )  # fmt: skip
-            _reduce_kernel[(min(REDUCE_PROGRAMS, triton.cdiv(table.shape[0], sums["EXPERTS"])),)](
+            reduce[(programs,)](
                 partial, scales, found[name], reverse.entries, reverse.starts, parts.shifts,
                 parts.experts, part, table, inverse_norms,
                 POOL=pool, PARTS=parts.count, DIM=dim, **sums,
@@ -368,19 +403,13 @@ def table_gradients(
     return found
 
 
-def _reduce_config(dim: int, mean: int) -> dict[str, int]:
-    """Where lists are short, with `mean` entries, a program sums those of several experts."""
+def _reduce_config(dim: int, short: bool) -> dict[str, int]:
+    """Blocks for short lists or for long ones."""
     width = triton.next_power_of_2(dim)
-    experts = 1
-    while 2 * experts * max(mean, 1) <= FEW_ENTRIES and 2 * experts * width <= REDUCE_ELEMENTS:
-        experts *= 2
-    return {
-        "WIDTH": width,
-        "EXPERTS": experts,
-        "ROWS": 4,
-        "STAGES": 3 if experts == 1 else 1,
-        "num_warps": max(1, min(16, experts * width // 256)),
-    }
+    if not short:
+        return {"WIDTH": width, "BLOCK_S": 4, "STAGES": 3, "num_warps": max(1, width // 256)}
+    experts = max(1, SHORT_ELEMENTS // width)
+    return {"WIDTH": width, "EXPERTS": experts, "ROWS": 4, "num_warps": 4, "num_stages": 1}
 
 
 def _partial_dtype(dtype: torch.dtype, dim: int, *, projected: bool) -> torch.dtype:
