@@ -338,7 +338,7 @@ def test_experts(case: Case, dtype: torch.dtype) -> None:
     mask = chosen_mask(inputs["scores"], case.top_k)
     if case.counted:
         with use_backend("triton"):
-            counts = counts_per_entry(mask.to(dtype), cells.offsets, cells.pools)
+            counts = counts_per_entry(mask.to(dtype), cells.layout().tensors())
 
     def experts(leaves: Found) -> Found:
         gates = leaves["scores"].square() * mask

@@ -124,7 +124,7 @@ def sums_by_expert() -> Example:
 
 def counts() -> Example:
     layout = some_cells()
-    return Example((floats(12, 6).relu(), layout.offsets, layout.pools))
+    return Example((floats(12, 6).relu(), layout.tensors()))
 
 
 def codeword_tokens(*arguments: Any) -> Example:

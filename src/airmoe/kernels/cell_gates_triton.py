@@ -213,13 +213,14 @@ def probs_per_entry(*operands: Any) -> Tensor:
     dim, pool = scored.hidden.shape[1], layout.pool_width
     out = torch.empty(layout.pools.shape, dtype=torch.float32, device=log_z.device)
     wide = scored.hidden.dtype == torch.float32
+    block_t = 16 if scored.kept else layout.tiles.block
     block_p = block_size(pool, 64 if wide or scored.kept else 128)
     block_d = block_size(dim, 32 if wide else 64)
     _probs_kernel[(triton.cdiv(pool, block_p), layout.pools.shape[0])](
         scored.hidden, scored.centroids, scored.inverse_norms, scored.row_keys, scored.noise_std,
         scores if scored.kept else None,
         layout.offsets, layout.token_ids, layout.pools, log_z, valid, out,
-        POOL=pool, DIM=dim, BLOCK_T=layout.tiles.block, BLOCK_P=block_p, BLOCK_D=block_d,
+        POOL=pool, DIM=dim, BLOCK_T=block_t, BLOCK_P=block_p, BLOCK_D=block_d,
         PRECISION=dot_precision(scored.hidden.dtype), STAGES=3 if scored.kept else None,
         num_warps=4, num_stages=3,
     )  # fmt: skip

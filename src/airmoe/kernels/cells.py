@@ -238,9 +238,11 @@ layout_of_few = operator(
 
 # How many rows of each cell chose each of its experts: [G, M] int32. Only with Triton.
 counts_per_entry = operator(
-    "counts_per_entry(Tensor gates, Tensor offsets, Tensor pools) -> Tensor",
+    "counts_per_entry(Tensor gates, Tensor[] layout) -> Tensor",
     "cells_triton",
-    fake=lambda gates, offsets, pools: pools.new_empty(pools.shape, dtype=torch.int32),
+    fake=lambda gates, layout: gates.new_empty(
+        CellLayout.of(layout).pools.shape, dtype=torch.int32
+    ),
 )
 
 

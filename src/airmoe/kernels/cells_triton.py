@@ -24,7 +24,7 @@ from torch import Tensor
 
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import operator
-from airmoe.kernels.cells import FEW_ROWS, ReverseIndex, RowTiles, empty_layout
+from airmoe.kernels.cells import FEW_ROWS, CellLayout, ReverseIndex, RowTiles, empty_layout
 from airmoe.kernels.device_triton import block_size, count_below, load_rows
 
 MOST_PROGRAMS = 65_535  # of a grid's second and third direction
@@ -34,6 +34,7 @@ SUM_BLOCK = 1024
 TILE_BLOCK = 16
 FEW_BLOCK = 128  # cells that one program compares with a few rows
 ENTRY_BLOCK = 1024
+COUNT_ELEMENTS = 8192  # gates [rows, positions] of one program
 EXPERTS, LANES = 8, 32
 
 # Lengths change from batch to batch: none of them is worth a compilation of its own.
@@ -258,30 +259,30 @@ def sum_by_expert(values: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
 
 @triton.jit
 def _counts_kernel(
-    gates, offsets, out,
-    POOL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
+    gates, tile_cells, tile_rows, out,
+    POOL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    cell = tl.program_id(1)
-    places = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    place_mask = places < POOL
-    total = tl.zeros((BLOCK_T, BLOCK_P), tl.int32)
-    first = tl.load(offsets + cell)
-    last = tl.load(offsets + cell + 1)
-    for start in tl.range(first, last, BLOCK_T, num_stages=STAGES):
-        rows = start + tl.arange(0, BLOCK_T)
-        gate = load_rows(gates, rows, rows < last, places, POOL)
-        total += (gate > 0).to(tl.int32)
-    tl.store(out + cell.to(tl.int64) * POOL + places, tl.sum(total, axis=0), mask=place_mask)
+    tile = tl.program_id(1)
+    cell = tl.load(tile_cells + tile)
+    if cell >= 0:
+        rows = tl.load(tile_rows + tile * BLOCK_T + tl.arange(0, BLOCK_T))
+        places = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+        chosen = load_rows(gates, rows, rows >= 0, places, POOL) > 0
+        counts = tl.sum(chosen.to(tl.int32), axis=0)
+        # Integers: the sum does not depend on which tile of the cell comes first.
+        target = out + cell.to(tl.int64) * POOL + places
+        tl.atomic_add(target, counts, mask=places < POOL, sem="relaxed")
 
 
-def counts_per_entry(gates: Tensor, offsets: Tensor, pools: Tensor) -> Tensor:
+def counts_per_entry(gates: Tensor, layout: list[Tensor]) -> Tensor:
     """How many rows of each cell chose each of its experts: [G, M] int32."""
-    pool = pools.shape[1]
-    out = torch.empty(pools.shape, dtype=torch.int32, device=pools.device)
-    block_p = block_size(pool, 128)
-    _counts_kernel[(triton.cdiv(pool, block_p), pools.shape[0])](
-        gates.contiguous(), offsets, out,
-        POOL=pool, BLOCK_T=32, BLOCK_P=block_p, STAGES=3, num_warps=4,
+    cells = CellLayout.of(layout)
+    tiles, pool = cells.tiles, cells.pool_width
+    out = torch.zeros(cells.pools.shape, dtype=torch.int32, device=gates.device)
+    block_p = block_size(pool, COUNT_ELEMENTS // tiles.block)
+    _counts_kernel[(triton.cdiv(pool, block_p), tiles.count)](
+        gates.contiguous(), tiles.cells, tiles.rows, out,
+        POOL=pool, BLOCK_T=tiles.block, BLOCK_P=block_p, num_warps=4,
     )  # fmt: skip
     return out
 

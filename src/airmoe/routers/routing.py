@@ -208,7 +208,7 @@ class CellRouting(Routing):
         """[G, M] int32: how many rows of each cell chose each of its experts. Only with Triton."""
         counts = self._entry_counts
         if counts is None:
-            counts = counts_per_entry(self.gates.detach(), self.offsets, self.pools)
+            counts = counts_per_entry(self.gates.detach(), self.cells.layout().tensors())
             self._entry_counts = counts
         return counts
 
