@@ -118,12 +118,13 @@ def write_scores(scored: ScoreInputs, scores: Tensor, part: slice | None = None)
 
 def _config(dtype: torch.dtype, dim: int, pool: int, tiles: RowTiles) -> dict[str, int]:
     wide = dtype == torch.float32
+    few = tiles.count <= FEW_TILES
     most = 64 if wide or tiles.block > 32 else 128
-    if tiles.count <= FEW_TILES:
+    if few:
         most = 32  # decoding: more programs, so that enough rows are on their way at once
     return {
         "BLOCK_P": block_size(pool, most),
-        "BLOCK_D": block_size(dim, 32 if wide else 64),
+        "BLOCK_D": block_size(dim, 32 if wide else 128 if few else 64),
         "num_warps": 4,
         "num_stages": 3,
     }

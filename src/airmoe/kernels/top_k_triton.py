@@ -16,12 +16,14 @@ from torch import Tensor
 
 from airmoe.kernels.device_triton import INFINITY, finite_from_above, largest
 
+FEW_ROWS = 128  # a GPU has more warps than one for each
 MAX_REGISTERS = 128  # 16 warps on an SM; without a limit the compiler takes 200
 
 
-def row_warps(block: int) -> int:
-    """Warps for a row of `block` scores: one up to 2048, so that counting needs no barrier."""
-    return max(1, min(16, block // 2048))
+def row_warps(block: int, rows: int) -> int:
+    """Warps for each of some rows of `block` scores: one up to 2048, so that counting needs no
+    barrier; up to four times as many where there are few rows."""
+    return max(1, min(16, block // (512 if rows <= FEW_ROWS else 2048)))
 
 
 @triton.jit
@@ -135,7 +137,8 @@ def gates_from_scores(
     block = triton.next_power_of_2(columns)
     _gates_kernel[(rows,)](
         scores, row_ids, valid, token_ids, gates, log_z, columns, count, smallest_gate(gates.dtype),
-        FULL_SOFTMAX=count == 1, BLOCK=block, num_warps=row_warps(block), maxnreg=MAX_REGISTERS,
+        FULL_SOFTMAX=count == 1, BLOCK=block,
+        num_warps=row_warps(block, rows), maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 
