@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import silu
 
 from airmoe.errors import ConfigError
@@ -49,6 +51,7 @@ CASES = {
     "one huge": Case((2, 100, 1, 0, 3)),
     "all in one": Case((0, 0, 37, 0)),
     "single rows": Case((1,) * 9),
+    "long lists": Case((2,) * 64, pool=19),
     "wide": Case((20, 30, 5), dim=80, pool=33, top_k=17),
     "big tiles": Case((70, 90), dim=40),
     "no jitter, raw centroids": Case((9, 11, 4), jitter=False, normalize=False),
@@ -335,7 +338,7 @@ def test_experts(case: Case, dtype: torch.dtype) -> None:
     mask = chosen_mask(inputs["scores"], case.top_k)
     if case.counted:
         with use_backend("triton"):
-            counts = counts_per_entry(mask.to(dtype), cells.offsets, cells.pools)
+            counts = counts_per_entry(mask.to(dtype), cells.layout().tensors())
 
     def experts(leaves: Found) -> Found:
         gates = leaves["scores"].square() * mask
@@ -374,8 +377,12 @@ def test_extreme_experts(activation: Activation, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("case", "part_bytes"),
-    [(CASES["ragged"], 5000), (Case((3, 0, 2), experts=12, pool=4), 40)],
-    ids=["some", "more than entries"],
+    [
+        (CASES["ragged"], 5000),
+        (CASES["long lists"], 20_000),
+        (Case((3, 0, 2), experts=12, pool=4), 40),
+    ],
+    ids=["some", "long lists", "more than entries"],
 )
 def test_weight_gradients_in_parts(
     case: Case, part_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -393,6 +400,44 @@ def test_weight_gradients_in_parts(
         parts = run(experts, inputs, torch.float32)
     for name, value in whole.items():
         assert torch.equal(parts[name], value), name
+
+
+@pytest.mark.parametrize("projected", [False, True])
+@pytest.mark.parametrize("mean", [2, 30])
+def test_sums_of_short_and_long_lists(
+    mean: int, projected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, with so many experts that a program takes several of them, one after another."""
+    on_gpu = DEVICE == "cuda"
+    cells, pool, dim = (256, 128, 256) if on_gpu else (40, 6, 24)
+    dtype = torch.bfloat16 if on_gpu else torch.float16  # the interpreter knows no bfloat16
+    monkeypatch.setattr(cell_products_triton, "SCALED", (dtype,))
+    monkeypatch.setattr(cell_products_triton, "REDUCE_PROGRAMS", 100 if on_gpu else 3)
+    case = CellCase(tuple([3, 0, 5, 1] * (cells // 4)), dim, pool, cells * pool // mean)
+    layout = case.cells().layout()
+    x = torch.randn(layout.num_rows, pool, device=DEVICE).to(dtype)
+    values = torch.randn(case.num_tokens, dim, device=DEVICE).to(dtype)
+    table = torch.randn(case.experts, dim, device=DEVICE).to(dtype)
+    norms = 1 / table.float().norm(dim=-1) if projected else None
+
+    def run() -> Tensor:
+        products = {"table": (x, values, table)}
+        return cell_products_triton.table_gradients(products, layout, inverse_norms=norms)["table"]
+
+    with use_backend("triton"):
+        found = run()
+        assert torch.equal(run(), found)
+    exact, sizes = torch.zeros(2, case.experts, dim, dtype=torch.float64, device=DEVICE)
+    for cell, (start, stop) in enumerate(pairwise(layout.offsets.tolist())):
+        left = x[start:stop].double().T
+        right = values[layout.token_ids[start:stop]].double()
+        exact.index_add_(0, layout.pools[cell], left @ right)
+        sizes.index_add_(0, layout.pools[cell], left.abs() @ right.abs())
+    if norms is not None:
+        unit = table.double() * norms.double().unsqueeze(-1)
+        exact -= unit * (exact * unit).sum(-1, keepdim=True)
+    error = (found.double() - exact).norm(dim=-1)
+    assert (error <= torch.finfo(dtype).eps * sizes.norm(dim=-1)).all()
 
 
 def test_what_is_frozen_gets_no_gradient() -> None:

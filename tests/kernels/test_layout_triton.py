@@ -29,6 +29,7 @@ def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the interpreter, too, adds up several blocks."""
     if not ON_GPU:
         monkeypatch.setattr(cells_triton, "SUM_BLOCK", 16)
+        monkeypatch.setattr(cells_triton, "FEW_BLOCK", 16)
 
 
 def assert_equal(found: Tensor | None, wanted: Tensor | None, name: str) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import use_backend
-from airmoe.kernels.norms import finite_rows, inverse_norms
+from airmoe.kernels.backend import Backend, use_backend
+from airmoe.kernels.norms import counted_rows, inverse_norms
 from tests.kernels.comparison import DEVICE, dtypes
 
 pytest.importorskip("triton")
@@ -97,18 +97,28 @@ def test_a_row_that_is_not_finite_spoils_no_other(spoiled: float) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("shape", [(70, 24), (1, 8), (5, 1500), (0, 8)])
-def test_finite_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shape", [(70, 24), (1, 8), (5, 1500), (0, 8), (1500, 5)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_counted_rows(shape: tuple[int, int], masked: bool, dtype: torch.dtype) -> None:
     hidden = torch.randn(shape, device=DEVICE).to(dtype)
     for place, bad in enumerate((torch.nan, torch.inf, -torch.inf, 3e19)):
         if shape[0] > place + 1 and bad == bad and torch.tensor(bad).to(dtype).item() == bad:
             hidden[place, -1] = bad
     if shape[0] > 4:
         hidden[4, 0] = torch.nan
-    with use_backend("triton"):
-        found = finite_rows(hidden)
-    assert torch.equal(found, finite_rows(hidden))
-    assert shape[0] <= 4 or not found[4]
+    mask = torch.rand(shape[0], device=DEVICE) < 0.7 if masked else None
+    grads = torch.randn(shape, device=DEVICE).to(dtype)
+
+    def run(backend: Backend) -> list[Tensor]:
+        leaf = hidden.clone().requires_grad_()
+        with use_backend(backend):
+            rows, valid = counted_rows(leaf, mask)
+        return [rows, valid, *torch.autograd.grad(rows, leaf, grads)]
+
+    found, wanted = run("triton"), run("reference")
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    assert shape[0] <= 4 or not found[1][4]
+    assert mask is None or not (found[1] & ~mask).any()
 
 
 @pytest.mark.gpu

@@ -128,7 +128,7 @@ def sums_by_expert() -> Example:
 
 def counts() -> Example:
     layout = some_cells()
-    return Example((floats(12, 6).relu(), layout.offsets, layout.pools))
+    return Example((floats(12, 6).relu(), layout.tensors()))
 
 
 def codeword_tokens(*arguments: Any) -> Example:
@@ -153,12 +153,14 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "swiglu": lambda: Example((floats(3, 4, 18),), (0,)),
     "rotary_heads": lambda: Example((floats(2, 5, 24), floats(1, 5, 4), floats(1, 5, 4), 1), (0,)),
     "inverse_norms": lambda: Example((floats(20, 30),)),
-    "finite_rows": lambda: Example((floats(20, 30),)),
+    "counted_rows": lambda: Example((floats(20, 30), None), (0,)),
+    "counted_rows, masked": lambda: Example((floats(20, 30), ids(2, 20) > 0), (0,)),
     "noise_rows": lambda: Example((int32(99, 4), ids(99, 5), 0.1)),
     "noise_pairs": lambda: Example((int32(99, 4, 1), ids(99, 5), 0.1)),
     "noise_pairs, transposed": lambda: Example((int32(99, 5, 4).T, ids(99, 5), 0.1)),
     "combine_keys": lambda: Example((ids(99), [ids(99, 4)], [3, -1], None, torch.int64)),
     "combine_keys, rows": lambda: Example((ids(99), [], [3], 5, torch.int32)),
+    "layout_of_few": lambda: Example((ids(7, 50), 7)),
     "cell_offsets": lambda: Example((ids(7, 100).sort().values, 7)),
     "find_tiles": lambda: tiles(100),
     "find_tiles, none": lambda: tiles(0),

@@ -113,7 +113,7 @@ def test_a_buffer_of_scattered_rows(dtype: torch.dtype, count: int) -> None:
     gates = torch.full((6, 50), 7.0, device=DEVICE, dtype=dtype)
     log_z = torch.full((6,), 7.0, device=DEVICE)
     scores[1] = torch.nan  # rows of nobody hold anything
-    gates_from_scores(scores, row_ids, valid, count, gates, log_z)
+    gates_from_scores(scores, valid, count, gates, log_z, row_ids=row_ids)
     assert (gates[3] == 7).all() and log_z[3] == 7  # nobody's
     for place, row in enumerate(row_ids.tolist()):
         if row >= 0:
@@ -185,5 +185,5 @@ def test_large_odd_shapes(dtype: torch.dtype, rows: int, columns: int, count: in
     gates = torch.empty(rows, columns, device=DEVICE, dtype=dtype)
     log_z = torch.empty(rows, device=DEVICE)
     row_ids = torch.randperm(rows, device=DEVICE, dtype=torch.int32)
-    gates_from_scores(scores.float(), row_ids, valid, count, gates, log_z)
+    gates_from_scores(scores.float(), valid, count, gates, log_z, row_ids=row_ids)
     assert_gates(gates[row_ids.long()], scores, valid[row_ids.long()], count)

@@ -27,7 +27,6 @@ from airmoe.kernels.cell_scores_triton import (
     score_tile,
     write_scores,
 )
-from airmoe.kernels.cells import SMALL_MEAN_ROWS
 from airmoe.kernels.device_triton import (
     block_size,
     dot_precision,
@@ -39,6 +38,7 @@ from airmoe.kernels.expert_choice_triton import gates_of_experts_choice
 from airmoe.kernels.top_k_triton import gates_from_scores
 
 BUFFER_ELEMENTS = 1 << 25  # scores that exist at once
+GROUP = 16  # rows of a cell for which one program gathers what belongs to their experts
 
 
 def score_pieces(scored: ScoreInputs) -> Iterator[tuple[slice, Tensor]]:
@@ -75,14 +75,14 @@ def _gates_of_tokens_choice(
     shape = (layout.num_rows, layout.pool_width)
     gates = torch.empty(shape, dtype=scored.hidden.dtype, device=valid.device)
     log_z = torch.empty(shape[0], dtype=torch.float32, device=valid.device)
-    row_valid = valid[layout.token_ids]
+    tokens = layout.token_ids
     if scored.kept:
         scores = all_scores(scored)
-        gates_from_scores(scores, None, row_valid, top_k, gates, log_z)
+        gates_from_scores(scores, valid, top_k, gates, log_z, token_ids=tokens)
         return gates, log_z, scores
     for part, scores in score_pieces(scored):
         rows = layout.tiles.rows[part].flatten()  # -1 = none
-        gates_from_scores(scores, rows, row_valid, top_k, gates, log_z)
+        gates_from_scores(scores, valid, top_k, gates, log_z, row_ids=rows, token_ids=tokens)
     return gates, log_z, None
 
 
@@ -90,46 +90,53 @@ def _gates_of_tokens_choice(
 def _score_grads_kernel(
     gates, grad_gates, scores, rows, tile_cells, token_ids, pools, inverse_norms,
     log_z, grad_log_z, valid, grad_probs, grad_scores, first_tile,
-    POOL: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr,
-    OVER_ALL: tl.constexpr, KEPT: tl.constexpr,
+    POOL: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, OVER_ALL: tl.constexpr, KEPT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # a few rows of one tile
-    row = tl.load(rows + first_tile * BLOCK_T + places)
-    if tl.max(row, axis=0) >= 0:
-        cell = tl.load(tile_cells + first_tile + tl.program_id(0) * ROWS // BLOCK_T).to(tl.int64)
+    first = tl.program_id(0) * GROUP  # of some rows of one tile, which share what is gathered
+    own = tl.load(rows + first_tile * BLOCK_T + first + tl.arange(0, GROUP))
+    number = tl.sum((own >= 0).to(tl.int32), axis=0)
+    if number > 0:
+        cell = tl.load(tile_cells + first_tile + first // BLOCK_T).to(tl.int64)
         columns = tl.arange(0, WIDTH)
         column_mask = columns < POOL
-        used = row >= 0
-        mask = used[:, None] & column_mask[None, :]
-        grad = tl.zeros((ROWS, WIDTH), tl.float32)
-        if scores is not None:
-            score = load_rows(scores, row if KEPT else places, used, columns, POOL)
-            row_log_z = tl.load(log_z + row, mask=used, other=0.0)
-            probs = tl.where(mask, tl.exp(score - row_log_z[:, None]), 0.0)
-        if grad_gates is not None:
-            gate = load_rows(gates, row, used, columns, POOL).to(tl.float32)
-            weighted = gate * load_rows(grad_gates, row, used, columns, POOL).to(tl.float32)
-            total = tl.sum(weighted, axis=1)[:, None]
-            if OVER_ALL:
-                grad = weighted - probs * total
-            else:
-                # Stored gates are rounded and do not add up to 1. Where one has nearly all, its
-                # gradient is a small difference that this would drown.
-                sums = tl.sum(gate, axis=1)[:, None]
-                grad = weighted - gate * (total / tl.where(sums > 0, sums, 1.0))
-        if grad_log_z is not None:
-            grad += probs * tl.load(grad_log_z + row, mask=used, other=0.0)[:, None]
         if grad_probs is not None or inverse_norms is not None:
             ids = tl.load(pools + cell * POOL + columns, mask=column_mask, other=0)
         if grad_probs is not None:
-            tokens = tl.load(token_ids + row, mask=used, other=0)
-            counts = tl.load(valid + tokens, mask=used, other=0).to(tl.float32)[:, None]
             wanted = tl.load(grad_probs + ids, mask=column_mask, other=0.0)[None, :]
-            grad += counts * probs * (wanted - tl.sum(probs * wanted, axis=1)[:, None])
-        # Of the row's own centroid: what comes next multiplies by w, not by w / |w|.
         if inverse_norms is not None:
-            grad *= tl.load(inverse_norms + ids, mask=column_mask, other=0.0)[None, :]
-        store_rows(grad_scores, row, used, columns, grad, POOL)
+            norms = tl.load(inverse_norms + ids, mask=column_mask, other=0.0)[None, :]
+        for start in tl.range(0, number, ROWS, num_stages=STAGES):
+            places = first + start + tl.arange(0, ROWS)
+            used = start + tl.arange(0, ROWS) < number
+            row = tl.load(rows + first_tile * BLOCK_T + places, mask=used, other=0)
+            grad = tl.zeros((ROWS, WIDTH), tl.float32)
+            if scores is not None:
+                score = load_rows(scores, row if KEPT else places, used, columns, POOL)
+                row_log_z = tl.load(log_z + row, mask=used, other=0.0)
+                probs = tl.exp(score - row_log_z[:, None])
+                probs = tl.where(used[:, None] & column_mask[None, :], probs, 0.0)
+            if grad_gates is not None:
+                gate = load_rows(gates, row, used, columns, POOL).to(tl.float32)
+                weighted = gate * load_rows(grad_gates, row, used, columns, POOL).to(tl.float32)
+                total = tl.sum(weighted, axis=1)[:, None]
+                if OVER_ALL:
+                    grad = weighted - probs * total
+                else:
+                    # Stored gates are rounded and do not add up to 1. Where one has nearly all, its
+                    # gradient is a small difference that this would drown.
+                    sums = tl.sum(gate, axis=1)[:, None]
+                    grad = weighted - gate * (total / tl.where(sums > 0, sums, 1.0))
+            if grad_log_z is not None:
+                grad += probs * tl.load(grad_log_z + row, mask=used, other=0.0)[:, None]
+            if grad_probs is not None:
+                tokens = tl.load(token_ids + row, mask=used, other=0)
+                counts = tl.load(valid + tokens, mask=used, other=0).to(tl.float32)[:, None]
+                grad += counts * probs * (wanted - tl.sum(probs * wanted, axis=1)[:, None])
+            # Of the row's own centroid: what comes next multiplies by w, not by w / |w|.
+            if inverse_norms is not None:
+                grad *= norms
+            store_rows(grad_scores, row, used, columns, grad, POOL)
 
 
 def _score_grads(scored: ScoreInputs, call: Any) -> Tensor:
@@ -143,15 +150,15 @@ def _score_grads(scored: ScoreInputs, call: Any) -> Tensor:
     again = needed and not scored.kept
     whole = slice(0, tiles.count), call.scores if needed else None
     width = triton.next_power_of_2(pool)
-    # A few rows share their pool; not too many where scores fill the registers as well.
-    rows = max(1, min(tiles.block, (4096 if needed else 8192) // width))
+    group, rows = min(tiles.block, GROUP), max(1, min(GROUP, 4096 // width))
     for part, scores in score_pieces(scored) if again else [whole]:
-        _score_grads_kernel[((part.stop - part.start) * tiles.block // rows,)](
+        _score_grads_kernel[((part.stop - part.start) * tiles.block // group,)](
             call.gates, grad_gates, scores, tiles.rows, tiles.cells, layout.token_ids,
             layout.pools, scored.inverse_norms, call.log_z, grad_log_z, call.valid, grad_probs,
             grads, part.start,
-            POOL=pool, WIDTH=width, BLOCK_T=tiles.block, ROWS=rows,
-            OVER_ALL=over_all, KEPT=not again, num_warps=8 if width * rows >= 4096 else 4,
+            POOL=pool, WIDTH=width, BLOCK_T=tiles.block, GROUP=group, ROWS=rows,
+            OVER_ALL=over_all, KEPT=not again, STAGES=1,
+            num_warps=8 if width * rows >= 4096 else 4,
         )  # fmt: skip
     return grads
 
@@ -159,28 +166,24 @@ def _score_grads(scored: ScoreInputs, call: Any) -> Tensor:
 def cell_gates_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
     """Gradients of the wanted of hidden and centroids."""
     scored = ScoreInputs.of(*call.inputs)
-    grads, layout, counts = _score_grads(scored, call), scored.layout, None
-    small = layout.num_rows <= SMALL_MEAN_ROWS * layout.pools.shape[0]
-    if small and "centroids" in wanted:  # some cells may have no rows
-        sizes = layout.offsets.diff().int().unsqueeze(-1)
-        counts = sizes.expand(layout.pools.shape).contiguous()
-    return operand_gradients(scored, grads, wanted, counts)
+    return operand_gradients(scored, _score_grads(scored, call), wanted)
 
 
 @triton.jit
 def _probs_kernel(
     hidden, centroids, inverse_norms, row_keys, noise_std, kept,
     offsets, token_ids, pools, log_z, valid, out,
-    POOL: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
+    POOL: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     cell = tl.program_id(1)
     part = tl.program_id(0) * BLOCK_P
     places, place_mask, ids = part_of_pool(pools, cell, part, POOL, BLOCK_P)
-    total = tl.zeros((BLOCK_P,), tl.float32)
+    # Rows are added up at the end, where a product leaves registers for that.
+    total = tl.zeros((1 if kept is None else BLOCK_T, BLOCK_P), tl.float32)
     first = tl.load(offsets + cell)
     last = tl.load(offsets + cell + 1)
-    for start in range(first, last, BLOCK_T):
+    for start in tl.range(first, last, BLOCK_T, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_T)
         row_mask = rows < last
         tokens = tl.load(token_ids + rows, mask=row_mask, other=0)
@@ -194,7 +197,9 @@ def _probs_kernel(
             )  # fmt: skip
         counts = tl.load(valid + tokens, mask=row_mask, other=0) != 0
         probs = tl.exp(scores - tl.load(log_z + rows, mask=row_mask, other=0.0)[:, None])
-        total += tl.sum(tl.where(counts[:, None], probs, 0.0), axis=0)
+        probs = tl.where(counts[:, None], probs, 0.0)
+        total += probs if kept is not None else tl.sum(probs, axis=0)[None, :]
+    total = tl.sum(total, axis=0)
     tl.store(out + cell.to(tl.int64) * POOL + places, total, mask=place_mask)
 
 
@@ -208,13 +213,15 @@ def probs_per_entry(*operands: Any) -> Tensor:
     dim, pool = scored.hidden.shape[1], layout.pool_width
     out = torch.empty(layout.pools.shape, dtype=torch.float32, device=log_z.device)
     wide = scored.hidden.dtype == torch.float32
-    block_p = block_size(pool, 64 if wide else 128)
+    block_t = 16 if scored.kept else layout.tiles.block
+    block_p = block_size(pool, 64 if wide or scored.kept else 128)
     block_d = block_size(dim, 32 if wide else 64)
     _probs_kernel[(triton.cdiv(pool, block_p), layout.pools.shape[0])](
         scored.hidden, scored.centroids, scored.inverse_norms, scored.row_keys, scored.noise_std,
         scores if scored.kept else None,
         layout.offsets, layout.token_ids, layout.pools, log_z, valid, out,
-        POOL=pool, DIM=dim, BLOCK_T=layout.tiles.block, BLOCK_P=block_p, BLOCK_D=block_d,
-        PRECISION=dot_precision(scored.hidden.dtype), num_warps=4, num_stages=3,
+        POOL=pool, DIM=dim, BLOCK_T=block_t, BLOCK_P=block_p, BLOCK_D=block_d,
+        PRECISION=dot_precision(scored.hidden.dtype), STAGES=3 if scored.kept else None,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

@@ -34,6 +34,8 @@ from airmoe.kernels.device_triton import (
 )
 
 REDUCE_PROGRAMS = 132 * 128
+SHORT_LISTS = 8  # up to this mean number of entries, a program sums those of several experts
+SHORT_ELEMENTS = 1024  # of their gradients
 # Memory for the partial sums of one part: so much, or a share of the GPU's if that is more. Where
 # there are many rows, several matrices [N, M] are there at the same time.
 PART_BYTES, PART_BYTES_OF_MANY_ROWS = 512 * 2**20, 256 * 2**20
@@ -41,6 +43,7 @@ PART_SHARE = 128
 SCALED = (torch.bfloat16,)  # dtypes of X whose projected sums are held in float16 with scales
 WIDEST_SCALED = 256  # columns of a row that a program holds whole
 SMALLEST_SCALE = tl.constexpr(1e-30)
+NOWHERE = tl.constexpr(-(2**30))  # a shift that leaves every position negative
 SEARCH_BLOCK, SUM_BLOCK = 32, 1024
 
 
@@ -138,7 +141,8 @@ class Parts:
 
     experts: Tensor  # [parts + 1] int32: first expert of each part
     positions: Tensor  # [G, parts + 1] int32: first pool position of each part
-    shifts: Tensor  # [G, parts] int32: row of a partial sum = its position + this
+    # [G, parts] int32: row of a partial sum = its position + this, negative if there is none
+    shifts: Tensor
     count: int
     rows: int  # the most partial sums of one part
 
@@ -150,10 +154,11 @@ def _positions_kernel(
 ):  # fmt: skip
     part = tl.program_id(1)
     cells = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mark = tl.minimum(part * share, total) + tl.zeros((BLOCK,), tl.int32)
-    bound = count_below(starts, num_experts + 1, mark, expert_steps)
     # Experts that occur nowhere belong to some part all the same: their gradient is 0.
-    bound = tl.where(part == 0, 0, tl.where(part == PARTS, num_experts, bound))
+    bound = tl.where(part == 0, 0, num_experts) + tl.zeros((BLOCK,), tl.int32)
+    if (part > 0) & (part < PARTS):
+        mark = tl.minimum(part * share, total) + tl.zeros((BLOCK,), tl.int32)
+        bound = count_below(starts, num_experts + 1, mark, expert_steps)
     own = tl.minimum(cells, num_cells - 1).to(tl.int64)
     position = count_below(pools + own * POOL, POOL, bound, POOL_STEPS)
     tl.store(positions + own * (PARTS + 1) + part, position, mask=cells < num_cells)
@@ -161,16 +166,20 @@ def _positions_kernel(
 
 
 @triton.jit
-def _shifts_kernel(positions, shifts, num_cells, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _shifts_kernel(positions, offsets, shifts, num_cells, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     part = tl.program_id(0)
     before = 0
     for start in range(0, num_cells, BLOCK):
         cells = start + tl.arange(0, BLOCK)
         mask = cells < num_cells
         place = cells.to(tl.int64) * (PARTS + 1) + part
+        cell = offsets + cells
+        rows = tl.load(cell + 1, mask=mask, other=0) - tl.load(cell, mask=mask, other=0)
         low = tl.load(positions + place, mask=mask, other=0)
         sizes = tl.load(positions + place + 1, mask=mask, other=0) - low
+        sizes = tl.where(rows > 0, sizes, 0)  # cells without tokens leave no partial sums
         shift = before + tl.cumsum(sizes, axis=0) - sizes - low
+        shift = tl.where(rows > 0, shift, NOWHERE)
         tl.store(shifts + cells.to(tl.int64) * PARTS + part, shift, mask=mask)
         before += tl.sum(sizes, axis=0)
 
@@ -192,7 +201,9 @@ def make_parts(layout: CellLayout, reverse: ReverseIndex, row_bytes: int) -> Par
         (num_experts + 1).bit_length(), POOL=pool, POOL_STEPS=pool.bit_length(), PARTS=count,
         BLOCK=SEARCH_BLOCK, num_warps=1,
     )  # fmt: skip
-    _shifts_kernel[(count,)](positions, shifts, num_cells, PARTS=count, BLOCK=SUM_BLOCK)
+    _shifts_kernel[(count,)](
+        positions, layout.offsets, shifts, num_cells, PARTS=count, BLOCK=SUM_BLOCK
+    )
     # One expert more than a share may be in: it has at most one entry per cell.
     return Parts(experts, positions, shifts, count, share + num_cells)
 
@@ -228,9 +239,7 @@ def _partial_kernel(
     first = tl.load(offsets + cell)
     last = tl.load(offsets + cell + 1)
     small = last - first <= BLOCK_R  # the usual cell: one program takes it, the others leave
-    mine = (split == 0) | (last - first > BLOCK_R)
-    if counts is not None:
-        mine &= last > first
+    mine = (last > first) & ((split == 0) | (last - first > BLOCK_R))
     if (begin + split < high) & mine:
         shift = tl.load(shifts + cell * PARTS + part)
         columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -266,11 +275,28 @@ def _partial_kernel(
 
 
 @triton.jit
+def _row_of(entry, shifts, mask, part, POOL: tl.constexpr, PARTS: tl.constexpr):
+    """Rows of the partial sums of some entries, and which of these have one."""
+    row = entry % POOL + tl.load(shifts + entry // POOL * PARTS + part, mask=mask, other=0)
+    return row, mask & (row >= 0)
+
+
+@triton.jit
+def _partial_sums(partial, scales, row, mask, columns, DIM: tl.constexpr):
+    """Rows of partial sums, float32; 0 where the mask is not set."""
+    sums = load_rows(partial, row, mask, columns, DIM).to(tl.float32)
+    if scales is not None:
+        sums *= tl.load(scales + row, mask=mask, other=0.0)[:, None]
+    return sums
+
+
+@triton.jit
 def _reduce_kernel(
     partial, scales, out, entries, starts, shifts, part_experts, part, table, inverse_norms,
     POOL: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """One expert after another: for lists so long that a program waits little in between."""
     first = tl.load(part_experts + part)
     last = tl.load(part_experts + part + 1)
     columns = tl.arange(0, WIDTH)
@@ -279,16 +305,11 @@ def _reduce_kernel(
         begin = tl.load(starts + expert)
         end = tl.load(starts + expert + 1)
         total = tl.zeros((BLOCK_S, WIDTH), tl.float32)
-        # Lists of hundreds take one program long: more of their rows must be on the way at once.
         for start in tl.range(begin, end, BLOCK_S, num_stages=STAGES):
             places = start + tl.arange(0, BLOCK_S)
-            mask = places < end
-            entry = tl.load(entries + places, mask=mask, other=0)
-            row = entry % POOL + tl.load(shifts + entry // POOL * PARTS + part, mask=mask, other=0)
-            sums = load_rows(partial, row, mask, columns, DIM).to(tl.float32)
-            if scales is not None:
-                sums *= tl.load(scales + row, mask=mask, other=0.0)[:, None]
-            total += sums
+            entry = tl.load(entries + places, mask=places < end, other=0)
+            row, mask = _row_of(entry, shifts, places < end, part, POOL, PARTS)
+            total += _partial_sums(partial, scales, row, mask, columns, DIM)
         grad = tl.sum(total, axis=0)
         place = (tl.zeros((WIDTH,), tl.int64) + expert) * DIM + columns
         if inverse_norms is not None:  # the gradient came through w / |w|: drop its radial part
@@ -296,6 +317,42 @@ def _reduce_kernel(
             unit *= tl.load(inverse_norms + expert)
             grad -= unit * tl.sum(grad * unit, axis=0)
         tl.store(out + place, grad.to(out.dtype.element_ty), mask=column_mask)
+
+
+@triton.jit
+def _reduce_short_kernel(
+    partial, scales, out, entries, starts, shifts, part_experts, part, table, inverse_norms,
+    POOL: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Some experts at once, each in the order of its list; other programs hide the waiting.
+
+    A program takes no more experts in a loop: the longest list of the first ones would be the bound
+    for all, because Triton (3.6 and 3.7) moves what it reduces of loop-carried lists out of a loop.
+    """
+    experts = tl.load(part_experts + part) + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    real = experts < tl.load(part_experts + part + 1)
+    columns = tl.arange(0, WIDTH)
+    begin = tl.load(starts + experts, mask=real, other=0)
+    end = tl.load(starts + experts + 1, mask=real, other=0)
+    total = tl.zeros((EXPERTS, WIDTH), tl.float32)
+    for step in range(0, tl.max(end - begin, axis=0), ROWS):
+        entry = ()  # all loads that do not depend on others first: then they wait together
+        for ahead in tl.static_range(ROWS):
+            place = begin + step + ahead
+            entry += (tl.load(entries + place, mask=place < end, other=0),)
+        sums = ()
+        for ahead in tl.static_range(ROWS):
+            mask = begin + step + ahead < end
+            row, mask = _row_of(entry[ahead], shifts, mask, part, POOL, PARTS)
+            sums += (_partial_sums(partial, scales, row, mask, columns, DIM),)
+        for ahead in tl.static_range(ROWS):
+            total += sums[ahead]
+    if inverse_norms is not None:  # as above
+        unit = load_rows(table, experts, real, columns, DIM).to(tl.float32)
+        unit *= tl.load(inverse_norms + experts, mask=real, other=0.0)[:, None]
+        total -= unit * tl.sum(total * unit, axis=1)[:, None]
+    store_rows(out, experts, real, columns, total, DIM)
 
 
 def table_gradients(
@@ -325,7 +382,11 @@ def table_gradients(
     scales = torch.empty(parts.rows, dtype=torch.float32, device=x.device) if scaled else None
     config = _partial_config(x, dim, pool, num_cells, parts.count, whole_rows=scaled)
     grid = (triton.cdiv(dim, config["BLOCK_D"]), config["SPLITS"], num_cells)
-    width = triton.next_power_of_2(dim)
+    short = layout.pools.numel() <= SHORT_LISTS * table.shape[0]
+    reduce, sums = _reduce_short_kernel if short else _reduce_kernel, _reduce_config(dim, short)
+    programs = min(REDUCE_PROGRAMS, table.shape[0])
+    if short:
+        programs = triton.cdiv(table.shape[0], sums["EXPERTS"])  # any part may have most experts
     for name, (x, values, table) in products.items():
         found[name] = torch.empty(table.shape, dtype=table.dtype, device=table.device)
         for part in range(parts.count):
@@ -334,12 +395,21 @@ def table_gradients(
                 parts.shifts, counts, part,
                 POOL=pool, DIM=dim, PARTS=parts.count, PART=part_dtype(), **config,
             )  # fmt: skip
-            _reduce_kernel[(min(REDUCE_PROGRAMS, table.shape[0]),)](
+            reduce[(programs,)](
                 partial, scales, found[name], reverse.entries, reverse.starts, parts.shifts,
-                parts.experts, part, table, inverse_norms, POOL=pool, PARTS=parts.count, DIM=dim,
-                WIDTH=width, BLOCK_S=4, STAGES=3, num_warps=max(1, width // 256),
+                parts.experts, part, table, inverse_norms,
+                POOL=pool, PARTS=parts.count, DIM=dim, **sums,
             )  # fmt: skip
     return found
+
+
+def _reduce_config(dim: int, short: bool) -> dict[str, int]:
+    """Blocks for short lists or for long ones."""
+    width = triton.next_power_of_2(dim)
+    if not short:
+        return {"WIDTH": width, "BLOCK_S": 4, "STAGES": 3, "num_warps": max(1, width // 256)}
+    experts = max(1, SHORT_ELEMENTS // width)
+    return {"WIDTH": width, "EXPERTS": experts, "ROWS": 4, "num_warps": 4, "num_stages": 1}
 
 
 def _partial_dtype(dtype: torch.dtype, dim: int, *, projected: bool) -> torch.dtype:

@@ -118,12 +118,13 @@ def write_scores(scored: ScoreInputs, scores: Tensor, part: slice | None = None)
 
 def _config(dtype: torch.dtype, dim: int, pool: int, tiles: RowTiles) -> dict[str, int]:
     wide = dtype == torch.float32
+    few = tiles.count <= FEW_TILES
     most = 64 if wide or tiles.block > 32 else 128
-    if tiles.count <= FEW_TILES:
+    if few:
         most = 32  # decoding: more programs, so that enough rows are on their way at once
     return {
         "BLOCK_P": block_size(pool, most),
-        "BLOCK_D": block_size(dim, 32 if wide else 64),
+        "BLOCK_D": block_size(dim, 32 if wide else 128 if few else 64),
         "num_warps": 4,
         "num_stages": 3,
     }
@@ -155,12 +156,10 @@ def cell_scores_backward(call: Any, wanted: set[str]) -> dict[str, Tensor]:
     return operand_gradients(scored, grads, wanted)
 
 
-def operand_gradients(
-    scored: ScoreInputs, grads: Tensor, wanted: set[str], counts: Tensor | None = None
-) -> dict[str, Tensor]:
+def operand_gradients(scored: ScoreInputs, grads: Tensor, wanted: set[str]) -> dict[str, Tensor]:
     """Gradients of the wanted of hidden and centroids, by products in the dtype of `grads`.
 
-    `grads` [N, M] are those of the scores times 1/|w|, and 0 where `counts` [G, M] are.
+    `grads` [N, M] are those of the scores times 1/|w|.
     """
     hidden, centroids, layout = scored.hidden, scored.centroids, scored.layout
     found: dict[str, Tensor] = {}
@@ -170,7 +169,7 @@ def operand_gradients(
     if "centroids" in wanted:
         products = {"centroids": (grads, hidden.to(grads.dtype), centroids)}
         norms = scored.inverse_norms
-        found |= table_gradients(products, layout, inverse_norms=norms, counts=counts)
+        found |= table_gradients(products, layout, inverse_norms=norms)
     return found
 
 

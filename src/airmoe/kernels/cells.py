@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from airmoe.errors import ConfigError
-from airmoe.kernels.backend import operator, with_kernel
+from airmoe.kernels.backend import operator, use_triton, with_kernel
 
 SMALL_MEAN_ROWS = 32  # up to this mean number of rows, a cell leaves experts of its pool unused
 MANY_ROWS = 32_768  # with more rows, or as many, matrices [N, M] take much memory
+FEW_ROWS = 64  # up to so many, one kernel sorts them and lays them out
 MANY_KEYS = 2048  # a GPU sorts fewer in a single program, so casting them first saves nothing
 
 
@@ -171,8 +172,13 @@ def make_cells(cell_ids: Tensor, pools: Tensor, reverse: ReverseIndex | None = N
 
     `reverse` is the reverse index of these pools, if the caller has it.
     """
-    rows_per_token = cell_ids.shape[1]
-    row_cells, order, offsets = sort_by_cell(cell_ids.flatten(), pools.shape[0])
+    rows_per_token, num_cells = cell_ids.shape[1], pools.shape[0]
+    ids, tiles = cell_ids.flatten(), []
+    if 0 < ids.shape[0] <= FEW_ROWS and use_triton(ids):
+        row_cells, order, offsets, *parts = layout_of_few(ids, num_cells)
+        tiles = [RowTiles(*parts)]
+    else:
+        row_cells, order, offsets = sort_by_cell(ids, num_cells)
     token_ids = order if rows_per_token == 1 else order.div(rows_per_token, rounding_mode="floor")
     return Cells(
         token_ids=token_ids,
@@ -182,6 +188,7 @@ def make_cells(cell_ids: Tensor, pools: Tensor, reverse: ReverseIndex | None = N
         rows_per_token=rows_per_token,
         pools_version=version_of(pools),
         cell_of_row=row_cells,
+        _tiles=tiles,
         _reverse=[] if reverse is None else [reverse],
     )
 
@@ -211,11 +218,31 @@ def version_of(tensor: Tensor) -> int | None:
     return tensor._version
 
 
+def empty_layout(ids: Tensor, num_cells: int) -> tuple[Tensor, ...]:
+    from airmoe.kernels.cells_triton import block_rows, empty_tiles
+
+    num_rows = ids.shape[0]
+    offsets = ids.new_empty(num_cells + 1, dtype=torch.int64)
+    order = torch.empty_like(ids, dtype=torch.int64)
+    tiles = empty_tiles(offsets, num_rows, block_rows(num_rows, num_cells))
+    return torch.empty_like(ids), order, offsets, *tiles
+
+
+# What `sort_by_cell` gives, and the parts of `RowTiles`; for up to `FEW_ROWS`. Only with Triton.
+layout_of_few = operator(
+    "layout_of_few(Tensor cell_ids, SymInt num_cells) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "cells_triton",
+    fake=empty_layout,
+)
+
 # How many rows of each cell chose each of its experts: [G, M] int32. Only with Triton.
 counts_per_entry = operator(
-    "counts_per_entry(Tensor gates, Tensor offsets, Tensor pools) -> Tensor",
+    "counts_per_entry(Tensor gates, Tensor[] layout) -> Tensor",
     "cells_triton",
-    fake=lambda gates, offsets, pools: pools.new_empty(pools.shape, dtype=torch.int32),
+    fake=lambda gates, layout: gates.new_empty(
+        CellLayout.of(layout).pools.shape, dtype=torch.int32
+    ),
 )
 
 

@@ -1,6 +1,6 @@
 """Where cells and their tiles begin, and sums by entry and by expert.
 
-The layout is made in three small kernels, because a decoding step waits for each:
+The layout of sorted rows is made in three small kernels:
 
     offsets   first row of each cell      one binary search per cell in the sorted cell ids
     starts    first tile of each cell     a cumulative sum
@@ -9,6 +9,8 @@ The layout is made in three small kernels, because a decoding step waits for eac
 A cell has any number of rows, so how many tiles of rows there are is known on the device only.
 Their list has room for the most there can be, and what is left over is marked: nothing is read by
 the host.
+
+A decoding step has few rows and waits for every kernel: a single one sorts them and does all this.
 """
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import operator
-from airmoe.kernels.cells import ReverseIndex, RowTiles
+from airmoe.kernels.cells import FEW_ROWS, CellLayout, ReverseIndex, RowTiles, empty_layout
 from airmoe.kernels.device_triton import block_size, count_below, load_rows
 
 MOST_PROGRAMS = 65_535  # of a grid's second and third direction
@@ -30,7 +32,9 @@ SMALLEST, LARGEST = 32, 64  # smaller tiles read the pools too often, larger one
 SEARCH_BLOCK = 32  # one warp: searches wait for memory, so they are spread over the device
 SUM_BLOCK = 1024
 TILE_BLOCK = 16
+FEW_BLOCK = 128  # cells that one program compares with a few rows
 ENTRY_BLOCK = 1024
+COUNT_ELEMENTS = 8192  # gates [rows, positions] of one program
 EXPERTS, LANES = 8, 32
 
 # Lengths change from batch to batch: none of them is worth a compilation of its own.
@@ -106,19 +110,21 @@ def row_tiles(offsets: Tensor, num_rows: int, block: int | None = None) -> RowTi
     """
     num_cells = offsets.shape[0] - 1
     block = block_rows(num_rows, num_cells) if block is None else block
-    _check_size("rows", num_rows, most_tiles(num_rows, num_cells, block))
-    _check_size("cells", num_cells, num_cells)
+    _check_sizes(num_rows, num_cells, block)
     return RowTiles(*find_tiles_op(offsets, num_rows, block))
 
 
-def _check_size(name: str, size: int, programs: int) -> None:
-    if programs > MOST_PROGRAMS:
-        raise ConfigError(
-            f"cells.{name}",
-            size,
-            f"makes {programs} blocks, and a GPU takes at most {MOST_PROGRAMS} in one direction",
-            "Use smaller micro-batches or fewer codewords, or AIRMOE_BACKEND=reference.",
-        )
+def _check_sizes(num_rows: int, num_cells: int, block: int) -> None:
+    num_tiles = most_tiles(num_rows, num_cells, block)
+    for name, size, programs in (("rows", num_rows, num_tiles), ("cells", num_cells, num_cells)):
+        if programs > MOST_PROGRAMS:
+            rule = f"makes {programs} blocks, and a GPU takes at most {MOST_PROGRAMS} in one"
+            raise ConfigError(
+                f"cells.{name}",
+                size,
+                f"{rule} direction",
+                "Use smaller micro-batches or fewer codewords, or AIRMOE_BACKEND=reference.",
+            )
 
 
 def block_rows(num_rows: int, num_cells: int) -> int:
@@ -137,7 +143,7 @@ def most_tiles(num_rows: int, num_cells: int, block: int) -> int:
     return num_rows // block + min(num_rows, num_cells)
 
 
-def _empty_tiles(offsets: Tensor, num_rows: int, block: int) -> tuple[Tensor, ...]:
+def empty_tiles(offsets: Tensor, num_rows: int, block: int) -> tuple[Tensor, ...]:
     num_tiles = most_tiles(num_rows, offsets.shape[0] - 1, block)
     cells, first_rows, rows = (
         torch.empty(shape, dtype=torch.int32, device=offsets.device)
@@ -149,14 +155,14 @@ def _empty_tiles(offsets: Tensor, num_rows: int, block: int) -> tuple[Tensor, ..
 find_tiles_op = operator(
     "find_tiles(Tensor offsets, SymInt num_rows, SymInt block) -> (Tensor, Tensor, Tensor, Tensor)",
     "cells_triton",
-    fake=_empty_tiles,
+    fake=empty_tiles,
 )
 
 
 def find_tiles(offsets: Tensor, num_rows: int, block: int) -> tuple[Tensor, ...]:
     """The parts of `RowTiles`."""
     offsets, num_cells = offsets.contiguous(), offsets.shape[0] - 1
-    cells, first_rows, rows, starts = _empty_tiles(offsets, num_rows, block)
+    cells, first_rows, rows, starts = empty_tiles(offsets, num_rows, block)
     _starts_kernel[(triton.cdiv(num_cells, SUM_BLOCK),)](
         offsets, starts, num_cells, ROWS=block, BLOCK=SUM_BLOCK, num_warps=8
     )
@@ -166,6 +172,61 @@ def find_tiles(offsets: Tensor, num_rows: int, block: int) -> tuple[Tensor, ...]
         ROWS=block, BLOCK=TILE_BLOCK, num_warps=4,
     )  # fmt: skip
     return cells, first_rows, rows, starts
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _few_kernel(
+    ids, row_cells, order, offsets, tile_cells, tile_first, tile_rows, starts,
+    num_rows, num_cells, num_tiles,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_TILES: tl.constexpr,
+):  # fmt: skip
+    place = tl.arange(0, BLOCK_N)
+    real = place < num_rows
+    cell = tl.load(ids + place, mask=real, other=num_cells).to(tl.int32)
+    before = cell[:, None] < cell[None, :]  # [others, own]: who is in a cell before one's own
+    equal = cell[:, None] == cell[None, :]
+    first = tl.sum(before.to(tl.int32), axis=0)
+    before |= equal & (place[:, None] < place[None, :])
+    row = tl.sum(before.to(tl.int32), axis=0)
+    opens = real & ((row - first) % ROWS == 0)  # rows with which a tile begins
+    cells = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
+    inside = cells <= num_cells
+    below = real[:, None] & (cell[:, None] < cells[None, :])
+    tl.store(offsets + cells, tl.sum(below.to(tl.int32), axis=0).to(tl.int64), mask=inside)
+    below &= opens[:, None]
+    tl.store(starts + cells, tl.sum(below.to(tl.int32), axis=0).to(tl.int64), mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(row_cells + row, cell.to(row_cells.dtype.element_ty), mask=real)
+        tl.store(order + row, place.to(tl.int64), mask=real)
+        tile = tl.sum((before & opens[:, None]).to(tl.int32), axis=0)
+        end = first + tl.sum(equal.to(tl.int32), axis=0)
+        lanes = tl.arange(0, ROWS)
+        rows = row[:, None] + lanes[None, :]
+        rows = tl.where(rows < end[:, None], rows, -1)
+        tl.store(tile_cells + tile, cell, mask=opens)
+        tl.store(tile_first + tile, row, mask=opens)
+        tl.store(tile_rows + tile[:, None] * ROWS + lanes[None, :], rows, mask=opens[:, None])
+        tile = tl.sum(opens.to(tl.int32), axis=0) + tl.arange(0, BLOCK_TILES)
+        unused = tile < num_tiles
+        none = tl.full((BLOCK_TILES, ROWS), -1, tl.int32)
+        tl.store(tile_cells + tile, -1, mask=unused)
+        tl.store(tile_first + tile, 0, mask=unused)
+        tl.store(tile_rows + tile[:, None] * ROWS + lanes[None, :], none, mask=unused[:, None])
+
+
+def layout_of_few(cell_ids: Tensor, num_cells: int) -> tuple[Tensor, ...]:
+    """See `cells.layout_of_few`."""
+    ids, num_rows = cell_ids.contiguous(), cell_ids.shape[0]
+    block = block_rows(num_rows, num_cells)
+    _check_sizes(num_rows, num_cells, block)
+    found = empty_layout(ids, num_cells)
+    num_tiles = found[3].shape[0]
+    _few_kernel[(triton.cdiv(num_cells + 1, FEW_BLOCK),)](
+        ids, *found, num_rows, num_cells, num_tiles,
+        ROWS=block, BLOCK_N=block_size(num_rows, FEW_ROWS), BLOCK_G=FEW_BLOCK,
+        BLOCK_TILES=triton.next_power_of_2(num_tiles), num_warps=4,
+    )  # fmt: skip
+    return found
 
 
 @triton.jit
@@ -198,29 +259,31 @@ def sum_by_expert(values: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
 
 @triton.jit
 def _counts_kernel(
-    gates, offsets, out, POOL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr
-):
-    cell = tl.program_id(1)
-    places = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    place_mask = places < POOL
-    total = tl.zeros((BLOCK_T, BLOCK_P), tl.int32)
-    first = tl.load(offsets + cell)
-    last = tl.load(offsets + cell + 1)
-    for start in range(first, last, BLOCK_T):
-        rows = start + tl.arange(0, BLOCK_T)
-        gate = load_rows(gates, rows, rows < last, places, POOL)
-        total += (gate > 0).to(tl.int32)
-    tl.store(out + cell.to(tl.int64) * POOL + places, tl.sum(total, axis=0), mask=place_mask)
+    gates, tile_cells, tile_rows, out,
+    POOL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(1)
+    cell = tl.load(tile_cells + tile)
+    if cell >= 0:
+        rows = tl.load(tile_rows + tile * BLOCK_T + tl.arange(0, BLOCK_T))
+        places = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+        chosen = load_rows(gates, rows, rows >= 0, places, POOL) > 0
+        counts = tl.sum(chosen.to(tl.int32), axis=0)
+        # Integers: the sum does not depend on which tile of the cell comes first.
+        target = out + cell.to(tl.int64) * POOL + places
+        tl.atomic_add(target, counts, mask=places < POOL, sem="relaxed")
 
 
-def counts_per_entry(gates: Tensor, offsets: Tensor, pools: Tensor) -> Tensor:
+def counts_per_entry(gates: Tensor, layout: list[Tensor]) -> Tensor:
     """How many rows of each cell chose each of its experts: [G, M] int32."""
-    pool = pools.shape[1]
-    out = torch.empty(pools.shape, dtype=torch.int32, device=pools.device)
-    block_p = block_size(pool, 256)
-    _counts_kernel[(triton.cdiv(pool, block_p), pools.shape[0])](
-        gates.contiguous(), offsets, out, POOL=pool, BLOCK_T=16, BLOCK_P=block_p, num_warps=4
-    )
+    cells = CellLayout.of(layout)
+    tiles, pool = cells.tiles, cells.pool_width
+    out = torch.zeros(cells.pools.shape, dtype=torch.int32, device=gates.device)
+    block_p = block_size(pool, COUNT_ELEMENTS // tiles.block)
+    _counts_kernel[(triton.cdiv(pool, block_p), tiles.count)](
+        gates.contiguous(), tiles.cells, tiles.rows, out,
+        POOL=pool, BLOCK_T=tiles.block, BLOCK_P=block_p, num_warps=4,
+    )  # fmt: skip
     return out
 
 

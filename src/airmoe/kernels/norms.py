@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from airmoe.kernels.backend import with_kernel
+from airmoe.kernels.backend import Gradient, operator, use_triton, with_kernel
 
 
 def unit_rows(rows: Tensor) -> Tensor:
@@ -30,13 +30,28 @@ def _inverse_norms(rows: Tensor) -> Tensor:
     return safe.rsqrt() * (square > 0)
 
 
-@torch.no_grad()
-@with_kernel("norms_triton")
-def finite_rows(hidden: Tensor) -> Tensor:
-    """True where the squared norm of a row is a finite float32 number: [T, D] -> [T].
+def counted_rows(hidden: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """hidden [T, D] with 0 in the rows that do not count, and which do: [T].
 
-    NaN, infinity and huge values would spoil sums that other tokens share.
+    Those of the mask [T] do whose squared norm is a finite float32 number: NaN, infinity and huge
+    values would spoil sums that other tokens share.
     """
+    if use_triton(hidden):
+        return counted_rows_op(hidden, mask)
     # `vector_norm` makes no [T, D] tensor of squares. It does not square a single entry either, so
     # the norm is squared: the sum of squares must be finite, whatever the width.
-    return torch.linalg.vector_norm(hidden.float(), dim=-1).square() < torch.inf
+    norms = torch.linalg.vector_norm(hidden.detach().float(), dim=-1)
+    valid = norms.square() < torch.inf
+    valid = valid if mask is None else valid & mask
+    return torch.where(valid.unsqueeze(-1), hidden, 0), valid
+
+
+counted_rows_op = operator(
+    "counted_rows(Tensor hidden, Tensor? mask) -> (Tensor rows, Tensor valid)",
+    "norms_triton",
+    fake=lambda hidden, _: (
+        hidden.new_empty(hidden.shape),
+        hidden.new_empty(hidden.shape[0], dtype=torch.bool),
+    ),
+    gradient=Gradient(of=("hidden",), saved=("valid",)),
+)

@@ -3,15 +3,18 @@
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from airmoe.kernels.device_triton import as_stored, block_size, inverse_root, load_rows
+from airmoe.kernels.device_triton import as_stored, block_size, inverse_root, load_rows, store_rows
 
 TILE_ELEMENTS = 8192  # [rows, D] of one fetch
 WIDEST = 256  # columns of it
+FEW_ROWS = 1024  # with fewer, a program of its own for each
 
 
 @triton.jit
@@ -42,26 +45,41 @@ def inverse_norms(rows: Tensor) -> Tensor:
 
 
 @triton.jit
-def _finite_kernel(
-    hidden, out, num_rows, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def _counted_kernel(
+    hidden, mask, out, valid, num_rows,
+    DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row_mask = rows < num_rows
+    counts = rows < num_rows
+    if mask is not None:
+        counts &= tl.load(mask + rows, mask=counts, other=0) != 0
     square = tl.zeros((ROWS,), tl.float32)
     for start in range(0, DIM, BLOCK_D):
         columns = start + tl.arange(0, BLOCK_D)
-        values = load_rows(hidden, rows, row_mask, columns, DIM).to(tl.float32)
+        values = load_rows(hidden, rows, counts, columns, DIM).to(tl.float32)
         square += tl.sum(values * values, axis=1)
-    tl.store(out + rows, square < float("inf"), mask=row_mask)  # False for NaN as well
+    counts &= square < float("inf")  # False for NaN as well
+    tl.store(valid + rows, counts, mask=rows < num_rows)
+    for start in range(0, DIM, BLOCK_D):
+        columns = start + tl.arange(0, BLOCK_D)
+        values = load_rows(hidden, rows, counts, columns, DIM)
+        store_rows(out, rows, rows < num_rows, columns, values, DIM)
 
 
-def finite_rows(hidden: Tensor) -> Tensor:
-    """True where the squared norm of a row is finite: [T, D] -> [T]."""
+def counted_rows(hidden: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """hidden [T, D] with 0 in the rows that do not count, and which do: [T]."""
     num_rows, dim = hidden.shape
-    out = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
+    out = hidden.new_empty(hidden.shape)
+    valid = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
     block = min(triton.next_power_of_2(dim), 1024)
-    rows = max(1, TILE_ELEMENTS // block)
-    _finite_kernel[(triton.cdiv(num_rows, rows),)](
-        hidden.contiguous(), out, num_rows, DIM=dim, ROWS=rows, BLOCK_D=block, num_warps=8
-    )
-    return out
+    rows = max(1, TILE_ELEMENTS // block) if num_rows >= FEW_ROWS else 1
+    _counted_kernel[(triton.cdiv(num_rows, rows),)](
+        hidden.contiguous(), None if mask is None else mask.contiguous(), out, valid, num_rows,
+        DIM=dim, ROWS=rows, BLOCK_D=block, num_warps=8 if rows > 1 else 1,
+    )  # fmt: skip
+    return out, valid
+
+
+def counted_rows_backward(call: Any, _wanted: set[str]) -> dict[str, Tensor]:
+    """Gradient of hidden: none for rows that do not count."""
+    return {"hidden": torch.where(call.valid.unsqueeze(-1), call.grad_rows, 0)}

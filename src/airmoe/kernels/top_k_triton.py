@@ -16,12 +16,14 @@ from torch import Tensor
 
 from airmoe.kernels.device_triton import INFINITY, finite_from_above, largest
 
+FEW_ROWS = 128  # a GPU has more warps than one for each
 MAX_REGISTERS = 128  # 16 warps on an SM; without a limit the compiler takes 200
 
 
-def row_warps(block: int) -> int:
-    """Warps for a row of `block` scores: one up to 2048, so that counting needs no barrier."""
-    return max(1, min(16, block // 2048))
+def row_warps(block: int, rows: int) -> int:
+    """Warps for each of some rows of `block` scores: one up to 2048, so that counting needs no
+    barrier; up to four times as many where there are few rows."""
+    return max(1, min(16, block // (512 if rows <= FEW_ROWS else 2048)))
 
 
 @triton.jit
@@ -53,13 +55,14 @@ def _write_gates(
 
 @triton.jit
 def _gates_kernel(
-    scores_ptr, row_ids_ptr, valid_ptr, gates_ptr, log_z_ptr, columns, count, least,
+    scores_ptr, row_ids_ptr, valid_ptr, token_ids_ptr, gates_ptr, log_z_ptr, columns, count, least,
     FULL_SOFTMAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     row = place if row_ids_ptr is None else tl.load(row_ids_ptr + place).to(tl.int64)
     if row >= 0:
-        if tl.load(valid_ptr + row):
+        token = row if token_ids_ptr is None else tl.load(token_ids_ptr + row)
+        if tl.load(valid_ptr + token):
             _write_gates(
                 scores_ptr + place * columns, gates_ptr + row * columns, log_z_ptr + row,
                 columns, count, least, FULL_SOFTMAX, BLOCK,
@@ -109,24 +112,33 @@ def top_k_gates(scores: Tensor, valid: Tensor, count: int) -> Tensor:
     scores = scores.contiguous()
     gates = torch.empty_like(scores)
     log_z = torch.empty(scores.shape[0], dtype=torch.float32, device=scores.device)
-    gates_from_scores(scores, None, valid.contiguous(), count, gates, log_z)
+    gates_from_scores(scores, valid.contiguous(), count, gates, log_z)
     return gates
 
 
 def gates_from_scores(
-    scores: Tensor, row_ids: Tensor | None, valid: Tensor, count: int, gates: Tensor, log_z: Tensor
+    scores: Tensor,
+    valid: Tensor,
+    count: int,
+    gates: Tensor,
+    log_z: Tensor,
+    *,
+    row_ids: Tensor | None = None,
+    token_ids: Tensor | None = None,
 ) -> None:
     """Write the gates and log Z of the rows whose scores [R, n] stand in a buffer.
 
-    Rows are at most `LONGEST_ROW` long. Row i of the buffer belongs to row `row_ids[i]` of valid
-    [N], gates [N, n] and log_z [N] (-1: to none; without `row_ids` to row i). `log_z` is over all n
-    candidates, 0 for rows that are not valid.
+    Rows are at most `LONGEST_ROW` long. Row i of the buffer belongs to row `row_ids[i]` of gates
+    [N, n] and log_z [N] (-1: to none; without `row_ids` to row i), and row j of these to token
+    `token_ids[j]` of valid (without `token_ids` to token j). `log_z` is over all n candidates, 0
+    for rows that are not valid.
     """
     rows, columns = scores.shape
     block = triton.next_power_of_2(columns)
     _gates_kernel[(rows,)](
-        scores, row_ids, valid, gates, log_z, columns, count, smallest_gate(gates.dtype),
-        FULL_SOFTMAX=count == 1, BLOCK=block, num_warps=row_warps(block), maxnreg=MAX_REGISTERS,
+        scores, row_ids, valid, token_ids, gates, log_z, columns, count, smallest_gate(gates.dtype),
+        FULL_SOFTMAX=count == 1, BLOCK=block,
+        num_warps=row_warps(block, rows), maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 

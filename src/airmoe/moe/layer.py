@@ -132,8 +132,8 @@ class MoELayer(nn.Module):
             output = self.post_norm(output)
         # Bad tokens (NaN, infinity, huge values) are NaN again, unless they are masked: they must
         # not look like good ones, nor enter a gradient.
-        bad = ~tokens.valid if mask is None else mask & ~tokens.valid
-        output = output.masked_fill(bad.unsqueeze(-1), torch.nan)
+        good = tokens.valid if mask is None else tokens.valid | ~mask
+        output = torch.where(good.unsqueeze(-1), output, torch.nan)
         return MoEOutput(output.reshape(x.shape).to(x.dtype), routing)
 
     _forward_eagerly = run_eagerly(forward_with_routing)

@@ -18,7 +18,7 @@ from torch import Tensor
 from airmoe.errors import ConfigError
 from airmoe.kernels.backend import use_triton
 from airmoe.kernels.cells import Cells, counts_per_entry
-from airmoe.kernels.norms import finite_rows
+from airmoe.kernels.norms import counted_rows
 from airmoe.kernels.top_k import top_k_gates, top_positions
 
 Value = TypeVar("Value")
@@ -72,14 +72,11 @@ def read_tokens(label: str, dim: int, hidden: Tensor | Tokens, mask: Tensor | No
         raise ConfigError(
             f"{label}.hidden", hidden.dtype, "must be real floating point", "Cast it first."
         )
-    valid = finite_rows(hidden)
-    if mask is not None:
-        if mask.dtype != torch.bool or mask.shape != hidden.shape[:1]:
-            rule = f"must be a bool tensor of shape [{hidden.shape[0]}]"
-            remedy = "Give True for real tokens and False for padding."
-            raise ConfigError(f"{label}.mask", (tuple(mask.shape), mask.dtype), rule, remedy)
-        valid = valid & mask
-    return Tokens(torch.where(valid.unsqueeze(-1), hidden, 0), valid)
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != hidden.shape[:1]):
+        rule = f"must be a bool tensor of shape [{hidden.shape[0]}]"
+        remedy = "Give True for real tokens and False for padding."
+        raise ConfigError(f"{label}.mask", (tuple(mask.shape), mask.dtype), rule, remedy)
+    return Tokens(*counted_rows(hidden, mask))
 
 
 @dataclass(eq=False)
@@ -211,7 +208,7 @@ class CellRouting(Routing):
         """[G, M] int32: how many rows of each cell chose each of its experts. Only with Triton."""
         counts = self._entry_counts
         if counts is None:
-            counts = counts_per_entry(self.gates.detach(), self.offsets, self.pools)
+            counts = counts_per_entry(self.gates.detach(), self.cells.layout().tensors())
             self._entry_counts = counts
         return counts
 

@@ -233,6 +233,7 @@ class BalancedAir(Air):
 
     def backward(self, output: Tensor, cotangent: Tensor) -> None:
         torch.autograd.backward([output, self.loss], [cotangent, None])
+        self.loss = self.loss.detach()  # its graph would keep parameters on the stream of now
 
 
 class Exact(OwnLayer):
