@@ -16,7 +16,7 @@ from tests.kernels.comparison import DEVICE, any_noise, logits_of, unit_rows
 from tests.tolerance import score_slack
 
 pytest.importorskip("triton")
-from airmoe.kernels.best_columns_triton import Cut
+from airmoe.kernels.best_columns_triton import BLOCK_COLUMNS, pieces_of
 from airmoe.kernels.best_experts_triton import exact_tables
 from airmoe.kernels.stream_triton import can_stream, stream_columns
 
@@ -28,20 +28,12 @@ LISTS = "airmoe.kernels.stream_triton"
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists thinned many times and several pieces of everything, at sizes a test can pay for."""
     monkeypatch.setattr("airmoe.kernels.best_experts.LONGEST_LIST", 48)
-    monkeypatch.setattr(f"{COLUMNS}.LONGEST_ROW", 64)
-    monkeypatch.setattr(f"{COLUMNS}.LEAST_CAPACITY", 32)
+    monkeypatch.setattr(f"{COLUMNS}.LONGEST_ROW", 128)
+    monkeypatch.setattr(f"{COLUMNS}.LEAST_CAPACITY", 64)
     monkeypatch.setattr(f"{COLUMNS}.ROWS", 4)
-    monkeypatch.setattr(f"{COLUMNS}.LEAST_PART", 20)
-    monkeypatch.setattr(f"{COLUMNS}.SCORE_ELEMENTS", 500)
+    monkeypatch.setattr(f"{COLUMNS}.SCORE_ELEMENTS", 2048)
+    monkeypatch.setattr(f"{COLUMNS}.MOST_WORDS", 2)
     monkeypatch.setattr("airmoe.kernels.best_experts_triton.SORT_ELEMENTS", 20)
-
-
-@pytest.fixture(params=["a list per row", "lists of parts"])
-def either_list(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, small_pieces: None
-) -> None:
-    if request.param == "lists of parts":
-        monkeypatch.setattr(f"{COLUMNS}.ROWS", 16)
 
 
 @pytest.fixture
@@ -110,16 +102,16 @@ def test_one_segment(
 
 
 @either
-@pytest.mark.usefixtures("either_list")
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("count", [1, 7, 16, 48])
 def test_many_pieces(find: Any, count: int) -> None:
     hidden, table = torch.randn(5, 20, device=DEVICE), torch.randn(400, 20, device=DEVICE)
-    assert len(Cut.of(5, 400, count).borders) > 3
+    assert len(pieces_of(16, 400)) > 3
     find(hidden, table, count, any_noise(5))
 
 
 @either
-@pytest.mark.usefixtures("either_list")
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("slope", [1, -1, 0])
 def test_rising_falling_and_equal_scores(find: Any, slope: int) -> None:
     """Of rising ones all pass the floor of those before them, of the others none."""
@@ -285,17 +277,15 @@ def test_a_list_too_long_for_the_kernel_is_the_references() -> None:
     check(codewords, centroids, 50)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 100, 511, 1024])
+@pytest.mark.parametrize("rows", [16, 32, 128, 512])
 @pytest.mark.parametrize("columns", [16_384, 16_385, 70_001, 999_999, 1 << 22])
-@pytest.mark.parametrize("count", [1, 512, 2048, 8192])
-def test_parts_of_large_tables_are_long_enough(rows: int, columns: int, count: int) -> None:
-    cut = Cut.of(rows, columns, count)
-    assert cut.borders[0] == 0 and cut.borders[-1] == columns
-    for begin, end in pairwise(cut.borders):
-        assert 0 < (end - begin) * cut.rows <= max(1 << 23, columns) + 16 * cut.rows
-        if cut.parts > 1:
-            assert (end - begin) // cut.parts - 16 >= count
-            assert cut.rows * cut.parts <= 512
+def test_pieces_of_large_tables(rows: int, columns: int) -> None:
+    pieces = pieces_of(rows, columns)
+    assert pieces[0].start == 0 and pieces[-1].stop == columns
+    assert pieces[0].stop <= 16_384  # fits into registers
+    for piece, after in pairwise(pieces):
+        assert piece.stop == after.start and piece.stop % BLOCK_COLUMNS == 0
+    assert all(0 < (piece.stop - piece.start) * rows <= 1 << 23 for piece in pieces)
 
 
 @pytest.mark.gpu
