@@ -16,7 +16,7 @@ from tests.kernels.comparison import DEVICE, any_noise, logits_of, unit_rows
 from tests.tolerance import score_slack
 
 pytest.importorskip("triton")
-from airmoe.kernels.best_columns_triton import Cut
+from airmoe.kernels.best_columns_triton import BLOCK_COLUMNS, pieces_of
 from airmoe.kernels.best_experts_triton import exact_tables
 from airmoe.kernels.stream_triton import can_stream, stream_columns
 
@@ -24,24 +24,21 @@ COLUMNS = "airmoe.kernels.best_columns_triton"
 LISTS = "airmoe.kernels.stream_triton"
 
 
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists thinned many times and several pieces of everything, at sizes a test can pay for."""
+@pytest.fixture(params=[2048, 8192], ids=["pieces", "long pieces"])
+def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists thinned many times, at sizes a test can pay for.
+
+    Either there are several pieces of everything, the first of which fits into registers, or
+    floors are guessed, for one or two rows in parts.
+    """
     monkeypatch.setattr("airmoe.kernels.best_experts.LONGEST_LIST", 48)
-    monkeypatch.setattr(f"{COLUMNS}.LONGEST_ROW", 64)
-    monkeypatch.setattr(f"{COLUMNS}.LEAST_CAPACITY", 32)
+    monkeypatch.setattr(f"{COLUMNS}.LONGEST_ROW", 128)
+    monkeypatch.setattr(f"{COLUMNS}.LEAST_CAPACITY", 64)
     monkeypatch.setattr(f"{COLUMNS}.ROWS", 4)
-    monkeypatch.setattr(f"{COLUMNS}.LEAST_PART", 20)
-    monkeypatch.setattr(f"{COLUMNS}.SCORE_ELEMENTS", 500)
+    monkeypatch.setattr(f"{COLUMNS}.SCORE_ELEMENTS", request.param)
+    monkeypatch.setattr(f"{COLUMNS}.SELECT_TILE", 32)
+    monkeypatch.setattr(f"{COLUMNS}.MOST_WORDS", 2)
     monkeypatch.setattr("airmoe.kernels.best_experts_triton.SORT_ELEMENTS", 20)
-
-
-@pytest.fixture(params=["a list per row", "lists of parts"])
-def either_list(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, small_pieces: None
-) -> None:
-    if request.param == "lists of parts":
-        monkeypatch.setattr(f"{COLUMNS}.ROWS", 16)
 
 
 @pytest.fixture
@@ -110,16 +107,17 @@ def test_one_segment(
 
 
 @either
-@pytest.mark.usefixtures("either_list")
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("count", [1, 7, 16, 48])
 def test_many_pieces(find: Any, count: int) -> None:
-    hidden, table = torch.randn(5, 20, device=DEVICE), torch.randn(400, 20, device=DEVICE)
-    assert len(Cut.of(5, 400, count).borders) > 3
+    hidden, table = torch.randn(5, 20, device=DEVICE), torch.randn(900, 20, device=DEVICE)
+    assert len(pieces_of(16, 900)) > 1
     find(hidden, table, count, any_noise(5))
+    find(hidden[:2], table, count, any_noise(2))
 
 
 @either
-@pytest.mark.usefixtures("either_list")
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("slope", [1, -1, 0])
 def test_rising_falling_and_equal_scores(find: Any, slope: int) -> None:
     """Of rising ones all pass the floor of those before them, of the others none."""
@@ -128,6 +126,31 @@ def test_rising_falling_and_equal_scores(find: Any, slope: int) -> None:
     ids = find(row, table.to(DEVICE), 20)
     expected = range(280, 300) if slope > 0 else range(20)
     assert ids[0].sort().values.tolist() == list(expected)
+
+
+@either
+@pytest.mark.usefixtures("small_pieces")
+def test_best_ones_that_a_sample_misses(find: Any) -> None:
+    """The floor that is guessed is too low, or so high that hardly any or none are above."""
+    rows, table = torch.eye(16, device=DEVICE)[:4], torch.zeros(400, 16, device=DEVICE)
+    place = torch.arange(400, device=DEVICE)
+    table[:, 0] = (place % 100 >= 60) * (1 + place / 1024)
+    table[:, 1] = (place % 100 < 10) * (1 + place / 1024)
+    table[:, 2] = -(place % 16 < 8).float()
+    find(rows, table, 30)
+    find(rows[:2], table, 30)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_minus_infinity_is_chosen_last() -> None:
+    rows, table = torch.eye(16, device=DEVICE)[:2], torch.full((400, 16), 0.0, device=DEVICE)
+    rows[:] = torch.tensor([1.0, 0.0] * 8, device=DEVICE)
+    table[:, 0] = -torch.inf
+    table[200:210, 0] = 1
+    with use_backend("triton"):
+        ids = top_m(rows, table, 20)
+    assert (ids.diff(dim=-1) > 0).all() and ids.min() >= 0 and ids.max() < 400
+    assert all(set(range(200, 210)) <= set(found) for found in ids.tolist())
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -285,17 +308,15 @@ def test_a_list_too_long_for_the_kernel_is_the_references() -> None:
     check(codewords, centroids, 50)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 100, 511, 1024])
+@pytest.mark.parametrize("rows", [16, 32, 128, 512])
 @pytest.mark.parametrize("columns", [16_384, 16_385, 70_001, 999_999, 1 << 22])
-@pytest.mark.parametrize("count", [1, 512, 2048, 8192])
-def test_parts_of_large_tables_are_long_enough(rows: int, columns: int, count: int) -> None:
-    cut = Cut.of(rows, columns, count)
-    assert cut.borders[0] == 0 and cut.borders[-1] == columns
-    for begin, end in pairwise(cut.borders):
-        assert 0 < (end - begin) * cut.rows <= max(1 << 23, columns) + 16 * cut.rows
-        if cut.parts > 1:
-            assert (end - begin) // cut.parts - 16 >= count
-            assert cut.rows * cut.parts <= 512
+def test_pieces_of_large_tables(rows: int, columns: int) -> None:
+    pieces = pieces_of(rows, columns)
+    assert pieces[0].start == 0 and pieces[-1].stop == columns
+    assert pieces[0].stop >= 16_384  # as long as the longest list
+    for piece, after in pairwise(pieces):
+        assert piece.stop == after.start and piece.stop % BLOCK_COLUMNS == 0
+    assert all(0 < (piece.stop - piece.start) * rows <= 1 << 24 for piece in pieces)
 
 
 @pytest.mark.gpu
@@ -379,6 +400,7 @@ def test_both_ways_of_storing_agree(order: str, monkeypatch: pytest.MonkeyPatch)
     if order == "equal":
         assert (found == torch.arange(500, device=DEVICE)).all()
     monkeypatch.setattr(f"{LISTS}.DIRECT_STORES", False)
+    monkeypatch.setattr(f"{COLUMNS}.DIRECT_STORES", False)
     assert torch.equal(check(hidden, table, 500), found)
 
 

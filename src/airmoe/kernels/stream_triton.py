@@ -157,7 +157,8 @@ def _stream_kernel(
     depth = tl.arange(0, BLOCK_D)
     real_row = row < num_rows
     inside = depth < dim
-    rows_at = rows_ptr + row.to(tl.int64)[:, None] * dim + depth[None, :]
+    some_row = tl.minimum(row, num_rows - 1)
+    rows_at = rows_ptr + some_row.to(tl.int64)[:, None] * dim + depth[None, :]
     # Counts ride on 2^23: the bits of such a float are a whole number, so no conversion is needed.
     list_at = keys_ptr + (row.to(tl.int64)[:, None] * CAPACITY - TWO_23_BITS - 1)
     so_far = (lane[:, None] <= lane[None, :]).to(tl.float16)  # counts of at most 128 are exact
@@ -171,16 +172,16 @@ def _stream_kernel(
         for start in range(first, last, BLOCK_C):
             column = start + lane
             real_column = (column < num_columns)[None, :]
-            columns_at = columns_ptr + column.to(tl.int64)[None, :] * dim + depth[:, None]
+            some_column = tl.minimum(column, num_columns - 1)
+            columns_at = columns_ptr + some_column.to(tl.int64)[None, :] * dim + depth[:, None]
             if RESIDENT:
                 mask = None if EVEN else real_column & inside[:, None]
                 right = tl.load(columns_at, mask=mask, other=None if EVEN else 0.0)
                 scores = tl.dot(left, right)
             else:
                 scores = product(
-                    rows_at, columns_at, row_stride, column_stride, real_row[:, None],
-                    real_column, depth, dim, False,
-                    ROW_PARTS, COLUMN_PARTS, FLOAT32, BLOCK_R, BLOCK_C, BLOCK_D,
+                    rows_at, columns_at, row_stride, column_stride, depth, dim, False,
+                    ROW_PARTS, COLUMN_PARTS, FLOAT32, EVEN, BLOCK_R, BLOCK_C, BLOCK_D,
                 )  # fmt: skip
             if scales_ptr is not None:
                 mask = None if EVEN else column < last
