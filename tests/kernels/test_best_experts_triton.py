@@ -16,12 +16,10 @@ from tests.kernels.comparison import DEVICE, any_noise, logits_of, unit_rows
 from tests.tolerance import score_slack
 
 pytest.importorskip("triton")
-from airmoe.kernels.best_columns_triton import BLOCK_COLUMNS, pieces_of
+from airmoe.kernels.best_columns_triton import BLOCK_COLUMNS, best_columns, pieces_of
 from airmoe.kernels.best_experts_triton import exact_tables
-from airmoe.kernels.stream_triton import can_stream, stream_columns
 
 COLUMNS = "airmoe.kernels.best_columns_triton"
-LISTS = "airmoe.kernels.stream_triton"
 
 
 @pytest.fixture(params=[2048, 8192], ids=["pieces", "long pieces"])
@@ -39,16 +37,6 @@ def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(f"{COLUMNS}.SELECT_TILE", 32)
     monkeypatch.setattr(f"{COLUMNS}.MOST_WORDS", 2)
     monkeypatch.setattr("airmoe.kernels.best_experts_triton.SORT_ELEMENTS", 20)
-
-
-@pytest.fixture
-def short_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams with several launches, thinned many times, at sizes a test can pay for."""
-    monkeypatch.setattr(f"{LISTS}.LEAST_ROWS", 1)
-    monkeypatch.setattr("airmoe.kernels.best_experts_triton.NORM_TOKENS", 1)
-    monkeypatch.setattr(f"{LISTS}.SPAN", 128)
-    monkeypatch.setattr(f"{LISTS}.ROW_BLOCKS", 1)
-    monkeypatch.setattr(f"{LISTS}.THIN_ELEMENTS", 4096)
 
 
 def check(
@@ -220,45 +208,8 @@ def test_the_reference_of_unit_norm_experts_takes_all_dtypes() -> None:
         assert ((exact.gather(-1, ids) - exact.topk(7, dim=-1).values).abs() <= slack).all()
 
 
-@mixed
-@pytest.mark.usefixtures("short_lists")
-def test_a_stream(hidden_dtype: torch.dtype, table_dtype: torch.dtype) -> None:
-    assert can_stream(9, 900, 20)
-    hidden = torch.randn(9, 24, device=DEVICE).to(hidden_dtype)
-    check(hidden, scaled_rows(900, 24).to(table_dtype), 20, any_noise(9), normalize=True)
-
-
-@pytest.mark.usefixtures("short_lists")
-def test_a_stream_in_several_launches_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{LISTS}.THIN_ELEMENTS", 1024)
-    hidden = torch.randn(70, 16, device=DEVICE, dtype=torch.float16)
-    check(hidden, torch.randn(640, 16, device=DEVICE, dtype=torch.float16), 20)
-
-
-@pytest.mark.usefixtures("short_lists")
-@pytest.mark.parametrize(("count", "dim"), [(1, 16), (100, 300)])
-def test_streams_of_other_sizes(count: int, dim: int) -> None:
-    """With 300 columns the depth is cut into steps."""
-    hidden = torch.randn(9, dim, device=DEVICE, dtype=torch.float16)
-    check(hidden, scaled_rows(1030, dim).half(), count, any_noise(9), normalize=True)
-
-
-@pytest.mark.usefixtures("short_lists")
-def test_a_stream_of_rising_scores_and_of_ties() -> None:
-    """Every score passes the floor of those before it; all are equal; few values."""
-    table = torch.zeros(1100, 16, device=DEVICE)
-    table[:, 0] = torch.arange(1100) / 1024
-    table[:, 1] = torch.randint(-1, 2, (1100,))
-    hidden = torch.eye(16, device=DEVICE)[:4]
-    hidden[3] = -hidden[0]
-    ids = check(hidden, table, 50)
-    with use_backend("reference"):
-        assert torch.equal(ids, best_experts(hidden, table, 50))
-    assert ids[2].tolist() == list(range(50))
-
-
-@pytest.mark.usefixtures("short_lists")
-def test_a_token_that_is_not_finite_leaves_the_others_of_a_stream_alone() -> None:
+@pytest.mark.usefixtures("small_pieces")
+def test_a_token_that_is_not_finite_leaves_the_others_alone() -> None:
     hidden = torch.randn(5, 16, device=DEVICE)
     table = torch.randn(700, 16, device=DEVICE)
     expected = check(hidden, table, 20, normalize=True)
@@ -371,7 +322,7 @@ def test_large_odd_shapes(
         (20_000, 8192, 64, 1),
     ],
 )
-def test_large_streams(
+def test_many_tokens(
     hidden_dtype: torch.dtype,
     table_dtype: torch.dtype,
     tokens: int,
@@ -379,7 +330,6 @@ def test_large_streams(
     dim: int,
     count: int,
 ) -> None:
-    assert can_stream(tokens, experts, count)
     hidden = torch.randn(tokens, dim, device=DEVICE, dtype=hidden_dtype)
     table = scaled_rows(experts, dim).to(table_dtype)
     check(hidden, table, count, any_noise(tokens), normalize=True)
@@ -399,22 +349,21 @@ def test_both_ways_of_storing_agree(order: str, monkeypatch: pytest.MonkeyPatch)
     found = check(hidden, table, 500)
     if order == "equal":
         assert (found == torch.arange(500, device=DEVICE)).all()
-    monkeypatch.setattr(f"{LISTS}.DIRECT_STORES", False)
     monkeypatch.setattr(f"{COLUMNS}.DIRECT_STORES", False)
     assert torch.equal(check(hidden, table, 500), found)
 
 
 @pytest.mark.gpu
-def test_streams_hold_little_memory() -> None:
+def test_many_tokens_take_little_memory() -> None:
     hidden = torch.randn(65_536, 64, device=DEVICE, dtype=torch.bfloat16)
     table = torch.randn(65_536, 64, device=DEVICE, dtype=torch.bfloat16)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     ids = torch.empty(65_536, 512, dtype=torch.int64, device=DEVICE)
-    stream_columns(exact_tables(hidden, table, normalize=True), ids)
-    # The ids are 256 MiB, the lists of 132 blocks of 128 rows 264 MiB.
-    assert torch.cuda.max_memory_allocated() - before <= 540 << 20
+    best_columns(exact_tables(hidden, table, normalize=True), ids)
+    # The ids are 256 MiB, the scores of some rows 64, and their lists a few more.
+    assert torch.cuda.max_memory_allocated() - before <= 384 << 20
 
 
 @pytest.mark.gpu

@@ -150,10 +150,10 @@ def test_who_watches_gets_the_registered(
     rows = floats(20, 30)
     rows = rows if kind is None else rows.as_subclass(kind)
     with context, pytest.raises(AssertionError, match="went through the dispatcher"):
-        named("finite_rows")(rows)
+        named("inverse_norms")(rows)
 
 
 @pytest.mark.usefixtures("unregistered")
 def test_transforms_get_the_registered() -> None:
     with pytest.raises(AssertionError, match="went through the dispatcher"):
-        torch.func.vmap(named("finite_rows"))(floats(3, 20, 30))
+        torch.func.vmap(named("inverse_norms"))(floats(3, 20, 30))

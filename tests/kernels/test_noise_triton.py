@@ -65,7 +65,7 @@ def test_moments_and_tails_are_those_of_a_normal_distribution(rows: int) -> None
         share = math.erfc(distance / math.sqrt(2))
         found = (numbers.abs() > distance).double().mean().item()
         assert abs(found - share) <= 5 * math.sqrt(share / size), distance
-    assert numbers.abs().max() <= 4.86  # `stream_triton` counts on it
+    assert numbers.abs().max() <= 4.86
 
 
 def test_keys_are_those_of_the_reference() -> None:

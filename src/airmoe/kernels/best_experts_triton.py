@@ -1,8 +1,4 @@
-"""Each token's best experts among all. Rows are tokens, columns are experts.
-
-Many tokens take the stream of `stream_triton`, whose scores never reach memory. A few go through
-the kernels of `best_columns_triton`: there the time is that of reading the experts once.
-"""
+"""Each token's best experts among all. Rows are tokens, columns are experts."""
 
 # pyright: reportArgumentType=none, reportCallIssue=none, reportIndexIssue=none
 from __future__ import annotations
@@ -16,7 +12,6 @@ from airmoe.kernels.backend import chunks
 from airmoe.kernels.best_columns_triton import Tables, best_columns, whole
 from airmoe.kernels.device_triton import bfloat16_parts
 from airmoe.kernels.norms_triton import inverse_norms
-from airmoe.kernels.stream_triton import can_stream, stream_columns
 
 SPLIT_TOKENS = 256  # from so many tokens on a copy of the experts in parts pays
 SPLIT_ELEMENTS = 1 << 27  # the largest table of experts that is copied so: 768 MiB
@@ -107,8 +102,6 @@ def best_experts(
     if ids.numel() == 0:
         return ids.long()
     tables = exact_tables(hidden, experts, row_keys, noise_std, normalize)
-    streamed = can_stream(num_tokens, experts.shape[0], count)
-    find = stream_columns if streamed else best_columns
     scores = torch.empty(num_tokens, count, dtype=torch.float32, device=device)
-    find(tables, ids, scores)
+    best_columns(tables, ids, scores)
     return _best_first(ids, scores)

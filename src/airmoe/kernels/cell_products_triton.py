@@ -35,7 +35,7 @@ from airmoe.kernels.device_triton import (
 
 REDUCE_PROGRAMS = 132 * 128
 SHORT_LISTS = 8  # up to this mean number of entries, a program sums those of several experts
-SHORT_ELEMENTS = 1024  # of their gradients
+SHORT_ELEMENTS = 512  # of their gradients
 # Memory for the partial sums of one part: so much, or a share of the GPU's if that is more. Where
 # there are many rows, several matrices [N, M] are there at the same time.
 PART_BYTES, PART_BYTES_OF_MANY_ROWS = 512 * 2**20, 256 * 2**20
@@ -409,7 +409,8 @@ def _reduce_config(dim: int, short: bool) -> dict[str, int]:
     if not short:
         return {"WIDTH": width, "BLOCK_S": 4, "STAGES": 3, "num_warps": max(1, width // 256)}
     experts = max(1, SHORT_ELEMENTS // width)
-    return {"WIDTH": width, "EXPERTS": experts, "ROWS": 4, "num_warps": 4, "num_stages": 1}
+    warps = max(1, min(8, width // SHORT_ELEMENTS))
+    return {"WIDTH": width, "EXPERTS": experts, "ROWS": 4, "num_warps": warps, "num_stages": 1}
 
 
 def _partial_dtype(dtype: torch.dtype, dim: int, *, projected: bool) -> torch.dtype:

@@ -174,11 +174,11 @@ def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None,
         raise RuntimeError("linear_cross_entropy has no second derivative: use create_graph=False")
     # Not in place: a graph that is retained comes here again. Multiplied before the cast, so
     # that a loss scale reaches half precision's range with the small gradients it is for.
-    scaled = (
-        (saved * grad).to(dtype) if want else None
-        for saved, dtype, want in zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted, strict=True)
-    )
-    return *scaled, None, None, None
+    found = [saved for saved, want in zip(ctx.saved_tensors, ctx.wanted, strict=True) if want]
+    # Times a scalar on the device the ordinary product is not vectorized, and a third slower.
+    scaled = iter(torch._foreach_mul(found, grad))  # pyright: ignore[reportPrivateImportUsage]
+    kept = zip(ctx.dtypes, ctx.wanted, strict=True)
+    return *(next(scaled).to(dtype) if want else None for dtype, want in kept), None, None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from airmoe.kernels.backend import operator, use_triton
 
-ROWS_PER_SUM = 32  # whose shares of the weight's gradient one program adds up
+ROWS_PER_SUM = 16  # whose shares of the weight's gradient one program adds up
 
 
 def add_rms_norm(

@@ -14,7 +14,7 @@ from airmoe.kernels.device_triton import load_rows, store_rows
 from airmoe.kernels.rms_norm import ROWS_PER_SUM
 
 FORWARD_TILE = 2048  # entries that a program holds of each operand
-BACKWARD_TILE = 2048
+BACKWARD_TILE = 1024
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def _block(dim: int, tile: int) -> tuple[dict[str, Any], Any]:
     """The sizes of a tile of whole rows, and the warps for it."""
     block_d = triton.next_power_of_2(dim)
     block_r = min(ROWS_PER_SUM, max(1, tile // block_d))
-    return {"BLOCK_R": block_r, "BLOCK_D": block_d}, min(16, max(4, block_d // 512))
+    return {"BLOCK_R": block_r, "BLOCK_D": block_d}, min(16, max(tile, block_d) // 512)
 
 
 def add_rms_norm(
