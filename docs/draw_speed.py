@@ -1,7 +1,7 @@
 """Benchmark results -> figure and tables of the pages: `python docs/draw_speed.py` (extra `plot`).
 
 Reads what `airmoe bench` and `make bench` wrote to benchmarks/results, and rewrites the tables of
-benchmarks/README.md. Numbers are never typed by hand: a test compares.
+benchmarks/README.md and the README's. Numbers are never typed by hand: a test compares.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from airmoe.experiments.report.rendering import environment, with_part
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURE = ROOT / "docs" / "figures" / "cells.svg"
-PAGE = ROOT / "benchmarks" / "README.md"
+PAGE, README = ROOT / "benchmarks" / "README.md", ROOT / "README.md"
 OTHERS = {
     "paper-16k": "T = 16,384",
     "paper-768": "D = 768",
@@ -49,14 +49,25 @@ def digest(report: Content) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def page() -> str:
-    """The page with results, as it should read."""
-    templates = environment(ROOT / "docs")
-    templates.globals.update(
+def templates() -> Any:
+    """The tables, as functions of results."""
+    found = environment(ROOT / "docs")
+    found.globals.update(
         apart=apart, fastest=fastest, number=number, speed=speed, timed=timed, typical=typical,
         without_graph=without_graph,
     )  # fmt: skip
-    blocks: Any = templates.get_template("speed.md.j2").module
+    return found.get_template("speed.md.j2").module
+
+
+def readme() -> str:
+    """The README, as it should read."""
+    table = templates().in_readme(load("paper"), load("step-text"))
+    return with_part(README.name, README.read_text(encoding="utf-8"), "speed", table.strip())
+
+
+def page() -> str:
+    """The page with results, as it should read."""
+    blocks = templates()
     cpu = blocks.on_cpu(*map(load, ("cpu", "cpu-swiglu", "cpu-growth")))
     others = {what: load(name) for name, what in OTHERS.items()}
     gpu = blocks.on_gpu(load("paper"), others, load("step-text"))
@@ -170,8 +181,9 @@ def main() -> None:
     report = load("paper")
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
     draw(report, FIGURE)
-    PAGE.write_text(page(), encoding="utf-8")
-    print(PAGE.relative_to(ROOT))
+    for path, text in ((PAGE, page()), (README, readme())):
+        path.write_text(text, encoding="utf-8")
+        print(path.relative_to(ROOT))
     print(f"{FIGURE.relative_to(ROOT)}: {digest(report)}")
 
 

@@ -18,6 +18,8 @@ draw_speed = load_script("docs/draw_speed.py")
 def test_tables_are_what_the_script_makes() -> None:
     found = draw_speed.PAGE.read_text(encoding="utf-8")
     assert draw_speed.page() == found, "run docs/draw_speed.py"
+    found = draw_speed.README.read_text(encoding="utf-8")
+    assert draw_speed.readme() == found, "run docs/draw_speed.py"
 
 
 def test_figure_is_drawn_from_these_results(tmp_path: Path) -> None:
@@ -36,7 +38,8 @@ def stored(*results: Result) -> dict[str, Any]:
     shown = [one.as_json() for one in results]
     return {
         "device": {"name": "a device", "threads": 2},
-        "shape": {"num_tokens": 65536, "num_experts": 65536, "size": "small"},
+        "shape": {"num_tokens": 65536, "num_experts": 65536, "size": "small"}
+        | {"num_sequences": 64, "block_size": 256},
         "shape_text": "T = 65,536, K = 512",
         "versions": {"torch": "2.11.0", "triton": "3.6.0"},
         "results": shown,
@@ -88,3 +91,6 @@ def test_what_the_tables_say(monkeypatch: pytest.MonkeyPatch) -> None:
         "takes 0.00 s against 0.00 s.",
     ):
         assert part in page, part
+    readme = draw_speed.readme()
+    assert "| AIR | 8.00 | 20.0 | 50 |\n| Hierarchical | – | – | – |\n| PEER | 48.0 | – | – |" in readme
+    assert "| Without routing and experts | – | 15.0 | 67 |" in readme

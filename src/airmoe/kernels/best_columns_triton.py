@@ -38,7 +38,7 @@ from airmoe.kernels.noise_triton import normal
 from airmoe.kernels.top_k import LONGEST_ROW
 
 SCORE_ELEMENTS = 1 << 24  # scores that exist at once: 64 MiB
-ROWS = 256  # handled at once, or parts of fewer rows
+ROWS = 256  # handled at once at least, or parts of fewer rows
 FEW_ROWS = 32  # then reading the columns is all that counts
 BLOCK_COLUMNS = 128  # of a tile of scores
 WORD = tl.constexpr(32)  # columns that a word has bits for
@@ -602,7 +602,7 @@ def best_columns(tables: Tables, ids: Tensor, scores: Tensor | None = None) -> N
     Some rows at a time, in buffers that are used again.
     """
     (num_rows, count), num_columns, device = ids.shape, tables.columns.shape[1], ids.device
-    size = min(num_rows, ROWS)
+    size = min(num_rows, max(ROWS, SCORE_ELEMENTS // num_columns))
     tile = _tile_rows(size)
     padded = triton.cdiv(size, tile) * tile
     pieces = pieces_of(padded, num_columns)
