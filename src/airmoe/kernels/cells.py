@@ -230,7 +230,7 @@ def read_rows(table: Tensor, ids: Tensor) -> Tensor:
     """
     if table.device.type != "cpu" or table.dtype == torch.float64:
         return table.index_select(0, ids)
-    return torch.embedding_bag(table, ids, torch.arange(ids.shape[0]))[0]
+    return torch.embedding_bag(table, ids, torch.arange(ids.shape[0], device=ids.device))[0]
 
 
 class RowAdder:
