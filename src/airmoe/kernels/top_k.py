@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import chunks, operator, use_triton
+from airmoe.kernels.backend import chunks, operator, use_triton, without_autograd
 
 POSITION = 0xFFFFFFFF  # the low half of a key: how many columns come after its own
 LONGEST_ROW = 16384  # scores that fit into the registers of one Triton program
@@ -52,6 +52,8 @@ def top_k_gates(scores: Tensor, valid: Tensor, count: int) -> Tensor:
     """
     if scores.shape[1] <= LONGEST_ROW and use_triton(scores):
         return top_k_gates_op(scores, valid, count)
+    if not torch.is_grad_enabled():
+        return without_autograd(_TopKGates, scores, valid, count)
     return _TopKGates.apply(scores, valid, count)  # type: ignore[no-any-return]
 
 
