@@ -146,6 +146,15 @@ def own_precision(operation: Callable[Arguments, Result]) -> Callable[Arguments,
     return without_autocast
 
 
+def without_autograd(function: type[torch.autograd.Function], *operands: Any) -> Any:
+    """What `function.apply` gives where no backward can follow.
+
+    Autograd's own work takes as long as a small product, which counts for a single token.
+    """
+    context = SimpleNamespace(save_for_backward=lambda *_: None, needs_input_grad=())
+    return function.forward(context, *operands)
+
+
 def chunks(total: int, step: int) -> Iterator[slice]:
     """Cut `total` rows into runs of at most `step`."""
     for start in range(0, total, step):

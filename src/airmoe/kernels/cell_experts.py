@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import Gradient, operator, own_precision, use_triton
+from airmoe.kernels.backend import Gradient, operator, own_precision, use_triton, without_autograd
 from airmoe.kernels.cells import CellLayout, Cells, RowAdder, read_rows
 from airmoe.kernels.token_experts import (
     GATED,
@@ -51,6 +51,8 @@ def cell_experts(
             pools = tables.neurons(pools)
             gates = gates.repeat_interleave(tables.size, dim=-1)  # [N, neurons]
         operands = hidden, gate, up, down, gates, pools, cells, tables.activation, keep
+        if not keep:
+            return without_autograd(_CellExperts, *operands)
         return _CellExperts.apply(*operands)  # type: ignore[no-any-return]
     keep = backward_follows(hidden, gate, up, down, gates)
     tables = tables.contiguous()
@@ -99,8 +101,8 @@ class _CellExperts(torch.autograd.Function):
             weights = gates[rows].to(work)
             decoding = not keep and states.shape[0] <= SPARSE_CELL_ROWS
             if decoding:  # most of the pool is not chosen
-                chosen = (weights != 0).any(0).nonzero().squeeze(-1)
-                pool, weights = pool[chosen], weights[:, chosen]
+                chosen = weights.any(0).nonzero().squeeze(-1)
+                pool, weights = pool.index_select(0, chosen), weights.index_select(1, chosen)
             own = {}
             for name, table in tables.items():
                 own[name] = pre[name][rows] if keep else hidden.new_empty(weights.shape)

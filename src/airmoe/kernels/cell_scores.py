@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import Gradient, chunks, operator, own_precision, use_triton
+from airmoe.kernels.backend import (
+    Gradient,
+    chunks,
+    operator,
+    own_precision,
+    use_triton,
+    without_autograd,
+)
 from airmoe.kernels.cells import MANY_ROWS, CellLayout, Cells, RowAdder, read_rows
 from airmoe.kernels.noise import Noise, noise_operands
 
@@ -37,7 +44,10 @@ def cell_scores(
         tables = hidden.contiguous(), centroids.contiguous(), inverse_norms
         layout = cells.layout(centroids.shape[0])
         return cell_scores_op(*ScoreInputs(*tables, *noise_operands(noise), layout).operands())
-    return _CellScores.apply(hidden, centroids, inverse_norms, cells, noise)  # type: ignore[no-any-return]
+    operands = hidden, centroids, inverse_norms, cells, noise
+    if not torch.is_grad_enabled():
+        return without_autograd(_CellScores, *operands)
+    return _CellScores.apply(*operands)  # type: ignore[no-any-return]
 
 
 class _CellScores(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -147,14 +148,16 @@ class Cells:
         return self._reverse[0]
 
     @functools.cached_property
-    def spans(self) -> list[list[int]]:
-        """[cell, its first row, the row after its last] for each cell that has rows.
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(cell, its first row, the row after its last) for each cell that has rows.
 
         The host waits for the device: for plain PyTorch only.
         """
-        cells, sizes = self.cell_of_row.unique_consecutive(return_counts=True)
-        stops = sizes.cumsum(0)
-        return torch.stack([cells, stops - sizes, stops], -1).tolist()
+        spans, start = [], 0
+        for cell, size in Counter(self.cell_of_row.tolist()).items():  # ascending, as rows are
+            spans.append((cell, start, start + size))
+            start += size
+        return spans
 
     def check_current(self) -> None:
         """Pools are a cache, rewritten in place: an old routing must not read the new lists."""

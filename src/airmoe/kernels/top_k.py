@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from airmoe.kernels.backend import chunks, operator, use_triton
+from airmoe.kernels.backend import chunks, operator, use_triton, without_autograd
 
 POSITION = 0xFFFFFFFF  # the low half of a key: how many columns come after its own
 LONGEST_ROW = 16384  # scores that fit into the registers of one Triton program
@@ -52,6 +52,8 @@ def top_k_gates(scores: Tensor, valid: Tensor, count: int) -> Tensor:
     """
     if scores.shape[1] <= LONGEST_ROW and use_triton(scores):
         return top_k_gates_op(scores, valid, count)
+    if not torch.is_grad_enabled():
+        return without_autograd(_TopKGates, scores, valid, count)
     return _TopKGates.apply(scores, valid, count)  # type: ignore[no-any-return]
 
 
@@ -60,24 +62,26 @@ class _TopKGates(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, valid: Tensor, count: int) -> Tensor:
-        gates = torch.empty_like(scores)
+        gates = torch.zeros_like(scores)
         looks = scores.device.type == "cpu" and not torch.compiler.is_compiling()  # without waiting
         elements = CPU_CHUNK_ELEMENTS if looks else CUDA_CHUNK_ELEMENTS
         step = max(1, elements // max(1, scores.shape[1]))
         for rows in chunks(scores.shape[0], step):
             part = scores[rows]
             ranked = part.float() if looks else selection_keys(part)
-            mask = ranked >= ranked.topk(count, sorted=False).values.amin(-1, keepdim=True)
-            if looks and not (mask.sum(-1) == count).all():  # equal scores, or NaN: keys decide
-                ranked = selection_keys(part)
-                mask = ranked >= ranked.topk(count, sorted=False).values.amin(-1, keepdim=True)
-            kept = part.masked_fill(~mask, -torch.inf)
-            log_z = (part if count == 1 else kept).logsumexp(-1, keepdim=True)
+            best = ranked.topk(count, sorted=False)
+            if looks:
+                mask = ranked >= best.values.amin(-1, keepdim=True)
+                if not (mask.sum(-1) == count).all():  # equal scores, or NaN: keys decide
+                    best = selection_keys(part).topk(count, sorted=False)
+            if count == 1:
+                log_probs = part.log_softmax(-1).gather(1, best.indices)
+            else:
+                log_probs = part.gather(1, best.indices).log_softmax(-1)
             # A chosen gate never underflows to 0, because 0 means "not chosen".
-            tiny = torch.finfo(torch.float32).tiny
-            part_gates = kept.sub_(log_z).exp_().clamp_min_(tiny)
-            unused = ~(mask & valid[rows].unsqueeze(-1))
-            gates[rows] = part_gates.masked_fill_(unused, 0.0)
+            chosen = log_probs.exp_().clamp_min_(torch.finfo(torch.float32).tiny)
+            chosen.masked_fill_(~valid[rows].unsqueeze(-1), 0.0)
+            gates[rows].scatter_(1, best.indices, chosen)
         ctx.save_for_backward(gates, scores if count == 1 else None)
         return gates
 
