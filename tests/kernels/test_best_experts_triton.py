@@ -20,6 +20,7 @@ from airmoe.kernels.best_columns_triton import BLOCK_COLUMNS, best_columns, piec
 from airmoe.kernels.best_experts_triton import exact_tables
 
 COLUMNS = "airmoe.kernels.best_columns_triton"
+LISTS = "airmoe.kernels.row_lists_triton"
 
 
 @pytest.fixture(params=[2048, 8192], ids=["pieces", "long pieces"])
@@ -31,11 +32,12 @@ def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """
     monkeypatch.setattr("airmoe.kernels.best_experts.LONGEST_LIST", 48)
     monkeypatch.setattr(f"{COLUMNS}.LONGEST_ROW", 128)
-    monkeypatch.setattr(f"{COLUMNS}.LEAST_CAPACITY", 64)
+    monkeypatch.setattr(f"{LISTS}.LONGEST_ROW", 128)
+    monkeypatch.setattr(f"{LISTS}.LEAST_CAPACITY", 64)
     monkeypatch.setattr(f"{COLUMNS}.ROWS", 4)
     monkeypatch.setattr(f"{COLUMNS}.SCORE_ELEMENTS", request.param)
-    monkeypatch.setattr(f"{COLUMNS}.SELECT_TILE", 32)
-    monkeypatch.setattr(f"{COLUMNS}.MOST_WORDS", 2)
+    monkeypatch.setattr(f"{LISTS}.SELECT_TILE", 32)
+    monkeypatch.setattr(f"{LISTS}.MOST_WORDS", 2)
     monkeypatch.setattr("airmoe.kernels.best_experts_triton.SORT_ELEMENTS", 20)
 
 
@@ -349,7 +351,7 @@ def test_both_ways_of_storing_agree(order: str, monkeypatch: pytest.MonkeyPatch)
     found = check(hidden, table, 500)
     if order == "equal":
         assert (found == torch.arange(500, device=DEVICE)).all()
-    monkeypatch.setattr(f"{COLUMNS}.DIRECT_STORES", False)
+    monkeypatch.setattr(f"{LISTS}.DIRECT_STORES", False)
     assert torch.equal(check(hidden, table, 500), found)
 
 
