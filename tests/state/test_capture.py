@@ -143,29 +143,39 @@ def test_there_is_one_graph_for_each_answer_to_what_is_due(
 
 
 def test_gradients_of_replayed_micro_batches_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the buffers of the first graph, even where the step began with a plain micro-batch."""
-    layer = torch.nn.Linear(3, 1, bias=False)
-    weight, plain = layer.weight, torch.zeros(1, 3)
+    """In the buffers of the first graph, even where the step began with a plain micro-batch.
+
+    A parameter that this one did not use starts from 0.
+    """
+    layer = torch.nn.Linear(3, 1)
+    weight, bias, plain = layer.weight, layer.bias, torch.zeros(1, 3)
 
     def forward_backward(inputs: dict[str, Tensor]) -> Tensor:
-        loss = layer(inputs["hidden"]).sum()
+        loss = torch.nn.functional.linear(inputs["hidden"], weight).sum()
         loss.backward()
         return loss.detach()
 
     class Replay:
-        """Writes or adds to the gradient's buffer, as a graph captured in this state would."""
+        """Writes or adds to the gradients' buffers, as a graph captured in this state would."""
 
         def __init__(self, given: dict[str, Tensor]) -> None:
             self.given, self.adds = given, weight.grad is not None
-            self.grad = weight.grad if weight.grad is not None else torch.empty(1, 3)
+            self.grads = {
+                one: torch.empty_like(one) if one.grad is None else one.grad
+                for one in (weight, bias)
+            }
 
         def replay(self) -> None:
-            new = self.given["hidden"].sum(0, keepdim=True)
-            self.grad.copy_(self.grad + new if self.adds else new)
+            for grad, new in zip(
+                self.grads.values(),
+                (self.given["hidden"].sum(0, keepdim=True), torch.ones(1)),
+                strict=True,
+            ):
+                grad.copy_(grad + new if self.adds else new)
 
     def capture_by_replay(self: Any) -> Any:
         graph = Replay(self._inputs)
-        found = {"loss": torch.zeros(()), "due": self._due(), "grads": {weight: graph.grad}}
+        found = {"loss": torch.zeros(()), "due": self._due(), "grads": graph.grads}
         return SimpleNamespace(graph=graph, **found)
 
     monkeypatch.setattr(CapturedMicroBatches, "_capture", capture_by_replay)
@@ -181,6 +191,7 @@ def test_gradients_of_replayed_micro_batches_add_up(monkeypatch: pytest.MonkeyPa
         if index % 3 == 2:
             assert weight.grad is not None
             torch.testing.assert_close(weight.grad, plain)
+            assert bias.grad is None if index == 2 else bias.grad == (3 if index == 5 else 2)
             buffers.add(weight.grad.data_ptr())
             plain = torch.zeros(1, 3)
             layer.zero_grad()

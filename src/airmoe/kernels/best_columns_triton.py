@@ -1,6 +1,6 @@
 """The best columns of a product of two tables: top-M experts of codewords or tokens.
 
-    1. some rows times the first columns, up to 65,536 of them: the best start each row's list, and
+    1. some rows times the first columns (65,536 for 256 rows): the best start each row's list, and
        the least of these is the row's floor
     2. the rows times the next columns: only scores above their row's floor are stored, with a bit
        for every score that says which
@@ -35,7 +35,7 @@ from airmoe.kernels.row_lists_triton import WORD, Best, Lists, Scores, select
 from airmoe.kernels.top_k import LONGEST_ROW
 
 SCORE_ELEMENTS = 1 << 24  # scores that exist at once: 64 MiB
-ROWS = 256  # handled at once at least, or parts of fewer rows
+ROWS = 256  # handled at once at least; fewer rows are cut into so many parts in all
 FEW_ROWS = 32  # then reading the columns is all that counts
 BLOCK_COLUMNS = 128  # of a tile of scores
 
@@ -243,7 +243,7 @@ def best_columns(tables: Tables, ids: Tensor, scores: Tensor | None = None) -> N
     Some rows at a time, in buffers that are used again.
     """
     (num_rows, count), num_columns, device = ids.shape, tables.columns.shape[1], ids.device
-    size = min(num_rows, max(ROWS, SCORE_ELEMENTS // num_columns))
+    size = min(num_rows, max(ROWS, SCORE_ELEMENTS // max(num_columns, BLOCK_COLUMNS)))
     tile = _tile_rows(size)
     padded = triton.cdiv(size, tile) * tile
     pieces = pieces_of(padded, num_columns)

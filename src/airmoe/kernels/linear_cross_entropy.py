@@ -175,9 +175,11 @@ def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None,
     # Not in place: a graph that is retained comes here again. Multiplied before the cast, so
     # that a loss scale reaches half precision's range with the small gradients it is for.
     found = [saved for saved, want in zip(ctx.saved_tensors, ctx.wanted, strict=True) if want]
-    # Times a scalar on the device the ordinary product is not vectorized, and a third slower.
-    scaled = iter(torch._foreach_mul(found, grad))  # pyright: ignore[reportPrivateImportUsage]
-    kept = zip(ctx.dtypes, ctx.wanted, strict=True)
+    if grad.is_cuda:  # the ordinary product with a scalar there is not vectorized: a third slower
+        found = torch._foreach_mul(found, grad)  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        found = [saved * grad for saved in found]
+    scaled, kept = iter(found), zip(ctx.dtypes, ctx.wanted, strict=True)
     return *(next(scaled).to(dtype) if want else None for dtype, want in kept), None, None, None
 
 

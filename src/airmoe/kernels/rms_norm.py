@@ -72,7 +72,7 @@ class _AddRmsNorm(torch.autograd.Function):
         return grad_hidden, grad_delta, sums.sum(0).to(weight.dtype), None, None
 
 
-def _empty_sum_and_norm(
+def empty_sum_and_norm(
     hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     summed = hidden.new_empty(0)
@@ -83,7 +83,7 @@ def _empty_sum_and_norm(
     return summed, hidden.new_empty(hidden.shape, dtype=dtype), scales
 
 
-def _empty_gradients(
+def empty_gradients(
     grad_normed: Tensor,
     grad_summed: Tensor | None,
     summed: Tensor,
@@ -105,7 +105,7 @@ add_rms_norm_op = operator(
     "add_rms_norm(Tensor hidden, Tensor? delta, Tensor weight, float eps, ScalarType dtype) "
     "-> (Tensor, Tensor, Tensor)",
     "rms_norm_triton",
-    fake=_empty_sum_and_norm,
+    fake=empty_sum_and_norm,
 )
 # The gradient of the stream, the same in the dtype of the delta if that is another (else empty),
 # and that of the weight in sums of `ROWS_PER_SUM` rows.
@@ -113,5 +113,5 @@ _add_rms_norm_backward_op = operator(
     "add_rms_norm_backward(Tensor grad_normed, Tensor? grad_summed, Tensor summed, Tensor scales, "
     "Tensor weight, ScalarType? delta_dtype) -> (Tensor, Tensor, Tensor)",
     "rms_norm_triton",
-    fake=_empty_gradients,
+    fake=empty_gradients,
 )

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from airmoe.kernels.device_triton import load_rows, store_rows
-from airmoe.kernels.rms_norm import ROWS_PER_SUM
+from airmoe.kernels.rms_norm import ROWS_PER_SUM, empty_gradients, empty_sum_and_norm
 
 FORWARD_TILE = 2048  # entries that a program holds of each operand
 BACKWARD_TILE = 1024
@@ -78,13 +78,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(hidden + delta, or nothing without a delta; its norm in `dtype`; its scales [..])."""
     dim, num_rows = weight.shape[0], hidden.shape[:-1].numel()
-    summed = hidden.new_empty(0)
-    if delta is not None:
-        wide = torch.promote_types(hidden.dtype, delta.dtype)
-        summed = hidden.new_empty(hidden.shape, dtype=wide)
-        delta = delta.contiguous()
-    normed = hidden.new_empty(hidden.shape, dtype=dtype)
-    scales = hidden.new_empty(hidden.shape[:-1], dtype=torch.float32)
+    delta = None if delta is None else delta.contiguous()
+    summed, normed, scales = empty_sum_and_norm(hidden, delta, weight, eps, dtype)
     blocks, warps = _block(dim, FORWARD_TILE)
     _forward_kernel[(triton.cdiv(num_rows, blocks["BLOCK_R"]),)](
         hidden.contiguous(), delta, weight.contiguous(), summed, normed, scales, num_rows, eps,
@@ -103,16 +98,13 @@ def add_rms_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of the stream, the same in `delta_dtype` if that is another, sums [.., D])."""
     dim, num_rows = weight.shape[0], scales.numel()
-    apart = delta_dtype not in (None, summed.dtype)
-    grad_hidden = summed.new_empty(summed.shape)
-    grad_delta = summed.new_empty(summed.shape if apart else 0, dtype=delta_dtype)
-    num_sums = triton.cdiv(num_rows, ROWS_PER_SUM)
-    sums = weight.new_empty(num_sums, dim, dtype=torch.float32)
+    found = empty_gradients(grad_normed, grad_summed, summed, scales, weight, delta_dtype)
+    grad_hidden, grad_delta, sums = found
     blocks, warps = _block(dim, BACKWARD_TILE)
-    _backward_kernel[(num_sums,)](
+    _backward_kernel[(sums.shape[0],)](
         grad_normed.contiguous(), None if grad_summed is None else grad_summed.contiguous(),
         summed.contiguous(), scales, weight.contiguous(), grad_hidden, grad_delta, sums, num_rows,
-        DIM=dim, ADDS=grad_summed is not None, APART=apart, ROWS=ROWS_PER_SUM,
+        DIM=dim, ADDS=grad_summed is not None, APART=grad_delta.numel() > 0, ROWS=ROWS_PER_SUM,
         **blocks, num_warps=warps,
     )  # fmt: skip
-    return grad_hidden, grad_delta, sums
+    return found

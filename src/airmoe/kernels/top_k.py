@@ -12,7 +12,7 @@ from airmoe.kernels.backend import chunks, operator, use_triton, without_autogra
 
 POSITION = 0xFFFFFFFF  # the low half of a key: how many columns come after its own
 LONGEST_ROW = 16384  # scores that fit into the registers of one Triton program
-LONGEST_LIST = 12288  # best scores of a longer row that fit there beside LONGEST_ROW / 4 new ones
+LONGEST_LIST = 12288  # best scores that Triton selects of a longer row
 CPU_CHUNK_ELEMENTS = 1 << 18  # keeps the int64 keys of one chunk inside the cache
 CUDA_CHUNK_ELEMENTS = 1 << 22
 

@@ -43,7 +43,7 @@ class _Graph:
 class CapturedMicroBatches:
     """Runs micro-batches, after a few plain ones, as graphs; gradients add up in `parameter.grad`.
 
-    All micro-batches must have the same shape.
+    All micro-batches must have the same shape, and gradients must be None when a step begins.
     """
 
     def __init__(self, model: nn.Module, forward_backward: ForwardBackward) -> None:
@@ -66,7 +66,7 @@ class CapturedMicroBatches:
             return self._forward_backward(inputs)
         first = all(one.grad is None for one in self._parameters)  # of its step
         if not first and not self._grads:
-            return self._forward_backward(inputs)  # captures begin with a step
+            return self._forward_backward(inputs)  # the first graph makes the gradients' buffers
         if not self._inputs:
             self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         for name, tensor in inputs.items():
@@ -105,8 +105,8 @@ class CapturedMicroBatches:
     def _use_own_gradients(self) -> None:
         """Have gradients where graphs add to them, with what earlier micro-batches added."""
         for parameter, grad in self._grads.items():
-            if parameter.grad is not None and parameter.grad is not grad:
-                grad.copy_(parameter.grad)
+            if parameter.grad is not grad:
+                grad.zero_() if parameter.grad is None else grad.copy_(parameter.grad)
                 parameter.grad = grad
 
     def _capture(self) -> _Graph:
