@@ -88,7 +88,7 @@ def add_and_norm(
     Under autocast the norm is float32, but `for_products` may have it in autocast's dtype, to which
     products round it anyway.
     """
-    if not norm.training or not _is_plain(norm, LlamaRMSNorm, hidden):
+    if not norm.training or not _is_plain(norm, LlamaRMSNorm, hidden) or _has_any_global_hook():
         hidden = hidden if delta is None else hidden + delta
         return hidden, norm(hidden)
     device = hidden.device.type
@@ -103,7 +103,8 @@ def project(hidden: Tensor, *layers: nn.Linear) -> Tensor | list[Tensor]:
     With few tokens, as in generation, concatenating the weights would cost more than it saves.
     """
     apart = any("kept_apart" in layer.__dict__ or not layer.training for layer in layers)
-    if apart or not all(is_one_product(layer, hidden) for layer in layers):
+    fused = not apart and all(is_one_product(layer, hidden) for layer in layers)
+    if not fused or _has_any_global_hook():
         return [layer(hidden) for layer in layers]
     return F.linear(hidden, torch.cat([layer.weight for layer in layers]))
 
@@ -137,5 +138,4 @@ def _is_plain(layer: nn.Module, kind: type[nn.Module], hidden: Tensor) -> bool:
         and layer.weight.device == hidden.device
         and "forward" not in own
         and not any(hooks)
-        and not _has_any_global_hook()
     )
