@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from airmoe.kernels.backend import Operator
-from tests.kernels.test_operators import EXAMPLES, every_example, floats, operator_of
+from tests.kernels.test_operators import EXAMPLES, every_example, floats, ids, operator_of
 
 pytest.importorskip("triton")
 WITH_GRADIENTS = [name for name, example in EXAMPLES.items() if example().differentiable]
@@ -157,3 +157,13 @@ def test_who_watches_gets_the_registered(
 def test_transforms_get_the_registered() -> None:
     with pytest.raises(AssertionError, match="went through the dispatcher"):
         torch.func.vmap(named("inverse_norms"))(floats(3, 20, 30))
+
+
+def test_gradients_batched_by_autograd_get_the_registered() -> None:
+    """Its own vmap is neither a mode nor a transform."""
+    table, places = floats(9, 16), ids(9, 4, 5)
+    queries, upstream = floats(4, 16).requires_grad_(), floats(3, 4, 5)
+    dots = named("gather_dot")(queries, table, places)
+    found = torch.autograd.grad(dots, queries, upstream, is_grads_batched=True, retain_graph=True)
+    wanted = [torch.autograd.grad(dots, queries, one, retain_graph=True)[0] for one in upstream]
+    assert torch.equal(found[0], torch.stack(wanted))

@@ -21,6 +21,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.nn import Parameter
 
 from airmoe.config import check_choice
@@ -319,7 +320,9 @@ def _plain(args: Sequence[Any]) -> bool:
         if isinstance(arg, list):
             if not _plain(arg):
                 return False
-        elif isinstance(arg, Tensor) and type(arg) not in (Tensor, Parameter):
+        elif isinstance(arg, Tensor) and (
+            type(arg) not in (Tensor, Parameter) or is_legacy_batchedtensor(arg)
+        ):
             return False
     return True
 
