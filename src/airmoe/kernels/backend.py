@@ -72,8 +72,10 @@ def use_triton(*operands: object) -> bool:
 
 def backend_for(device: torch.device, *dtypes: torch.dtype) -> Backend:
     """The implementation for operands of these dtypes on this device."""
-    choice = _chosen[-1] if _chosen else os.environ.get("AIRMOE_BACKEND")
-    return _decide(choice or "auto", os.environ.get("TRITON_INTERPRET"), device.type, dtypes)
+    choice = (_chosen[-1] if _chosen else os.environ.get("AIRMOE_BACKEND")) or "auto"
+    if choice == "auto" and device.type != "cuda":
+        return "reference"
+    return _decide(choice, os.environ.get("TRITON_INTERPRET"), device.type, dtypes)
 
 
 def assume_constant(function: Callable[..., Any]) -> None:
@@ -102,13 +104,12 @@ def _decide(
     if choice == "reference":
         return "reference"
     reason = _why_not_triton(interpret == "1", device_type, dtypes)
-    if reason is None and (choice == "triton" or device_type == "cuda"):
+    if reason is None:
         return "triton"
-    if choice == "triton" and device_type != "cuda":
+    if device_type != "cuda":
         setting = "use_backend" if _chosen else "AIRMOE_BACKEND"
         raise ConfigError(setting, choice, f"cannot run here: {reason}", "Use auto or reference.")
-    if device_type == "cuda" and reason is not None:
-        _say_once(reason)
+    _say_once(reason)
     return "reference"
 
 
